@@ -1,0 +1,97 @@
+"""One error tree. Every message says what was wrong, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+
+class LastgaspError(Exception):
+    """Base of every error that lastgasp raises on purpose."""
+
+
+class ConfigError(LastgaspError, ValueError):
+    """A wrong value, refused at construction or at start.
+
+    Args:
+        field: name of the argument, environment variable or file key.
+        value: what was given.
+        allowed: what would have been accepted.
+        remedy: what to do now.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str, remedy: str) -> None:
+        self.field, self.value, self.allowed, self.remedy = field, value, allowed, remedy
+        super().__init__(f"{field}={value!r} is not allowed: expected {allowed}. {remedy}")
+
+
+class MissingExtra(LastgaspError, ImportError):
+    """A framework or optional library is not installed; names the extra that brings it."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module} is not installed. Install it with: pip install 'lastgasp[{extra}]'")
+
+
+class CheckpointError(LastgaspError):
+    """Something about a checkpoint on disk."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that was asked for by name does not verify.
+
+    Args:
+        path: the checkpoint.
+        reasons: one line per damage, each naming file and byte range.
+    """
+
+    def __init__(self, path: str, reasons: list[str]) -> None:
+        self.path, self.reasons = path, reasons
+        listing = "\n  ".join(reasons)
+        super().__init__(
+            f"checkpoint {path} is damaged and was not loaded:\n  {listing}\n"
+            "Give another checkpoint, or resume='auto' to take the newest good one."
+        )
+
+
+class NoGoodCheckpoint(CheckpointError):
+    """Checkpoints exist, none of them verifies; starting from scratch would lose them silently."""
+
+    def __init__(self, directory: str, reasons: dict[str, str]) -> None:
+        self.directory, self.reasons = directory, reasons
+        listing = "\n  ".join(f"{path}: {why}" for path, why in reasons.items())
+        super().__init__(
+            f"no checkpoint in {directory} can be trusted, and there are {len(reasons)}:\n  {listing}\n"
+            "Refusing to start from scratch over them. Restore one of them, give resume=<path> to load one "
+            "that you trust, or give resume='never' to start anew."
+        )
+
+
+class ControlError(LastgaspError):
+    """Something about the control connection between a rank and the controller."""
+
+
+class AuthenticationError(ControlError):
+    """The other side does not know the job's token."""
+
+
+class ProtocolError(ControlError):
+    """Bytes that are no message of ours, or a message where it may not stand."""
+
+
+class VersionMismatch(ControlError):
+    """Two ranks of one job run different versions of lastgasp."""
+
+
+class DeadlineExceeded(LastgaspError, TimeoutError):
+    """A bounded wait ran out.
+
+    Args:
+        what: what was waited for.
+        seconds: how long.
+        remedy: what to look at or to raise.
+    """
+
+    def __init__(self, what: str, seconds: float, remedy: str) -> None:
+        self.what, self.seconds = what, seconds
+        super().__init__(f"waited {seconds:g} s for {what}. {remedy}")
+
+
+class NotSaveable(LastgaspError):
+    """The state of this rank cannot be written as a consistent step."""

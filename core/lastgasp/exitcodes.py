@@ -1,0 +1,13 @@
+"""Exit codes of ranks and of the launcher (documented in the README; decision 9 of DESIGN.md)."""
+
+SAVED = 83
+"""The step was saved: start the job again and it goes on from there."""
+
+NOTHING_TO_SAVE = 84
+"""No step since the newest committed checkpoint: start again, nothing is lost."""
+
+GAVE_UP = 85
+"""The step could not be saved; the incident record says why. Start again from the newest good one."""
+
+NO_PROGRESS = 86
+"""The launcher stopped: three restarts in a row completed no new step."""
