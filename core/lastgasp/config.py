@@ -1,0 +1,149 @@
+"""The frozen configuration of one job. Argument beats environment beats default."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+HangTimeout = float | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaspConfig:
+    """What the engine needs to know; build it with `GaspConfig.resolve`.
+
+    Attributes:
+        directory: where checkpoints and incidents stand; the same path on every rank.
+        keep: how many gasp checkpoints to keep; older ones are removed after a newer one verified.
+        resume: "auto" takes the newest good checkpoint, "never" ignores what was there before this job,
+            a path loads that one.
+        hang_timeout: seconds without any progress until ranks count as hung; "auto" learns it
+            (10 times the longest gap seen, at least 60 s).
+        save_timeout: seconds a gasp's save may take before another holder is tried.
+        finish_timeout: seconds a rank that is inside its update gets to finish it.
+        sha256: also write SHA-256 digests (for signatures; about ten times slower than xxh3).
+    """
+
+    directory: Path
+    keep: int = 3
+    resume: str = "auto"
+    hang_timeout: HangTimeout = "auto"
+    save_timeout: float = 600.0
+    finish_timeout: float = 10.0
+    sha256: bool = False
+
+    @classmethod
+    def resolve(cls, directory: str | os.PathLike[str] | None = None, **given: object) -> GaspConfig:
+        """Merge arguments (None means not given), `LASTGASP_*` and defaults, and check every value.
+
+        Raises:
+            ConfigError: a value outside what is allowed, or an unknown argument.
+        """
+        env = os.environ
+        unknown = set(given) - set(_FIELDS)
+        if unknown:
+            raise ConfigError(sorted(unknown)[0], given[sorted(unknown)[0]], f"one of {sorted(_FIELDS)}",
+                              "Check the spelling.")  # fmt: skip
+        values = {name: _pick(name, given.get(name), env, check) for name, check in _FIELDS.items()}
+        return cls(directory=_directory(directory, env), **{k: v for k, v in values.items() if v is not None})
+
+
+def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str]) -> Path:
+    value = directory if directory is not None else env.get("LASTGASP_DIR")
+    if value is None or str(value) == "":
+        raise ConfigError("dir", value, "a directory path", "Give dir=... or set LASTGASP_DIR.")
+    return Path(value).expanduser().absolute()
+
+
+def _pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str, object], T]) -> T | None:
+    variable = f"LASTGASP_{name.upper()}"
+    if value is not None:
+        return check(name, value)
+    if env.get(variable):
+        return check(variable, env[variable])
+    return None
+
+
+def _positive_int(field: str, value: object) -> int:
+    number = _number(field, value, "an integer of at least 1", "Use 1 to keep only the newest.")
+    if number != int(number) or number < 1 or isinstance(value, bool):
+        raise ConfigError(field, value, "an integer of at least 1", "Use 1 to keep only the newest.")
+    return int(number)
+
+
+def _number(field: str, value: object, allowed: str, remedy: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(field, value, allowed, remedy) from None
+    if not math.isfinite(number):
+        raise ConfigError(field, value, allowed, remedy)
+    return number
+
+
+def _seconds(field: str, value: object) -> float:
+    allowed = "a positive number of seconds"
+    number = _number(field, value, allowed, "Leave it out to use the default.")
+    if number <= 0 or isinstance(value, bool):
+        raise ConfigError(field, value, allowed, "Leave it out to use the default.")
+    return number
+
+
+def _hang(field: str, value: object) -> HangTimeout:
+    if value == "auto":
+        return "auto"
+    remedy = "Use 'auto' to learn it from the run."
+    number = _number(field, value, "'auto' or a positive number of seconds", remedy)
+    if number <= 0 or isinstance(value, bool):
+        raise ConfigError(field, value, "'auto' or a positive number of seconds", remedy)
+    return number
+
+
+def _resume(field: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike) or str(value) == "":
+        raise ConfigError(field, value, "'auto', 'never' or a checkpoint's path", "Use 'auto'.")
+    return os.fspath(value)  # type: ignore[return-value]
+
+
+def _flag(field: str, value: object) -> bool:
+    known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
+    if not isinstance(value, bool | str) or value not in known:
+        raise ConfigError(field, value, "True or False (1 or 0 in the environment)", "Leave it out.")
+    return known[value]
+
+
+_FIELDS: dict[str, Callable[[str, object], object]] = {
+    "keep": _positive_int,
+    "resume": _resume,
+    "hang_timeout": _hang,
+    "save_timeout": _seconds,
+    "finish_timeout": _seconds,
+    "sha256": _flag,
+}
+
+
+def check_writable(directory: Path) -> None:
+    """Create `directory` if need be and prove that a file can be made in it.
+
+    Raises:
+        ConfigError: it cannot be written; names the operating system's reason.
+    """
+    probe = directory / f".lastgasp-probe-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            "dir",
+            str(directory),
+            "a directory that this user can write",
+            f"{error.strerror}: fix or move it.",
+        ) from error

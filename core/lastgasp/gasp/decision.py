@@ -1,0 +1,128 @@
+"""Which step is saved, and who saves it: a pure function of what is known about the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lastgasp.events import Unused
+from lastgasp.topology import ReplicaGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankView:
+    """What the one who decides knows about one rank.
+
+    Attributes:
+        step: the newest step that the rank completed, as far as known; -1 when nothing is known.
+        holds: its state is that of `step`, whole, and it can write it now.
+        faulty: it raised or was told to stop: a holder of last resort.
+        why: why it cannot be used, empty when it can.
+        alive: it answers.
+    """
+
+    rank: int
+    step: int
+    holds: bool
+    faulty: bool = False
+    alive: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """Save `step`; `savers[i]` writes shard i."""
+
+    step: int
+    savers: tuple[int, ...]
+    unused: tuple[Unused, ...]
+    lost: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NothingToSave:
+    """The newest step is on disk already, or none was completed."""
+
+    step: int
+    unused: tuple[Unused, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp:
+    """No step has a live holder for every shard."""
+
+    reason: str
+    unused: tuple[Unused, ...]
+    lost: int
+
+
+Decision = SavePlan | NothingToSave | GiveUp
+
+
+def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -> Decision:
+    """Choose the newest step for which every shard has a live holder (DESIGN.md decision 4).
+
+    Args:
+        views: one per rank of the job. Dead ranks do not count for the step.
+        replicas: the holders of each shard.
+        durable: the newest step that a committed checkpoint holds; 0 when there is none and no step
+            was completed, since a job that has done nothing has nothing to lose.
+    """
+    by_rank = {view.rank: view for view in views}
+    holders = [[by_rank[r] for r in group if r in by_rank and by_rank[r].holds] for group in replicas]
+    reached = _reached(views)
+    step = _newest_common(holders)
+    if reached <= durable:
+        return NothingToSave(step=durable, unused=_unused(views, frozenset()))
+    if step is None:
+        reason = _why_not(holders, replicas, by_rank)
+        return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
+    if step <= durable:
+        reason = f"the newest step that can be saved, {step}, is on disk already; " + _behind(views, step)
+        return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
+    savers = tuple(_prefer([h for h in shard if h.step == step]) for shard in holders)
+    return SavePlan(
+        step=step, savers=savers, unused=_unused(views, frozenset(savers)), lost=max(0, reached - step)
+    )
+
+
+def _reached(views: tuple[RankView, ...]) -> int:
+    """The newest step of the survivors; of everybody when nobody survived."""
+    alive = [view.step for view in views if view.alive]
+    return max(alive or [view.step for view in views], default=-1)
+
+
+def _newest_common(holders: list[list[RankView]]) -> int | None:
+    steps = set.intersection(*({h.step for h in shard} for shard in holders))
+    return max(steps, default=None)
+
+
+def _prefer(holders: list[RankView]) -> int:
+    return min(holders, key=lambda view: (view.faulty, view.rank)).rank
+
+
+def _unused(views: tuple[RankView, ...], savers: frozenset[int]) -> tuple[Unused, ...]:
+    return tuple(
+        Unused(rank=v.rank, why=v.why or "not needed: another holder saves")
+        for v in sorted(views, key=lambda v: v.rank)
+        if v.rank not in savers
+    )
+
+
+def _why_not(holders: list[list[RankView]], replicas: ReplicaGroups, by_rank: dict[int, RankView]) -> str:
+    empty = [i for i, shard in enumerate(holders) if not shard]
+    if not empty:
+        return "every shard has a live holder, but not at one common step: " + ", ".join(
+            f"shard {i} at {sorted({h.step for h in shard})}" for i, shard in enumerate(holders)
+        )
+    texts = []
+    for i in empty:
+        causes = "; ".join(
+            f"rank {r}: {by_rank[r].why if r in by_rank else 'never joined'}" for r in replicas[i]
+        )
+        texts.append(f"shard {i} of {len(replicas)} has no live holder ({causes})")
+    return ", ".join(texts)
+
+
+def _behind(views: tuple[RankView, ...], step: int) -> str:
+    ahead = [v for v in views if v.alive and v.step > step]
+    return "; ".join(f"rank {v.rank} completed {v.step} but {v.why or 'cannot be used'}" for v in ahead)

@@ -1,0 +1,359 @@
+"""One generation of a job as a state machine: events in, actions out. No socket, clock, thread or file.
+
+gathering/running --fault--> preparing --all answered--> saving --all saved--> committing --> over
+
+One recovery at a time. Orders carry the recovery and the plan they belong to; an answer to an older one
+is dropped, so orders and answers may be repeated or late. A second fault while saving makes a new plan
+with the holders that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lastgasp.events import Ending, Fault, FaultKind, Unused
+from lastgasp.topology import ReplicaGroups
+
+from . import messages as m
+from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
+from .progress import Progress
+
+State = Literal["running", "preparing", "saving", "committing", "over"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Send `message` to `rank`. A Save goes out with the small states that the shell can find."""
+
+    rank: int
+    message: m.Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """SIGKILL the hung process of `rank`; its peers' collectives then raise."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A phase of the incident began, or its ending is known."""
+
+    phase: Literal["detected", "agreed", "saved", "committed", "released"]
+
+
+Action = Send | Kill | Note
+
+
+@dataclass
+class Member:
+    """What is known about one rank that joined."""
+
+    rank: int
+    step: int = -1
+    durable: int = 0
+    gone: str = ""
+    left: bool = False
+    hung: bool = False
+    fault: Fault | None = None
+    prepared: m.Prepared | None = None
+    failed: str = ""
+
+    @property
+    def here(self) -> bool:
+        """It can be asked and can answer."""
+        return not self.gone and not self.left and not self.hung
+
+
+@dataclass
+class Outcome:
+    """How the recovery ended, for the incident record."""
+
+    ending: Ending = "open"
+    reason: str = ""
+    step: int | None = None
+    lost: int | None = None
+    path: str = ""
+    nbytes: int = 0
+    first_byte_ns: int | None = None
+    savers: tuple[int, ...] = ()
+    unused: tuple[Unused, ...] = ()
+
+
+@dataclass
+class Machine:
+    """The controller's mind for one generation (one attempt) of a job.
+
+    Args:
+        replicas: holders of each shard.
+        world_size: ranks that are expected.
+        finish_timeout, save_timeout: seconds for a rank to leave its update, for a save to be written.
+        progress: the hang watchdog.
+    """
+
+    replicas: ReplicaGroups
+    world_size: int
+    finish_timeout: float
+    save_timeout: float
+    progress: Progress
+    state: State = "running"
+    recovery: int = 0
+    plan: int = 0
+    members: dict[int, Member] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    outcome: Outcome = field(default_factory=Outcome)
+    _deadline: float = 0.0
+    _current: SavePlan | None = None
+    _saved: dict[int, m.Saved] = field(default_factory=dict)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def joined(self, rank: int, now: float) -> list[Action]:
+        """A rank proved itself."""
+        self.members[rank] = Member(rank=rank)
+        self.progress.joined(rank, now)
+        if self.state == "over":
+            return [self._release_to(rank)]
+        if self.state == "preparing":
+            return [Send(rank=rank, message=self._prepare_order())]
+        return []
+
+    def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
+        """The rank's process or connection ended. After a Goodbye that is no fault."""
+        member = self.members.setdefault(rank, Member(rank=rank))
+        if member.left or member.gone:
+            return []
+        member.gone = evidence
+        self.progress.left(rank)
+        if self.state == "over":
+            return []
+        fault = Fault(kind=kind, rank=rank, cause=evidence, step=member.step, seen_ns=at_ns)
+        return self._fault(fault, now) + self._after_loss(rank, now)
+
+    def said(self, rank: int, message: m.FromRank, now: float) -> list[Action]:
+        """A member spoke."""
+        member = self.members.get(rank)
+        if member is None or member.gone:
+            return []
+        handler = self._handlers().get(type(message))
+        return handler(member, message, now) if handler else []
+
+    def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
+        """Time passed. `stopped`: ranks whose process is seen stopped (SIGSTOP) right now."""
+        if self.state == "running":
+            hung = self.progress.hung(now, stopped)
+            return self._hang(hung, at_ns, now) if hung else []
+        if self.state == "over" or now < self._deadline:
+            return []
+        return self._deadline_passed(now)
+
+    # -- what members say -------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[type, Callable[[Member, m.FromRank, float], list[Action]]]:
+        return {
+            m.Status: self._on_status,
+            m.Report: self._on_report,
+            m.Prepared: self._on_prepared,
+            m.Saved: self._on_saved,
+            m.SaveFailed: self._on_save_failed,
+            m.Committed: self._on_committed,
+            m.Goodbye: self._on_goodbye,
+        }
+
+    def _on_status(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Status)
+        member.step = max(member.step, message.step)
+        member.durable = max(member.durable, message.durable)
+        self.progress.heard(member.rank, message, now)
+        return []
+
+    def _on_report(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Report)
+        if message.fault.kind != "peer":
+            member.fault = message.fault
+        return self._fault(message.fault, now)
+
+    def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Prepared)
+        if message.recovery != self.recovery:
+            return []
+        member.prepared = message
+        member.step, member.durable = max(member.step, message.step), max(member.durable, message.durable)
+        return self._decide_if_ready(now)
+
+    def _on_saved(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Saved)
+        if not self._current_plan(message.recovery, message.plan) or self.state != "saving":
+            return []
+        self._saved[member.rank] = message
+        assert self._current is not None
+        if set(self._saved) < set(self._current.savers):
+            return []
+        self.state, self._deadline = "committing", now + self.finish_timeout
+        parts = {rank: saved.part for rank, saved in self._saved.items()}
+        order = m.Commit(recovery=self.recovery, plan=self.plan, parts=parts)
+        return [Note(phase="saved"), Send(rank=self._current.savers[0], message=order)]
+
+    def _on_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.SaveFailed)
+        if not self._current_plan(message.recovery, message.plan):
+            return []
+        member.failed = message.why
+        return self._plan_again(now)
+
+    def _on_committed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Committed)
+        if not self._current_plan(message.recovery, message.plan) or self.state != "committing":
+            return []
+        saved = self._saved[member.rank]
+        self.outcome.path, self.outcome.first_byte_ns = saved.path, saved.first_byte_ns
+        self.outcome.nbytes = sum(s.nbytes for s in self._saved.values())
+        return [Note(phase="committed"), *self._end("saved", "")]
+
+    def _on_goodbye(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        member.left = True
+        self.progress.left(member.rank)
+        return self._decide_if_ready(now)
+
+    # -- the recovery -----------------------------------------------------------------------------
+
+    def _fault(self, fault: Fault, now: float) -> list[Action]:
+        if self.state == "over" or any(f.rank == fault.rank and f.kind == fault.kind for f in self.faults):
+            return []
+        self.faults.append(fault)
+        if self.state != "running":
+            return []
+        self.state, self.recovery = "preparing", self.recovery + 1
+        self._deadline = now + self.finish_timeout
+        order = self._prepare_order()
+        sends = [Send(rank=r, message=order) for r, member in self.members.items() if member.here]
+        return [Note(phase="detected"), *sends, *self._decide_if_ready(now)]
+
+    def _prepare_order(self) -> m.Prepare:
+        return m.Prepare(recovery=self.recovery, faults=tuple(self.faults))
+
+    def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for rank in sorted(ranks):
+            member = self.members[rank]
+            # Where all ranks wait for each other nobody is to blame, and everybody can still save.
+            member.hung = ranks < {
+                r for r, other in self.members.items() if not other.gone and not other.left
+            }
+            cause = self.progress.describe(rank, now)
+            fault = Fault(kind="hang", rank=rank, cause=cause, step=member.step, seen_ns=at_ns)
+            actions += self._fault(fault, now)
+        return actions
+
+    def _awaited(self) -> list[Member]:
+        return [member for member in self.members.values() if member.here and member.prepared is None]
+
+    def _decide_if_ready(self, now: float) -> list[Action]:
+        if self.state != "preparing" or self._awaited():
+            return []
+        return [Note(phase="agreed"), *self._carry_out(self._decide(), now)]
+
+    def _decide(self) -> Decision:
+        ranks = set(range(self.world_size)) | set(self.members)
+        views = tuple(self._view(rank) for rank in sorted(ranks))
+        durable = max((member.durable for member in self.members.values()), default=0)
+        return decide(views, self.replicas, durable)
+
+    def _view(self, rank: int) -> RankView:
+        member = self.members.get(rank)
+        if member is None:
+            return RankView(rank=rank, step=-1, holds=False, alive=False, why="never joined")
+        prepared, why = member.prepared, self._why(member)
+        holds = prepared is not None and prepared.usable and not why
+        step = prepared.step if prepared is not None else member.step
+        return RankView(
+            rank=rank,
+            step=step,
+            holds=holds,
+            faulty=member.fault is not None,
+            alive=member.here and prepared is not None,
+            why=why,
+        )
+
+    @staticmethod
+    def _why(member: Member) -> str:
+        if member.gone:
+            return f"gone: {member.gone}"
+        if member.left:
+            return "had finished training"
+        if member.hung:
+            return "hung"
+        if member.failed:
+            return f"its save failed: {member.failed}"
+        if member.prepared is None:
+            return "did not answer in time"
+        return "" if member.prepared.usable else member.prepared.why
+
+    def _carry_out(self, decision: Decision, now: float) -> list[Action]:
+        self.outcome.unused = decision.unused
+        if isinstance(decision, NothingToSave):
+            self.outcome.step, self.outcome.lost = decision.step, 0
+            return self._end("nothing_to_save", f"step {decision.step} is the newest and is on disk")
+        if isinstance(decision, GiveUp):
+            self.outcome.lost = decision.lost
+            return self._end("gave_up", decision.reason)
+        self.state, self.plan, self._current = "saving", self.plan + 1, decision
+        self._saved, self._deadline = {}, now + self.save_timeout
+        self.outcome.step, self.outcome.lost, self.outcome.savers = (
+            decision.step,
+            decision.lost,
+            decision.savers,
+        )
+        reason = "; ".join(f"rank {f.rank}: {f.cause}" for f in self.faults)
+        order = m.Save(recovery=self.recovery, plan=self.plan, step=decision.step, small={}, reason=reason)
+        return [Send(rank=rank, message=order) for rank in dict.fromkeys(decision.savers)]
+
+    def _current_plan(self, recovery: int, plan: int) -> bool:
+        return self._current is not None and (recovery, plan) == (self.recovery, self.plan)
+
+    def _after_loss(self, rank: int, now: float) -> list[Action]:
+        """A rank went while a recovery runs: go on without it."""
+        if self.state == "preparing":
+            return self._decide_if_ready(now)
+        if self.state in ("saving", "committing") and self._current and rank in self._current.savers:
+            return self._plan_again(now)
+        return []
+
+    def _plan_again(self, now: float) -> list[Action]:
+        assert self._current is not None
+        void = m.Discard(recovery=self.recovery, plan=self.plan)
+        discards: list[Action] = [
+            Send(rank=rank, message=void)
+            for rank in dict.fromkeys(self._current.savers)
+            if self.members[rank].here
+        ]
+        self._current = None
+        return discards + self._carry_out(self._decide(), now)
+
+    def _deadline_passed(self, now: float) -> list[Action]:
+        if self.state == "preparing":
+            return [Note(phase="agreed"), *self._carry_out(self._decide(), now)]
+        assert self._current is not None
+        for rank in set(self._current.savers) - (set(self._saved) if self.state == "saving" else set()):
+            limit = self.save_timeout if self.state == "saving" else self.finish_timeout
+            self.members[
+                rank
+            ].failed = f"not {'written' if self.state == 'saving' else 'published'} in {limit:g} s"
+        return self._plan_again(now)
+
+    def _end(self, ending: Ending, reason: str) -> list[Action]:
+        self.state, self.outcome.ending, self.outcome.reason = "over", ending, reason
+        releases = [self._release_to(r) for r, member in self.members.items() if member.here]
+        kills = [Kill(rank=r) for r, member in self.members.items() if member.hung and not member.gone]
+        return [Note(phase="released"), *releases, *kills]
+
+    def _release_to(self, rank: int) -> Send:
+        out = self.outcome
+        step = -1 if out.step is None else out.step
+        message = m.Release(
+            recovery=self.recovery, ending=out.ending, step=step, path=out.path, reason=out.reason
+        )
+        return Send(rank=rank, message=message)

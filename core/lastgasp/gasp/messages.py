@@ -1,0 +1,253 @@
+"""What ranks and controller say to each other: typed, versioned, pickle-free.
+
+A frame is a 4-byte big-endian length and a msgpack array tagged with the message's name. Ranks speak
+first only after the controller's Challenge; until the token is proven a frame may be 64 KiB at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Literal
+
+import msgspec
+
+from lastgasp.errors import ProtocolError
+from lastgasp.events import Ending, Fault
+
+PROTOCOL = 1
+MAX_GREETING = 64 * 1024
+MAX_FRAME = 256 * 1024 * 1024
+HEADER = 4
+
+Phase = Literal["start", "data", "forward", "backward", "update", "between", "validation", "save"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """Base of all messages."""
+
+
+class Challenge(Message, frozen=True, kw_only=True):
+    """Controller, first thing: prove that you know the token."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+    host: str
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """Rank: the proof, and who I am."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+    mac: bytes
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    replicas: tuple[tuple[int, ...], ...]
+    host: str
+    pid: int
+    box: int
+    """File descriptor number of the rank's black box (opened through /proc by who shares the host), or -1."""
+    directory: str
+    hang_timeout: float
+    """Seconds; 0 means learn it from the run."""
+    save_timeout: float
+    finish_timeout: float
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Controller: the proof in return."""
+
+    mac: bytes
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """Controller: not you; the connection closes."""
+
+    reason: str
+
+
+class Status(Message, frozen=True, kw_only=True):
+    """Rank, twice a second: where I stand. `tick` changes with any progress at all."""
+
+    step: int
+    durable: int
+    tick: int
+    phase: Phase
+
+
+class Report(Message, frozen=True, kw_only=True):
+    """Rank: something went wrong here."""
+
+    fault: Fault
+
+
+class Prepare(Message, frozen=True, kw_only=True):
+    """Controller: stop before your next update and tell me which step you hold."""
+
+    recovery: int
+    faults: tuple[Fault, ...]
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """Rank: I hold `step` and can write it; or I cannot, and why."""
+
+    recovery: int
+    step: int
+    durable: int
+    usable: bool
+    why: str = ""
+    small: bytes = b""
+
+
+class Save(Message, frozen=True, kw_only=True):
+    """Controller: write the state of `step` to temporary files."""
+
+    recovery: int
+    plan: int
+    step: int
+    small: dict[int, bytes]
+    reason: str
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """Rank: written and fsynced, not yet visible. `part` is opaque: what the committing rank needs."""
+
+    recovery: int
+    plan: int
+    path: str
+    nbytes: int
+    first_byte_ns: int
+    part: bytes = b""
+
+
+class SaveFailed(Message, frozen=True, kw_only=True):
+    """Rank: could not write."""
+
+    recovery: int
+    plan: int
+    why: str
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    """Controller, to one saver after all have saved: make it visible."""
+
+    recovery: int
+    plan: int
+    parts: dict[int, bytes]
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """Rank: visible and durable."""
+
+    recovery: int
+    plan: int
+
+
+class Discard(Message, frozen=True, kw_only=True):
+    """Controller: this plan is void, remove its temporaries."""
+
+    recovery: int
+    plan: int
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """Controller: the recovery is over; leave the job."""
+
+    recovery: int
+    ending: Ending
+    step: int
+    path: str
+    reason: str
+
+
+class GatherPart(Message, frozen=True, kw_only=True):
+    """Rank: my part of an all-gather."""
+
+    tag: str
+    payload: bytes
+
+
+class Gathered(Message, frozen=True, kw_only=True):
+    """Controller: all parts, by rank; or `missing` says why there will be none."""
+
+    tag: str
+    parts: tuple[bytes, ...]
+    missing: str = ""
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """Rank: training ended; my leaving is no fault."""
+
+
+FromRank = (
+    Hello | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye
+)  # fmt: skip
+FromController = (
+    Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_from_controller: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
+
+
+def frame(message: Message) -> bytes:
+    """The bytes on the wire."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes; a frame has at most {MAX_FRAME}")
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+def body_size(header: bytes, limit: int) -> int:
+    """The length that a header announces.
+
+    Raises:
+        ProtocolError: longer than `limit`.
+    """
+    size = int.from_bytes(header, "big")
+    if size > limit:
+        raise ProtocolError(f"a frame of {size} bytes was announced; at most {limit} are allowed here")
+    return size
+
+
+def from_rank(body: bytes) -> FromRank:
+    """Decode what a rank said.
+
+    Raises:
+        ProtocolError: anything else.
+    """
+    try:
+        return _from_rank.decode(body)
+    except _BAD as error:
+        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
+
+
+def from_controller(body: bytes) -> FromController:
+    """Decode what the controller said.
+
+    Raises:
+        ProtocolError: anything else.
+    """
+    try:
+        return _from_controller.decode(body)
+    except _BAD as error:
+        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
+
+
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+
+
+def proof(token: str, role: Literal["rank", "controller"], nonce: bytes, rank: int) -> bytes:
+    """HMAC-SHA256 over role, rank and the other side's nonce; the token itself never travels."""
+    return hmac.new(token.encode(), f"{role}:{rank}:".encode() + nonce, hashlib.sha256).digest()
+
+
+def proven(token: str, role: Literal["rank", "controller"], nonce: bytes, rank: int, mac: bytes) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(proof(token, role, nonce, rank), mac)

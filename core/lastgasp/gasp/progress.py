@@ -1,0 +1,114 @@
+"""The hang watchdog: which ranks make no progress, and which of them are to blame. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from . import messages as m
+
+FLOOR = 60.0
+"""Seconds; the least that "auto" ever waits."""
+UNLEARNT = 1800.0
+"""Seconds; what "auto" waits before it has seen enough progress (compilation, first data)."""
+OUTSIDE_FLOOR = 600.0
+"""Seconds; the least that "auto" waits outside a step, where epochs end and loggers upload."""
+FACTOR = 10.0
+LEARNT_AFTER = 20
+SILENT = 5.0
+"""Seconds without a heartbeat after which a stalled rank counts as the culprit."""
+SUSPENDED = 2.0
+"""Seconds between two looks that mean the watcher itself was stopped (laptop lid, Ctrl-Z, debugger)."""
+
+# A rank that waits for others sits in backward (or in a collective of validation or save); one that is
+# stuck elsewhere is the one that the others wait for.
+_IN_STEP: frozenset[str] = frozenset({"forward", "backward", "update", "between"})
+_WAITING: frozenset[str] = frozenset({"backward"})
+
+
+@dataclass
+class _Track:
+    tick: int = -1
+    step: int = -1
+    phase: str = "start"
+    moved: float = 0.0
+    heard: float = 0.0
+    longest: float = 0.0
+    gaps: int = 0
+
+
+@dataclass
+class Progress:
+    """Learns how long the job goes without progress, and says when it is too long.
+
+    Args:
+        limit: seconds without any progress; 0 learns it.
+    """
+
+    limit: float
+    _tracks: dict[int, _Track] = field(default_factory=dict)
+    _looked: float | None = None
+
+    def joined(self, rank: int, now: float) -> None:
+        """Watch this rank."""
+        self._tracks[rank] = _Track(moved=now, heard=now)
+
+    def left(self, rank: int) -> None:
+        """Stop watching it."""
+        self._tracks.pop(rank, None)
+
+    def heard(self, rank: int, status: m.Status, now: float) -> None:
+        """A heartbeat, with or without progress in it."""
+        track = self._tracks.get(rank)
+        if track is None:
+            return
+        track.heard, track.phase, track.step = now, status.phase, status.step
+        if status.tick != track.tick:
+            if track.tick >= 0:
+                track.longest, track.gaps = max(track.longest, now - track.moved), track.gaps + 1
+            track.tick, track.moved = status.tick, now
+
+    def allowed(self, rank: int) -> float:
+        """Seconds that this rank may go without progress now."""
+        if self.limit > 0:
+            return self.limit
+        track = self._tracks[rank]
+        if track.gaps < LEARNT_AFTER:
+            return UNLEARNT
+        floor = FLOOR if track.phase in _IN_STEP else OUTSIDE_FLOOR
+        return max(floor, FACTOR * track.longest)
+
+    def hung(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
+        """The culprits, once no rank has moved for too long; all ranks when none stands out."""
+        if self._was_suspended(now) or not self._tracks:
+            return frozenset()
+        started = {r: t for r, t in self._tracks.items() if t.phase != "start"}
+        if not started or any(now - t.moved < self.allowed(r) for r, t in started.items()):
+            return frozenset()
+        return self._culprits(started, now, stopped)
+
+    def describe(self, rank: int, now: float) -> str:
+        """One line for the incident."""
+        track = self._tracks[rank]
+        silent = f", no heartbeat for {now - track.heard:.1f} s" if now - track.heard > SILENT else ""
+        return f"no progress for {now - track.moved:.1f} s in {track.phase} after step {track.step}{silent}"
+
+    def _was_suspended(self, now: float) -> bool:
+        last, self._looked = self._looked, now
+        if last is None or now - last < SUSPENDED:
+            return False
+        for track in self._tracks.values():
+            track.moved = track.heard = now
+        return True
+
+    @staticmethod
+    def _culprits(tracks: dict[int, _Track], now: float, stopped: frozenset[int]) -> frozenset[int]:
+        """Stopped processes, else silent ones, else the least advanced that do not wait for a peer."""
+        everybody = frozenset(tracks)
+        for suspects in (
+            stopped & everybody,
+            frozenset(r for r, t in tracks.items() if now - t.heard > SILENT),
+            frozenset(r for r, t in tracks.items() if t.phase not in _WAITING),
+        ):
+            if suspects and suspects < everybody:
+                return suspects
+        return everybody

@@ -1,0 +1,59 @@
+"""Ranks, hosts and who holds which shard of the state."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigError
+
+ReplicaGroups = tuple[tuple[int, ...], ...]
+"""One tuple per shard: the ranks that hold a complete, equal copy of it, in order of preference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one rank stands in its job.
+
+    Attributes:
+        rank, world_size: as torch.distributed counts them.
+        replicas: one group per shard of the state; plain data parallel is a single group of all ranks.
+        attempt: how often the launcher has restarted the job (0 at first).
+        job: the same string on all ranks and for all attempts.
+    """
+
+    rank: int
+    world_size: int
+    replicas: ReplicaGroups
+    attempt: int = 0
+    job: str = "local"
+
+    def __post_init__(self) -> None:
+        check_replicas(self.replicas, self.world_size)
+
+
+def data_parallel(world_size: int) -> ReplicaGroups:
+    """Every rank holds everything."""
+    return (tuple(range(world_size)),)
+
+
+def check_replicas(replicas: ReplicaGroups, world_size: int) -> None:
+    """Refuse groups that name a rank twice, an unknown rank, or no rank.
+
+    Raises:
+        ConfigError: with the group that is wrong.
+    """
+    for group in replicas:
+        if not group or len(set(group)) != len(group) or not all(0 <= r < world_size for r in group):
+            raise ConfigError(
+                "replicas", group, f"distinct ranks from 0 to {world_size - 1}", "Fix the adapter's topology."
+            )
+    if not replicas:
+        raise ConfigError("replicas", replicas, "at least one group", "Fix the adapter's topology.")
+
+
+def host_identity() -> str:
+    """The same for all processes that see each other in /proc: boot id and pid name space."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
