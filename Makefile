@@ -1,0 +1,46 @@
+# Every target sets itself up: python3.11, make and pip are all that a fresh machine needs.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+OUT    ?= out/demo
+# More options for pytest, e.g. make test ARGS="-k manifest -x"
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo test test-fast test-full lint bench clean
+
+help:  ## this list
+	@grep -hE '^[.a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.venv: $(STAMP)  ## the virtual environment, made once, renewed when pyproject.toml or constraints.txt change
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@# torch first and pinned: resolved together with the rest, pip would fetch the newest torch with CUDA.
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
+	$(BIN)/lastgasp demo --out $(OUT)
+
+lint: $(STAMP)  ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## lint, then all tests but the full matrix
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-fast: $(STAMP)  ## the tests of a few seconds
+	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)
+
+test-full: lint  ## everything, the whole fault matrix included (long)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)  ## the measurements behind the README's table
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove the environment and what the tests leave
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,78 @@
+"""The entry point `lightning.pytorch.callbacks_factory`: what the environment alone brings into a job.
+
+Lightning calls `callbacks` in every `Trainer.__init__` of every process, after the user's own callbacks
+were taken. `LASTGASP=1` adds `LastGasp` with the directory in `LASTGASP_DIR`, unless the user gave one
+(then theirs stays and nothing is added); `LASTGASP_FAULT` adds the faults of the test kit.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lastgasp.errors import ConfigError
+
+ENV_ON = "LASTGASP"
+_SWITCH = {"1": True, "0": False, "": False}
+
+
+def callbacks() -> list[Callback]:
+    """What the environment asks for; an empty list where it asks for nothing.
+
+    Never raises, as that would break a `Trainer()` that does not even train: what is wrong with the
+    environment is raised by the returned callback when `fit` starts.
+    """
+    try:
+        return _wanted()
+    except Exception as error:  # whatever it is, fit must refuse with it rather than run unprotected
+        return [Refusal(error)]
+
+
+def _wanted() -> list[Callback]:
+    from .testing import fault_callbacks
+
+    value = os.environ.get(ENV_ON, "")
+    if value not in _SWITCH:
+        raise ConfigError(ENV_ON, value, "1 (on) or 0 (off)", "Set it to 1, or unset it.")
+    return [*([AutoLastGasp()] if _SWITCH[value] else []), *fault_callbacks()]
+
+
+class AutoLastGasp(Callback):
+    """Turns into `LastGasp` when the trainer is set up, or into nothing where the user gave one.
+
+    Only then are the user's callbacks known. It leaves the trainer's list in both cases, so that a step
+    costs nothing for it (facts/lightning.md: 10 us for each callback object).
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Replace itself.
+
+        Raises:
+            ConfigError: `LASTGASP_DIR` or another `LASTGASP_*` variable is missing or wrong.
+        """
+        from . import LastGasp
+
+        # A new list, as Lightning is iterating over the old one.
+        others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        if any(isinstance(other, LastGasp) for other in others):
+            trainer.callbacks = others  # type: ignore[attr-defined]
+            return
+        real = LastGasp()
+        trainer.callbacks = [real if c is self else c for c in trainer.callbacks]  # type: ignore[attr-defined]
+        real.setup(trainer, pl_module, stage)
+
+
+class Refusal(Callback):
+    """Raises what was wrong with the environment as soon as something is run."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse.
+
+        Raises:
+            Exception: the error that the environment caused.
+        """
+        raise self.error
