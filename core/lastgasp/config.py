@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .errors import ConfigError
 
@@ -49,9 +49,11 @@ class GaspConfig:
         env = os.environ
         unknown = set(given) - set(_FIELDS)
         if unknown:
-            raise ConfigError(sorted(unknown)[0], given[sorted(unknown)[0]], f"one of {sorted(_FIELDS)}",
-                              "Check the spelling.")  # fmt: skip
-        values = {name: _pick(name, given.get(name), env, check) for name, check in _FIELDS.items()}
+            name = min(unknown)
+            raise ConfigError(name, given[name], f"one of {sorted(_FIELDS)}", "Check the spelling.")
+        values: dict[str, Any] = {
+            name: _pick(name, given.get(name), env, check) for name, check in _FIELDS.items()
+        }
         return cls(directory=_directory(directory, env), **{k: v for k, v in values.items() if v is not None})
 
 
@@ -109,7 +111,7 @@ def _hang(field: str, value: object) -> HangTimeout:
 def _resume(field: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike) or str(value) == "":
         raise ConfigError(field, value, "'auto', 'never' or a checkpoint's path", "Use 'auto'.")
-    return os.fspath(value)  # type: ignore[return-value]
+    return os.fspath(value)
 
 
 def _flag(field: str, value: object) -> bool:

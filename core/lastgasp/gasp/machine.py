@@ -1,6 +1,6 @@
 """One generation of a job as a state machine: events in, actions out. No socket, clock, thread or file.
 
-gathering/running --fault--> preparing --all answered--> saving --all saved--> committing --> over
+running --fault--> preparing --all answered--> saving --all saved--> committing --> over
 
 One recovery at a time. Orders carry the recovery and the plan they belong to; an answer to an older one
 is dropped, so orders and answers may be repeated or late. A second fault while saving makes a new plan
@@ -19,6 +19,9 @@ from lastgasp.topology import ReplicaGroups
 from . import messages as m
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
 from .progress import Progress
+
+MARGIN = 2.0
+"""Seconds of grace for messages, on top of what a rank may take."""
 
 State = Literal["running", "preparing", "saving", "committing", "over"]
 
@@ -227,7 +230,8 @@ class Machine:
         if self.state != "running":
             return []
         self.state, self.recovery = "preparing", self.recovery + 1
-        self._deadline = now + self.finish_timeout
+        # A rank answers by itself when its update does not end in time; MARGIN is for the way.
+        self._deadline = now + self.finish_timeout + MARGIN
         order = self._prepare_order()
         sends = [Send(rank=r, message=order) for r, member in self.members.items() if member.here]
         return [Note(phase="detected"), *sends, *self._decide_if_ready(now)]
@@ -236,15 +240,15 @@ class Machine:
         return m.Prepare(recovery=self.recovery, faults=tuple(self.faults))
 
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
+        # Where all ranks wait for each other nobody is to blame, and everybody can still save.
+        everybody = {r for r, member in self.members.items() if member.here}
+        for rank in ranks if ranks < everybody else ():
+            self.members[rank].hung = True
         actions: list[Action] = []
         for rank in sorted(ranks):
-            member = self.members[rank]
-            # Where all ranks wait for each other nobody is to blame, and everybody can still save.
-            member.hung = ranks < {
-                r for r, other in self.members.items() if not other.gone and not other.left
-            }
             cause = self.progress.describe(rank, now)
-            fault = Fault(kind="hang", rank=rank, cause=cause, step=member.step, seen_ns=at_ns)
+            step = self.members[rank].step
+            fault = Fault(kind="hang", rank=rank, cause=cause, step=step, seen_ns=at_ns)
             actions += self._fault(fault, now)
         return actions
 
@@ -347,8 +351,13 @@ class Machine:
     def _end(self, ending: Ending, reason: str) -> list[Action]:
         self.state, self.outcome.ending, self.outcome.reason = "over", ending, reason
         releases = [self._release_to(r) for r, member in self.members.items() if member.here]
-        kills = [Kill(rank=r) for r, member in self.members.items() if member.hung and not member.gone]
+        kills = [Kill(rank=r) for r, member in self.members.items() if self._must_be_killed(member)]
         return [Note(phase="released"), *releases, *kills]
+
+    @staticmethod
+    def _must_be_killed(member: Member) -> bool:
+        """Hung, or so far gone that not even its control thread answered: it will not leave by itself."""
+        return not member.gone and not member.left and (member.hung or member.prepared is None)
 
     def _release_to(self, rank: int) -> Send:
         out = self.outcome

@@ -1,0 +1,334 @@
+"""The controller: a socket server around the machine. It lives outside the training ranks.
+
+In the launcher's process it is a thread (`ControllerThread`); without a launcher rank 0 starts it as a
+detached process (`python -m lastgasp.gasp.serve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lastgasp import __version__, _clock
+from lastgasp.blackbox import BlackBox
+from lastgasp.errors import AuthenticationError, ControlError, ProtocolError, VersionMismatch
+from lastgasp.topology import host_identity
+
+from . import messages as m
+from .deathwatch import DeathWatch
+from .generation import Generation, write_incident
+from .machine import Action, Kill, Note, Send
+
+log = logging.getLogger("lastgasp.controller")
+
+GREETING_TIMEOUT = 10.0
+"""Seconds a connection gets to prove that it knows the token."""
+TICK = 0.02
+"""Seconds between two looks at the deadlines."""
+
+
+@dataclass
+class _Peer:
+    writer: asyncio.StreamWriter | None
+    box: int = -1
+    """Our own descriptor of the rank's black box; it outlives the rank."""
+
+
+class Controller:
+    """Serves one job, all its attempts. All methods run on the event loop's thread.
+
+    Args:
+        token: the job's secret; ranks prove that they know it.
+        host: address to listen on; loopback unless told otherwise.
+    """
+
+    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._token, self._host, self._port = token, host, port
+        self._identity = host_identity()
+        self._peers: dict[int, _Peer] = {}
+        self.generation: Generation | None = None
+        self.previous: Generation | None = None
+        self._watch: DeathWatch | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handlers: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        """Listen.
+
+        Returns:
+            The port.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._watch = DeathWatch(self._saw_death)
+        self._server = await asyncio.start_server(self._serve, self._host, self._port)
+        self._ticker = asyncio.create_task(self._tick())
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close every connection, thread and descriptor."""
+        self._ticker.cancel()
+        self._server.close()
+        for task in list(self._handlers):
+            task.cancel()
+        await asyncio.gather(self._ticker, *self._handlers, return_exceptions=True)
+        await self._server.wait_closed()
+        for rank in list(self._peers):
+            self._drop(rank)
+        assert self._watch is not None
+        self._watch.close()
+
+    @property
+    def connected(self) -> int:
+        """Ranks that are connected now."""
+        return sum(peer.writer is not None for peer in self._peers.values())
+
+    def report_exit(self, rank: int, how: str) -> None:
+        """The launcher's word: this rank's process ended (also one that never joined)."""
+        if self.generation is not None:
+            at = _clock.wall_ns()
+            self._do(self.generation.machine.gone(rank, how, "killed", at, _clock.monotonic()))
+
+    # -- connections ------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        try:
+            hello = await asyncio.wait_for(self._greet(reader, writer), GREETING_TIMEOUT)
+            await self._listen(hello.rank, reader)
+        except (TimeoutError, ControlError, OSError, EOFError) as error:
+            log.warning("connection from %s closed: %s", writer.get_extra_info("peername"), _plain(error))
+        except asyncio.CancelledError:
+            pass  # stop() is closing every connection
+        finally:
+            self._handlers.discard(task)
+            self._closed(writer)
+            writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Hello:
+        nonce = os.urandom(32)
+        challenge = m.Challenge(
+            protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._identity
+        )  # fmt: skip
+        writer.write(m.frame(challenge))
+        hello = await _read(reader, m.MAX_GREETING)
+        if not isinstance(hello, m.Hello):
+            raise ProtocolError(f"{type(hello).__name__} before Hello")
+        try:
+            self._admit(hello, nonce)
+        except ControlError as error:
+            writer.write(m.frame(m.Refused(reason=str(error))))
+            await writer.drain()
+            raise
+        writer.write(m.frame(m.Welcome(mac=m.proof(self._token, "controller", hello.nonce, hello.rank))))
+        _keep_alive(writer.get_extra_info("socket"))
+        self._join(hello, writer)
+        return hello
+
+    def _admit(self, hello: m.Hello, nonce: bytes) -> None:
+        """Raise what is wrong with this rank; the token comes first and is never repeated in a message."""
+        if not m.proven(self._token, "rank", nonce, hello.rank, hello.mac):
+            raise AuthenticationError("wrong token: the rank does not belong to this job")
+        if hello.protocol != m.PROTOCOL or hello.version != __version__:
+            why = (
+                f"lastgasp version {hello.version} on rank {hello.rank}, but {__version__} in the controller: "
+                "install the same version on every node"
+            )
+            self._fail_gathers(why)
+            raise VersionMismatch(why)
+        current = self.generation
+        if current is None or hello.attempt > current.hello.attempt:
+            return
+        if hello.attempt < current.hello.attempt:
+            raise ControlError(f"attempt {hello.attempt} is over; attempt {current.hello.attempt} runs")
+        if why := current.disagreement(hello):
+            self._fail_gathers(why)
+            raise ControlError(why)
+
+    def _join(self, hello: m.Hello, writer: asyncio.StreamWriter) -> None:
+        if self.generation is None or hello.attempt > self.generation.hello.attempt:
+            self._next_generation(hello)
+        assert self.generation is not None and self._watch is not None
+        self._drop(hello.rank)
+        peer = self._peers[hello.rank] = _Peer(writer=writer)
+        self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
+        if hello.host == self._identity:
+            peer.box = _open_box(hello.pid, hello.box)
+            self._watch.watch(hello.rank, hello.pid)
+
+    def _next_generation(self, hello: m.Hello) -> None:
+        assert self._watch is not None
+        for rank in list(self._peers):
+            self._drop(rank)
+        self.previous, self.generation = self.generation, Generation.of(hello)
+        if self.previous is not None and self.previous.incident is not None:
+            self.previous.incident.phases.restarted = _clock.wall_ns()
+
+    def _drop(self, rank: int) -> None:
+        assert self._watch is not None
+        peer = self._peers.pop(rank, None)
+        self._watch.forget(rank)
+        if peer is not None and peer.box >= 0:
+            os.close(peer.box)
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+        while True:
+            self._heard(rank, await _read(reader, m.MAX_FRAME))
+
+    def _heard(self, rank: int, message: m.FromRank) -> None:
+        generation = self.generation
+        assert generation is not None
+        if isinstance(message, m.GatherPart):
+            whole = generation.gather(rank, message)
+            if whole is not None:
+                self._do(Send(rank=r, message=whole) for r in list(self._peers))
+            return
+        if isinstance(message, m.Status | m.Prepared):
+            generation.heard_step(rank, message.step)
+            self._first_step(message.step)
+        self._do(generation.machine.said(rank, message, _clock.monotonic()))
+
+    def _first_step(self, step: int) -> None:
+        """The restarted job completed its first new step: the last thing that an incident waits for."""
+        previous = self.previous
+        if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
+            return
+        if step > previous.newest_held:
+            previous.incident.phases.first_step = _clock.wall_ns()
+            self._write(previous)
+
+    def _closed(self, writer: asyncio.StreamWriter) -> None:
+        for rank, peer in self._peers.items():
+            if peer.writer is writer:
+                peer.writer = None
+                self._lost(rank, "its connection closed", _clock.wall_ns())
+
+    def _lost(self, rank: int, evidence: str, at_ns: int) -> None:
+        generation = self.generation
+        if generation is None or rank not in self._peers:
+            return
+        status = self._watch.exit_status(rank) if self._watch is not None else ""
+        text = f"{evidence} ({status})" if status else evidence
+        self._do(generation.machine.gone(rank, text, "killed", at_ns, _clock.monotonic()))
+        if generation.gathers:
+            self._fail_gathers(f"rank {rank} is gone: {text}")
+
+    def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._lost, rank, evidence, at_ns)
+
+    # -- actions ----------------------------------------------------------------------------------
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action.rank, action.message)
+            elif isinstance(action, Kill):
+                log.warning("killing hung rank %d", action.rank)
+                assert self._watch is not None
+                self._watch.kill(action.rank)
+            else:
+                self._note(action)
+
+    def _send(self, rank: int, message: m.Message) -> None:
+        peer = self._peers.get(rank)
+        if isinstance(message, m.Save):
+            message = msgspec.structs.replace(message, small=self._small(message.step))
+        if peer is not None and peer.writer is not None and not peer.writer.is_closing():
+            peer.writer.write(m.frame(message))
+
+    def _small(self, step: int) -> dict[int, bytes]:
+        """The small state of every rank, dead ones included: from its black box, or as it sent it."""
+        assert self.generation is not None
+        found: dict[int, bytes] = {}
+        for rank, member in self.generation.machine.members.items():
+            peer, prepared = self._peers.get(rank), member.prepared
+            small = BlackBox.read(peer.box, step) if peer is not None and peer.box >= 0 else None
+            if small is None and prepared is not None and prepared.step == step:
+                small = prepared.small or None
+            if small is not None:
+                found[rank] = small
+        return found
+
+    def _note(self, note: Note) -> None:
+        assert self.generation is not None
+        if note.phase != "released":
+            self.generation.note(note)
+            return
+        for rank, member in self.generation.machine.members.items():
+            self._explain(rank, member.gone)
+        self.generation.note(note)
+        self._write(self.generation)
+
+    def _write(self, generation: Generation) -> None:
+        assert generation.incident is not None
+        try:
+            write_incident(generation.incident, Path(generation.hello.directory))
+        except OSError as error:
+            log.error("the incident could not be written to %s: %s", generation.hello.directory, error)
+
+    def _explain(self, rank: int, gone: str) -> None:
+        """By now the kernel tells how a dead process ended; put it into the fault's cause."""
+        assert self.generation is not None and self._watch is not None
+        status = self._watch.exit_status(rank) if gone else ""
+        faults = self.generation.machine.faults
+        for i, fault in enumerate(faults):
+            if status and fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
+                faults[i] = msgspec.structs.replace(fault, cause=f"{fault.cause}, {status}")
+
+    def _fail_gathers(self, why: str) -> None:
+        if self.generation is not None:
+            answers = self.generation.failed_gathers(_clock.monotonic(), why)
+            self._do(Send(rank=rank, message=answer) for rank, answer in answers)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            generation, now = self.generation, _clock.monotonic()
+            if generation is None or self._watch is None:
+                continue
+            self._do(generation.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
+            answers = generation.failed_gathers(now)
+            self._do(Send(rank=rank, message=answer) for rank, answer in answers)
+
+
+async def _read(reader: asyncio.StreamReader, limit: int) -> m.FromRank:
+    size = m.body_size(await reader.readexactly(m.HEADER), limit)
+    return m.from_rank(await reader.readexactly(size))
+
+
+def _open_box(pid: int, number: int) -> int:
+    """Our own descriptor of a rank's black box, which outlives the rank; -1 when it cannot be had."""
+    if number < 0:
+        return -1
+    try:
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        log.warning(
+            "the black box of process %d cannot be opened (%s): its random state dies with it", pid, error
+        )
+        return -1
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Let the kernel find a lost host in about ten seconds; no thread that the GIL could starve."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+
+
+def _plain(error: BaseException) -> str:
+    if isinstance(error, asyncio.IncompleteReadError):
+        return "ended in the middle of a frame" if error.partial else "ended"
+    return str(error) or type(error).__name__

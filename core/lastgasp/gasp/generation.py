@@ -1,0 +1,166 @@
+"""One attempt of the job as the controller sees it: the machine, its gathers and its incident."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lastgasp import _clock, _fs
+from lastgasp.events import Incident, encode_incident
+
+from . import messages as m
+from .machine import Machine, Note
+from .progress import Progress
+
+GATHER_TIMEOUT = 300.0
+"""Seconds that ranks get to arrive at the same gather (start-up of the slowest rank included)."""
+
+
+@dataclass
+class GatherState:
+    """The parts of one all-gather that have come in."""
+
+    since: float
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Generation:
+    """State of one attempt; made by the first rank that joins."""
+
+    hello: m.Hello
+    machine: Machine
+    first_steps: dict[int, int] = field(default_factory=dict)
+    reached: int = -1
+    gathers: dict[str, GatherState] = field(default_factory=dict)
+    incident: Incident | None = None
+    over_since: float | None = None
+
+    @classmethod
+    def of(cls, hello: m.Hello) -> Generation:
+        """Begin with what the first rank says; the others must say the same."""
+        machine = Machine(
+            replicas=hello.replicas,
+            world_size=hello.world_size,
+            finish_timeout=hello.finish_timeout,
+            save_timeout=hello.save_timeout,
+            progress=Progress(limit=hello.hang_timeout),
+        )
+        return cls(hello=hello, machine=machine)
+
+    def disagreement(self, hello: m.Hello) -> str:
+        """What a rank was started with differently from the first one; empty when nothing."""
+        for name in _SAME:
+            mine, theirs = getattr(self.hello, name), getattr(hello, name)
+            if mine != theirs:
+                return (
+                    f"{name}={theirs!r} on rank {hello.rank}, but {mine!r} on rank {self.hello.rank}: "
+                    "all ranks of a job must be started alike"
+                )
+        member = self.machine.members.get(hello.rank)
+        if member is not None and member.here:
+            return f"rank={hello.rank} has joined already: two processes claim the same rank"
+        return ""
+
+    def heard_step(self, rank: int, step: int) -> None:
+        """Keep what tells whether this attempt made progress."""
+        self.first_steps.setdefault(rank, step)
+        self.reached = max(self.reached, step)
+
+    @property
+    def progressed(self) -> bool:
+        """At least one step was completed in this attempt."""
+        return bool(self.first_steps) and self.reached > min(self.first_steps.values())
+
+    @property
+    def newest_held(self) -> int:
+        """The step that the next attempt starts from, as far as known here."""
+        durable = max((member.durable for member in self.machine.members.values()), default=0)
+        saved = self.machine.outcome.step if self.machine.outcome.ending == "saved" else None
+        return max(durable, saved if saved is not None else 0)
+
+    # -- gathers ----------------------------------------------------------------------------------
+
+    def gather(self, rank: int, part: m.GatherPart) -> m.Gathered | None:
+        """Take one part; the whole when it was the last one."""
+        state = self.gathers.setdefault(part.tag, GatherState(since=_clock.monotonic()))
+        state.parts[rank] = part.payload
+        if len(state.parts) < self.hello.world_size:
+            return None
+        del self.gathers[part.tag]
+        return m.Gathered(tag=part.tag, parts=tuple(state.parts[r] for r in sorted(state.parts)))
+
+    def failed_gathers(self, now: float, why: str = "") -> list[tuple[int, m.Gathered]]:
+        """Answers for the ranks that wait in vain: all of them if `why`, else those past the deadline."""
+        answers = []
+        for tag, state in list(self.gathers.items()):
+            if not why and now - state.since < GATHER_TIMEOUT:
+                continue
+            del self.gathers[tag]
+            missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
+            text = why or f"ranks {missing} did not arrive within {GATHER_TIMEOUT:g} s"
+            answers += [(rank, m.Gathered(tag=tag, parts=(), missing=text)) for rank in state.parts]
+        return answers
+
+    # -- incident ---------------------------------------------------------------------------------
+
+    def note(self, note: Note) -> None:
+        """Stamp a phase; open the incident at the first one, fill it in at the last."""
+        now = _clock.wall_ns()
+        if self.incident is None:
+            self.incident = new_incident(self.hello, self.machine.recovery, now)
+        setattr(self.incident.phases, note.phase, now)
+        if note.phase == "released":
+            self.over_since = _clock.monotonic()
+            fill_incident(self.incident, self.machine)
+
+
+_SAME = (
+    "job",
+    "attempt",
+    "world_size",
+    "replicas",
+    "directory",
+    "hang_timeout",
+    "save_timeout",
+    "finish_timeout",
+)
+
+
+def new_incident(hello: m.Hello, recovery: int, now_ns: int, led_by: str = "controller") -> Incident:
+    """An open incident; its id sorts by time."""
+    stamp = f"{now_ns // 1_000_000}"
+    return Incident(
+        id=f"{stamp}-attempt{hello.attempt}-{os.getpid()}-{recovery}",
+        job=hello.job,
+        attempt=hello.attempt,
+        world_size=hello.world_size,
+        led_by=led_by,
+    )
+
+
+def fill_incident(incident: Incident, machine: Machine) -> None:
+    """Copy the machine's outcome. A rank that only saw its peers fail is no cause where a cause is known."""
+    causes = [fault for fault in machine.faults if fault.kind != "peer"]
+    incident.faults = causes or list(machine.faults)
+    incident.phases.fault = min((fault.seen_ns for fault in incident.faults), default=None)
+    out = machine.outcome
+    incident.ending, incident.reason, incident.step_saved = out.ending, out.reason, out.step
+    incident.steps_lost, incident.nbytes, incident.files = (
+        out.lost,
+        out.nbytes,
+        [out.path] if out.path else [],
+    )
+    incident.phases.first_byte, incident.savers = out.first_byte_ns, sorted(set(out.savers))
+    incident.unused = list(out.unused)
+    if out.ending != "saved":
+        incident.step_saved = None
+
+
+def write_incident(incident: Incident, directory: Path) -> Path:
+    """Write `<directory>/incidents/<id>.json`, atomically."""
+    path = directory / "incidents" / f"{incident.id}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _fs.write_atomically(path, encode_incident(incident))
+    return path

@@ -1,0 +1,177 @@
+"""Two homes for the controller: a thread of the launcher, or a detached process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lastgasp import _clock
+from lastgasp.errors import ControlError, DeadlineExceeded
+
+from .controller import Controller
+
+T = TypeVar("T")
+START_TIMEOUT = 30.0
+"""Seconds the controller gets to listen."""
+UNUSED_TIMEOUT = 300.0
+"""Seconds a detached controller waits for the first rank."""
+LINGER = 2.0
+"""Seconds a detached controller stays after the last rank left."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the controller listens and the secret that it asks for."""
+
+    host: str
+    port: int
+    token: str
+
+    @property
+    def address(self) -> str:
+        """host:port, as the environment carries it."""
+        return f"{self.host}:{self.port}"
+
+
+def new_token() -> str:
+    """A fresh secret for one job; 256 bits."""
+    return secrets.token_hex(32)
+
+
+class ControllerThread:
+    """The controller inside the launcher: one daemon thread with its own event loop."""
+
+    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._controller = Controller(token, host, port)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="lastgasp-controller", daemon=True
+        )
+        self._thread.start()
+        self.endpoint = Endpoint(host, self._ask(self._controller.start()), token)
+
+    def _ask(self, coroutine: object) -> int:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)  # type: ignore[arg-type]
+        return future.result(START_TIMEOUT)  # type: ignore[no-any-return]
+
+    def _call(self, function: Callable[[], T]) -> T:
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_TIMEOUT)
+
+    def report_exit(self, rank: int, how: str) -> None:
+        """Tell it that the process of `rank` ended."""
+        self._call(lambda: self._controller.report_exit(rank, how))
+
+    def in_use(self, attempt: int) -> bool:
+        """A rank of this attempt has joined."""
+        return self._call(lambda: self._attempt() == attempt)
+
+    def over_for(self, attempt: int) -> float | None:
+        """Seconds since the recovery of this attempt ended; None while it has not."""
+        return self._call(lambda: self._over_for(attempt))
+
+    def progressed(self, attempt: int) -> bool:
+        """This attempt completed at least one new step."""
+        return self._call(lambda: self._progressed(attempt))
+
+    def stop(self) -> None:
+        """Close everything; idempotent."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._controller.stop(), self._loop).result(START_TIMEOUT)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(START_TIMEOUT)
+            self._loop.close()
+
+    def _attempt(self) -> int:
+        generation = self._controller.generation
+        return -1 if generation is None else generation.hello.attempt
+
+    def _over_for(self, attempt: int) -> float | None:
+        generation = self._controller.generation
+        if generation is None or generation.hello.attempt != attempt or generation.over_since is None:
+            return None
+        return _clock.monotonic() - generation.over_since
+
+    def _progressed(self, attempt: int) -> bool:
+        generation = self._controller.generation
+        return generation is not None and generation.hello.attempt == attempt and generation.progressed
+
+
+def start_detached(host: str = "127.0.0.1") -> Endpoint:
+    """Start a controller process that outlives this one; it ends by itself after the last rank left.
+
+    Raises:
+        ControlError: it did not come up; carries what it said.
+        DeadlineExceeded: it did not answer in time.
+    """
+    token = new_token()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lastgasp.gasp.serve", host],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # signals to the job's process group must not reach it
+        env=os.environ | {"LASTGASP_CONTROLLER_PROCESS": "1"},
+        text=True,
+    )
+    try:
+        out, _ = process.communicate(token + "\n", timeout=START_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise DeadlineExceeded(
+            "the controller to start", START_TIMEOUT, "Look at the machine's load."
+        ) from None
+    if process.returncode != 0 or not out.strip().isdigit():
+        raise ControlError(
+            f"the controller did not start (exit code {process.returncode}): see its message above"
+        )
+    return Endpoint(host, int(out), token)
+
+
+async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -> None:
+    controller = Controller(token, host)
+    announce(await controller.start())
+    empty_since, ever = _clock.monotonic(), False
+    while True:
+        await asyncio.sleep(0.2)
+        if controller.connected:
+            empty_since, ever = _clock.monotonic(), True
+        elif _clock.monotonic() - empty_since > (LINGER if ever else UNUSED_TIMEOUT):
+            break
+    await controller.stop()
+
+
+def _main() -> None:
+    """Read the token from stdin, fork into the background, print the port, serve."""
+    token, host = sys.stdin.readline().strip(), sys.argv[1]
+    reading, writing = os.pipe()
+    if os.fork():  # the parent reports the port and leaves, so that nobody has to reap the controller
+        os.close(writing)
+        port = os.read(reading, 16).decode()
+        sys.stdout.write(port)
+        sys.stdout.flush()
+        os._exit(0 if port else 1)
+    os.close(reading)
+    logging.basicConfig(format="lastgasp controller: %(message)s", level=logging.WARNING)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+
+    def announce(port: int) -> None:
+        os.write(writing, str(port).encode())
+        os.close(writing)
+
+    asyncio.run(_serve_alone(token, host, announce))
+
+
+if __name__ == "__main__":
+    _main()
