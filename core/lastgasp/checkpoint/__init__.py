@@ -1,0 +1,45 @@
+"""Checkpoints that can be trusted: written with digests, committed atomically, verified before loading.
+
+Writing: `Staged`. Reading alone: `newest_good`. Reading with all ranks: `candidates`, `verify`, `agree`,
+then `quarantine`. Pruning: `to_remove` and `apply`.
+"""
+
+from __future__ import annotations
+
+from .agree import Agreement, agree
+from .candidates import Candidate, candidates
+from .commit import Staged
+from .digest import HashingWriter, digest_file
+from .layout import DirectoryLayout, SingleFile
+from .manifest import FileEntry, Manifest, ManifestProblem, Provenance, World
+from .progress import progress_bar
+from .quarantine import quarantine
+from .restore import newest_good
+from .retention import apply, to_remove
+from .verify import Damage, Progress, Verdict, verify
+
+__all__ = [
+    "Agreement",
+    "Candidate",
+    "Damage",
+    "DirectoryLayout",
+    "FileEntry",
+    "HashingWriter",
+    "Manifest",
+    "ManifestProblem",
+    "Progress",
+    "Provenance",
+    "SingleFile",
+    "Staged",
+    "Verdict",
+    "World",
+    "agree",
+    "apply",
+    "candidates",
+    "digest_file",
+    "newest_good",
+    "progress_bar",
+    "quarantine",
+    "to_remove",
+    "verify",
+]

@@ -1,0 +1,231 @@
+"""Every durable byte: create, write, fsync, rename, directory fsync, and temporary names.
+
+The whole durable commit (fsync, rename, directory fsync) costs 0.45 ms (`facts/limits.md` §4), so it is
+always done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from . import _clock
+
+_log = logging.getLogger("lastgasp")
+_TEMP = re.compile(r"^\.(?P<name>.+)\.tmp-(?P<pid>[1-9]\d*)-(?P<random>[0-9a-f]{12})$")
+STALE_AFTER_S = 3600.0
+"""A temporary name of a dead process is left alone for this long: on a shared disk the process may live
+on another host, and then only the age of its last write tells."""
+LOCK_NAME = ".lastgasp.lock"
+LOCK_WAIT_S = 10.0
+
+
+class Disk:
+    """The calls that change what is on disk. Tests wrap it to fail, or to die, at any of them."""
+
+    def create(self, path: Path, *, direct: bool = False) -> int:
+        """Open a new file for writing and return its descriptor; `direct` asks for O_DIRECT where it works."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        if direct and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):
+                return os.open(path, flags | os.O_DIRECT, 0o644)
+            # A refused O_DIRECT may have left the empty file behind; the name is ours and random.
+            path.unlink(missing_ok=True)
+        return os.open(path, flags, 0o644)
+
+    def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
+        """Write some of `data` at `offset`; returns how many bytes."""
+        return os.pwrite(fd, data, offset)
+
+    def fsync(self, fd: int) -> None:
+        """Return when the content of `fd` is on the device."""
+        os.fsync(fd)
+
+    def rename(self, src: Path, dst: Path) -> None:
+        """Rename within one directory, over an existing file."""
+        os.replace(src, dst)
+
+    def sync_dir(self, directory: Path) -> None:
+        """Return when the names in `directory` are on the device."""
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a whole directory. Raises FileNotFoundError where there is none."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+DISK = Disk()
+
+
+def fsync_dir(directory: Path) -> None:
+    """Make the names in `directory` durable."""
+    DISK.sync_dir(directory)
+
+
+def replace_durably(src: Path, dst: Path, disk: Disk = DISK) -> None:
+    """Rename `src` over `dst` and return when that is on the device. Both lie in one directory."""
+    disk.rename(src, dst)
+    disk.sync_dir(dst.parent)
+
+
+def write_all(fd: int, data: memoryview, offset: int, disk: Disk = DISK) -> None:
+    """Write all of `data` at `offset`. Falls back from O_DIRECT when the file system refuses it."""
+    done = 0
+    while done < len(data):
+        try:
+            done += disk.pwrite(fd, data[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _drop_direct(fd):
+                raise
+
+
+def _drop_direct(fd: int) -> bool:
+    """Turn O_DIRECT off; False when it was not on."""
+    direct: int = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    return True
+
+
+def write_tail(fd: int, data: memoryview, offset: int, disk: Disk = DISK) -> None:
+    """Write the last bytes of a file, whose length need not suit O_DIRECT."""
+    _drop_direct(fd)
+    write_all(fd, data, offset, disk)
+
+
+def write_atomically(path: Path, data: bytes, disk: Disk = DISK) -> None:
+    """Put `data` at `path`: after return it is durable; a crash leaves the old content or the new.
+
+    Raises:
+        OSError: the disk is full or refuses; nothing at `path` has changed then.
+    """
+    temp = unique_temp(path)
+    try:
+        fd = disk.create(temp)
+        try:
+            write_all(fd, memoryview(data), 0, disk)
+            disk.fsync(fd)
+        finally:
+            os.close(fd)
+        replace_durably(temp, path, disk)
+    except OSError:
+        with contextlib.suppress(OSError):
+            disk.remove(temp)
+        raise
+
+
+def make_directory(directory: Path) -> None:
+    """Create `directory` and its parents durably; nothing happens where it exists."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    fsync_dir(directory.parent)
+
+
+def unique_temp(path: Path) -> Path:
+    """A name beside `path` that no other process or thread uses: `.{name}.tmp-{pid}-{random}`."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(6)}")
+
+
+def is_temp(path: Path) -> bool:
+    """Whether the name is exactly one that `unique_temp` makes."""
+    return _TEMP.match(path.name) is not None
+
+
+def is_stale(path: Path, older_than_s: float = STALE_AFTER_S) -> bool:
+    """Whether `path` is a temporary of a process that is dead on this host, unwritten for `older_than_s`."""
+    match = _TEMP.match(path.name)
+    if match is None or _alive(int(match["pid"])):
+        return False
+    try:
+        return _clock.wall_ns() - _last_write_ns(path) > older_than_s * 1e9
+    except FileNotFoundError:
+        return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _last_write_ns(path: Path) -> int:
+    """Newest modification time of a file or of anything in a directory."""
+    inside: Iterable[Path] = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+    return max(entry.lstat().st_mtime_ns for entry in (path, *inside))
+
+
+def remove_stale_temps(directory: Path, older_than_s: float = STALE_AFTER_S) -> list[Path]:
+    """Remove what dead processes left in `directory`; returns what was removed.
+
+    Touches only names of the exact pattern of `unique_temp`. A racing removal is no error.
+    """
+    removed = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if is_stale(path, older_than_s):
+            with contextlib.suppress(FileNotFoundError):
+                DISK.remove(path)
+                removed.append(path)
+    return removed
+
+
+@contextlib.contextmanager
+def locked(directory: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[bool]:
+    """Hold the advisory lock of `directory` among threads, processes and (where flock reaches) hosts.
+
+    The kernel drops it when the holder dies. Yields False, with a warning, when it could not be had: the
+    file system has no locks, or a stopped process has held it for `wait_s` seconds. A gasp must not be lost
+    to that; two writers of one name could then spoil it, which verification sees.
+    """
+    fd = _open_lock(directory / LOCK_NAME)
+    try:
+        got = fd >= 0 and _acquire(fd, _clock.monotonic() + wait_s)
+        if not got:
+            _log.warning("no lock on %s: going on without it", directory)
+        yield got
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return -1
+
+
+def _acquire(fd: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if _clock.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        except OSError:
+            return False

@@ -1,0 +1,225 @@
+"""Digests while writing and while reading.
+
+The writer fills page-aligned buffers of one chunk each; a full buffer is hashed while it is warm in the
+cache and written by a second thread with O_DIRECT. That runs at device speed and does not collapse under
+dirty-page throttling as buffered writes do (`facts/limits.md` §5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from lastgasp import _clock
+from lastgasp._fs import DISK, Disk, write_all, write_tail
+
+from .manifest import FileEntry
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+CHUNK_SIZE = 4 << 20
+READ_SIZE = 512 << 10
+"""Reads of this size stay in the second-level cache until they are hashed."""
+_BUFFERS = 3
+
+
+class HashingWriter:
+    """A binary file object that hashes what passes through. For one thread at a time.
+
+    `write`, `tell`, `flush` and `close`, enough for `torch.save`; no `fileno`, so that nothing can write
+    past the digests. Owns `fd`. After `finish` the content is durable and `entry` may be asked for.
+
+    Args:
+        fd: descriptor of a new, empty file, open for writing; O_DIRECT or not.
+        chunk_size: bytes per chunk digest; a multiple of the page size.
+        sha256: whether to compute SHA-256 too (0.6 s per GB, `facts/limits.md` §3).
+        disk: where the bytes go; tests give one that fails.
+    """
+
+    def __init__(self, fd: int, *, chunk_size: int = CHUNK_SIZE, sha256: bool = False, disk: Disk = DISK) -> None:
+        self.first_byte_ns: int | None = None
+        """Wall-clock time of the first write, ns since the epoch."""
+        self._fd, self._chunk_size, self._disk = fd, chunk_size, disk
+        self._whole = xxhash.xxh3_128()
+        self._sha256 = hashlib.sha256() if sha256 else None
+        self._size = 0
+        self._chunks: list[str] = []
+        self._spare = [mmap.mmap(-1, chunk_size)]
+        self._buffer, self._fill = self._spare.pop(), 0
+        self._allocated = 1
+        self._pending: deque[tuple[Future[None], mmap.mmap]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        self._finished = False
+
+    def write(self, data: Buffer) -> int:
+        """Take all of `data`; returns its length in bytes.
+
+        Raises:
+            OSError: the disk refused these bytes or earlier ones.
+            ValueError: the writer is finished or closed.
+        """
+        if self._fd < 0 or self._finished:
+            raise ValueError("write to a finished HashingWriter")
+        if self.first_byte_ns is None:
+            self.first_byte_ns = _clock.wall_ns()
+        view = memoryview(data)
+        if view.nbytes:
+            self._take(view.cast("B"))
+        self._size += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Bytes taken so far."""
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: bytes are durable after `finish`, not before."""
+
+    def finish(self) -> None:
+        """Write what is left, fsync, close. Raises OSError; calling it again does nothing."""
+        if self._finished or self._fd < 0:
+            return
+        self._drain(0)
+        offset = len(self._chunks) * self._chunk_size
+        if self._fill:
+            with memoryview(self._buffer) as whole, whole[: self._fill] as tail:
+                self._hash(tail)
+                write_tail(self._fd, tail, offset, self._disk)
+        self._disk.fsync(self._fd)
+        self._finished = True
+        self.close()
+
+    def entry(self, relative: str) -> FileEntry:
+        """The manifest's entry for this file. Raises ValueError before `finish`."""
+        if not self._finished:
+            raise ValueError("entry() is known after finish()")
+        return FileEntry(
+            path=relative,
+            size=self._size,
+            xxh3_128=self._whole.hexdigest(),
+            chunk_size=self._chunk_size,
+            chunks=tuple(self._chunks),
+            sha256=self._sha256.hexdigest() if self._sha256 else None,
+        )
+
+    def close(self) -> None:
+        """Release the descriptor and the thread. Without `finish` before, the file is worthless."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+        self._pending.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _take(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            part = view[done : done + self._chunk_size - self._fill]
+            self._buffer[self._fill : self._fill + len(part)] = part
+            self._fill += len(part)
+            done += len(part)
+            if self._fill == self._chunk_size:
+                self._ship()
+
+    def _ship(self) -> None:
+        """Hash the full buffer, hand it to the writing thread, and go on with another."""
+        offset, full = len(self._chunks) * self._chunk_size, self._buffer
+        with memoryview(full) as view:
+            self._hash(view)
+        self._pending.append((self._submit(full, offset), full))
+        self._fill = 0
+        self._buffer = self._next_buffer()
+
+    def _hash(self, view: memoryview) -> None:
+        self._chunks.append(xxhash.xxh3_128_hexdigest(view))
+        self._whole.update(view)
+        if self._sha256:
+            self._sha256.update(view)
+
+    def _submit(self, full: mmap.mmap, offset: int) -> Future[None]:
+        try:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="lastgasp-write")
+            return self._pool.submit(self._write_out, full, offset)
+        except RuntimeError:
+            # The interpreter is shutting down and starts no threads: a gasp still goes on.
+            self._write_out(full, offset)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    def _write_out(self, full: mmap.mmap, offset: int) -> None:
+        with memoryview(full) as view:
+            write_all(self._fd, view, offset, self._disk)
+
+    def _next_buffer(self) -> mmap.mmap:
+        if self._allocated < _BUFFERS:
+            self._allocated += 1
+            return mmap.mmap(-1, self._chunk_size)
+        self._drain(_BUFFERS - 1)
+        return self._spare.pop()
+
+    def _drain(self, at_most: int) -> None:
+        """Wait until no more than `at_most` buffers are being written; raises what writing raised."""
+        while len(self._pending) > at_most:
+            future, buffer = self._pending.popleft()
+            future.result()
+            self._spare.append(buffer)
+
+
+def hash_range(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[str, int]:
+    """xxh3-128 of `length` bytes at `offset`, and how many of them there were before the file ended.
+
+    Reads instead of mapping: a failed read of a mapping kills the process with SIGBUS. Raises OSError.
+    """
+    digest, done = xxhash.xxh3_128(), 0
+    while done < length:
+        with buffer[: min(len(buffer), length - done)] as part:
+            count = os.preadv(fd, [part], offset + done)
+            if not count:
+                break
+            digest.update(part[:count])
+        done += count
+    return digest.hexdigest(), done
+
+
+def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> FileEntry:
+    """The entry of a file that is already there. Raises OSError."""
+    whole, chunks, size = xxhash.xxh3_128(), list[str](), 0
+    with path.open("rb", buffering=0) as file, contextlib.closing(mmap.mmap(-1, chunk_size)) as buffer:
+        for count in _fills(file.fileno(), buffer):
+            with memoryview(buffer) as view, view[:count] as part:
+                whole.update(part)
+                chunks.append(xxhash.xxh3_128_hexdigest(part))
+            size += count
+    return FileEntry(
+        path=relative, size=size, xxh3_128=whole.hexdigest(), chunk_size=chunk_size, chunks=tuple(chunks)
+    )
+
+
+def _fills(fd: int, buffer: mmap.mmap) -> Iterator[int]:
+    """Fill `buffer` again and again from the start of the file; yields how many bytes are in it."""
+    offset = 0
+    while True:
+        fill = 0
+        while fill < len(buffer):
+            with memoryview(buffer) as view, view[fill:] as rest:
+                count = os.preadv(fd, [rest], offset + fill)
+            if not count:
+                break
+            fill += count
+        if not fill:
+            return
+        yield fill
+        offset += fill

@@ -1,0 +1,73 @@
+"""Which manifest belongs to the data: the one in place, or the one that a killed commit left as `.next`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from lastgasp._fs import DISK, Disk, replace_durably
+from lastgasp.ports import Layout
+
+from .digest import digest_file
+from .layout import next_path
+from .manifest import Manifest, ManifestProblem, read
+
+
+def read_pair(checkpoint: Path, layout: Layout) -> Manifest | ManifestProblem:
+    """The manifest of `checkpoint`, or why there is none. Never raises for what is on disk.
+
+    Only when a commit was killed does a `.next` manifest exist too; then the data is hashed to tell which
+    of the two it fits. When it fits neither, the one in place is returned, and verification tells the rest.
+    """
+    path = layout.manifest_path(checkpoint)
+    found = read(path)
+    return _pending(checkpoint, path, found) or _own(checkpoint, found)
+
+
+def heal(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> None:
+    """Finish what a killed commit left: put a `.next` manifest that fits the data in place.
+
+    The caller holds the lock of the directory. Raises OSError.
+    """
+    path = layout.manifest_path(checkpoint)
+    if _pending(checkpoint, path, read(path)):
+        with contextlib.suppress(FileNotFoundError):
+            replace_durably(next_path(path), path, disk)
+
+
+def _pending(checkpoint: Path, path: Path, found: Manifest | ManifestProblem) -> Manifest | None:
+    """The `.next` manifest when the data fits it and does not fit the one in place."""
+    waiting = read(next_path(path))
+    if not isinstance(waiting, Manifest) or not names_only(waiting, checkpoint):
+        return None
+    if isinstance(found, Manifest) and (found == waiting or _fits(found, checkpoint)):
+        return None
+    return waiting if _fits(waiting, checkpoint) else None
+
+
+def _own(checkpoint: Path, found: Manifest | ManifestProblem) -> Manifest | ManifestProblem:
+    if isinstance(found, Manifest) and not names_only(found, checkpoint):
+        return ManifestProblem(
+            "damaged",
+            f"manifest is that of {found.files[0].path.split('/')[0]}: a manifest was copied, or the "
+            "checkpoint renamed. Put both back under their own name",
+        )
+    return found
+
+
+def names_only(manifest: Manifest, checkpoint: Path) -> bool:
+    """Whether every file of the manifest is the checkpoint itself or lies in it."""
+    return all(entry.path.split("/")[0] == checkpoint.name for entry in manifest.files)
+
+
+def _fits(manifest: Manifest, checkpoint: Path) -> bool:
+    return all(
+        _same(checkpoint.parent / entry.path, entry.path, entry.size, entry.xxh3_128) for entry in manifest.files
+    )
+
+
+def _same(path: Path, relative: str, size: int, digest: str) -> bool:
+    try:
+        return path.stat().st_size == size and digest_file(path, relative).xxh3_128 == digest
+    except OSError:
+        return False

@@ -1,0 +1,102 @@
+"""Move a checkpoint that is proven bad out of the way. Nothing is ever deleted or overwritten."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp._fs import DISK, fsync_dir, locked, write_atomically
+
+from .candidates import Candidate
+from .layout import MANIFEST_SUFFIX, NEXT_SUFFIX
+from .manifest import Manifest, read
+
+_log = logging.getLogger("lastgasp")
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """`<name>.corrupt.reason.json`: why a checkpoint was moved away, and when (wall-clock ns)."""
+
+    version: int = 1
+    name: str
+    step: int | None
+    reasons: list[str]
+    time_ns: int
+
+
+def quarantine(candidate: Candidate, reasons: Sequence[str], *, proven: bool) -> Path | None:
+    """Rename data and manifest to `<name>.corrupt...` and write the reasons beside them.
+
+    Args:
+        candidate: what to move. Left alone when its manifest changed since it was listed: another process
+            may just have published it anew.
+        reasons: one line each.
+        proven: whether content was read and is bad. With False nothing happens: what could not be read
+            (EIO, EACCES, ENOENT, ESTALE) may be whole, and readable tomorrow.
+
+    Returns:
+        Where the data is now, or None when nothing was moved: not proven, done by a racing rank, or the
+        directory cannot be changed (which is logged; the candidate was rejected anyway).
+    """
+    if not proven:
+        return None
+    try:
+        with locked(candidate.path.parent):
+            return None if _changed(candidate) else _move(candidate, list(reasons))
+    except OSError as error:
+        _log.warning("%s is damaged and could not be moved away: %s", candidate.path, error)
+        return None
+
+
+def _changed(candidate: Candidate) -> bool:
+    """Whether the manifest in place is a sound one, and not the one that was judged."""
+    found = read(_beside(candidate.path, MANIFEST_SUFFIX))
+    judged = candidate.manifest.self_digest if candidate.manifest else None
+    # A `.next` manifest that fits is judged while the older one still stands in place: leave that to commit.
+    return isinstance(found, Manifest) and found.self_digest != judged and _names(found, candidate.path)
+
+
+def _names(found: Manifest, path: Path) -> bool:
+    return found.files[0].path.split("/")[0] == path.name
+
+
+def _move(candidate: Candidate, reasons: list[str]) -> Path | None:
+    path = candidate.path
+    home = _free_name(path)
+    moves = [(path, home)]
+    moves += [(_beside(path, suffix), _beside(home, suffix)) for suffix in (MANIFEST_SUFFIX, NEXT_SUFFIX)]
+    moved = [_rename(src, dst) for src, dst in moves]
+    if not any(moved):
+        return None
+    note = Reason(name=path.name, step=candidate.step, reasons=reasons, time_ns=_clock.wall_ns())
+    write_atomically(_beside(home, ".reason.json"), msgspec.json.format(msgspec.json.encode(note)) + b"\n")
+    fsync_dir(path.parent)
+    return home
+
+
+def _rename(src: Path, dst: Path) -> bool:
+    try:
+        DISK.rename(src, dst)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _free_name(path: Path) -> Path:
+    """`<name>.corrupt`, or with a number when something of that name is there."""
+    for number in itertools.count():
+        home = _beside(path, f".corrupt-{number}" if number else ".corrupt")
+        taken = [home, *(_beside(home, end) for end in (MANIFEST_SUFFIX, NEXT_SUFFIX, ".reason.json"))]
+        if not any(os.path.lexists(name) for name in taken):
+            return home
+    raise AssertionError("unreachable")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)

@@ -1,0 +1,58 @@
+"""Find the newest checkpoint that verifies, for a single process. Many ranks use `agree`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lastgasp.errors import NoGoodCheckpoint
+from lastgasp.ports import Layout
+
+from .candidates import Candidate, candidates
+from .progress import progress_bar
+from .quarantine import quarantine as move_away
+from .verify import verify
+
+
+def newest_good(
+    directories: Iterable[Path], layout: Layout, quarantine: bool = True, job: str | None = None
+) -> Candidate | None:
+    """The newest checkpoint whose content matches its manifest; None when there are none at all.
+
+    Args:
+        directories: where to look; layout: how checkpoints lie there.
+        quarantine: whether newer ones that are proven bad are moved away, once a good one is found.
+        job: when given, checkpoints of other jobs are not used.
+
+    Raises:
+        NoGoodCheckpoint: there are checkpoints, and none can be trusted. A file without a manifest counts:
+            to load it all the same, the user gives resume=<path>. Nothing was moved.
+        ConfigError: a directory cannot be listed.
+    """
+    folders = [Path(directory) for directory in directories]
+    found = candidates(folders, layout, job)
+    rejected: list[tuple[Candidate, list[str], bool]] = []
+    for candidate in found:
+        reasons, proven = _judge(candidate, layout)
+        if not reasons:
+            _quarantine_all(rejected if quarantine else [])
+            return candidate
+        rejected.append((candidate, reasons, proven))
+    if found:
+        listing = {str(candidate.path): "; ".join(reasons) for candidate, reasons, _ in rejected}
+        raise NoGoodCheckpoint(", ".join(map(str, folders)), listing)
+    return None
+
+
+def _judge(candidate: Candidate, layout: Layout) -> tuple[list[str], bool]:
+    """Reasons against it, none when it is good; and whether one is proven."""
+    if candidate.problem is not None:
+        return [candidate.problem], candidate.proven
+    with progress_bar(f"verifying {candidate.path.name}") as progress:
+        verdict = verify(candidate.path, layout, manifest=candidate.manifest, progress=progress)
+    return verdict.reasons, verdict.proven
+
+
+def _quarantine_all(rejected: list[tuple[Candidate, list[str], bool]]) -> None:
+    for candidate, reasons, proven in rejected:
+        move_away(candidate, reasons, proven=proven)

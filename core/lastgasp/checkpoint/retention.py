@@ -1,0 +1,77 @@
+"""Remove old gasps. Only what lastgasp wrote as a gasp is ever removed, and never the newest good one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from lastgasp._fs import DISK, fsync_dir, locked, unique_temp
+from lastgasp.errors import ConfigError
+from lastgasp.ports import Layout
+
+from .candidates import Candidate, candidates
+from .manifest import Kind
+from .verify import verify
+
+
+def to_remove(
+    found: list[Candidate], keep: int, kind: Kind = "gasp", protected: Collection[Path] = ()
+) -> list[Candidate]:
+    """Which checkpoints are superfluous: all of `kind` but the `keep` newest. Pure.
+
+    Args:
+        found: newest first, as `candidates` gives them.
+        keep: how many of `kind` stay; at least 1.
+        kind: what may be removed; anything else, and anything without a sound manifest, stays.
+        protected: paths that stay and do not count; the newest verified one belongs here.
+
+    Raises:
+        ConfigError: `keep` below 1.
+    """
+    if keep < 1:
+        raise ConfigError(
+            "keep", keep, "1 or more", "At least the newest gasp is kept; to keep all, do not prune."
+        )
+    own = [c for c in found if c.problem is None and c.manifest is not None and c.manifest.kind == kind]
+    return [candidate for candidate in own[keep:] if candidate.path not in set(protected)]
+
+
+def apply(
+    directories: Iterable[Path], layout: Layout, keep: int, *, job: str, protected: Collection[Path] = ()
+) -> list[Path]:
+    """Remove superfluous gasps of `job`; returns the paths that were removed.
+
+    Args:
+        directories: where to look; layout: how checkpoints lie there.
+        keep: how many gasps stay.
+        job: gasps of other jobs stay.
+        protected: paths known to be good, such as one just published. When empty, checkpoints are verified
+            from the newest on until a good one is found; when none is good, nothing is removed.
+
+    Raises:
+        ConfigError: `keep` below 1, or a directory that cannot be listed.
+        OSError: the disk refused.
+    """
+    found = candidates(directories, layout, job)
+    superfluous = to_remove(found, keep, protected=protected)
+    if superfluous and not protected:
+        good = next((c.path for c in found if not c.problem and verify(c.path, layout).ok), None)
+        superfluous = to_remove(found, keep, protected=[good]) if good else []
+    for candidate in superfluous:
+        _remove(candidate.path, layout)
+    return [candidate.path for candidate in superfluous]
+
+
+def _remove(path: Path, layout: Layout) -> None:
+    """Data first, by one rename: a crash leaves a manifest without data, which the next call removes."""
+    with locked(path.parent):
+        temp = unique_temp(path)
+        with contextlib.suppress(FileNotFoundError):
+            DISK.rename(path, temp)
+            fsync_dir(path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            DISK.remove(layout.manifest_path(path))
+    with contextlib.suppress(FileNotFoundError):
+        DISK.remove(temp)
+    fsync_dir(path.parent)

@@ -1,0 +1,64 @@
+"""Save and load torch objects with digests. `torch.save` streams through a `HashingWriter`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastgasp.checkpoint import SingleFile, Staged, verify
+from lastgasp.errors import DamagedCheckpoint
+from lastgasp.ports import Layout
+
+_crc_lock = threading.Lock()
+
+
+def save_verified(obj: object, staged: Staged, relative: str | None = None) -> None:
+    """`torch.save(obj)` into one file of `staged`; durable after `staged.seal()`.
+
+    torch's own CRC-32 is left out: it costs 0.5 s per GB, `torch.load` never checks it, and the manifest
+    holds better digests (`facts/limits.md` §5, §6).
+
+    Args:
+        obj: what to save; relative: the file, as in `Staged.open`.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with without_crc32():
+        torch.save(obj, staged.open(relative))
+
+
+def load_verified(path: Path, layout: Layout | None = None, *, threads: int = 2, **options: Any) -> Any:
+    """Verify the checkpoint at `path`, then `torch.load` it; nothing is unpickled before it verified.
+
+    Tensors own their memory: none of them aliases a mapping of the file.
+
+    Args:
+        path: a single-file checkpoint; layout: how it lies, `SingleFile` with its suffix by default.
+        threads: how many read and hash.
+        options: for `torch.load`; `mmap` is not among them.
+
+    Raises:
+        DamagedCheckpoint: it does not verify; lists every damage.
+    """
+    verdict = verify(path, layout or SingleFile(path.suffix), threads=threads)
+    if not verdict.ok:
+        raise DamagedCheckpoint(str(path), verdict.reasons)
+    return torch.load(path, mmap=False, **options)
+
+
+@contextlib.contextmanager
+def without_crc32() -> Iterator[None]:
+    """Switch torch's CRC-32 off inside the block, one block at a time; the option is process-wide."""
+    with _crc_lock:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(before)
