@@ -1,0 +1,136 @@
+"""A black box: the last few small states of a rank, in memory that outlives its SIGKILL.
+
+The memory is a memfd. Whoever holds a descriptor of it (the controller opens `/proc/PID/fd/N` while the rank
+lives) reads it after the rank's death. Writing takes no lock and no system call: each record goes to the next
+of a few slots between two sequence numbers, so that a torn record is recognised and never returned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+_PAGE = 4096
+_HEADER = 64
+_MAGIC = int.from_bytes(b"LGBBOX01", "little")
+_FILE = struct.Struct("<qqq")  # magic, number of slots, bytes of one slot
+_SLOT = struct.Struct("<qqqqqq")  # magic, seq_begin, step, settled, length, seq_end
+_BEGIN, _STEP, _SETTLED, _LENGTH, _END = 1, 2, 3, 4, 5
+
+
+class BlackBox:
+    """Rotating slots of records, each for one step. One writer; any number of readers, of any process.
+
+    Args:
+        capacity: greatest payload of one record, bytes.
+        slots: how many records are kept. Four hold the settled and the unsettled record of two steps.
+
+    All memory is touched here: first touch costs ten times the copy (facts/limits.md §5).
+    """
+
+    def __init__(self, capacity: int, slots: int = 4) -> None:
+        if capacity < 0 or slots < 2:
+            raise ValueError(f"capacity={capacity}, slots={slots}: expected capacity >= 0 and slots >= 2")
+        self.fd = os.memfd_create("lastgasp-blackbox", os.MFD_CLOEXEC)
+        self.slots = slots
+        self.slot = 0
+        self.payloads: list[memoryview] = []
+        self._seq = 0
+        self._closed = False
+        self._map(capacity)
+
+    def _map(self, capacity: int) -> None:
+        size = -(-(_HEADER + capacity) // _PAGE) * _PAGE
+        self.capacity = size - _HEADER
+        total = _PAGE + size * self.slots
+        os.ftruncate(self.fd, 0)  # readers see no magic until the new layout is complete
+        os.ftruncate(self.fd, total)
+        memory = memoryview(mmap.mmap(self.fd, total, mmap.MAP_SHARED))
+        memory[:] = bytes(total)
+        starts = [_PAGE + size * i for i in range(self.slots)]
+        self._headers = [memory[at : at + _HEADER].cast("q") for at in starts]
+        self.payloads = [memory[at + _HEADER : at + size] for at in starts]
+        for header in self._headers:
+            header[0] = _MAGIC
+        _FILE.pack_into(memory, 0, _MAGIC, self.slots, size)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for payloads of `capacity` bytes, under the same descriptor. All records are lost.
+
+        Views of the old slots stay valid memory, but nobody reads them any more.
+        """
+        self._map(capacity)
+
+    def begin(self, step: int, settled: bool) -> memoryview:
+        """Open the next slot for a record of `step` and return its payload, `capacity` bytes.
+
+        Its number is `slot`; it keeps what an earlier record wrote there, so that unchanged parts need not
+        be written again. Until `end` the slot counts as torn.
+
+        Args:
+            step: completed optimizer updates.
+            settled: True when captured at the boundary of `step`, False when captured just before the
+                update that makes `step`.
+        """
+        self._seq = seq = self._seq + 1
+        self.slot = slot = seq % self.slots
+        header = self._headers[slot]
+        header[_BEGIN] = seq
+        header[_STEP] = step
+        header[_SETTLED] = settled
+        return self.payloads[slot]
+
+    def end(self, length: int) -> None:
+        """Close the slot that `begin` opened; its record is the first `length` bytes of the payload."""
+        header = self._headers[self.slot]
+        header[_LENGTH] = length
+        header[_END] = self._seq
+
+    def close(self) -> None:
+        """Close the descriptor. The memory lives on while a reader holds another one. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            os.close(self.fd)
+
+    @staticmethod
+    def read(fd: int, step: int) -> bytes | None:
+        """The record of `step` in the box behind `fd`, or None when there is no whole one.
+
+        A settled record beats an unsettled one, then the newer the older. Safe while the writer writes.
+
+        Raises:
+            OSError: `fd` cannot be read.
+        """
+        layout = os.pread(fd, _FILE.size, 0)
+        if len(layout) < _FILE.size:
+            return None
+        magic, slots, size = _FILE.unpack(layout)
+        if magic != _MAGIC:
+            return None
+        starts = [_PAGE + size * i for i in range(slots)]
+        found = [_header(fd, at) for at in starts]
+        ranked = sorted(
+            ((h[_SETTLED], h[_END], at) for h, at in zip(found, starts, strict=True) if _whole(h, step)),
+            reverse=True,
+        )
+        for _, _, at in ranked:
+            if (payload := _payload(fd, at, step)) is not None:
+                return payload
+        return None
+
+
+def _header(fd: int, at: int) -> tuple[int, ...]:
+    raw = os.pread(fd, _SLOT.size, at)
+    return _SLOT.unpack(raw) if len(raw) == _SLOT.size else (0,) * 6
+
+
+def _whole(header: tuple[int, ...], step: int) -> bool:
+    return header[0] == _MAGIC and 0 < header[_BEGIN] == header[_END] and header[_STEP] == step
+
+
+def _payload(fd: int, at: int, step: int) -> bytes | None:
+    before = _header(fd, at)
+    payload = os.pread(fd, before[_LENGTH], at + _HEADER)
+    same = _whole(before, step) and before == _header(fd, at)
+    return payload if same and len(payload) == before[_LENGTH] else None

@@ -1,0 +1,128 @@
+"""Copies of a module's persistent buffers.
+
+BatchNorm statistics change in the forward pass, so that during a step the live buffers are ahead of the
+boundary that a gasp saves; parameters are not. Hence buffers are copied at each boundary, parameters never.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_Where = tuple[dict[str, Tensor | None], str]
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Where]]:
+    """Each persistent buffer of `module`: its key in `state_dict` -> the dictionary and name that hold it."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, value in child._buffers.items():
+            if value is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, (child._buffers, name)
+
+
+class BufferRecorder:
+    """Copies the persistent buffers of a module into slots, skipping what has not changed since.
+
+    Buffers on an accelerator are copied to a shadow on the device (a copy to the host would wait for the
+    device at every step); they can be read in this process only.
+
+    Args:
+        module: whose buffers; None records none.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._slots: list[_BufferSlot] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Lay the buffers out anew, after one changed its shape, type or device."""
+        found = dict(persistent_buffers(self._module)) if self._module is not None else {}
+        self._where = list(found.values())
+        tensors = self._live()
+        self.names = list(found)
+        self.table: list[list[Any]] = []
+        self.size = 0
+        for name, tensor in zip(found, tensors, strict=True):
+            if tensor.device.type == "cpu":
+                self.table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
+                self.size += -(-tensor.numel() * tensor.element_size() // 16) * 16
+        self._shape = [(t.shape, t.dtype, t.device) for t in tensors]
+        self._slots = []
+
+    def _live(self) -> list[Tensor]:
+        return [holder[name] for holder, name in self._where]  # type: ignore[misc]
+
+    @property
+    def changed_layout(self) -> bool:
+        """Whether a buffer no longer fits the layout."""
+        return any(
+            (t.shape, t.dtype, t.device) != s for t, s in zip(self._live(), self._shape, strict=True)
+        )
+
+    def bind(self, views: list[memoryview]) -> None:
+        """Give one piece of memory per slot, of at least `size` bytes, aligned to 16."""
+        offsets = {row[0]: row[3] for row in self.table}
+        live = dict(zip(self.names, self._live(), strict=True))
+        self._slots = [_BufferSlot(live, offsets, view) for view in views]
+
+    def capture(self, slot: int, step: int) -> None:
+        """Copy every buffer that changed since it was last copied to `slot`."""
+        if self._where:
+            self._slots[slot].copy(self._live(), step)
+
+    def on_device(self, step: int) -> dict[str, Tensor]:
+        """The newest copies of `step` that stand on an accelerator: key in `state_dict` -> tensor."""
+        slots = [s for s in self._slots if s.step == step]
+        if not slots:
+            return {}
+        newest = max(slots, key=lambda s: s.order)
+        return {n: t for n, t in zip(self.names, newest.targets, strict=True) if t.device.type != "cpu"}
+
+
+class _BufferSlot:
+    order_now = 0
+
+    def __init__(self, live: dict[str, Tensor], offsets: dict[str, int], view: memoryview) -> None:
+        self.targets = [
+            _view(view, offsets[name], t.dtype, t.shape) if name in offsets else torch.empty_like(t)
+            for name, t in live.items()
+        ]
+        self._seen: list[tuple[int, int]] = [(-1, -1)] * len(live)
+        self.step = self.order = -1
+
+    def copy(self, live: list[Tensor], step: int) -> None:
+        # id: a buffer may be replaced by another tensor; _version: counts changes in place
+        seen = [(id(t), t._version) for t in live]
+        if seen != self._seen:
+            stale = [i for i, mark in enumerate(seen) if mark != self._seen[i]]
+            with torch.no_grad():
+                torch._foreach_copy_([self.targets[i] for i in stale], [live[i] for i in stale])
+            self._seen = seen
+        _BufferSlot.order_now += 1
+        self.step, self.order = step, _BufferSlot.order_now
+
+
+def _view(view: memoryview, at: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    count = shape.numel()
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=at).view(shape)
+
+
+def encode_table(table: list[list[Any]]) -> bytes:
+    """The layout as JSON, as `decode_buffers` reads it."""
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+def decode_buffers(table: bytes, data: bytes) -> dict[str, Tensor]:
+    """Key in `state_dict` -> a tensor of its own memory."""
+    memory = memoryview(bytearray(data))
+    return {
+        name: _view(memory, at, getattr(torch, dtype), torch.Size(shape)).clone()
+        for name, dtype, shape, at in (json.loads(table) if table else [])
+    }

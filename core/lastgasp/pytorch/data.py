@@ -1,0 +1,203 @@
+"""Where a sampler stands, so that a resumed run draws exactly the batches that are still due.
+
+A map-style DataLoader draws its indices from a sampler. `TrackedSampler` stands in for it, notes the random
+state under which each iteration began, and can begin an iteration again under that state and drop the part
+that was consumed, without loading any data.
+
+What a worker process draws itself (random augmentation with num_workers > 0) is beyond this: the workers of
+the resumed run begin with their first item, so their random streams differ from the uninterrupted run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import wrapt
+
+from lastgasp.pytorch import rng
+
+
+@dataclass
+class SamplerStart:
+    """How the current iteration of a sampler began.
+
+    Args:
+        base: batches of earlier iterations in the same epoch (CombinedLoader cycles short loaders).
+        at_iter: random state when the iterator was made.
+        at_first: random state when the first batch was drawn: most samplers shuffle only then.
+        generators_at_iter: states of the loader's own generators, then.
+        generators_at_first: the same at the first batch.
+    """
+
+    base: int = 0
+    at_iter: bytes = b""
+    at_first: bytes = b""
+    generators_at_iter: tuple[bytes, ...] = ()
+    generators_at_first: tuple[bytes, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return asdict(self)
+
+
+class SamplerTrack:
+    """The position of one sampler. `changed` turns True whenever `start` does.
+
+    Args:
+        recorder: captures random state.
+        generators: generators that the sampler draws from besides the global one.
+    """
+
+    def __init__(self, recorder: rng.RngRecorder, generators: Sequence[torch.Generator] = ()) -> None:
+        self.start = SamplerStart()
+        self.changed = True
+        self.yielded = 0
+        self._recorder = recorder
+        self._generators = list(generators)
+        self._pending: tuple[SamplerStart, int] | None = None
+
+    def new_epoch(self) -> None:
+        """The next iteration is the first one of an epoch."""
+        self.start, self.yielded, self.changed = SamplerStart(), 0, True
+
+    def resume(self, start: SamplerStart, consumed: int) -> None:
+        """The next iteration repeats the one that began as `start`, without its first batches.
+
+        Args:
+            start: as recorded.
+            consumed: batches consumed in the epoch so far, those of earlier iterations included.
+        """
+        self._pending = (start, consumed - start.base)
+
+    def begin(self, sampler: Any) -> Iterator[Any]:
+        """Start an iteration of `sampler`."""
+        if self._pending is not None:
+            start, skip = self._pending
+            self._pending = None
+            return self._again(sampler, start, skip)
+        self.start = SamplerStart(self.start.base + self.yielded, self._recorder.snapshot())
+        self.start.generators_at_iter = self._states()
+        self.yielded, self.changed = 0, True
+        return _Tracked(self, iter(sampler))
+
+    def first(self) -> None:
+        """The first batch of an iteration is about to be drawn."""
+        self.start.at_first = self._recorder.snapshot()
+        self.start.generators_at_first = self._states()
+        self.changed = True
+
+    def _again(self, sampler: Any, start: SamplerStart, skip: int) -> Iterator[Any]:
+        self.start, self.yielded, self.changed = start, skip, True
+        if start.at_iter:
+            # left in place: the loader now draws its workers' base seed, which must be the same too
+            rng.restore(rng.decode(start.at_iter))
+            self._set(start.generators_at_iter)
+        return _Resumed(self, iter(sampler), start, skip)
+
+    def skip(self, inner: Iterator[Any], start: SamplerStart, skip: int) -> None:
+        """Drop `skip` batches under the random state of `start`, then put the random state back."""
+        if not start.at_first:
+            return
+        kept = self._recorder.snapshot()
+        rng.restore(rng.decode(start.at_first))
+        self._set(start.generators_at_first)
+        for _ in range(skip):
+            if next(inner, _END) is _END:
+                break
+        rng.restore(rng.decode(kept))
+
+    def _states(self) -> tuple[bytes, ...]:
+        return tuple(bytes(g.get_state().numpy()) for g in self._generators)
+
+    def _set(self, states: tuple[bytes, ...]) -> None:
+        for generator, raw in zip(self._generators, states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+
+_END = object()
+
+
+class _Tracked(Iterator[Any]):
+    def __init__(self, track: SamplerTrack, inner: Iterator[Any]) -> None:
+        self._track, self._inner = track, inner
+        self._fresh = True
+
+    def __next__(self) -> Any:
+        if self._fresh:
+            self._fresh = False
+            self._track.first()
+        item = next(self._inner)
+        self._track.yielded += 1
+        return item
+
+
+class _Resumed(Iterator[Any]):
+    def __init__(self, track: SamplerTrack, inner: Iterator[Any], start: SamplerStart, skip: int) -> None:
+        self._track, self._inner = track, inner
+        self._todo: tuple[SamplerStart, int] | None = (start, skip)
+
+    def __next__(self) -> Any:
+        if self._todo is not None:
+            start, skip = self._todo
+            self._todo = None
+            self._track.skip(self._inner, start, skip)
+        item = next(self._inner)
+        self._track.yielded += 1
+        return item
+
+
+class TrackedSampler(wrapt.ObjectProxy):  # type: ignore[misc,unused-ignore]
+    """A sampler or batch sampler, seen through: only its iteration is observed."""
+
+    def __init__(self, sampler: Any, track: SamplerTrack) -> None:
+        super().__init__(sampler)
+        self._self_track = track
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._self_track.begin(self.__wrapped__)
+
+
+def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
+    """Stand a `TrackedSampler` before the index sampler of a map-style DataLoader. Idempotent.
+
+    Returns:
+        A fresh track; one that an earlier call made sees nothing any more.
+    """
+    name = _sampler_name(loader)
+    sampler = untracked(getattr(loader, name))
+    track = SamplerTrack(recorder, _generators(loader, sampler))
+    # DataLoader refuses plain assignment: it cannot know that the order stays the same
+    object.__setattr__(loader, name, TrackedSampler(sampler, track))
+    return track
+
+
+def untrack_sampler(loader: Any) -> None:
+    """Undo `track_sampler`. Idempotent."""
+    name = _sampler_name(loader)
+    object.__setattr__(loader, name, untracked(getattr(loader, name)))
+
+
+def untracked(sampler: Any) -> Any:
+    """The sampler behind a `TrackedSampler`, or the sampler itself."""
+    # type(): isinstance would ask the wrapped object
+    return sampler.__wrapped__ if type(sampler) is TrackedSampler else sampler
+
+
+def _sampler_name(loader: Any) -> str:
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """The generators, other than the global one, that `loader` and its samplers draw from."""
+    sampler = untracked(getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None))
+    return _generators(loader, sampler)
+
+
+def _generators(loader: Any, sampler: Any) -> list[torch.Generator]:
+    owners = (loader, sampler, getattr(sampler, "sampler", None), getattr(loader, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    unique = {id(g): g for g in found if isinstance(g, torch.Generator)}
+    return list(unique.values())

@@ -1,0 +1,176 @@
+"""The small state of a rank: random state, module buffers, data position; captured at every boundary.
+
+It goes to a black box, so that it is at hand after the rank was killed. The big state (parameters,
+optimizer) is read live at the gasp.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lastgasp.blackbox import BlackBox
+from lastgasp.pytorch import rng
+from lastgasp.pytorch.buffers import BufferRecorder, decode_buffers, encode_table, persistent_buffers
+
+_HEAD = struct.Struct("<8q")  # magic, version, bytes of: random state, table, buffers, extra
+_HEAD_ROOM = 64
+_MAGIC = int.from_bytes(b"LGSMALL1", "little")
+_VERSION = 1
+_EXTRA_ROOM = 1 << 18
+
+
+@dataclass(frozen=True)
+class SmallState:
+    """What `decode_small` returns.
+
+    Args:
+        rng: random state of the rank.
+        extra: the adapter's own bytes (data position), empty if there were none.
+        buffers: key in `state_dict` -> value; empty on a rank whose buffers do not count.
+    """
+
+    rng: rng.RngState
+    extra: bytes = b""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class SmallRecorder:
+    """Captures the small state of this rank into its black box.
+
+    Args:
+        devices: accelerators of this rank; their generators are captured too.
+        module: whose persistent buffers are captured; None on a rank whose buffers do not count.
+        extra_room: bytes reserved for `extra`; the box grows when it is not enough.
+
+    Set `extra` to a new bytes object whenever it changes; the same object is written once per slot.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device] = (), module: nn.Module | None = None, extra_room: int = _EXTRA_ROOM
+    ) -> None:
+        self.extra = b""
+        self.buffers = BufferRecorder(module)
+        self._rng = rng.RngRecorder(devices)
+        self._room = extra_room
+        self.box = BlackBox(self._needed())
+        self._bind()
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the black box; others open `/proc/PID/fd/FD`."""
+        return self.box.fd
+
+    def _needed(self) -> int:
+        table = encode_table(self.buffers.table)
+        self._table_at = _HEAD_ROOM + self._rng.size
+        self._buffers_at = _align(self._table_at + len(table))
+        self._extra_at = _align(self._buffers_at + self.buffers.size)
+        self._table = table
+        return self._extra_at + self._room
+
+    def _bind(self) -> None:
+        payloads = self.box.payloads
+        self._rng_slots = [self._rng.bind(p[_HEAD_ROOM:]) for p in payloads]
+        self.buffers.bind([p[self._buffers_at : self._extra_at] for p in payloads])
+        self._written: list[bytes | None] = [None] * len(payloads)
+        for payload in payloads:
+            payload[self._table_at : self._table_at + len(self._table)] = self._table
+
+    def _fit(self) -> None:
+        self._room = max(self._room, 2 * len(self.extra))
+        self.box.grow(self._needed())
+        self._bind()
+
+    def capture(self, step: int, settled: bool) -> None:
+        """Record the state as it stands, for `step` completed updates.
+
+        Args:
+            step: completed optimizer updates.
+            settled: False when called just before the update that makes `step`.
+        """
+        extra, buffers = self.extra, self.buffers
+        if buffers.names and buffers.changed_layout:
+            buffers.refresh()
+            self._fit()
+        elif len(extra) > self._room:
+            self._fit()
+        box = self.box
+        payload = box.begin(step, settled)
+        slot = box.slot
+        self._rng.capture(self._rng_slots[slot])
+        buffers.capture(slot, step)
+        if self._written[slot] is not extra:
+            self._write_extra(payload, slot)
+        box.end(self._extra_at + len(extra))
+
+    def _write_extra(self, payload: memoryview, slot: int) -> None:
+        sizes = (self._rng.size, len(self._table), self.buffers.size, len(self.extra))
+        places = (self._buffers_at, self._extra_at)
+        payload[:_HEAD_ROOM] = _HEAD.pack(_MAGIC, _VERSION, *sizes, *places)
+        payload[self._extra_at : self._extra_at + len(self.extra)] = self.extra
+        self._written[slot] = self.extra
+
+    def read(self, step: int) -> bytes | None:
+        """The encoded small state of `step`, if it is among the last ones. Callable from any thread."""
+        return BlackBox.read(self.box.fd, step)
+
+    def snapshot_rng(self) -> bytes:
+        """The random state as it stands, as `rng.decode` reads it. For rare moments."""
+        return self._rng.snapshot()
+
+    def close(self) -> None:
+        """Close the black box. Idempotent."""
+        self.box.close()
+
+
+def decode_small(data: bytes) -> SmallState:
+    """Read an encoded small state.
+
+    Raises:
+        ValueError: not the bytes of a small state of a version this code knows.
+    """
+    rng_bytes, table, buffers, extra, buffers_at, extra_at = _head(data)
+    table_at = _HEAD_ROOM + rng_bytes
+    return SmallState(
+        rng=rng.decode(data[_HEAD_ROOM:table_at]),
+        extra=data[extra_at : extra_at + extra],
+        buffers=decode_buffers(data[table_at : table_at + table], data[buffers_at : buffers_at + buffers]),
+    )
+
+
+def without_buffers(data: bytes) -> bytes:
+    """The same small state without its buffers, for where they are saved elsewhere."""
+    rng_bytes, _, _, extra, _, extra_at = _head(data)
+    end = _HEAD_ROOM + rng_bytes
+    head = _HEAD.pack(_MAGIC, _VERSION, rng_bytes, 0, 0, extra, end, end)
+    return head + data[_HEAD_ROOM:end] + data[extra_at : extra_at + extra]
+
+
+def restore_small(state: SmallState, devices: Sequence[torch.device] = (), module: nn.Module | None = None) -> None:
+    """Make the random state of `state` this process's, and its buffers (if any) those of `module`."""
+    if module is not None and state.buffers:
+        holders = dict(persistent_buffers(module))
+        for name, value in state.buffers.items():
+            holder, key = holders[name]
+            live = holder[key]
+            if live is not None:
+                live.detach().copy_(value)
+    rng.restore(state.rng, devices)
+
+
+def _head(data: bytes) -> tuple[int, int, int, int, int, int]:
+    if len(data) < _HEAD_ROOM:
+        raise ValueError(f"a small state has at least {_HEAD_ROOM} bytes, got {len(data)}")
+    magic, version, a, b, c, d, e, f = _HEAD.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION:
+        raise ValueError(f"not a small state of version {_VERSION}")
+    return a, b, c, d, e, f
+
+
+def _align(size: int) -> int:
+    return -(-size // 64) * 64
