@@ -1,0 +1,83 @@
+"""The police itself: each kind of leak fails the test that made it, and only that one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CRIMES = """
+import os, signal, socket, subprocess, sys, threading, time
+from pathlib import Path
+
+import support.police
+
+support.police.GRACE_SECONDS = 0.5
+loot = []
+
+def test_innocent():
+    thread = threading.Thread(target=time.sleep, args=(0.1,)); thread.start()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    socket.socket().close()
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(30,), daemon=True, name="loiterer").start()
+
+def test_socket():
+    loot.append(socket.socket())
+
+def test_environ():
+    os.environ["LASTGASP_LEAKED"] = "1"
+
+def test_environ_was_put_back():
+    assert "LASTGASP_LEAKED" not in os.environ
+
+def test_handler():
+    signal.signal(signal.SIGUSR1, lambda *a: None)
+
+def test_handler_was_put_back():
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+def test_wakeup():
+    loot.extend(os.pipe()); os.set_blocking(loot[-1], False)
+    signal.set_wakeup_fd(loot[-1])
+
+def test_child():
+    loot.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+
+def test_defunct():
+    loot.append(os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ))
+
+def test_orphan():
+    nap = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(61)'])"
+    subprocess.run([sys.executable, "-c", nap], check=True)
+
+def test_shared_memory():
+    Path(f"/dev/shm/lastgasp-police-{os.getpid()}").touch()
+
+def test_innocent_at_the_end():
+    assert not list(Path("/dev/shm").glob(f"lastgasp-police-{os.getpid()}"))
+"""
+
+NAMES = {
+    "test_thread": "thread loiterer (daemon=True) still runs",
+    "test_socket": "socket:*is still open",
+    "test_environ": "environment variable LASTGASP_LEAKED was None and is '1'",
+    "test_handler": "signal handler SIGUSR1 was *",
+    "test_wakeup": "wakeup fd was -1 and is *",
+    "test_child": "process * is left: *time.sleep(60)*",
+    "test_defunct": "process * is left: (defunct)",
+    "test_orphan": "process * is left: *time.sleep(61)*",
+    "test_shared_memory": "/dev/shm/lastgasp-police-* is left",
+}
+
+
+def test_each_leak_fails_its_own_test_and_is_named(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    pytester.makepyfile(CRIMES)
+    result = pytester.runpytest_subprocess("-p", "support.police", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=13, errors=len(NAMES))
+    for test, leak in NAMES.items():
+        result.stdout.fnmatch_lines([f"*::{test} leaked:", f"  {leak}"])

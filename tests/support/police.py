@@ -1,0 +1,36 @@
+"""The leak police: a pytest plugin that fails the test that left something behind, and names it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from support import leaks
+
+GRACE_SECONDS = 2.0
+"""How long what a test started may take to end by itself."""
+
+
+@pytest.fixture(autouse=True)
+def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare threads, sockets, environment, signals, processes and shared memory around each test."""
+    mark = uuid.uuid4().hex
+    os.environ[leaks.MARK] = mark
+    before = leaks.snapshot(mark)
+    yield
+    found = leaks.settle(before, mark, GRACE_SECONDS)
+    leaks.clean_up(before, mark)
+    if found:
+        pytest.fail(f"{request.node.nodeid} leaked:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def restored_environ() -> Iterator[None]:
+    """For tests of frameworks that write to the environment (seeds, rendezvous): put it back afterwards."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
