@@ -55,18 +55,29 @@ class StateSource(Protocol):
     hold.
     """
 
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+
+    @property
+    def box(self) -> int:
+        """File descriptor of the black box that others on this host may open, or -1."""
+
     def capture(self, step: int) -> bytes:
         """The small state of this rank (random state, data position) as it stood at the end of `step`."""
 
-    def save(self, step: int, target: Path, small: Mapping[int, bytes], reason: str) -> SaveResult:
-        """Write the state of `step` durably to temporary files for `target`; do not publish them.
+    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
+        """Write the state of `step` durably to temporary files; do not publish them.
 
         `small` maps each rank to its small state, where it could be had. May raise OSError (disk) or
         NotSaveable (the state is not that of `step`).
         """
 
-    def publish(self, result: SaveResult) -> None:
-        """Make the saved checkpoint visible, atomically and durably, manifest last."""
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+        """Make the saved checkpoint visible, atomically and durably, manifest last.
+
+        Called on one saver, after all of them have saved; `parts` holds what each of them passed on.
+        """
 
     def discard(self, result: SaveResult) -> None:
         """Remove the temporary files of a save that will not be published. Never raises."""
@@ -86,3 +97,7 @@ class SaveResult(Protocol):
     @property
     def first_byte_ns(self) -> int:
         """Wall-clock time of the first byte, ns since the epoch."""
+
+    @property
+    def part(self) -> bytes:
+        """What the rank that publishes must know of this rank's files; opaque to the engine."""

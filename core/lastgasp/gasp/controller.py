@@ -312,9 +312,7 @@ def _open_box(pid: int, number: int) -> int:
     try:
         return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        log.warning(
-            "the black box of process %d cannot be opened (%s): its random state dies with it", pid, error
-        )
+        log.warning("the black box of process %d cannot be opened (%s): its random state dies with it", pid, error)
         return -1
 
 

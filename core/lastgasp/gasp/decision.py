@@ -116,9 +116,7 @@ def _why_not(holders: list[list[RankView]], replicas: ReplicaGroups, by_rank: di
         )
     texts = []
     for i in empty:
-        causes = "; ".join(
-            f"rank {r}: {by_rank[r].why if r in by_rank else 'never joined'}" for r in replicas[i]
-        )
+        causes = "; ".join(f"rank {r}: {by_rank[r].why if r in by_rank else 'never joined'}" for r in replicas[i])
         texts.append(f"shard {i} of {len(replicas)} has no live holder ({causes})")
     return ", ".join(texts)
 

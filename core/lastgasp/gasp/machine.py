@@ -362,7 +362,5 @@ class Machine:
     def _release_to(self, rank: int) -> Send:
         out = self.outcome
         step = -1 if out.step is None else out.step
-        message = m.Release(
-            recovery=self.recovery, ending=out.ending, step=step, path=out.path, reason=out.reason
-        )
+        message = m.Release(recovery=self.recovery, ending=out.ending, step=step, path=out.path, reason=out.reason)
         return Send(rank=rank, message=message)

@@ -9,9 +9,9 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lastgasp import _clock
 from lastgasp.errors import ControlError, DeadlineExceeded
@@ -52,21 +52,18 @@ class ControllerThread:
     def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self._controller = Controller(token, host, port)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="lastgasp-controller", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lastgasp-controller", daemon=True)
         self._thread.start()
-        self.endpoint = Endpoint(host, self._ask(self._controller.start()), token)
+        self.endpoint = Endpoint(host, self._run(self._controller.start()), token)
 
-    def _ask(self, coroutine: object) -> int:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)  # type: ignore[arg-type]
-        return future.result(START_TIMEOUT)  # type: ignore[no-any-return]
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_TIMEOUT)
 
     def _call(self, function: Callable[[], T]) -> T:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_TIMEOUT)
+        return self._run(run())
 
     def report_exit(self, rank: int, how: str) -> None:
         """Tell it that the process of `rank` ended."""
@@ -84,10 +81,18 @@ class ControllerThread:
         """This attempt completed at least one new step."""
         return self._call(lambda: self._progressed(attempt))
 
+    def hold_limit(self) -> float:
+        """Seconds that a recovery may take in all: finishing updates, and two saves in a row."""
+        return self._call(self._hold_limit)
+
+    def last_ending(self) -> str:
+        """How the recovery of the current attempt ended; empty when there was none."""
+        return self._call(self._last_ending) if self._thread.is_alive() else ""
+
     def stop(self) -> None:
         """Close everything; idempotent."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._controller.stop(), self._loop).result(START_TIMEOUT)
+            self._run(self._controller.stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(START_TIMEOUT)
             self._loop.close()
@@ -101,6 +106,17 @@ class ControllerThread:
         if generation is None or generation.hello.attempt != attempt or generation.over_since is None:
             return None
         return _clock.monotonic() - generation.over_since
+
+    def _hold_limit(self) -> float:
+        generation = self._controller.generation
+        if generation is None:
+            return 0.0
+        return generation.hello.finish_timeout + 2 * generation.hello.save_timeout
+
+    def _last_ending(self) -> str:
+        generation = self._controller.generation
+        ending = generation.machine.outcome.ending if generation is not None else "open"
+        return "" if ending == "open" else ending
 
     def _progressed(self, attempt: int) -> bool:
         generation = self._controller.generation
@@ -127,13 +143,9 @@ def start_detached(host: str = "127.0.0.1") -> Endpoint:
         out, _ = process.communicate(token + "\n", timeout=START_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise DeadlineExceeded(
-            "the controller to start", START_TIMEOUT, "Look at the machine's load."
-        ) from None
+        raise DeadlineExceeded("the controller to start", START_TIMEOUT, "Look at the machine's load.") from None
     if process.returncode != 0 or not out.strip().isdigit():
-        raise ControlError(
-            f"the controller did not start (exit code {process.returncode}): see its message above"
-        )
+        raise ControlError(f"the controller did not start (exit code {process.returncode}): see its message above")
     return Endpoint(host, int(out), token)
 
 

@@ -1,0 +1,62 @@
+"""`lastgasp run`: torchrun's command line, with restarts, and an exit code that tells."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from lastgasp import exitcodes
+from lastgasp.errors import MissingExtra
+
+_DEFAULTS = {"--max-restarts": "32767", "--monitor-interval": "0.01"}
+_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: lastgasp run --nproc-per-node 2 train.py --epochs 3",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...")
+def run(arguments: tuple[str, ...]) -> None:
+    """Start a job as torchrun does; after a fault its survivors save, and it restarts by itself.
+
+    Takes all of torchrun's options. Defaults that differ: --max-restarts 32767 (it stops by itself after three
+    restarts in a row without a new step), --monitor-interval 0.01, and --standalone for a job on one node.
+
+    Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
+    86 no progress, 1 anything else.
+    """
+    try:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        from lastgasp.launch.main import last_ending, launch
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "torch", "lightning") from error
+    os.environ["LASTGASP_LAUNCHER"] = "run"
+    try:
+        launch(with_defaults(list(arguments)))
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(last_ending() or 1)
+
+
+def with_defaults(arguments: list[str]) -> list[str]:
+    """Put our defaults in front of what was not given."""
+    given = [argument.split("=")[0].replace("_", "-") for argument in _options(arguments)]
+    extra = [text for name, value in _DEFAULTS.items() if name not in given for text in (name, value)]
+    if not any(name.startswith(_RENDEZVOUS) for name in given):
+        extra.append("--standalone")
+    return extra + arguments
+
+
+def _options(arguments: list[str]) -> list[str]:
+    """The launcher's own options: everything before the script."""
+    for i, argument in enumerate(arguments):
+        if argument.endswith(".py") or argument in ("-m", "--module", "--no-python"):
+            return [a for a in arguments[:i] if a.startswith("-")]
+    return [a for a in arguments if a.startswith("-")]
+
+
+__all__ = ["exitcodes", "run", "with_defaults"]

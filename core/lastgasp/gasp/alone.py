@@ -1,0 +1,79 @@
+"""A rank without a controller saves by the same rule: it decides with itself as the only known holder."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from lastgasp import _clock
+from lastgasp.errors import LastgaspError
+from lastgasp.events import Fault, Incident
+from lastgasp.ports import SaveResult, StateSource
+from lastgasp.topology import Place
+
+from . import messages as m
+from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
+from .generation import new_incident, write_incident
+from .stand import Stand
+
+
+def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault) -> m.Release:
+    """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it."""
+    incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
+    incident.faults, incident.phases.fault = [fault], fault.seen_ns
+    incident.phases.detected = _clock.wall_ns()
+    decision = _decide(stand, place, hello.finish_timeout)
+    incident.phases.agreed = _clock.wall_ns()
+    outcome = _carry_out(decision, source, incident, fault)
+    incident.phases.released = _clock.wall_ns()
+    if place.world_size > 1:
+        incident.notes.append("without a controller: the random state of the other ranks was out of reach")
+    write_incident(incident, Path(hello.directory))
+    return outcome
+
+
+def _decide(stand: Stand, place: Place, finish: float) -> Decision:
+    deadline = _clock.monotonic() + finish
+    while stand.inside and not stand.broken and _clock.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    why = stand.broken or (f"still inside its update after {finish:g} s" if stand.inside else "")
+    views = tuple(
+        RankView(rank=r, step=stand.step, holds=not why, why=why)
+        if r == place.rank
+        else RankView(rank=r, step=-1, holds=False, alive=False, why="unknown: the controller is gone")
+        for r in range(place.world_size)
+    )
+    return decide(views, place.replicas, stand.durable)
+
+
+def _carry_out(decision: Decision, source: StateSource, incident: Incident, fault: Fault) -> m.Release:
+    incident.unused = list(decision.unused)
+    if isinstance(decision, NothingToSave):
+        incident.ending, incident.steps_lost = "nothing_to_save", 0
+        return _release(incident, decision.step, "")
+    if isinstance(decision, GiveUp):
+        incident.ending, incident.reason, incident.steps_lost = "gave_up", decision.reason, decision.lost
+        return _release(incident, -1, "")
+    incident.steps_lost = decision.lost
+    try:
+        result = _save(decision, source, incident, fault)
+    except (OSError, LastgaspError) as error:
+        incident.ending, incident.reason = "gave_up", f"{type(error).__name__}: {error}"
+        incident.steps_lost = decision.lost + 1
+        return _release(incident, -1, "")
+    incident.ending, incident.step_saved, incident.files = "saved", decision.step, [result.path]
+    incident.savers, incident.nbytes = sorted(set(decision.savers)), result.nbytes
+    return _release(incident, decision.step, result.path)
+
+
+def _save(plan: SavePlan, source: StateSource, incident: Incident, fault: Fault) -> SaveResult:
+    small = {source.rank: source.capture(plan.step)}
+    result = source.save(plan.step, small, f"rank {fault.rank}: {fault.cause}")
+    incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
+    source.publish(result, {source.rank: result.part})
+    incident.phases.committed = _clock.wall_ns()
+    return result
+
+
+def _release(incident: Incident, step: int, path: str) -> m.Release:
+    return m.Release(recovery=0, ending=incident.ending, step=step, path=path, reason=incident.reason)

@@ -1,0 +1,132 @@
+"""The rank's end of the control connection: a blocking socket with frames and the proof of the token."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import TypeVar
+
+import msgspec
+
+from lastgasp import __version__, _clock
+from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, VersionMismatch
+
+from . import messages as m
+
+M = TypeVar("M", bound=m.Message)
+CONNECT_TIMEOUT = 30.0
+"""Seconds to reach the controller, retries included."""
+SEND_TIMEOUT = 10.0
+"""Seconds a single send may block; a controller that takes longer counts as lost."""
+
+
+class Link:
+    """Connects, proves the token both ways, then sends and receives messages.
+
+    `send` may be called from any thread; `receive` from one.
+
+    Raises (constructor):
+        DeadlineExceeded: nobody listens at `address`.
+        AuthenticationError: one of the two does not know the token.
+        VersionMismatch, ControlError: refused, with the controller's reason.
+    """
+
+    def __init__(self, address: str, token: str, hello: m.Hello) -> None:
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+        self._socket = _connect(address)
+        try:
+            self.shares_host = self._greet(token, hello) == hello.host
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _greet(self, token: str, hello: m.Hello) -> str:
+        self._socket.settimeout(CONNECT_TIMEOUT)
+        challenge = self._expect(m.Challenge)
+        nonce = os.urandom(32)
+        mac = m.proof(token, "rank", challenge.nonce, hello.rank)
+        self.send(msgspec.structs.replace(hello, version=__version__, nonce=nonce, mac=mac))
+        welcome = self._expect(m.Welcome)
+        if not m.proven(token, "controller", nonce, hello.rank, welcome.mac):
+            raise AuthenticationError("the controller does not know this job's token: another job's address?")
+        self._socket.settimeout(SEND_TIMEOUT)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return challenge.host
+
+    def _expect(self, kind: type[M]) -> M:
+        while not (body := self._next_frame(m.MAX_GREETING)):
+            self._read_more()
+        message = m.from_controller(body)
+        if isinstance(message, m.Refused):
+            raise _refusal(message.reason)
+        if not isinstance(message, kind):
+            raise ControlError(f"{type(message).__name__} instead of {kind.__name__}")
+        return message
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._socket.fileno()
+
+    def send(self, message: m.Message) -> None:
+        """Send one message; raises OSError when the controller is gone."""
+        with self._lock:
+            self._socket.sendall(m.frame(message))
+
+    def receive(self) -> list[m.FromController]:
+        """All messages that have come in; call when readable.
+
+        Raises:
+            OSError, EOFError: the controller is gone.
+            ProtocolError: it said something that is no message.
+        """
+        self._read_more()
+        found = []
+        while body := self._next_frame(m.MAX_FRAME):
+            found.append(m.from_controller(body))
+        return found
+
+    def _read_more(self) -> None:
+        data = self._socket.recv(1 << 20)
+        if not data:
+            raise EOFError("the controller closed the connection")
+        self._buffer += data
+
+    def _next_frame(self, limit: int) -> bytes:
+        if len(self._buffer) < m.HEADER:
+            return b""
+        end = m.HEADER + m.body_size(bytes(self._buffer[: m.HEADER]), limit)
+        if len(self._buffer) < end:
+            return b""
+        body = bytes(self._buffer[m.HEADER : end])
+        del self._buffer[:end]
+        return body
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self._socket.close()
+
+
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    deadline = _clock.monotonic() + CONNECT_TIMEOUT
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=5.0)
+        except OSError as error:
+            if _clock.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the controller at {address} ({error})",
+                    CONNECT_TIMEOUT,
+                    "Is LASTGASP_CONTROLLER that of this job, and does a firewall stand between?",
+                ) from error
+            threading.Event().wait(0.1)  # the launcher may still be starting it
+
+
+def _refusal(reason: str) -> ControlError:
+    if "token" in reason:
+        return AuthenticationError(f"refused by the controller: {reason}")
+    if "version" in reason:
+        return VersionMismatch(f"refused by the controller: {reason}")
+    return ControlError(f"refused by the controller: {reason}")

@@ -1,0 +1,304 @@
+"""The rank's control thread: heartbeats, orders, SIGTERM; and the recovery alone when nobody leads."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lastgasp import _clock
+from lastgasp.errors import LastgaspError
+from lastgasp.events import Fault
+from lastgasp.ports import SaveResult, StateSource
+
+from . import messages as m
+from .link import Link
+from .signals import TermSignal
+from .stand import Stand, given_up
+
+log = logging.getLogger("lastgasp")
+
+HEARTBEAT = 0.5
+"""Seconds between two Status messages."""
+LOOK = 0.001
+"""Seconds between two looks at a training thread that must leave its update."""
+
+Alone = Callable[[Fault], m.Release]
+"""Carry out the recovery without a controller; runs on a thread of its own."""
+
+
+@dataclass
+class _Pending:
+    """A Prepare that waits for the training thread to leave its update."""
+
+    recovery: int
+    deadline: float
+
+
+class Processor:
+    """One daemon thread per rank.
+
+    Args:
+        stand: the status word, shared with the training thread.
+        source: where the state lives.
+        link: the control connection, or None where this rank is on its own.
+        term: SIGTERM, once the adapter has installed it.
+        alone: what to do when there is no controller.
+        after_release: called once when the outcome is known, on this thread.
+    """
+
+    def __init__(
+        self,
+        stand: Stand,
+        source: StateSource,
+        link: Link | None,
+        alone: Alone,
+        limits: tuple[float, float],
+        after_release: Callable[[m.Release], None],
+    ) -> None:
+        self._stand, self._source, self._link, self._alone = stand, source, link, alone
+        self._finish, self._save_limit = limits
+        self._after_release = after_release
+        self.term = TermSignal()
+        self._poke_r, self._poke_w = socket.socketpair()
+        self._closed = False
+        self._reported: Fault | None = None
+        self._pending: _Pending | None = None
+        self._results: dict[int, SaveResult] = {}
+        self._gathers: dict[str, m.Gathered] = {}
+        self._gathered = threading.Condition()
+        self._next_beat = 0.0
+        self._thread = threading.Thread(target=self._run, name="lastgasp-control", daemon=True)
+        self._thread.start()
+
+    # -- called by the training thread ------------------------------------------------------------
+
+    @property
+    def led(self) -> bool:
+        """A controller is connected."""
+        return self._link is not None
+
+    def report(self, fault: Fault) -> None:
+        """Something went wrong on this rank: tell the controller, or act alone."""
+        if self._stand.outcome is not None or self._reported is not None:
+            return
+        self._reported = fault
+        link = self._link
+        if link is None or not self._try_send(m.Report(fault=fault)):
+            self._begin_alone(fault)
+
+    def gather(self, tag: str, payload: bytes, seconds: float) -> m.Gathered | None:
+        """Send a part and wait for the whole; None when it did not come in time or the link broke."""
+        if not self._try_send(m.GatherPart(tag=tag, payload=payload)):
+            return None
+        with self._gathered:
+            self._gathered.wait_for(lambda: tag in self._gathers or self._link is None, seconds)
+            return self._gathers.pop(tag, None)
+
+    def close(self, goodbye: bool) -> None:
+        """End the thread; `goodbye` tells the controller that this is no fault."""
+        if goodbye:
+            self._try_send(m.Goodbye())
+        self._closed = True
+        self._poke_w.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+        if self._link is not None:
+            self._link.close()
+        self.term.close()
+        self._poke_r.close()
+        self._poke_w.close()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            link = self._link
+            readable = self._wait(link)
+            if self._closed:
+                return
+            if self._poke_r.fileno() in readable:
+                self._poke_r.recv(4096)
+            if self.term.fileno() in readable and self.term.came():
+                self._terminate()
+            if link is not None and link.fileno() in readable:
+                self._receive(link)
+            self._answer_prepare()
+            self._beat()
+
+    def _wait(self, link: Link | None) -> set[int]:
+        poll = select.poll()  # select() ends at descriptor 1023, and training jobs open more
+        for end in (link, self.term, self._poke_r):
+            if end is not None and end.fileno() >= 0:
+                poll.register(end.fileno(), select.POLLIN)
+        seconds = LOOK if self._pending else HEARTBEAT / 2
+        return {number for number, _ in poll.poll(seconds * 1000)}
+
+    def _receive(self, link: Link) -> None:
+        try:
+            messages = link.receive()
+        except (OSError, EOFError, LastgaspError) as error:
+            self._lose_controller(str(error))
+            return
+        for message in messages:
+            self._obey(message)
+
+    def _obey(self, message: m.FromController) -> None:
+        if isinstance(message, m.Gathered):
+            with self._gathered:
+                self._gathers[message.tag] = message
+                self._gathered.notify_all()
+        elif isinstance(message, m.Prepare):
+            self._stand.hold(self._finish + 2 * self._save_limit)
+            self._pending = _Pending(message.recovery, _clock.monotonic() + self._finish)
+        elif isinstance(message, m.Save):
+            self._spawn("save", lambda: self._save(message))
+        elif isinstance(message, m.Commit):
+            self._spawn("commit", lambda: self._commit(message))
+        elif isinstance(message, m.Discard):
+            self._discard(message.plan)
+        elif isinstance(message, m.Release):
+            self.over(message)
+
+    def _answer_prepare(self) -> None:
+        pending, stand = self._pending, self._stand
+        if pending is None:
+            return
+        late = _clock.monotonic() >= pending.deadline
+        if stand.inside and not stand.broken and not late:
+            return
+        self._pending = None
+        why = stand.broken or (f"still inside its update after {self._finish:g} s" if stand.inside else "")
+        small = b"" if why or self._on_controllers_host() else self._source.capture(stand.step)
+        answer = m.Prepared(
+            recovery=pending.recovery,
+            step=stand.step,
+            durable=stand.durable,
+            usable=not why,
+            why=why,
+            small=small,
+        )
+        self._try_send(answer)
+
+    def _on_controllers_host(self) -> bool:
+        return self._link is not None and self._link.shares_host
+
+    def _beat(self) -> None:
+        now, stand = _clock.monotonic(), self._stand
+        if self._link is None or now < self._next_beat:
+            return
+        self._next_beat = now + HEARTBEAT
+        self._try_send(m.Status(step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase))
+
+    def beat_now(self) -> None:
+        """Send a Status with the next turn of the thread, not half a second later."""
+        self._next_beat = 0.0
+        self._poke_w.send(b"b")
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def _spawn(
+        self, name: str, target: Callable[[m.Save], None] | Callable[[m.Commit], None], order: object
+    ) -> None:
+        threading.Thread(target=target, args=(order,), name=f"lastgasp-{name}", daemon=True).start()
+
+    def _save(self, order: m.Save) -> None:
+        try:
+            result = self._source.save(order.step, order.small, order.reason)
+        except Exception as error:  # whatever went wrong, the controller must hear it and plan anew
+            log.exception("the save of step %d failed", order.step)
+            why = f"{type(error).__name__}: {error}"
+            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why))
+            return
+        self._results[order.plan] = result
+        self._try_send(
+            m.Saved(
+                recovery=order.recovery,
+                plan=order.plan,
+                path=result.path,
+                nbytes=result.nbytes,
+                first_byte_ns=result.first_byte_ns,
+                part=result.part,
+            )
+        )
+
+    def _commit(self, order: m.Commit) -> None:
+        try:
+            self._source.publish(self._results.pop(order.plan), order.parts)
+        except Exception as error:  # as in _save
+            log.exception("the checkpoint could not be published")
+            why = f"{type(error).__name__}: {error}"
+            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why))
+            return
+        self._try_send(m.Committed(recovery=order.recovery, plan=order.plan))
+
+    def _discard(self, plan: int) -> None:
+        result = self._results.pop(plan, None)
+        if result is not None:
+            self._source.discard(result)
+
+    # -- without a controller ---------------------------------------------------------------------
+
+    def _terminate(self) -> None:
+        if self._stand.outcome is not None:
+            self._after_release(self._stand.outcome)  # told to stop again, and there is nothing left to do
+            return
+        now = _clock.wall_ns()
+        fault = Fault(
+            kind="sigterm",
+            rank=self._source.rank,
+            cause="told to stop by SIGTERM",
+            step=self._stand.step,
+            seen_ns=now,
+        )
+        self.report(fault)
+
+    def _lose_controller(self, why: str) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        with self._gathered:
+            self._gathered.notify_all()
+        if self._stand.outcome is not None or self._closed:
+            return
+        log.warning(
+            "rank %d lost the controller (%s): training goes on; after a fault this rank saves by the same rule, "
+            "on its own, and a hung peer is no longer noticed",
+            self._source.rank,
+            why,
+        )
+        if self._reported is not None or self._stand.held:
+            self._begin_alone(self._reported or self._fault_here("lost", f"the controller: {why}"))
+
+    def _begin_alone(self, fault: Fault) -> None:
+        self._stand.hold(self._finish + 2 * self._save_limit)
+        self._spawn("alone", lambda: self._carry_alone(fault))
+
+    def _carry_alone(self, fault: Fault) -> None:
+        try:
+            outcome = self._alone(fault)
+        except Exception as error:  # the training thread waits for an outcome, whatever it is
+            log.exception("the recovery failed")
+            outcome = given_up(f"{type(error).__name__}: {error}")
+        self.over(outcome)
+
+    def over(self, outcome: m.Release) -> None:
+        """The recovery ended."""
+        self._pending = None
+        self._stand.release(outcome)
+        self._after_release(outcome)
+
+    def _try_send(self, message: m.Message) -> bool:
+        link = self._link
+        if link is None:
+            return False
+        try:
+            link.send(message)
+        except OSError as error:
+            if not self._closed:
+                self._lose_controller(str(error))
+            return False
+        return True

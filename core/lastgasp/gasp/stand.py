@@ -1,0 +1,118 @@
+"""Where this rank stands: written by the training thread on every step, read by the control thread.
+
+The hot path takes no lock. Under the GIL attribute stores are ordered, so the gate is Dekker's scheme: the
+training thread first says that it is inside its update and then looks whether it is held; the control
+thread first holds and then looks whether the rank is inside.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from lastgasp import exitcodes
+from lastgasp.events import Ending
+
+from .messages import Phase, Release
+
+_CODES: dict[Ending, int] = {
+    "saved": exitcodes.SAVED,
+    "nothing_to_save": exitcodes.NOTHING_TO_SAVE,
+    "gave_up": exitcodes.GAVE_UP,
+    "open": exitcodes.GAVE_UP,
+}
+
+
+class Released(SystemExit):
+    """Raised in the training thread at the update gate once a recovery is over: leave with this code."""
+
+    def __init__(self, outcome: Release) -> None:
+        super().__init__(exit_code(outcome))
+        self.outcome = outcome
+
+
+def exit_code(outcome: Release) -> int:
+    """The documented exit code of an ending."""
+    return _CODES[outcome.ending]
+
+
+class Stand:
+    """The status word of one rank.
+
+    Attributes:
+        step: the newest step that is completed and captured.
+        durable: the newest step that a committed checkpoint holds.
+        inside: the state is between two steps (update begun, step not yet ended).
+        broken: why the state can never be saved again, empty while it can.
+        phase, ticks: for the hang watchdog.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.durable = 0
+        self.inside = False
+        self.broken = ""
+        self.phase: Phase = "start"
+        self.ticks = 0
+        self.outcome: Release | None = None
+        self._held = False
+        self._over = threading.Event()
+        self._limit = 0.0
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def moved(self, phase: Phase) -> None:
+        """Any progress at all."""
+        self.phase = phase
+        self.ticks += 1
+
+    def updating(self) -> None:
+        """The next thing is a change of parameters.
+
+        Raises:
+            Released: a recovery took place; the update must not happen.
+        """
+        if self.inside:
+            return  # a further optimizer of the same step: the step can only be finished
+        self.inside = True
+        if self._held:
+            self._park()
+
+    def step_end(self, step: int) -> None:
+        """`step` is completed and captured."""
+        self.step = step
+        self.inside = False
+        self.ticks += 1
+
+    def _park(self) -> None:
+        self.inside = False
+        self._over.wait(self._limit)
+        raise Released(self.outcome or given_up("no answer from the controller after the gate was closed"))
+
+    # -- control thread ---------------------------------------------------------------------------
+
+    def hold(self, limit: float) -> None:
+        """Close the gate; the training thread parks there for at most `limit` seconds."""
+        self._limit = limit
+        self._held = True
+
+    @property
+    def held(self) -> bool:
+        """A recovery is on, or over."""
+        return self._held
+
+    def release(self, outcome: Release) -> None:
+        """The recovery is over; the first outcome counts."""
+        if self.outcome is None:
+            self.outcome = outcome
+        self._held = True
+        self._over.set()
+
+    def wait_over(self, seconds: float) -> Release | None:
+        """The outcome, or None when it did not come in time."""
+        self._over.wait(seconds)
+        return self.outcome
+
+
+def given_up(reason: str) -> Release:
+    """An outcome for a rank that has to end the recovery by itself."""
+    return Release(recovery=0, ending="gave_up", step=-1, path="", reason=reason)

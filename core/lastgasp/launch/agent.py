@@ -1,0 +1,157 @@
+"""torchrun's agent, extended and not edited: it holds its signals until the survivors have saved.
+
+Built on the overridable methods of LocalElasticAgent (torch 2.13, facts/torchrun.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+
+from lastgasp import _clock, exitcodes
+from lastgasp.gasp.deathwatch import describe_exit
+from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
+from lastgasp.launch.rounds import Round, Rounds
+
+log = logging.getLogger("lastgasp.launch")
+
+POLL = 0.005
+"""Seconds between two looks at the workers while the agent holds."""
+LEAVE = 15.0
+"""Seconds that released workers get to leave by themselves, their own clean-up included."""
+
+
+last_ending = ""
+"""How the last recovery that this process led has ended (events.Ending), empty when there was none."""
+
+
+class GaspAgent(LocalElasticAgent):
+    """One per node. The one with group rank 0 hosts the controller."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rounds = Rounds()
+        self._restarts = Restarts(always=os.environ.get("LASTGASP_LAUNCHER") == "run")
+        self._round: Round | None = None
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        rdzv = worker_group.spec.rdzv_handler
+        self._round = self._rounds.begin(worker_group, rdzv.get_run_id())
+        if self._round.number > 0 and rdzv.use_agent_store:
+            self._fresh_store(worker_group, self._round)
+        os.environ.update(self._round.environment)
+        return super()._start_workers(worker_group)
+
+    def _fresh_store(self, worker_group: WorkerGroup, current: Round) -> None:
+        """Give the attempt a store of its own.
+
+        torch 2.13 reuses the agent's store without a prefix, and the new ranks then read the dead
+        attempt's gloo addresses (facts/megatron.md §3).
+        """
+        assert worker_group.master_addr is not None
+        key = f"lastgasp/store/{current.number}"
+        if worker_group.group_rank == 0:
+            self._worker_store = TCPStore(
+                worker_group.master_addr, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
+            port = self._worker_store.port
+            if worker_group.group_world_size > 1:
+                worker_group.store.set(key, str(port))  # type: ignore[union-attr]
+        else:
+            port = int(worker_group.store.get(key))  # type: ignore[union-attr]
+        worker_group.master_port = port
+
+    # -- watch ------------------------------------------------------------------------------------
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failed = self._failed(worker_group)
+        used = self._round is not None and self._round.in_use()
+        if failed and used:
+            self._allow_restarts(worker_group)
+            self._hold(worker_group, failed)
+        result = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._judge(used)
+        return result
+
+    def _hold(self, worker_group: WorkerGroup, failed: dict[int, str]) -> None:
+        """Keep torchrun's SIGTERM back until the survivors have saved and left, or a deadline passed."""
+        assert self._round is not None
+        known: set[int] = set()
+        deadline = _clock.monotonic() + self._round.hold_limit()
+        while _clock.monotonic() < deadline:
+            for rank in failed.keys() - known:
+                self._round.report_exit(rank, failed[rank])
+            known |= failed.keys()
+            over = self._round.over_for()
+            if not self._running(worker_group) or (over is not None and over > LEAVE):
+                return
+            time.sleep(POLL)
+            failed = self._failed(worker_group)
+        log.error("the survivors did not finish within %g s: stopping them", self._round.hold_limit())
+
+    def _codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:
+        """Exit code by global rank; None while it runs."""
+        context = self._pcontext
+        if isinstance(context, SubprocessContext):
+            codes = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
+        elif isinstance(context, MultiprocessContext) and context._pc is not None:
+            codes = {local: process.exitcode for local, process in enumerate(context._pc.processes)}
+        else:
+            codes = {}
+        return {worker_group.workers[local].global_rank: code for local, code in codes.items()}
+
+    def _failed(self, worker_group: WorkerGroup) -> dict[int, str]:
+        codes = self._codes(worker_group)
+        return {rank: describe_exit(code) for rank, code in codes.items() if code is not None and code != 0}
+
+    def _running(self, worker_group: WorkerGroup) -> bool:
+        return any(code is None for code in self._codes(worker_group).values())
+
+    # -- restart or stop --------------------------------------------------------------------------
+
+    def _allow_restarts(self, worker_group: WorkerGroup) -> None:
+        """torchrun's own default is no restart at all; a lastgasp job restarts unless told otherwise."""
+        spec = worker_group.spec
+        if spec.max_restarts == 0 and not _max_restarts_given():
+            spec.max_restarts = self._remaining_restarts = DEFAULT_MAX_RESTARTS
+
+    def _judge(self, used: bool) -> None:
+        assert self._round is not None
+        self._restarts.ended(self._round.number, used, self._round.progressed())
+        if self._restarts.hopeless:
+            self._remaining_restarts = 0
+            log.error("%s", self._restarts.verdict)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._round is not None and self._round.in_use():
+            timeout = max(timeout, int(self._round.hold_limit()))
+        super()._shutdown(death_sig, timeout)
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run to the end; a job that makes no progress ends with its own exit code."""
+        global last_ending
+        try:
+            result: RunResult = super().run(role)
+        finally:
+            last_ending = self._rounds.close()
+        if self._restarts.hopeless:
+            sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
+            raise SystemExit(exitcodes.NO_PROGRESS)
+        return result
+
+
+def _max_restarts_given() -> bool:
+    names = ("--max-restarts", "--max_restarts")
+    return "PET_MAX_RESTARTS" in os.environ or any(arg.split("=")[0] in names for arg in sys.argv[1:])

@@ -1,0 +1,37 @@
+"""torchrun's main with our agent in it."""
+
+from __future__ import annotations
+
+import torch.distributed.launcher.api as api
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import get_args_parser
+from torch.distributed.run import run as torch_run
+
+from lastgasp import exitcodes
+from lastgasp.launch import agent
+from lastgasp.launch.agent import GaspAgent
+
+_CODES = {
+    "saved": exitcodes.SAVED,
+    "nothing_to_save": exitcodes.NOTHING_TO_SAVE,
+    "gave_up": exitcodes.GAVE_UP,
+}
+
+
+def launch(arguments: list[str]) -> None:
+    """Run one job to its end.
+
+    Raises:
+        ChildFailedError: ranks failed and no restart was left.
+        SystemExit: the job made no progress (86), or the launcher was told to stop (83, 84 or 85).
+    """
+    api.LocalElasticAgent = GaspAgent  # type: ignore[misc]
+    try:
+        torch_run(get_args_parser().parse_args(arguments))
+    except SignalException as stop:
+        raise SystemExit(last_ending() or 128 + stop.sigval) from stop
+
+
+def last_ending() -> int | None:
+    """The exit code for how the last recovery of this launcher ended; None when there was none."""
+    return _CODES.get(agent.last_ending)

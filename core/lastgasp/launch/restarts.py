@@ -1,0 +1,45 @@
+"""When the launcher stops restarting: three restarts in a row that completed no new step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_MAX_RESTARTS = 32767
+"""As MindCluster's (facts/taskd.md)."""
+BARREN_LIMIT = 3
+
+
+@dataclass
+class Restarts:
+    """Counts restarts without progress.
+
+    Args:
+        always: judge also jobs whose ranks never joined (`lastgasp run`); under plain torchrun a job that
+            does not use lastgasp keeps torchrun's own rule.
+    """
+
+    always: bool
+    barren: int = 0
+    _ever_used: bool = False
+
+    def ended(self, attempt: int, used: bool, progressed: bool) -> None:
+        """An attempt failed."""
+        self._ever_used = self._ever_used or used
+        if progressed or attempt == 0:
+            self.barren = 0
+        elif self.always or self._ever_used:
+            self.barren += 1
+
+    @property
+    def hopeless(self) -> bool:
+        """Another restart would most likely fail in the same place."""
+        return self.barren >= BARREN_LIMIT
+
+    @property
+    def verdict(self) -> str:
+        """What to tell the user."""
+        return (
+            f"stopped: {self.barren} restarts in a row completed no new step, so the fault is in the job, its data "
+            "or its machine. Look at the first traceback above and at `lastgasp incident DIR`; the checkpoints are "
+            "kept, and the job goes on from them when it is started again."
+        )

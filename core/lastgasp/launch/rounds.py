@@ -1,0 +1,147 @@
+"""One round of workers as an agent sees it: which controller they get, and what it says about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+
+import msgspec
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+from lastgasp.gasp.serve import ControllerThread, new_token
+
+log = logging.getLogger("lastgasp.launch")
+
+HOLD_WITHOUT_CONTROLLER = 660.0
+"""Seconds an agent waits for its survivors when the controller lives on another node."""
+_IN_USE = "lastgasp/in_use"
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """What the first agent tells the others through the rendezvous store."""
+
+    controller: str
+    token: str
+    job: str
+    attempt: int
+
+
+@dataclass
+class Round:
+    """One attempt of the job on this node.
+
+    Attributes:
+        number: how often workers have been started before.
+        controller: on the first node only.
+        store: the rendezvous store where the job spans several nodes, else None.
+    """
+
+    number: int
+    controller: ControllerThread | None = None
+    store: Store | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    _told: bool = False
+
+    def in_use(self) -> bool:
+        """At least one rank of this attempt uses lastgasp."""
+        key = f"{_IN_USE}/{self.number}"
+        if self.controller is None:
+            return self.store is not None and bool(self.store.check([key]))
+        used = self.controller.in_use(self.number)
+        if used and self.store is not None and not self._told:
+            self._told = True
+            self.store.set(key, "1")
+        return used
+
+    def report_exit(self, rank: int, how: str) -> None:
+        """A worker of this node ended."""
+        if self.controller is not None:
+            self.controller.report_exit(rank, how)
+
+    def over_for(self) -> float | None:
+        """Seconds since the recovery ended, as far as this node knows."""
+        return None if self.controller is None else self.controller.over_for(self.number)
+
+    def progressed(self) -> bool:
+        """A new step was completed; an agent without the controller leaves that judgement to the first."""
+        return self.controller is None or self.controller.progressed(self.number)
+
+    def hold_limit(self) -> float:
+        """Seconds that survivors may take."""
+        return HOLD_WITHOUT_CONTROLLER if self.controller is None else self.controller.hold_limit()
+
+
+class Rounds:
+    """Starts the controller with the first round and keeps it for all of them."""
+
+    def __init__(self) -> None:
+        self._controller: ControllerThread | None = None
+        self._started = 0
+
+    def begin(self, group: WorkerGroup, run_id: str) -> Round:
+        """The next round: find or start the controller and say how the workers reach it."""
+        number, self._started = self._started, self._started + 1
+        store = group.store if group.group_world_size > 1 else None
+        current = Round(number=number, store=store)
+        if group.group_rank == 0:
+            current.controller = self._controller = self._controller or _start(group)
+            notice = _notice(current.controller, run_id, number)
+            if store is not None:
+                store.set(f"lastgasp/notice/{number}", msgspec.json.encode(notice).decode())
+        else:
+            assert store is not None
+            notice = msgspec.json.decode(store.get(f"lastgasp/notice/{number}"), type=Notice)
+        current.environment = _environment(notice)
+        return current
+
+    def close(self) -> str:
+        """Stop the controller; idempotent.
+
+        Returns:
+            How the last recovery ended, empty when there was none.
+        """
+        if self._controller is None:
+            return ""
+        ending = self._controller.last_ending()
+        self._controller.stop()
+        return ending
+
+
+def _start(group: WorkerGroup) -> ControllerThread | None:
+    host = os.environ.get("LASTGASP_BIND") or _loopback(group)
+    if host is None:
+        log.warning(
+            "this job spans %d nodes and the controller listens on loopback only: set LASTGASP_BIND to this node's "
+            "address on the training network, or ranks that use lastgasp will refuse to start",
+            group.group_world_size,
+        )
+        return None
+    return ControllerThread(new_token(), host)
+
+
+def _loopback(group: WorkerGroup) -> str | None:
+    """127.0.0.1 where every node is this machine; None where other nodes must reach the controller."""
+    if group.group_world_size == 1:
+        return "127.0.0.1"
+    try:
+        address = socket.gethostbyname(group.master_addr or "")
+    except OSError:
+        return None
+    return "127.0.0.1" if address.startswith("127.") else None
+
+
+def _notice(controller: ControllerThread | None, run_id: str, number: int) -> Notice:
+    if controller is None:
+        return Notice(controller="", token="", job=run_id, attempt=number)
+    end = controller.endpoint
+    return Notice(controller=end.address, token=end.token, job=run_id, attempt=number)
+
+
+def _environment(notice: Notice) -> dict[str, str]:
+    found = {"LASTGASP_JOB": notice.job, "LASTGASP_ATTEMPT": str(notice.attempt)}
+    if notice.controller:
+        found |= {"LASTGASP_CONTROLLER": notice.controller, "LASTGASP_TOKEN": notice.token}
+    return found | {"LASTGASP_LAUNCHER": os.environ.get("LASTGASP_LAUNCHER", "torchrun")}

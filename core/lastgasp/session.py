@@ -1,0 +1,187 @@
+"""The one object that an adapter holds: the composition root of the resilience of one rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from lastgasp import __version__, _clock
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ControlError, DeadlineExceeded
+from lastgasp.events import Fault, FaultKind
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.alone import recover_alone
+from lastgasp.gasp.generation import GATHER_TIMEOUT
+from lastgasp.gasp.link import Link
+from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.stand import Stand, exit_code
+from lastgasp.ports import StateSource
+from lastgasp.topology import Place, host_identity
+
+log = logging.getLogger("lastgasp")
+
+LEAVE_GRACE = 10.0
+"""Seconds that the training thread gets to leave by itself once a recovery is over."""
+LEAVE_GRACE_LAUNCHED = 2.0
+"""The same where a launcher waits to restart the job."""
+
+
+@dataclass(frozen=True)
+class Contact:
+    """How this rank reaches its controller."""
+
+    address: str
+    token: str
+
+    @classmethod
+    def from_environment(cls) -> Contact | None:
+        """What a launcher has set (`LASTGASP_CONTROLLER`, `LASTGASP_TOKEN`), or None."""
+        address, token = os.environ.get("LASTGASP_CONTROLLER"), os.environ.get("LASTGASP_TOKEN")
+        return cls(address, token) if address and token else None
+
+
+def launched() -> bool:
+    """A launcher of ours restarts this job."""
+    return bool(os.environ.get("LASTGASP_LAUNCHER"))
+
+
+class Session:
+    """Resilience of one rank, from start-up to the end of training.
+
+    The training thread calls `begin` once, then per step `moved`, `updating` before parameters change and
+    `step_end` after the step's state has been captured; `fault` when training ended with an exception;
+    `close` at a normal end. All of it is local; only `gather` waits for other ranks.
+
+    Args:
+        contact: the controller; None leaves this rank on its own (a job of one rank).
+
+    Raises (constructor):
+        ControlError and its kin: the controller refused this rank or is not there.
+    """
+
+    def __init__(self, config: GaspConfig, place: Place, source: StateSource, contact: Contact | None) -> None:
+        self.config, self.place, self._source = config, place, source
+        self.stand = Stand()
+        self._leave_timer: threading.Timer | None = None
+        self._patience = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
+        link = Link(contact.address, contact.token, self._hello()) if contact else None
+        limits = (config.finish_timeout, config.save_timeout)
+        self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
+        # The hot path: bound methods of the status word, no extra call in between.
+        self.moved, self.updating, self.step_end = self.stand.moved, self.stand.updating, self.stand.step_end
+
+    def _hello(self) -> m.Hello:
+        config, place = self.config, self.place
+        return m.Hello(
+            protocol=m.PROTOCOL,
+            version=__version__,
+            nonce=b"",
+            mac=b"",
+            job=place.job,
+            attempt=place.attempt,
+            rank=place.rank,
+            world_size=place.world_size,
+            replicas=place.replicas,
+            host=host_identity(),
+            pid=os.getpid(),
+            box=self._source.box,
+            directory=str(config.directory),
+            hang_timeout=0.0 if config.hang_timeout == "auto" else config.hang_timeout,
+            save_timeout=config.save_timeout,
+            finish_timeout=config.finish_timeout,
+        )
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def begin(self, step: int, durable: int) -> None:
+        """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
+        self.stand.step, self.stand.durable = step, durable
+        self.stand.moved("data")
+        self._processor.beat_now()
+
+    def take_sigterm(self, users: Any = None) -> None:
+        """Take SIGTERM over, on the main thread; `users` is the user's own handler, called as well."""
+        self._processor.term.install(users)
+
+    def gather(self, tag: str, payload: bytes) -> list[bytes]:
+        """All-gather over the control connection (ports.Gather); needs no process group.
+
+        Raises:
+            DeadlineExceeded: some rank did not arrive.
+            ControlError: a rank is gone or was refused; or the controller was lost.
+        """
+        if self.place.world_size == 1:
+            return [payload]
+        whole = self._processor.gather(tag, payload, GATHER_TIMEOUT + 30)
+        if whole is None and not self._processor.led:
+            raise ControlError(f"the controller was lost while the ranks agreed on {tag!r}")
+        if whole is None:
+            raise DeadlineExceeded(f"all ranks to agree on {tag!r}", GATHER_TIMEOUT, "Look at the slowest rank.")
+        if whole.missing:
+            raise ControlError(f"the ranks could not agree on {tag!r}: {whole.missing}")
+        return list(whole.parts)
+
+    # -- fault ------------------------------------------------------------------------------------
+
+    def fault(self, kind: FaultKind, cause: str) -> m.Release:
+        """Training ended with an exception on this rank: have the step saved, and wait for it.
+
+        Returns:
+            How the recovery ended. Never raises, never waits for longer than the save's limits.
+        """
+        if kind not in ("peer", "interrupt"):
+            # This rank's own traceback, clean-up and exit code are worth more than a fast restart.
+            self._patience = LEAVE_GRACE
+        now = _clock.wall_ns()
+        fault = Fault(kind=kind, rank=self.place.rank, cause=cause, step=self.stand.step, seen_ns=now)
+        self._processor.report(fault)
+        limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
+        outcome = self.stand.wait_over(limit)
+        if outcome is None:
+            outcome = m.Release(
+                recovery=0, ending="gave_up", step=-1, path="", reason=f"no outcome within {limit:g} s"
+            )
+            self._processor.over(outcome)
+        return outcome
+
+    def _alone(self, fault: Fault) -> m.Release:
+        return recover_alone(self.stand, self._source, self.place, self._hello(), fault)
+
+    def _schedule_leaving(self, outcome: m.Release) -> None:
+        """Whatever the training thread is stuck in, the process ends."""
+        if self._leave_timer is None:
+            log.warning("%s", describe(outcome))
+            self._leave_timer = threading.Timer(self._patience, leave_now, (exit_code(outcome),))
+            self._leave_timer.daemon = True
+            self._leave_timer.start()
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def close(self, goodbye: bool = True) -> None:
+        """Normal end of training (or of an attempt to start): release thread, socket and signal. Idempotent."""
+        if self._leave_timer is not None:
+            return  # this process is on its way out; the timer must stay
+        self._processor.close(goodbye)
+
+
+def describe(outcome: m.Release) -> str:
+    """One line for people."""
+    if outcome.ending == "saved":
+        return f"step {outcome.step} saved to {outcome.path}; start the job again and it goes on from there"
+    if outcome.ending == "nothing_to_save":
+        return f"nothing to save: step {outcome.step} is the newest and is on disk"
+    return f"the step could NOT be saved: {outcome.reason}"
+
+
+def leave_now(code: int) -> None:
+    """End the process from any thread, whatever the others do; what was printed is kept."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)
