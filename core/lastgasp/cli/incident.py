@@ -1,0 +1,139 @@
+"""`lastgasp incident DIR`: the last incident as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from lastgasp.errors import ConfigError
+from lastgasp.events import Incident, decode_incident, encode_incident
+
+from ._console import console
+from ._timeline import duration, headline, moments, spans
+
+EPILOG = """
+\b
+Examples:
+  lastgasp incident ckpts
+  lastgasp incident ckpts --png timeline.png
+  lastgasp incident ckpts --json | jq .phases
+
+\b
+Exit codes:
+  0  an incident was found and shown
+  1  matplotlib is missing, or the picture cannot be written
+  2  wrong usage, or DIR holds no incident
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("directory", metavar="DIR", type=click.Path(exists=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the record itself, and draw only with --png.")
+@click.option(
+    "--png", type=click.Path(dir_okay=False, path_type=Path), help="Where to draw the timeline [beside the record]."
+)
+def incident(directory: Path, as_json: bool, png: Path | None) -> None:
+    """Show the last incident of the checkpoint directory DIR and draw its timeline.
+
+    DIR may also be one record: DIR/incidents/ID.json.
+    """
+    path, record = last_incident(directory)
+    if as_json:
+        click.echo(encode_incident(record), nl=False)
+    else:
+        _print(record)
+    if png or not as_json:
+        target = png or path.with_suffix(".png")
+        _draw(record, target)
+        click.echo(f"timeline: {target}", err=as_json)
+
+
+def last_incident(where: Path) -> tuple[Path, Incident]:
+    """The newest record and where it stands, by the time of its fault.
+
+    Args:
+        where: a checkpoint directory, or one record.
+
+    Raises:
+        ConfigError: there is none, or none can be read.
+    """
+    paths = [where] if where.is_file() else sorted((where / "incidents").glob("*.json"))
+    found, bad = list[tuple[int, Path, Incident]](), list[str]()
+    for path in paths:
+        try:
+            record = decode_incident(path.read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            bad.append(f"{path.name}: {error}")
+        else:
+            found.append((_began(record), path, record))
+    if not found:
+        why = f" ({'; '.join(bad)})" if bad else ""
+        raise ConfigError("DIR", str(where), f"a directory with incidents/ID.json{why}",
+                          "Give the checkpoint directory of a job that had a fault.")  # fmt: skip
+    _, path, record = max(found, key=lambda item: item[:2])
+    return path, record
+
+
+def _began(record: Incident) -> int:
+    times = [time for time in msgspec.structs.asdict(record.phases).values() if time is not None]
+    return min(times, default=0)
+
+
+def _draw(record: Incident, target: Path) -> None:
+    from ._picture import draw
+
+    try:
+        draw(record, target)
+    except OSError as error:
+        raise click.ClickException(f"{target} cannot be written: {error.strerror or error}. Give --png.") from error
+
+
+def _print(record: Incident) -> None:
+    out = console()
+    out.print(f"[bold]{escape(headline(record))}[/]")
+    for part in (_facts(record), _faults(record), _phases(record)):
+        out.print(part)
+    for unused in record.unused:
+        out.print(f"rank {unused.rank} did not save: {escape(unused.why)}")
+    for note in record.notes:
+        out.print(f"note: {escape(note)}")
+
+
+def _facts(record: Incident) -> Table:
+    table = Table(show_header=False, title=f"incident {escape(record.id)}", title_justify="left")
+    rows = {
+        "job": f"{record.job}, attempt {record.attempt}, {record.world_size} ranks",
+        "ending": record.ending + (f": {record.reason}" if record.reason else ""),
+        "step saved": "none" if record.step_saved is None else str(record.step_saved),
+        "steps lost": "unknown" if record.steps_lost is None else str(record.steps_lost),
+        "saved by": ", ".join(f"rank {rank}" for rank in record.savers) or "nobody",
+        "bytes": f"{record.nbytes:,}",
+        "files": "\n".join(record.files) or "none",
+        "led by": record.led_by or "unknown",
+    }
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
+    return table
+
+
+def _faults(record: Incident) -> Table:
+    table = Table("rank", "fault", "last step", "cause")
+    for fault in record.faults:
+        table.add_row(str(fault.rank), fault.kind, str(fault.step), escape(fault.cause))
+    return table
+
+
+def _phases(record: Incident) -> Table:
+    table = Table("phase", "ms after the fault", "then", "for")
+    for column in (1, 3):
+        table.columns[column].justify = "right"
+    following = spans(record.phases)
+    for number, moment in enumerate(moments(record.phases)):
+        then = following[number] if number < len(following) else None
+        took = (then.activity, duration(then.ms)) if then else ("", "")
+        table.add_row(moment.phase, f"{moment.at_ms:,.1f}", *took)
+    return table

@@ -1,0 +1,136 @@
+"""`lastgasp verify DIR`: every checkpoint against its digests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from lastgasp.checkpoint import SingleFile, Verdict, candidates, progress_bar
+from lastgasp.checkpoint import verify as verify_one
+from lastgasp.errors import ConfigError
+
+from ._console import console
+
+State = Literal["good", "damaged", "no manifest", "unreadable"]
+_STYLE = {"good": "green", "damaged": "bold red", "no manifest": "yellow", "unreadable": "red"}
+
+EPILOG = """
+\b
+Examples:
+  lastgasp verify ckpts
+  lastgasp verify ckpts --json | jq '.checkpoints[] | select(.state != "good")'
+
+\b
+Exit codes:
+  0  every checkpoint is good
+  1  at least one is damaged, unreadable or has no manifest: it will not be resumed from
+  2  wrong usage, or DIR holds no checkpoint
+"""
+
+
+class Range(msgspec.Struct, frozen=True):
+    """One damage: bytes `begin` to `end` (exclusive) of `file`; both 0 for the file as a whole."""
+
+    file: str
+    kind: str
+    begin: int
+    end: int
+    detail: str
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One checkpoint and what is wrong with it."""
+
+    path: str
+    step: int | None
+    state: State
+    damages: list[Range]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
+    directory: str
+    checkpoints: list[Row]
+    quarantined: list[str]
+    """Checkpoints that an earlier resume has moved away; their reasons stand beside them."""
+    version: int = 1
+
+    @property
+    def exit_code(self) -> int:
+        """0 when there is a checkpoint and all are good, else 1."""
+        return int(not self.checkpoints or any(row.state != "good" for row in self.checkpoints))
+
+
+@click.command(epilog=EPILOG)
+@click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of a table.")
+def verify(directory: Path, as_json: bool) -> None:
+    """Read every checkpoint in DIR and compare it with its digests.
+
+    A damaged one is named with file and byte range. Nothing is changed.
+    """
+    report = examine(directory)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    else:
+        _print(report)
+    sys.exit(report.exit_code)
+
+
+def examine(directory: Path) -> Report:
+    """Verify all checkpoints in `directory`, newest first.
+
+    Raises:
+        ConfigError: there is none, or the directory cannot be listed.
+    """
+    layout = SingleFile()
+    found = candidates([directory], layout)
+    quarantined = sorted(str(path) for path in directory.glob("*.corrupt*") if path.suffix != ".json")
+    if not found and not quarantined:
+        raise ConfigError(
+            "DIR", str(directory), f"a directory with *{layout.suffix} files", "Give the checkpoint directory."
+        )
+    rows = []
+    for candidate in found:
+        with progress_bar(f"verify {candidate.path.name}") as progress:
+            verdict = verify_one(candidate.path, layout, progress=progress)
+        rows.append(_row(verdict, candidate.step))
+    return Report(str(directory), rows, quarantined)
+
+
+def _row(verdict: Verdict, step: int | None) -> Row:
+    damages = [Range(d.file, d.kind, d.offset, d.offset + d.length, d.detail) for d in verdict.damages]
+    return Row(str(verdict.path), step, _state(verdict), damages)
+
+
+def _state(verdict: Verdict) -> State:
+    if verdict.ok:
+        return "good"
+    kinds = {damage.kind for damage in verdict.damages}
+    if kinds == {"no_manifest"}:
+        return "no manifest"
+    return "unreadable" if kinds == {"unreadable"} else "damaged"
+
+
+def _print(report: Report) -> None:
+    table = Table("step", "checkpoint", "state", "what is wrong", title=escape(report.directory))
+    for row in report.checkpoints:
+        reasons = "\n".join(_reason(damage) for damage in row.damages)
+        state = f"[{_STYLE[row.state]}]{row.state}[/]"
+        table.add_row("?" if row.step is None else str(row.step), escape(Path(row.path).name), state, reasons)
+    out = console()
+    out.print(table)
+    for path in report.quarantined:
+        out.print(f"quarantined earlier: {escape(path)}")
+
+
+def _reason(damage: Range) -> str:
+    where = f" bytes {damage.begin}-{damage.end}" if damage.end else ""
+    return escape(f"{damage.file}{where}: {damage.detail}")

@@ -1,0 +1,157 @@
+"""`lastgasp incident`: which record, what is printed, and the picture's scale."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgasp.cli import main
+from lastgasp.cli._picture import shown_ranks
+from lastgasp.cli._timeline import Scale, Span, duration, headline, moments, spans
+from lastgasp.events import Fault, Incident, Phases, Unused, encode_incident
+
+MS = 1_000_000
+EPOCH = 1_700_000_000_000 * MS
+
+
+def record(name: str = "0001", at_ms: int = 0, world_size: int = 2) -> Incident:
+    zero = EPOCH + at_ms * MS
+    return Incident(
+        id=name,
+        job="digits",
+        attempt=0,
+        world_size=world_size,
+        ending="saved",
+        faults=[
+            Fault(kind="peer", rank=1, cause="Connection closed by peer", step=33, seen_ns=zero + 25 * MS),
+            Fault(kind="killed", rank=0, cause="ended by [SIGKILL]", step=33, seen_ns=zero + 2 * MS),
+        ],
+        phases=Phases(fault=zero, detected=zero + 2 * MS, first_byte=zero + 6 * MS, saved=zero + 38 * MS,
+                      first_step=zero + 6800 * MS),
+        step_saved=33,
+        steps_lost=0,
+        nbytes=939681,
+        savers=[1],
+        unused=[Unused(rank=0, why="dead")],
+        led_by="controller",
+    )  # fmt: skip
+
+
+def write(directory: Path, *records: Incident) -> Path:
+    (directory / "incidents").mkdir(exist_ok=True)
+    for one in records:
+        (directory / "incidents" / f"{one.id}.json").write_bytes(encode_incident(one))
+    return directory
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["incident", *map(str, arguments)])
+
+
+def test_the_last_one_is_shown_with_its_picture_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, record("zzz", 0), record("aaa", 5000), record("mmm", 2000))
+    done = run(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "incident aaa" in done.output
+    assert "rank 0 was killed after step 33: step 33 saved by rank 1, 0 steps lost" in done.output
+    assert "ended by [SIGKILL]" in done.output
+    assert "6,800.0" in done.output
+    assert (tmp_path / "incidents/aaa.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_the_record_itself_and_draws_only_when_told(tmp_path: Path) -> None:
+    write(tmp_path, record())
+    done = run(tmp_path, "--json")
+    assert json.loads(done.stdout)["id"] == "0001"
+    assert list(tmp_path.rglob("*.png")) == []
+    done = run(tmp_path, "--json", "--png", tmp_path / "t.png")
+    assert json.loads(done.stdout)["id"] == "0001"
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_one_record_by_its_path(tmp_path: Path) -> None:
+    write(tmp_path, record("a"), record("b", 100))
+    assert "incident a" in run(tmp_path / "incidents/a.json").output
+
+
+def test_a_record_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    write(tmp_path, record())
+    (tmp_path / "incidents/9999.json").write_text("{")
+    assert run(tmp_path).exit_code == 0
+
+
+def test_no_record_is_two_and_names_what_could_not_be_read(tmp_path: Path) -> None:
+    assert run(tmp_path).exit_code == 2
+    write(tmp_path)
+    (tmp_path / "incidents/bad.json").write_text("{")
+    done = run(tmp_path)
+    assert done.exit_code == 2
+    assert "bad.json" in done.output
+
+
+def test_a_picture_that_cannot_be_written_is_one(tmp_path: Path) -> None:
+    write(tmp_path, record())
+    done = run(tmp_path, "--png", tmp_path / "nowhere" / "t.png")
+    assert done.exit_code == 1
+    assert "Give --png" in done.output
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, record())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run(tmp_path)
+    assert done.exit_code == 1
+    assert "lastgasp[cli]" in done.output
+
+
+@pytest.mark.parametrize(
+    "bare",
+    [
+        Incident(id="x", job="j", attempt=0, world_size=1),
+        Incident(id="x", job="j", attempt=0, world_size=1, phases=Phases(fault=EPOCH)),
+        record(world_size=4096),
+    ],
+)
+def test_records_with_little_or_many_are_drawn_too(bare: Incident, tmp_path: Path) -> None:
+    done = run(write(tmp_path, bare))
+    assert done.exit_code == 0, done.output
+
+
+def test_a_large_job_shows_the_ranks_that_matter() -> None:
+    incident = record(world_size=4096)
+    incident.savers = [2048]
+    assert shown_ranks(incident) == [0, 1, 2, 3, 4, 5, 6, 2048]
+
+
+def test_a_clock_that_runs_behind_does_not_turn_time_around() -> None:
+    phases = Phases(fault=EPOCH, detected=EPOCH - 5 * MS, agreed=EPOCH + 3 * MS)
+    assert [(m.phase, m.at_ms) for m in moments(phases)] == [("fault", 0), ("detected", 0), ("agreed", 3)]
+    assert [(s.activity, s.ms) for s in spans(phases)] == [("notice", 0), ("agree", 3)]
+
+
+def test_an_incident_without_a_fault_has_a_headline() -> None:
+    assert headline(Incident(id="x", job="j", attempt=0, world_size=1)) == "no fault was recorded: not ended"
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(0.04, "0.0 ms"), (1.84, "1.8 ms"), (31.7, "32 ms"), (6640, "6.64 s"), (245_000, "4 min 05 s")]
+)
+def test_durations_read_well(ms: float, text: str) -> None:
+    assert duration(ms) == text
+
+
+@given(st.lists(st.floats(0, 1e7), min_size=1, max_size=9), st.floats(-1e3, 1e8))
+def test_the_scale_keeps_order_and_gives_every_span_room(lengths: list[float], at: float) -> None:
+    ends = list(itertools.accumulate(lengths))
+    parts = [Span("x", "write", end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    scale = Scale(parts)
+    assert all(right - left > 0.999 for left, right in itertools.pairwise(scale.edges))
+    assert 0 <= scale.place(at) <= scale.end
+    assert scale.place(at) <= scale.place(at + 1)

@@ -1,0 +1,87 @@
+"""`lastgasp verify`: states, exit codes, file and byte range of a damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lastgasp.checkpoint import Provenance, SingleFile, Staged, candidates, quarantine
+from lastgasp.cli import main
+from lastgasp.testing.corrupt import flip_bit
+
+
+def publish(directory: Path, step: int, nbytes: int = 4096) -> Path:
+    path = directory / f"step={step}.ckpt"
+    with Staged(path, SingleFile()) as staged:
+        staged.open().write(bytes(range(256)) * (nbytes // 256))
+        staged.publish(Provenance(format="test", step=step, kind="periodic", job="j"))
+    return path
+
+
+def run(directory: Path, *options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["verify", str(directory), *options])
+    return done.exit_code, done.output
+
+
+def run_json(directory: Path) -> tuple[int, dict[str, Any]]:
+    code, output = run(directory, "--json")
+    document: dict[str, Any] = json.loads(output)
+    return code, document
+
+
+def test_all_good_is_zero_and_newest_first(tmp_path: Path) -> None:
+    for step in (10, 20):
+        publish(tmp_path, step)
+    code, document = run_json(tmp_path)
+    assert code == 0
+    assert [(row["step"], row["state"], row["damages"]) for row in document["checkpoints"]] == [
+        (20, "good", []),
+        (10, "good", []),
+    ]
+    assert run(tmp_path)[0] == 0
+
+
+def test_a_flipped_bit_is_named_with_file_and_range(tmp_path: Path) -> None:
+    publish(tmp_path, 10)
+    flip_bit(publish(tmp_path, 20), 3000)
+    code, document = run_json(tmp_path)
+    assert code == 1
+    newest, older = document["checkpoints"]
+    (damage,) = newest["damages"]
+    assert (newest["state"], older["state"]) == ("damaged", "good")
+    assert damage["file"] == "step=20.ckpt"
+    assert damage["begin"] <= 3000 < damage["end"]
+    code, text = run(tmp_path)
+    assert code == 1
+    assert f"step=20.ckpt bytes {damage['begin']}-{damage['end']}" in text
+
+
+def test_one_without_a_manifest_is_not_good(tmp_path: Path) -> None:
+    (tmp_path / "epoch=0-step=5.ckpt").write_bytes(b"plain Lightning")
+    code, document = run_json(tmp_path)
+    assert code == 1
+    assert [(row["step"], row["state"]) for row in document["checkpoints"]] == [(5, "no manifest")]
+
+
+def test_quarantined_ones_are_listed_and_do_not_count(tmp_path: Path) -> None:
+    publish(tmp_path, 10)
+    publish(tmp_path, 20)
+    quarantine(candidates([tmp_path], SingleFile())[0], ["bit rot"], proven=True)
+    code, document = run_json(tmp_path)
+    assert code == 0
+    assert any("step=20.ckpt.corrupt" in path for path in document["quarantined"])
+    assert "quarantined earlier" in run(tmp_path)[1]
+
+
+@pytest.mark.parametrize("name", ["", "nowhere"])
+def test_nothing_to_look_at_is_two(name: str, tmp_path: Path) -> None:
+    assert run(tmp_path / name)[0] == 2
+
+
+def test_markup_in_names_is_text(tmp_path: Path) -> None:
+    (tmp_path / "[red]step=5.ckpt").write_bytes(b"x")
+    assert "[red]step=5.ckpt" in run(tmp_path)[1]
