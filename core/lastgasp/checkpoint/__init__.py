@@ -1,7 +1,7 @@
 """Checkpoints that can be trusted: written with digests, committed atomically, verified before loading.
 
-Writing: `Staged`. Reading alone: `newest_good`. Reading with all ranks: `candidates`, `verify`, `agree`,
-then `quarantine`. Pruning: `to_remove` and `apply`.
+Writing: `Staged`. Reading alone: `newest_good`, `VerifiedFile`. Reading with all ranks: `candidates`,
+`verify`, `agree`, then `quarantine`. Pruning: `to_remove` and `apply`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from .layout import DirectoryLayout, SingleFile
 from .manifest import FileEntry, Manifest, ManifestProblem, Provenance, World
 from .progress import progress_bar
 from .quarantine import quarantine
+from .reader import VerifiedFile
 from .restore import newest_good
 from .retention import apply, to_remove
-from .verify import Damage, Progress, Verdict, verify
+from .verdict import Damage, Verdict
+from .verify import Progress, verify
 
 __all__ = [
     "Agreement",
@@ -32,6 +34,7 @@ __all__ = [
     "SingleFile",
     "Staged",
     "Verdict",
+    "VerifiedFile",
     "World",
     "agree",
     "apply",

@@ -16,7 +16,7 @@ from lastgasp.errors import ProtocolError
 from lastgasp.ports import Gather
 
 from .candidates import Candidate
-from .verify import Verdict
+from .verdict import Verdict
 
 VerifyShare = Callable[[Candidate], Verdict]
 

@@ -18,7 +18,7 @@ _TRAILING = re.compile(r"(\d+)$")
 _NOT_DATA = re.compile(r"^\.|\.corrupt(-\d+)?(\.reason\.json)?$|\.manifest(\.next)?\.json$")
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: the port's `name` is a settable attribute
 class SingleFile:
     """One file per checkpoint, as Lightning writes them.
 
@@ -53,7 +53,7 @@ class SingleFile:
         return _last_number(_STEP, checkpoint.name)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: the port's `name` is a settable attribute
 class DirectoryLayout:
     """One directory per checkpoint, as Megatron's `iter_*`.
 

@@ -6,12 +6,11 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
-from lastgasp.checkpoint import SingleFile, Staged, verify
-from lastgasp.errors import DamagedCheckpoint
+from lastgasp.checkpoint import SingleFile, Staged, VerifiedFile
 from lastgasp.ports import Layout
 
 _crc_lock = threading.Lock()
@@ -30,26 +29,33 @@ def save_verified(obj: object, staged: Staged, relative: str | None = None) -> N
         OSError: the disk refused.
     """
     with without_crc32():
-        torch.save(obj, staged.open(relative))
+        # torch wants IO[bytes] and uses write and flush of it.
+        torch.save(obj, cast("IO[bytes]", staged.open(relative)))
 
 
 def load_verified(path: Path, layout: Layout | None = None, *, threads: int = 2, **options: Any) -> Any:
-    """Verify the checkpoint at `path`, then `torch.load` it; nothing is unpickled before it verified.
+    """`torch.load` a checkpoint and verify it at the same time.
 
-    Tensors own their memory: none of them aliases a mapping of the file.
+    No byte is unpickled before its chunk has verified, and nothing is returned before all have. Tensors own
+    their memory: none of them aliases a mapping of the file.
 
     Args:
         path: a single-file checkpoint; layout: how it lies, `SingleFile` with its suffix by default.
-        threads: how many read and hash.
+        threads: how many read and hash ahead.
         options: for `torch.load`; `mmap` is not among them.
 
     Raises:
         DamagedCheckpoint: it does not verify; lists every damage.
     """
-    verdict = verify(path, layout or SingleFile(path.suffix), threads=threads)
-    if not verdict.ok:
-        raise DamagedCheckpoint(str(path), verdict.reasons)
-    return torch.load(path, mmap=False, **options)
+    with VerifiedFile(path, layout or SingleFile(path.suffix), threads=threads) as file:
+        try:
+            # torch wants IO[bytes] and uses seek, tell, read and readinto of it.
+            loaded = torch.load(cast("IO[bytes]", file), mmap=False, **options)
+        except Exception:
+            file.finish()  # damaged bytes explain the error better than the error does
+            raise
+        file.finish()
+        return loaded
 
 
 @contextlib.contextmanager

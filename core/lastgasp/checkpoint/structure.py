@@ -1,0 +1,53 @@
+"""Names and sizes of a checkpoint's files against its manifest; no content is read."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from lastgasp.ports import Layout
+
+from .manifest import FileEntry, Manifest
+from .verdict import Damage, of_error
+
+
+def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[Damage], list[FileEntry]]:
+    """Damages of names and sizes, and the entries whose content is worth reading. Never raises OSError."""
+    damages, sound = [], []
+    for entry in manifest.files:
+        damage = _size_damage(checkpoint.parent / entry.path, entry)
+        if damage is None:
+            sound.append(entry)
+        else:
+            damages.append(damage)
+    return damages + _foreign(checkpoint, layout, manifest), sound
+
+
+def _size_damage(path: Path, entry: FileEntry) -> Damage | None:
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return Damage(file=entry.path, kind="missing", length=entry.size, detail="file is missing")
+    except OSError as error:
+        return of_error(entry.path, 0, entry.size, error)
+    if not stat.S_ISREG(status.st_mode):
+        return Damage(file=entry.path, kind="unreadable", length=entry.size, detail="is not a regular file")
+    if status.st_size == entry.size:
+        return None
+    low, high = sorted((status.st_size, entry.size))
+    detail = f"has {status.st_size} bytes, not {entry.size}"
+    return Damage(file=entry.path, kind="size", offset=low, length=high - low, detail=detail, proven=True)
+
+
+def _foreign(checkpoint: Path, layout: Layout, manifest: Manifest) -> list[Damage]:
+    """Files that the manifest does not name. Hidden ones (`.nfs...`, `.DS_Store`) are nobody's data."""
+    try:
+        found = layout.files(checkpoint)
+    except OSError as error:
+        return [of_error(checkpoint.name, 0, 0, error)]
+    extra = sorted(set(found) - {entry.path for entry in manifest.files} - {checkpoint.name})
+    return [
+        Damage(file=name, kind="foreign", detail="is not in the manifest: move it out of the checkpoint")
+        for name in extra
+        if not name.rpartition("/")[2].startswith(".")
+    ]
