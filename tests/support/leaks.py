@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lastgasp.testing.jobs import command_line, marked, read_proc
+
 MARK = "LASTGASP_TEST_MARK"
 """An environment variable that every process started by a test inherits, so that orphans are found too."""
 
@@ -42,7 +44,7 @@ def snapshot(mark: str) -> Snapshot:
         environ=_watched_variables(),
         handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
         wakeup_fd=_wakeup_fd(),
-        processes=dict(_processes(mark)),
+        processes=_processes(mark),
         shared=frozenset(p.name for p in Path("/dev/shm").glob("lastgasp*")),
     )
 
@@ -84,7 +86,7 @@ def clean_up(before: Snapshot, mark: str) -> None:
             signal.signal(number, handler)
     if _wakeup_fd() != before.wakeup_fd:
         signal.set_wakeup_fd(before.wakeup_fd)
-    for pid in set(dict(_processes(mark))) - set(before.processes):
+    for pid in set(_processes(mark)) - set(before.processes):
         _kill(pid)
     for path in Path("/dev/shm").glob("lastgasp*"):
         if path.name not in before.shared:
@@ -118,29 +120,21 @@ def _watched_variables() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _IGNORED_VARIABLES}
 
 
-def _processes(mark: str) -> Iterator[tuple[int, str]]:
+def _processes(mark: str) -> dict[int, str]:
     """Children (defunct ones too) and whoever carries the mark, with their command lines."""
-    needle = f"{MARK}={mark}".encode()
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        if _parent(name) == os.getpid() or needle in _read(f"/proc/{name}/environ").split(b"\0"):
-            command = _read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-            if not any(word in command for word in _IGNORED_COMMANDS):
-                yield int(name), command or "(defunct)"
+    found = dict(marked(MARK, mark)) | _children()
+    return {pid: name for pid, name in found.items() if not any(word in name for word in _IGNORED_COMMANDS)}
+
+
+def _children() -> dict[int, str]:
+    own = [name for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()]
+    return {int(pid): command_line(pid) for pid in own}
 
 
 def _parent(pid: str) -> int:
     """From /proc/PID/stat, whose second field may hold spaces and brackets; 0 for a process that is gone."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    fields = read_proc(pid, "stat").rpartition(b")")[2].split()
     return int(fields[1]) if fields else 0
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""
 
 
 def _kill(pid: int) -> None:
