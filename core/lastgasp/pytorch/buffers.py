@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Buffers up to this many bytes are copied at every boundary. The fused batch norm changes its statistics without
+# counting it in `_version` (seen with torch 2.13), so that only large buffers (masks, tables) may rely on it.
+_ALWAYS = 1 << 16
+
 _Where = tuple[dict[str, Tensor | None], str]
 
 
@@ -25,7 +29,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Where]]:
 
 
 class BufferRecorder:
-    """Copies the persistent buffers of a module into slots, skipping what has not changed since.
+    """Copies the persistent buffers of a module into slots; large ones only when they changed since.
 
     Buffers on an accelerator are copied to a shadow on the device (a copy to the host would wait for the
     device at every step); they can be read in this process only.
@@ -60,9 +64,7 @@ class BufferRecorder:
     @property
     def changed_layout(self) -> bool:
         """Whether a buffer no longer fits the layout."""
-        return any(
-            (t.shape, t.dtype, t.device) != s for t, s in zip(self._live(), self._shape, strict=True)
-        )
+        return any((t.shape, t.dtype, t.device) != s for t, s in zip(self._live(), self._shape, strict=True))
 
     def bind(self, views: list[memoryview]) -> None:
         """Give one piece of memory per slot, of at least `size` bytes, aligned to 16."""
@@ -71,7 +73,7 @@ class BufferRecorder:
         self._slots = [_BufferSlot(live, offsets, view) for view in views]
 
     def capture(self, slot: int, step: int) -> None:
-        """Copy every buffer that changed since it was last copied to `slot`."""
+        """Copy the buffers to `slot`."""
         if self._where:
             self._slots[slot].copy(self._live(), step)
 
@@ -92,17 +94,21 @@ class _BufferSlot:
             _view(view, offsets[name], t.dtype, t.shape) if name in offsets else torch.empty_like(t)
             for name, t in live.items()
         ]
+        self._small = [i for i, t in enumerate(live.values()) if t.numel() * t.element_size() <= _ALWAYS]
+        self._large = [i for i in range(len(live)) if i not in set(self._small)]
+        self._small_targets = [self.targets[i] for i in self._small]
         self._seen: list[tuple[int, int]] = [(-1, -1)] * len(live)
         self.step = self.order = -1
 
     def copy(self, live: list[Tensor], step: int) -> None:
-        # id: a buffer may be replaced by another tensor; _version: counts changes in place
-        seen = [(id(t), t._version) for t in live]
-        if seen != self._seen:
-            stale = [i for i, mark in enumerate(seen) if mark != self._seen[i]]
-            with torch.no_grad():
-                torch._foreach_copy_([self.targets[i] for i in stale], [live[i] for i in stale])
-            self._seen = seen
+        with torch.no_grad():
+            torch._foreach_copy_(self._small_targets, [live[i] for i in self._small])
+            for i in self._large:
+                # id: a buffer may be replaced by another tensor; _version: counts changes in place
+                mark = (id(live[i]), live[i]._version)
+                if mark != self._seen[i]:
+                    self.targets[i].copy_(live[i])
+                    self._seen[i] = mark
         _BufferSlot.order_now += 1
         self.step, self.order = step, _BufferSlot.order_now
 

@@ -98,12 +98,11 @@ class SamplerTrack:
         return _Resumed(self, iter(sampler), start, skip)
 
     def skip(self, inner: Iterator[Any], start: SamplerStart, skip: int) -> None:
-        """Drop `skip` batches under the random state of `start`, then put the random state back."""
-        if not start.at_first:
-            return
+        """Drop `skip` batches under the random state of `start` (if known), then put the random state back."""
         kept = self._recorder.snapshot()
-        rng.restore(rng.decode(start.at_first))
-        self._set(start.generators_at_first)
+        if start.at_first:
+            rng.restore(rng.decode(start.at_first))
+            self._set(start.generators_at_first)
         for _ in range(skip):
             if next(inner, _END) is _END:
                 break
@@ -114,7 +113,7 @@ class SamplerTrack:
 
     def _set(self, states: tuple[bytes, ...]) -> None:
         for generator, raw in zip(self._generators, states, strict=True):
-            generator.set_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+            generator.set_state(rng.as_tensor(raw))
 
 
 _END = object()
@@ -149,7 +148,7 @@ class _Resumed(Iterator[Any]):
         return item
 
 
-class TrackedSampler(wrapt.ObjectProxy):  # type: ignore[misc,unused-ignore]
+class TrackedSampler(wrapt.ObjectProxy):  # type: ignore[misc,type-arg,unused-ignore]
     """A sampler or batch sampler, seen through: only its iteration is observed."""
 
     def __init__(self, sampler: Any, track: SamplerTrack) -> None:

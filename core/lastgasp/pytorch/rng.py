@@ -93,7 +93,7 @@ class RngRecorder:
         ints, floats = slot.ints, slot.floats
         if self._python_address is not None:
             ctypes.memmove(slot.python, self._python_address, _TWISTER)
-            gauss = random._inst.gauss_next  # type: ignore[attr-defined]
+            gauss = random._inst.gauss_next
         else:
             gauss = _python_slow(slot.view)
         ints[6] = gauss is not None
@@ -122,7 +122,7 @@ class _NumpyAddresses:
     """Where numpy's global legacy generator keeps its key, position and cached Gaussian."""
 
     def __init__(self) -> None:
-        self._owner: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+        self._owner: Any = np.random.mtrand._rand
         self._generator = self._owner._bit_generator
         self.key: ctypes.c_void_p | None = None
         try:
@@ -142,7 +142,7 @@ class _NumpyAddresses:
         self._has_gauss = ctypes.c_int.from_address(address - 8)
         raw = ctypes.string_at(key.value or 0, _TWISTER)
         expected = truth["state"]["key"].astype("<u4").tobytes() + struct.pack("<i", truth["state"]["pos"])
-        return raw == expected and self._has_gauss.value == truth["has_gauss"]
+        return bool(raw == expected and self._has_gauss.value == truth["has_gauss"])
 
     def capture(self, slot: _Slot) -> None:
         if self.key is not None and self._owner._bit_generator is self._generator:
@@ -192,10 +192,10 @@ def restore(state: RngState, devices: Sequence[torch.device] = ()) -> None:
     """
     random.setstate(state.python)
     np.random.set_state(state.numpy)
-    torch.set_rng_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
+    torch.set_rng_state(as_tensor(state.torch))
     accelerators = [d for d in devices if d.type != "cpu"]
     for device, raw in zip(accelerators, state.accelerators, strict=False):
-        _generator(device).set_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        _generator(device).set_state(as_tensor(raw))
 
 
 def _align(size: int) -> int:
@@ -222,8 +222,8 @@ def _python_words() -> bytes:
 
 def _python_address() -> ctypes.c_void_p | None:
     """Address of `int index; uint32_t state[624]` in the global `random.Random` (CPython _randommodule.c)."""
-    address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
-    if type(random._inst).__basicsize__ < object.__basicsize__ + _TWISTER:  # type: ignore[attr-defined]
+    address = id(random._inst) + object.__basicsize__
+    if type(random._inst).__basicsize__ < object.__basicsize__ + _TWISTER:
         return None
     return ctypes.c_void_p(address) if ctypes.string_at(address, _TWISTER) == _python_words() else None
 
@@ -269,3 +269,8 @@ def _numpy_state(kind: int, raw: bytes, has_gauss: int, gauss: float) -> dict[st
     (pos,) = struct.unpack_from("<i", raw, 4 * _WORDS)
     twister = {"key": key, "pos": pos}
     return {"bit_generator": "MT19937", "state": twister, "has_gauss": has_gauss, "gauss": gauss}
+
+
+def as_tensor(raw: bytes) -> torch.Tensor:
+    """The state of one generator as `Generator.set_state` takes it."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -1,0 +1,171 @@
+"""The moments of a step: when the update begins and ends, and where callbacks stand in line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lastgasp_lightning.compat import Undo, replace_method
+
+_Event = Callable[[], None]
+
+
+class UpdateWatch:
+    """Tells when parameters begin to change and when they have changed.
+
+    Automatic optimization: `begin` is called by the callback in `on_before_optimizer_step` (torch's own
+    pre-hook fires before the forward pass there, facts/lightning.md); torch's post-hook ends the update.
+    Manual optimization: torch's pre-hook begins; the window stays open until `close`, because another
+    optimizer may follow.
+
+    Args:
+        updating: called once per batch, before the first parameter changes.
+        updated: called after the last parameter changed.
+    """
+
+    def __init__(self, updating: _Event, updated: _Event) -> None:
+        self._updating, self._updated = updating, updated
+        self._handles: list[Any] = []
+        self.automatic = True
+        self.begun = False
+        self.inside = False
+        self._told = False
+        self.baseline = (0, 0)
+        self._counters: dict[str, int] = {"ready": 0, "completed": 0}
+
+    def install(self, trainer: Any) -> None:
+        """Hook the optimizers of `trainer` (on_fit_start: they exist then). Idempotent."""
+        if self._handles:
+            return
+        self.automatic = bool(trainer.lightning_module.automatic_optimization)
+        self._counters = vars(trainer.fit_loop.epoch_loop.scheduler_progress.total)
+        for optimizer in trainer.optimizers:
+            if not self.automatic:
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def remove(self) -> None:
+        """Remove all hooks. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def begin(self) -> None:
+        """Parameters are about to change. More calls in one batch do nothing."""
+        self.inside = True
+        if not self.begun:
+            self.baseline = (self._counters["ready"], self._counters["completed"])
+            self._updating()
+            self.begun, self._told = True, False
+
+    def close(self) -> None:
+        """The boundary was captured: the window is over."""
+        if self.begun and not self._told:  # also when a gradient scaler skipped the update
+            self._updated()
+        self.begun = self.inside = False
+
+    def _before_step(self, *_: object) -> None:
+        self.begin()
+
+    def _after_step(self, *_: object) -> None:
+        self.inside = False
+        if self.begun and self.automatic:
+            self._told = True
+            self._updated()
+
+
+def reorder(trainer: Any, callback: Callback) -> None:
+    """Move `callback` behind all ordinary callbacks and before Checkpoint ones.
+
+    Call in `setup`. Assigns a new list: Lightning is iterating over the old one.
+    """
+    others = [cb for cb in trainer.callbacks if cb is not callback]
+    ordinary = [cb for cb in others if not isinstance(cb, Checkpoint)]
+    trainer.callbacks = [*ordinary, callback, *(cb for cb in others if isinstance(cb, Checkpoint))]
+
+
+def wrap_batch_end(module: Any, before: _Event, after: _Event) -> Undo:
+    """Call `before` and `after` around the module's own `on_train_batch_end`, if it has one.
+
+    It runs after all callbacks and may change weights (an EMA teacher). `after` is not called when it raises.
+    """
+    if not is_overridden("on_train_batch_end", module):
+        return lambda: None
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = original(*args, **kwargs)
+            after()
+            return result
+
+        return on_train_batch_end
+
+    return replace_method(module, "on_train_batch_end", make)
+
+
+def before_calls(owner: object, name: str, event: _Event) -> Undo:
+    """Call `event` before each call of the method `name` of this one object."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            event()
+            return original(*args, **kwargs)
+
+        return method
+
+    return replace_method(owner, name, make)
+
+
+def finish_batch(trainer: Any, watch: UpdateWatch) -> bool:
+    """Complete Lightning's bookkeeping of a batch whose update is done, after an exception cut it short.
+
+    Returns:
+        False when the state cannot be known: the exception came out of the update itself, out of a scheduler
+        step, or, in manual optimization, out of `training_step`.
+    """
+    epoch = trainer.fit_loop.epoch_loop
+    batch = epoch.batch_progress
+    if watch.inside:
+        return False
+    if not watch.automatic:
+        return bool(batch.current.processed == batch.current.ready)
+    step = epoch.automatic_optimization.optim_progress.optimizer.step
+    if step.current.completed < step.current.ready:
+        step.increment_completed()
+    if batch.current.processed < batch.current.ready:
+        batch.increment_processed()
+    return _finish_schedulers(epoch, watch.baseline)
+
+
+def _finish_schedulers(epoch: Any, baseline: tuple[int, int]) -> bool:
+    total = epoch.scheduler_progress.total
+    done = total.completed - baseline[1]
+    if total.ready - baseline[0] != done:
+        return False  # raised inside lr_scheduler_step: it may have stepped or not
+    if done == 0:
+        try:
+            epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if epoch._num_ready_batches_reached():
+                epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        except Exception:
+            return False
+        return True
+    return bool(done == _due_schedulers(epoch))
+
+
+def _due_schedulers(epoch: Any) -> int:
+    """How many schedulers Lightning steps between the update and on_train_batch_end of this batch."""
+    trainer = epoch.trainer
+    last = epoch._num_ready_batches_reached()
+    counts = {"step": epoch.batch_idx + 1, "epoch": trainer.current_epoch + 1 if last else None}
+    due = 0
+    for config in trainer.lr_scheduler_configs:
+        count = counts.get(config.interval)
+        due += not config.reduce_on_plateau and count is not None and count % config.frequency == 0
+    return due

@@ -1,0 +1,73 @@
+"""What of Lightning's inside this plugin relies on, checked once, so that a change is an error and not a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+
+from lastgasp.errors import LastgaspError
+
+Undo = Callable[[], None]
+
+_KNOWN = "2.6"
+
+
+class LightningChanged(LastgaspError):
+    """An attribute of Lightning that the plugin relies on is not there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"Lightning {lightning.__version__} has no {what}; this version of lastgasp was written for Lightning "
+            f"{_KNOWN}. Install lightning>={_KNOWN},<2.7, or a newer lastgasp."
+        )
+
+
+def require(owner: object, *names: str) -> None:
+    """Check that `owner` has all attributes.
+
+    Raises:
+        LightningChanged: one is missing.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise LightningChanged(f"{type(owner).__name__}.{name}")
+
+
+def check(trainer: Any) -> None:
+    """Check every private attribute of `trainer` and its loops that this plugin reads or replaces.
+
+    Raises:
+        LightningChanged: one is missing.
+    """
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    require(trainer, "_checkpoint_connector", "_logger_connector", "strategy", "lr_scheduler_configs")
+    require(trainer._checkpoint_connector, "dump_checkpoint")
+    require(trainer._logger_connector, "_callback_metrics", "_first_loop_iter", "_current_fx", "on_batch_end")
+    require(fit, "epoch_progress", "_load_combined_loader_states", "_last_train_dl_reload_epoch", "_restarting")
+    require(fit, "setup_data", "run", "on_advance_end", "_can_stop_early", "_data_fetcher", "_combined_loader")
+    require(epoch, "batch_progress", "scheduler_progress", "automatic_optimization", "manual_optimization")
+    require(epoch, "_batches_that_stepped", "_results", "advance", "update_lr_schedulers", "max_steps", "val_loop")
+    require(epoch, "_should_accumulate", "_num_ready_batches_reached")
+    require(epoch.val_loop, "batch_progress", "run", "_has_run", "_last_val_dl_reload_epoch", "_restarting")
+    require(epoch.automatic_optimization.optim_progress.optimizer, "step", "zero_grad")
+    require(epoch.manual_optimization, "optim_step_progress")
+
+
+def replace_method(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Replace a method on this one object by `make(original)`; the returned undo is idempotent."""
+    require(owner, name)
+    was = owner.__dict__.get(name)
+    ours = make(getattr(owner, name))
+    object.__setattr__(owner, name, ours)
+
+    def undo() -> None:
+        if owner.__dict__.get(name) is not ours:
+            return
+        if was is None:
+            object.__delattr__(owner, name)
+        else:
+            object.__setattr__(owner, name, was)
+
+    return undo

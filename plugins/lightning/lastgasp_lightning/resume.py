@@ -1,0 +1,151 @@
+"""Resuming at a boundary: what was still due there is replayed, then training goes on with the next batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lastgasp.errors import CheckpointError
+from lastgasp.pytorch.small import SmallState, decode_small, restore_small
+from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.metrics import restore_results
+from lastgasp_lightning.state import KEY, VERSION, LightningState, patch_groups, set_batch_progress
+
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class Resume:
+    """Brings a run back to the boundary that a checkpoint was taken at.
+
+    Call `install` in the callback's `on_load_checkpoint`; Lightning has restored the model then, and nothing
+    else. Undoes itself when the boundary is reached; `uninstall` is for a run that never gets there.
+
+    Args:
+        state: of this fit; `prepare` was called.
+    """
+
+    def __init__(self, state: LightningState) -> None:
+        self._state = state
+        self._undo: list[Undo] = []
+        self._record: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
+        """Change `checkpoint` to the boundary form and arrange the replay.
+
+        Returns:
+            False when nothing is to be done: not fitting, or no checkpoint of lastgasp's; then Lightning
+            resumes as it does alone, and the data start over.
+
+        Raises:
+            CheckpointError: the checkpoint is of a version that this code does not know.
+        """
+        record = checkpoint.get(KEY)
+        if trainer.state.fn != TrainerFn.FITTING or record is None:
+            return False
+        if record.get("version") != VERSION:
+            raise CheckpointError(
+                f"the checkpoint has lastgasp state of version {record.get('version')!r}, this lastgasp reads "
+                f"version {VERSION}. Install the lastgasp that wrote it, or remove checkpoint['{KEY}']."
+            )
+        self.uninstall()
+        self._record = record
+        self._small = self._choose_small(trainer, record)
+        _to_boundary(checkpoint, record)
+        extra = self._small.extra if self._small is not None else b""
+        self._state.position.resume(extra, record["epoch"], record["batch"])
+        self._arrange(trainer)
+        return True
+
+    def uninstall(self) -> None:
+        """Undo what is left of the arrangements. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _choose_small(self, trainer: Any, record: dict[str, Any]) -> SmallState | None:
+        smalls: dict[int, bytes] = record["small"]
+        if record["world_size"] != trainer.world_size:
+            self._note(f"saved by {record['world_size']} ranks, resumed by {trainer.world_size}: not bit-equal")
+        own = smalls.get(trainer.global_rank)
+        if own is None:
+            self._note(f"no random state of rank {trainer.global_rank} was saved: not bit-equal")
+        return decode_small(own) if own is not None else None
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        rank_zero_warn(f"lastgasp: {text}")
+
+    def _arrange(self, trainer: Any) -> None:
+        fit = trainer.fit_loop
+        fit.epoch_loop.val_loop._has_run = False
+        self._undo += [
+            replace_method(fit, "run", lambda run: lambda: self._run(trainer, run)),
+            replace_method(fit.epoch_loop, "advance", lambda _: lambda fetcher: self._advance(trainer)),
+        ]
+
+    def _run(self, trainer: Any, run: Callable[[], None]) -> None:
+        """`fit_loop.run`, once: let it in although `max_steps` is reached, because something is still due."""
+        epoch = trainer.fit_loop.epoch_loop
+        limit = epoch.max_steps
+        if limit != -1 and epoch.global_step >= limit:
+            epoch.max_steps = epoch.global_step + 1
+        self._undo.append(lambda: setattr(epoch, "max_steps", limit))
+        with warnings.catch_warnings():
+            # the data position is restored; the warning says that it is not
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+            run()
+
+    def _advance(self, trainer: Any) -> None:
+        """The first `advance`: stand on the boundary, fetch nothing. Lightning goes on with `on_advance_end`."""
+        record, fit = self._record, trainer.fit_loop
+        self.uninstall()
+        for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
+            loop._restarting = False  # else the plateau schedulers of this epoch's end are left out
+        trainer.should_stop = trainer.should_stop or record["stopping"]
+        fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
+        _skip_second_save(trainer, record)
+        self._restore_metrics(trainer, record)
+        if self._small is not None:
+            restore_small(self._small, self._state._devices(), trainer.lightning_module)
+        self._small, self._record = None, {}
+        self._state.resumed()
+
+    def _restore_metrics(self, trainer: Any, record: dict[str, Any]) -> None:
+        logs = trainer._logger_connector
+        device = trainer.strategy.root_device
+        logs._callback_metrics.update({k: v.to(device) for k, v in record["metrics"].items()})
+        restore_results(trainer, record["results"])
+        logs._first_loop_iter, logs._current_fx = record["logging"]
+        if logs._first_loop_iter is not None:
+            logs.on_batch_end()
+
+
+def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:
+    """Replace what may be younger than the boundary by what was captured there."""
+    fit = checkpoint["loops"]["fit_loop"]
+    fit.update(record["loops"])
+    set_batch_progress(fit["epoch_loop.batch_progress"], pending=0)
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] = record["batches_that_stepped"]
+    fit["state_dict"].pop("combined_loader", None)
+    checkpoint["lr_schedulers"] = record["lr_schedulers"]
+    checkpoint.setdefault("callbacks", {}).update(record["callbacks"])
+    patch_groups(checkpoint["optimizer_states"], record["param_groups"])
+
+
+def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:
+    """Checkpoints that were already saved at this step must not be saved again by the replay."""
+    loaded = str(trainer.ckpt_path or "")
+    for callback in trainer.callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        step = record["saved_steps"].get(callback.state_key, 0)
+        known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
+        if loaded and any(path and Path(path) == Path(loaded) for path in known):
+            step = record["step"]
+        callback._last_global_step_saved = step

@@ -1,0 +1,141 @@
+"""What is remembered of Lightning at a boundary, besides the small state: counters, schedulers, metrics."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.loops.progress import _BaseProgress
+
+_Path = tuple[str, ...]
+# Hooks that run after a boundary and before the next update, outside validation and epoch end. Callbacks with
+# a state and one of these are captured at every boundary; all others only when validation or epoch end begins.
+_MID_STEP = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+             "on_before_optimizer_step", "on_train_epoch_start")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of the loops at one boundary. Holds references and shallow copies; nothing is cloned."""
+
+    step: int
+    trackers: list[dict[str, Any]]
+    stepped: int
+    reloads: tuple[float, float]
+    stopping: bool
+    schedulers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]
+    results: list[tuple[Any, ...]]
+    metrics: dict[str, Any]
+    logging: tuple[bool | None, str | None]
+    callbacks: dict[str, Any]
+    all_callbacks: bool = False
+
+
+class Snapshotter:
+    """Takes snapshots of one trainer. Made when optimizers and schedulers stand (on_fit_start)."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._fit = trainer.fit_loop
+        self._epoch = trainer.fit_loop.epoch_loop
+        self._val = self._epoch.val_loop
+        self._logs = trainer._logger_connector
+        self.paths, self._dicts = _trackers(trainer.fit_loop)
+        self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
+        self._stateful = stateful_callbacks(trainer)
+        self._mid_step = [cb for cb in self._stateful if any(_overrides(cb, hook) for hook in _MID_STEP)]
+
+    def take(self, step: int) -> Snapshot:
+        """Remember everything as it stands. A few microseconds."""
+        logs, epoch, results = self._logs, self._epoch, self._epoch._results
+        return Snapshot(
+            step,
+            [d.copy() for d in self._dicts],
+            epoch._batches_that_stepped,
+            (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
+            self._trainer.should_stop and not self._fit._can_stop_early,
+            [s.state_dict() for s in self._schedulers],
+            [[_hyperparameters(g) for g in o.param_groups] for o in self._trainer.optimizers],
+            [_metric(key, m) for key, m in results.items()] if results else [],
+            logs._callback_metrics.copy(),
+            (logs._first_loop_iter, logs._current_fx),
+            _states(self._mid_step) if self._mid_step else {},
+        )
+
+    def add_callbacks(self, snapshot: Snapshot) -> None:
+        """Remember the states of ordinary callbacks, before validation or epoch end changes them."""
+        if not snapshot.all_callbacks:
+            snapshot.callbacks = {**_states(self._stateful), **snapshot.callbacks}
+            snapshot.all_callbacks = True
+
+
+def stateful_callbacks(trainer: Any) -> list[Callback]:
+    """Callbacks with a state of their own, but Checkpoint ones: those track files, and are taken live."""
+    return [cb for cb in trainer.callbacks if _overrides(cb, "state_dict") and not isinstance(cb, Checkpoint)]
+
+
+def progress(snapshot: Snapshot, paths: list[_Path], key: str) -> dict[str, Any]:
+    """The progress called `key` in the loops' state dict, as at the boundary."""
+    tree: dict[str, Any] = {}
+    for path, values in zip(paths, snapshot.trackers, strict=True):
+        if path[0] == key:
+            node = tree
+            for name in path[1:]:
+                node = node.setdefault(name, {})
+            node.update({k: v for k, v in values.items() if not isinstance(v, _BaseProgress)})
+    return tree
+
+
+def loops_of(snapshot: Snapshot, paths: list[_Path]) -> dict[str, Any]:
+    """Every progress, as at the boundary: key in the loops' state dict -> value."""
+    return {key: progress(snapshot, paths, key) for key in dict.fromkeys(p[0] for p in paths)}
+
+
+def _trackers(fit_loop: Any) -> tuple[list[_Path], list[dict[str, Any]]]:
+    """Each object with counters below `fit_loop`: where it stands, and its `__dict__` (never replaced)."""
+    found: list[tuple[_Path, dict[str, Any]]] = []
+
+    def walk_progress(path: _Path, value: _BaseProgress) -> None:
+        if any(not isinstance(v, _BaseProgress) for v in vars(value).values()):
+            found.append((path, vars(value)))
+        for name, child in vars(value).items():
+            if isinstance(child, _BaseProgress):
+                walk_progress((*path, name), child)
+
+    def walk(prefix: str, loop: Any) -> None:
+        for name, value in vars(loop).items():
+            if isinstance(value, _BaseProgress):
+                walk_progress((prefix + name,), value)
+            elif name in ("epoch_loop", "val_loop", "automatic_optimization", "manual_optimization"):
+                walk(f"{prefix}{name}.", value)
+
+    walk("", fit_loop)
+    return [path for path, _ in found], [d for _, d in found]
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    copied = group.copy()
+    del copied["params"]
+    lr = copied.get("lr")
+    if isinstance(lr, torch.Tensor):  # schedulers fill a tensor learning rate in place
+        copied["lr"] = lr.clone()
+    return copied
+
+
+def _metric(key: str, m: Any) -> tuple[Any, ...]:
+    # Lightning replaces these tensors at each update, it never changes them (result.py, `update`)
+    if not m.is_tensor:
+        return key, m, None, None, None, None, m.has_reset
+    return key, m, m.value, getattr(m, "cumulated_batch_size", None), m._forward_cache, m._computed, m.has_reset
+
+
+def _states(callbacks: list[Callback]) -> dict[str, Any]:
+    return {cb.state_key: copy.deepcopy(cb.state_dict()) for cb in callbacks}
+
+
+def _overrides(callback: Callback, name: str) -> bool:
+    return getattr(type(callback), name) is not getattr(Callback, name)

@@ -1,0 +1,370 @@
+"""The state of a Lightning run: captured at each boundary, dumped as a native checkpoint without a collective.
+
+Boundary of step N: all of the batch that made update N is done, up to and including `on_train_batch_end`;
+validation, plateau schedulers and the end of the epoch are still due. Every checkpoint is dumped in this form
+and a resumed run replays what was due, so that it is bit-equal to the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from lastgasp.errors import NotSaveable
+from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
+from lastgasp_lightning import compat
+from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
+from lastgasp_lightning.data_position import DataPosition
+from lastgasp_lightning.metrics import encode_results
+from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
+
+KEY = "lastgasp"
+VERSION = 1
+
+
+def _nothing() -> None:
+    return None
+
+
+class LightningState:
+    """The state of one fit. One object per `fit`; the callback calls it.
+
+    Order: `prepare` in `setup`; `install` in `on_fit_start`; then per batch `before_update` in
+    `on_before_optimizer_step` and `boundary` in `on_train_batch_end`; `annotate` in `on_save_checkpoint`;
+    `finish_step` in `on_exception`; `uninstall` in `teardown` (not called by Lightning after an exception).
+    `dump` is the only method that another thread may call.
+
+    Args:
+        trainer: the Trainer.
+        updating: called once per batch before parameters change (an update gate may block here).
+        updated: called when they have changed.
+    """
+
+    def __init__(
+        self, trainer: Any, updating: Callable[[], None] = _nothing, updated: Callable[[], None] = _nothing
+    ) -> None:
+        self._trainer = trainer
+        self._gate = updating
+        self.watch = UpdateWatch(self._before_first_update, updated)
+        self.position = DataPosition(trainer, self._devices())
+        self.snapshot: Snapshot | None = None
+        self.notes: list[str] = []
+        self._recorder: SmallRecorder | None = None
+        self._undo: list[compat.Undo] = []
+        self._dumping: int | None = None
+        self._in_module_hook = False
+        self._faulted = False
+        self._last_increment = 1
+
+    # -- life cycle ---------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Observe the data loaders; call in `setup`, before they are made.
+
+        Raises:
+            LightningChanged: this Lightning lacks something that is relied on.
+        """
+        compat.check(self._trainer)
+        self.position.install()
+
+    def install(self) -> None:
+        """Allocate the black box, hook the optimizers. Call in `on_fit_start`. Idempotent."""
+        if self._undo:
+            return
+        trainer = self._trainer
+        module = trainer.lightning_module
+        self._snapshots = Snapshotter(trainer)
+        self._recorder = SmallRecorder(self._devices(), module if self._owns_buffers() else None)
+        self.watch.install(trainer)
+        self._undo = [
+            wrap_batch_end(module, self._enter_module_hook, self._leave_module_hook),
+            before_calls(trainer.fit_loop.epoch_loop.val_loop, "run", self.before_side_effects),
+            before_calls(trainer.fit_loop, "on_advance_end", self.before_side_effects),
+        ]
+
+    def uninstall(self) -> None:
+        """Remove every hook and patch; the black box and the last snapshot stay. Idempotent."""
+        self.watch.remove()
+        while self._undo:
+            self._undo.pop()()
+        self.position.uninstall()
+
+    def close(self) -> None:
+        """Uninstall and close the black box. Idempotent."""
+        self.uninstall()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    @property
+    def recorder(self) -> SmallRecorder:
+        """The recorder of the small state; its `fd` is the black box's."""
+        if self._recorder is None:
+            raise NotSaveable("the fit has not started: no state was captured yet")
+        return self._recorder
+
+    def _devices(self) -> list[torch.device]:
+        device = self._trainer.strategy.root_device
+        return [device] if device.type != "cpu" else []
+
+    @property
+    def per_rank_buffers(self) -> bool:
+        """Whether each rank has module buffers of its own, instead of those that rank 0 broadcasts."""
+        strategy = self._trainer.strategy
+        if self._trainer.world_size == 1:
+            return False
+        return not (isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("broadcast_buffers", True))
+
+    @property
+    def buffer_rank(self) -> int:
+        """The rank whose buffers belong into the checkpoint's `state_dict`."""
+        return self._trainer.global_rank if self.per_rank_buffers else 0
+
+    def _owns_buffers(self) -> bool:
+        return bool(self.buffer_rank == self._trainer.global_rank)
+
+    # -- the hot path -------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Call in `on_before_optimizer_step`: parameters are about to change."""
+        self.watch.begin()
+
+    def _before_first_update(self) -> None:
+        # a rank killed inside the update leaves its random state of just before, which the update does not use
+        step = self._trainer.fit_loop.epoch_loop.global_step + self._last_increment
+        self._capture_small(step, settled=False)
+        self._gate()
+
+    def boundary(self) -> int | None:
+        """Call in `on_train_batch_end`. Captures the boundary if the batch made an update.
+
+        Returns:
+            The step captured, or None when only gradients were accumulated.
+        """
+        step: int = self._trainer.fit_loop.epoch_loop.global_step
+        snapshot = self.snapshot
+        if snapshot is not None and snapshot.step == step:
+            return None
+        if step == 0:
+            return None
+        if snapshot is not None:
+            self._last_increment = max(1, step - snapshot.step)
+        self._capture(step)
+        return step
+
+    def resumed(self) -> None:
+        """A resumed run stands on its boundary again: a fault before its first update can save it anew."""
+        self._capture(self._trainer.fit_loop.epoch_loop.global_step)
+
+    def _capture(self, step: int) -> None:
+        self._capture_small(step, settled=True)
+        self.snapshot = self._snapshots.take(step)
+        self.watch.close()
+
+    def _capture_small(self, step: int, settled: bool) -> None:
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.extra = self.position.record(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            recorder.capture(step, settled)
+
+    def _enter_module_hook(self) -> None:
+        self._in_module_hook = True
+
+    def _leave_module_hook(self) -> None:
+        self._in_module_hook = False
+        if self.snapshot is not None and self.snapshot.step == self._trainer.fit_loop.epoch_loop.global_step:
+            self._capture(self.snapshot.step)
+
+    def before_side_effects(self) -> None:
+        """Remember callbacks' states: validation or the end of the epoch begins, and a resume replays it."""
+        if self.snapshot is not None and not self._trainer.sanity_checking:
+            self._snapshots.add_callbacks(self.snapshot)
+
+    # -- after a fault ------------------------------------------------------------------------------------
+
+    def finish_step(self) -> bool:
+        """Call on the main thread in `on_exception`: bring the state to a boundary if it can be known.
+
+        Returns:
+            Whether `dump(snapshot.step)` is possible now.
+        """
+        self._faulted = True
+        if self._in_module_hook or self._recorder is None:
+            return False
+        if not self.watch.begun:
+            return self.snapshot is not None
+        if not finish_batch(self._trainer, self.watch):
+            return False
+        if stateful_callbacks(self._trainer):
+            self.notes.append("callbacks after the one that raised did not see on_train_batch_end of this step")
+        self._capture(self._trainer.fit_loop.epoch_loop.global_step)
+        return True
+
+    def small(self, step: int) -> bytes | None:
+        """This rank's encoded small state of `step`, if it is among the last ones."""
+        return self.recorder.read(step)
+
+    def dump(self, step: int, small: Mapping[int, bytes] | None = None) -> dict[str, Any]:
+        """The native Lightning checkpoint of `step`, plus the key `"lastgasp"`. Enters no collective.
+
+        Its tensors are the live ones: write them before training goes on.
+
+        Args:
+            step: completed updates; must be the boundary that the live state stands on.
+            small: small states of ranks, where they could be had; this rank's own is added.
+
+        Raises:
+            NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
+        """
+        snapshot = self._require(step)
+        self._refuse_collectives()
+        self._dumping = threading.get_ident()
+        try:
+            checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
+        finally:
+            self._dumping = None
+        if self._require(step) is not snapshot:
+            raise NotSaveable(f"step {step} ended while it was being dumped")
+        own = self.recorder.read(step)
+        smalls = dict(small or {})
+        if own is not None:
+            smalls.setdefault(self._trainer.global_rank, own)
+        record = self._record(snapshot, smalls)
+        self._patch(checkpoint, record, snapshot)
+        checkpoint[KEY] = record
+        return checkpoint
+
+    def _require(self, step: int) -> Snapshot:
+        snapshot = self.snapshot
+        if snapshot is None:
+            raise NotSaveable("no step has been completed yet")
+        if self._in_module_hook:
+            raise NotSaveable("the LightningModule's on_train_batch_end is running and may change weights")
+        if self.watch.begun:
+            raise NotSaveable(f"the update after step {snapshot.step} has begun; step {step} is gone")
+        if snapshot.step != step:
+            raise NotSaveable(f"this rank stands on step {snapshot.step}, not on {step}")
+        return snapshot
+
+    def _refuse_collectives(self) -> None:
+        strategy = type(self._trainer.strategy)
+        for name in ("lightning_module_state_dict", "optimizer_state"):
+            if getattr(strategy, name) is not getattr(Strategy, name):
+                raise NotSaveable(f"{strategy.__name__}.{name} may gather from other ranks, which a gasp must not")
+        if any(hasattr(o, "consolidate_state_dict") for o in self._trainer.optimizers):
+            raise NotSaveable("an optimizer gathers its state from other ranks (consolidate_state_dict)")
+
+    # -- periodic checkpoints -----------------------------------------------------------------------------
+
+    def annotate(self, checkpoint: dict[str, Any]) -> None:
+        """Call in `on_save_checkpoint`, on every rank: make the checkpoint resumable bit for bit.
+
+        Adds the key `"lastgasp"` in boundary form, wherever in the loop the save is made; the rest stays as
+        Lightning made it. A resume with lastgasp goes back to the boundary and replays validation and epoch
+        end, without saving again; a resume without lastgasp continues as Lightning always does. With several
+        ranks their small states are gathered: such a save is a collective moment anyway. Not exact: a save
+        in `on_train_batch_end` of a module that overrides this hook (Lightning saves before it), and one made
+        between the update and the boundary (no key is added).
+        """
+        if self._dumping == threading.get_ident() or self._recorder is None:
+            return
+        if "optimizer_states" not in checkpoint:
+            return
+        snapshot = None if self.watch.begun else self.snapshot
+        own = self._recorder.read(snapshot.step) if snapshot is not None else None
+        smalls = self._gather(own)
+        if snapshot is not None and (self._faulted or len(smalls) == self._trainer.world_size):
+            checkpoint[KEY] = self._record(snapshot, smalls)
+
+    def _gather(self, own: bytes | None) -> dict[int, bytes]:
+        if self._faulted:  # peers may be dead
+            return {self._trainer.global_rank: own} if own is not None else {}
+        found: list[bytes | None] = [own]
+        if self._trainer.world_size > 1:
+            found = [None] * self._trainer.world_size
+            torch.distributed.all_gather_object(found, own)
+        return {rank: data for rank, data in enumerate(found) if data is not None}
+
+    # -- composing ----------------------------------------------------------------------------------------
+
+    def _record(self, snapshot: Snapshot, smalls: dict[int, bytes]) -> dict[str, Any]:
+        loops = loops_of(snapshot, self._snapshots.paths)
+        batch = loops["epoch_loop.batch_progress"]["current"]["ready"]
+        return {
+            "version": VERSION,
+            "step": snapshot.step,
+            "boundary": "batch_end",
+            "world_size": self._trainer.world_size,
+            "epoch": loops["epoch_progress"]["current"]["processed"],
+            "batch": batch,
+            "small": {r: d if self.per_rank_buffers else without_buffers(d) for r, d in smalls.items()},
+            "buffers": self._buffers(snapshot.step, smalls),
+            "loops": loops,
+            "batches_that_stepped": snapshot.stepped,
+            "reloads": snapshot.reloads,
+            "stopping": snapshot.stopping,
+            "lr_schedulers": snapshot.schedulers,
+            "param_groups": snapshot.groups,
+            "callbacks": snapshot.callbacks,
+            "saved_steps": _saved_steps(self._trainer),
+            "results": encode_results(snapshot.results),
+            "results_rank": self._trainer.global_rank,
+            "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
+            "logging": snapshot.logging,
+            "notes": list(self.notes),
+        }
+
+    def _buffers(self, step: int, smalls: dict[int, bytes]) -> dict[str, torch.Tensor]:
+        found = dict(self.recorder.buffers.on_device(step))
+        data = smalls.get(self.buffer_rank)
+        if data is not None:
+            found.update(decode_small(data).buffers)
+        elif not found and self.buffer_rank != self._trainer.global_rank:
+            self.notes.append(f"buffers are this rank's, because those of rank {self.buffer_rank} were lost")
+        return found
+
+    def _patch(self, checkpoint: dict[str, Any], record: dict[str, Any], snapshot: Snapshot) -> None:
+        """Bring the live dump to the boundary, as Lightning would have saved it in on_train_batch_end."""
+        fit = checkpoint["loops"]["fit_loop"]
+        fit.update(loops_of(snapshot, self._snapshots.paths))
+        set_batch_progress(fit["epoch_loop.batch_progress"], pending=1)
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] = snapshot.stepped
+        own = record["small"].get(self._trainer.global_rank)
+        if "combined_loader" in fit["state_dict"] and own is not None:
+            fit["state_dict"]["combined_loader"] = self.position.stateful_states(decode_small(own).extra)
+        checkpoint["global_step"] = snapshot.step
+        checkpoint["epoch"] = fit["epoch_progress"]["current"]["completed"]
+        checkpoint["lr_schedulers"] = snapshot.schedulers
+        checkpoint["callbacks"].update(snapshot.callbacks)
+        patch_groups(checkpoint["optimizer_states"], snapshot.groups)
+        live = {t.data_ptr(): n for n, t in self._trainer.lightning_module.named_buffers(remove_duplicate=False)}
+        for name, value in checkpoint["state_dict"].items():
+            # by address: a strategy or a callback may have put other tensors there
+            if isinstance(value, torch.Tensor) and live.get(value.data_ptr()) in record["buffers"]:
+                checkpoint["state_dict"][name] = record["buffers"][live[value.data_ptr()]]
+
+
+def set_batch_progress(batches: dict[str, Any], pending: int) -> None:
+    """Make the counters agree: `pending` batches (0 or 1) are processed but not completed.
+
+    1 is Lightning's form in on_train_batch_end, 0 the one after it. They may disagree in a live run that
+    skipped a batch; Lightning then recognises neither.
+    """
+    for counts in (batches["total"], batches["current"]):
+        ready = counts["ready"]
+        counts.update(started=ready, processed=ready, completed=ready - pending)
+
+
+def patch_groups(optimizer_states: list[dict[str, Any]], groups: list[list[dict[str, Any]]]) -> None:
+    """Put the hyperparameters of `groups` into the states; parameters' own state is left alone."""
+    for state, saved in zip(optimizer_states, groups, strict=True):
+        for group, values in zip(state["param_groups"], saved, strict=True):
+            group.update(values)
+
+
+def _saved_steps(trainer: Any) -> dict[str, int]:
+    return {cb.state_key: cb._last_global_step_saved for cb in trainer.callbacks if isinstance(cb, ModelCheckpoint)}
