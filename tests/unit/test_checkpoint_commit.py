@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_kit import FILES, FOLDERS, Died, DyingDisk, provenance, publish, put_file, put_folder
+from support.checkpoint_kit import FILES, FOLDERS, Died, DyingDisk, provenance, publish, put_file, put_folder
 
 from lastgasp._fs import is_temp
 from lastgasp.checkpoint import Manifest, Staged, candidates, verify
@@ -104,7 +104,7 @@ def test_death_of_a_directory_commit_harms_nothing(tmp_path: Path, at: int) -> N
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from checkpoint_kit import DyingDisk, Died, provenance, publish
+from support.checkpoint_kit import DyingDisk, Died, provenance, publish
 class Killing(DyingDisk):
     def _call(self, name):
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from checkpoint_kit import FILES, put_file
+from support.checkpoint_kit import FILES, put_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,7 +150,7 @@ def test_reader_left_early_leaves_no_thread(tmp_path: Path) -> None:
 
 def test_load_verified(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from checkpoint_kit import provenance
+    from support.checkpoint_kit import provenance
 
     from lastgasp.checkpoint import Staged
     from lastgasp.pytorch.io import load_verified, save_verified

@@ -24,7 +24,8 @@ def progress_bar(title: str, appears_after_s: float = APPEARS_AFTER_S) -> Iterat
     if not sys.stderr.isatty():
         yield None
         return
-    begun, bars = _clock.monotonic(), list[Bar]()
+    begun = _clock.monotonic()
+    bars: list[Bar] = []
 
     def tell(done: int, total: int) -> None:
         if not bars and _clock.monotonic() - begun >= appears_after_s:
