@@ -13,15 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.checkpoint_kit import FILES, FOLDERS, as_ranks, provenance
 
 from lastgasp._fs import unique_temp
-from lastgasp.checkpoint import Agreement, Candidate, Staged, Verdict, agree, candidates, newest_good, verify
+from lastgasp.checkpoint import (
+    Agreement,
+    Candidate,
+    Staged,
+    Verdict,
+    agree,
+    candidates,
+    digest,
+    newest_good,
+    verify,
+)
 from lastgasp.checkpoint import chunks as chunks_module
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import NoGoodCheckpoint
 from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
+from support.checkpoint_kit import FILES, FOLDERS, as_ranks, provenance
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[lightning]'")
 
@@ -212,7 +222,7 @@ def test_swapped_checkpoints_are_both_refused(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_on_one_rank_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf, real, fired = _shelf(tmp_path, FOLDERS), chunks_module.hash_range, list[int]()
+    shelf, real, fired = _shelf(tmp_path, FOLDERS), digest.hash_range, list[int]()
 
     def fail_on_new(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[str, int]:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(SHARD):

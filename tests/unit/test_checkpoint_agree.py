@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from support.checkpoint_kit import as_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from lastgasp.checkpoint import Agreement, Candidate, Damage, FileEntry, Provena
 from lastgasp.checkpoint.manifest import Manifest, build
 from lastgasp.errors import ProtocolError
 from lastgasp.ports import Gather
+from support.checkpoint_kit import as_ranks
 
 STATES = ("good", "bad", "unseen", "differs", "problem", "raises")
 

@@ -12,12 +12,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.checkpoint_kit import FILES, FOLDERS, Died, DyingDisk, provenance, publish, put_file, put_folder
 
 from lastgasp._fs import is_temp
 from lastgasp.checkpoint import Manifest, Staged, candidates, verify
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointError, ConfigError
+from support.checkpoint_kit import FILES, FOLDERS, Died, DyingDisk, provenance, publish, put_file, put_folder
 
 OLD, NEW, NEWER = b"old " * 3000, b"new " * 2000, b"newer " * 1500
 CALLS = 12
@@ -187,18 +187,15 @@ class _Full(DyingDisk):
 def test_a_full_disk_raises_and_leaves_the_old_one_and_no_rubbish(tmp_path: Path, at: int) -> None:
     path = tmp_path / "last.ckpt"
     publish(path, OLD, provenance(1))
-    with pytest.raises(OSError, match="No space"), Staged(path, FILES, disk=_Full(at)) as staged:
-        staged.open().write(NEW)
-        staged.publish(provenance(2))
+    with pytest.raises(OSError, match="No space"):
+        publish(path, NEW, provenance(2), _Full(at))
     assert _content_and_step(path) == (OLD, 1)
     assert not [entry for entry in tmp_path.iterdir() if is_temp(entry)]
 
 
 def test_a_full_disk_is_seen_when_the_writing_thread_meets_it(tmp_path: Path) -> None:
-    disk = _Full(1)
-    with pytest.raises(OSError, match="No space"), Staged(tmp_path / "a.ckpt", FILES, disk=disk) as staged:
-        staged.open().write(bytes(20 << 20))
-        staged.seal()
+    with pytest.raises(OSError, match="No space"):
+        publish(tmp_path / "a.ckpt", bytes(20 << 20), provenance(1), _Full(1))
 
 
 def test_discard_leaves_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from support.checkpoint_kit import FILES, put_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from lastgasp._fs import DISK, Disk
 from lastgasp.checkpoint import HashingWriter, VerifiedFile, digest_file
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.testing.corrupt import flip_bit
+from support.checkpoint_kit import FILES, put_file
 
 CHUNK = 4 << 20
 
@@ -150,10 +150,9 @@ def test_reader_left_early_leaves_no_thread(tmp_path: Path) -> None:
 
 def test_load_verified(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from support.checkpoint_kit import provenance
-
     from lastgasp.checkpoint import Staged
     from lastgasp.pytorch.io import load_verified, save_verified
+    from support.checkpoint_kit import provenance
 
     path, state = tmp_path / "step-1.ckpt", {"w": torch.randn(3000, 1000)}
     with Staged(path, FILES) as staged:

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.checkpoint_kit import FILES, FOLDERS, put_file, put_folder
 
 from lastgasp import _fs
 from lastgasp.checkpoint import DirectoryLayout, SingleFile
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
+from support.checkpoint_kit import FILES, FOLDERS, put_file, put_folder
 
 
 def _dead_pid() -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.checkpoint_kit import FILES, FOLDERS, provenance, publish, put_file, put_folder
 
 from lastgasp.checkpoint import Candidate, Damage, apply, candidates, newest_good, quarantine, to_remove, verify
 from lastgasp.checkpoint import chunks as chunks_module
@@ -16,6 +15,7 @@ from lastgasp.checkpoint.progress import progress_bar
 from lastgasp.checkpoint.verdict import merge
 from lastgasp.errors import ConfigError, NoGoodCheckpoint
 from lastgasp.testing import corrupt
+from support.checkpoint_kit import FILES, FOLDERS, provenance, publish, put_file, put_folder
 
 CHUNK = 4 << 20
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -172,8 +171,3 @@ def _name(ranks: list[int]) -> str:
         else:
             spans.append([rank, rank])
     return "ranks " + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def describe(path: Path, reasons: list[str]) -> str:
-    """One paragraph about a rejected candidate, for logs."""
-    return f"{path} was not used: " + "; ".join(reasons)

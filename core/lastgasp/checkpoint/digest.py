@@ -118,6 +118,8 @@ class HashingWriter:
             self._pool.shutdown(wait=True)
             self._pool = None
         self._pending.clear()
+        self._spare.clear()
+        self._buffer.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -30,9 +30,7 @@ def to_remove(
         ConfigError: `keep` below 1.
     """
     if keep < 1:
-        raise ConfigError(
-            "keep", keep, "1 or more", "At least the newest gasp is kept; to keep all, do not prune."
-        )
+        raise ConfigError("keep", keep, "1 or more", "At least the newest gasp is kept; to keep all, do not prune.")
     own = [c for c in found if c.problem is None and c.manifest is not None and c.manifest.kind == kind]
     return [candidate for candidate in own[keep:] if candidate.path not in set(protected)]
 
