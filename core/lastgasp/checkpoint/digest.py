@@ -119,7 +119,8 @@ class HashingWriter:
             self._pool = None
         self._pending.clear()
         self._spare.clear()
-        self._buffer.close()
+        with contextlib.suppress(BufferError):  # the traceback of a failed write may still hold a view
+            self._buffer.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
