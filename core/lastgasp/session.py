@@ -26,6 +26,8 @@ log = logging.getLogger("lastgasp")
 
 LEAVE_GRACE = 10.0
 """Seconds that the training thread gets to leave by itself once a recovery is over."""
+OWN_FAULT_GRACE = 60.0
+"""The same for a rank that raised: its own traceback and clean-up come first."""
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
 
@@ -67,7 +69,7 @@ class Session:
         self.config, self.place, self._source = config, place, source
         self.stand = Stand()
         self._leave_timer: threading.Timer | None = None
-        self._patience = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
+        self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, self._hello()) if contact else None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
@@ -88,7 +90,6 @@ class Session:
             replicas=place.replicas,
             host=host_identity(),
             pid=os.getpid(),
-            box=self._source.box,
             directory=str(config.directory),
             hang_timeout=0.0 if config.hang_timeout == "auto" else config.hang_timeout,
             save_timeout=config.save_timeout,
@@ -101,6 +102,13 @@ class Session:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
         self.stand.step, self.stand.durable = step, durable
         self.stand.moved("data")
+        self.step_end = self._first_step_end
+        self._processor.begin()
+
+    def _first_step_end(self, step: int) -> None:
+        """Tell at once that the first step is done (the incident before waits for it); then only the hot path."""
+        self.stand.step_end(step)
+        self.step_end = self.stand.step_end
         self._processor.beat_now()
 
     def take_sigterm(self, users: Any = None) -> None:
@@ -133,18 +141,17 @@ class Session:
         Returns:
             How the recovery ended. Never raises, never waits for longer than the save's limits.
         """
-        if kind not in ("peer", "interrupt"):
-            # This rank's own traceback, clean-up and exit code are worth more than a fast restart.
-            self._patience = LEAVE_GRACE
+        if kind != "peer":
+            # The caller may handle its own exception, and its traceback and clean-up are worth more than a
+            # fast restart. In a job of one rank nobody waits for it to end.
+            self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
         now = _clock.wall_ns()
         fault = Fault(kind=kind, rank=self.place.rank, cause=cause, step=self.stand.step, seen_ns=now)
         self._processor.report(fault)
         limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
         outcome = self.stand.wait_over(limit)
         if outcome is None:
-            outcome = m.Release(
-                recovery=0, ending="gave_up", step=-1, path="", reason=f"no outcome within {limit:g} s"
-            )
+            outcome = m.Release(recovery=0, ending="gave_up", step=-1, path="", reason=f"no outcome within {limit:g} s")
             self._processor.over(outcome)
         return outcome
 
@@ -153,8 +160,8 @@ class Session:
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """Whatever the training thread is stuck in, the process ends."""
-        if self._leave_timer is None:
-            log.warning("%s", describe(outcome))
+        log.warning("%s", describe(outcome))
+        if self._leave_timer is None and self._patience is not None:
             self._leave_timer = threading.Timer(self._patience, leave_now, (exit_code(outcome),))
             self._leave_timer.daemon = True
             self._leave_timer.start()
@@ -162,9 +169,7 @@ class Session:
     # -- end --------------------------------------------------------------------------------------
 
     def close(self, goodbye: bool = True) -> None:
-        """Normal end of training (or of an attempt to start): release thread, socket and signal. Idempotent."""
-        if self._leave_timer is not None:
-            return  # this process is on its way out; the timer must stay
+        """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent."""
         self._processor.close(goodbye)
 
 

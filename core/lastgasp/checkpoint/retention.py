@@ -36,14 +36,14 @@ def to_remove(
 
 
 def apply(
-    directories: Iterable[Path], layout: Layout, keep: int, *, job: str, protected: Collection[Path] = ()
+    directories: Iterable[Path], layout: Layout, keep: int, *, job: str | None = None, protected: Collection[Path] = ()
 ) -> list[Path]:
     """Remove superfluous gasps of `job`; returns the paths that were removed.
 
     Args:
         directories: where to look; layout: how checkpoints lie there.
         keep: how many gasps stay.
-        job: gasps of other jobs stay.
+        job: when given, gasps of other jobs stay.
         protected: paths known to be good, such as one just published. When empty, checkpoints are verified
             from the newest on until a good one is found; when none is good, nothing is removed.
 

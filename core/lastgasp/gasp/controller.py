@@ -30,6 +30,8 @@ log = logging.getLogger("lastgasp.controller")
 
 GREETING_TIMEOUT = 10.0
 """Seconds a connection gets to prove that it knows the token."""
+EXPLAIN_FOR = 10.0
+"""Seconds after a recovery in which the kernel is asked how the dead processes ended."""
 TICK = 0.02
 """Seconds between two looks at the deadlines."""
 
@@ -37,6 +39,8 @@ TICK = 0.02
 @dataclass
 class _Peer:
     writer: asyncio.StreamWriter | None
+    pid: int | None = None
+    """Its process, where it runs on this host."""
     box: int = -1
     """Our own descriptor of the rank's black box; it outlives the rank."""
 
@@ -91,9 +95,11 @@ class Controller:
 
     def report_exit(self, rank: int, how: str) -> None:
         """The launcher's word: this rank's process ended (also one that never joined)."""
-        if self.generation is not None:
+        generation = self.generation
+        if generation is not None:
             at = _clock.wall_ns()
-            self._do(self.generation.machine.gone(rank, how, "killed", at, _clock.monotonic()))
+            self._do(generation.machine.gone(rank, how, "killed", at, _clock.monotonic()))
+            self._add_cause(generation, rank, how)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -105,13 +111,18 @@ class Controller:
             hello = await asyncio.wait_for(self._greet(reader, writer), GREETING_TIMEOUT)
             await self._listen(hello.rank, reader)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
-            log.warning("connection from %s closed: %s", writer.get_extra_info("peername"), _plain(error))
+            # A rank that ends is no news here; the machine has its own word on that.
+            level = logging.DEBUG if self._known(writer) else logging.WARNING
+            log.log(level, "connection from %s closed: %s", writer.get_extra_info("peername"), _plain(error))
         except asyncio.CancelledError:
             pass  # stop() is closing every connection
         finally:
             self._handlers.discard(task)
             self._closed(writer)
             writer.close()
+
+    def _known(self, writer: asyncio.StreamWriter) -> bool:
+        return any(peer.writer is writer for peer in self._peers.values())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Hello:
         nonce = os.urandom(32)
@@ -161,7 +172,7 @@ class Controller:
         peer = self._peers[hello.rank] = _Peer(writer=writer)
         self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
         if hello.host == self._identity:
-            peer.box = _open_box(hello.pid, hello.box)
+            peer.pid = hello.pid
             self._watch.watch(hello.rank, hello.pid)
 
     def _next_generation(self, hello: m.Hello) -> None:
@@ -171,6 +182,7 @@ class Controller:
         self.previous, self.generation = self.generation, Generation.of(hello)
         if self.previous is not None and self.previous.incident is not None:
             self.previous.incident.phases.restarted = _clock.wall_ns()
+            self._write(self.previous)
 
     def _drop(self, rank: int) -> None:
         assert self._watch is not None
@@ -191,10 +203,17 @@ class Controller:
             if whole is not None:
                 self._do(Send(rank=r, message=whole) for r in list(self._peers))
             return
-        if isinstance(message, m.Status | m.Prepared):
+        if isinstance(message, m.Begin):
+            self._open_box(rank, message.box)
+        if isinstance(message, m.Begin | m.Status | m.Prepared):
             generation.heard_step(rank, message.step)
             self._first_step(message.step)
         self._do(generation.machine.said(rank, message, _clock.monotonic()))
+
+    def _open_box(self, rank: int, number: int) -> None:
+        peer = self._peers.get(rank)
+        if peer is not None and peer.pid is not None and peer.box < 0:
+            peer.box = _open_descriptor(peer.pid, number)
 
     def _first_step(self, step: int) -> None:
         """The restarted job completed its first new step: the last thing that an incident waits for."""
@@ -263,8 +282,6 @@ class Controller:
         if note.phase != "released":
             self.generation.note(note)
             return
-        for rank, member in self.generation.machine.members.items():
-            self._explain(rank, member.gone)
         self.generation.note(note)
         self._write(self.generation)
 
@@ -275,14 +292,24 @@ class Controller:
         except OSError as error:
             log.error("the incident could not be written to %s: %s", generation.hello.directory, error)
 
-    def _explain(self, rank: int, gone: str) -> None:
-        """By now the kernel tells how a dead process ended; put it into the fault's cause."""
-        assert self.generation is not None and self._watch is not None
-        status = self._watch.exit_status(rank) if gone else ""
-        faults = self.generation.machine.faults
+    def _explain(self, generation: Generation) -> None:
+        """Ask the kernel how the dead ended: known once a process has freed its memory and is a zombie."""
+        assert self._watch is not None
+        over = generation.over_since
+        if over is None or _clock.monotonic() - over > EXPLAIN_FOR:
+            return
+        for rank in {fault.rank for fault in generation.machine.faults}:
+            if status := self._watch.exit_status(rank):
+                self._add_cause(generation, rank, status)
+
+    def _add_cause(self, generation: Generation, rank: int, status: str) -> None:
+        faults = generation.machine.faults
         for i, fault in enumerate(faults):
-            if status and fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
+            if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
                 faults[i] = msgspec.structs.replace(fault, cause=f"{fault.cause}, {status}")
+                if generation.incident is not None and generation.over_since is not None:
+                    generation.refresh()
+                    self._write(generation)
 
     def _fail_gathers(self, why: str) -> None:
         if self.generation is not None:
@@ -295,6 +322,7 @@ class Controller:
             generation, now = self.generation, _clock.monotonic()
             if generation is None or self._watch is None:
                 continue
+            self._explain(generation)
             self._do(generation.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
             answers = generation.failed_gathers(now)
             self._do(Send(rank=rank, message=answer) for rank, answer in answers)
@@ -305,7 +333,7 @@ async def _read(reader: asyncio.StreamReader, limit: int) -> m.FromRank:
     return m.from_rank(await reader.readexactly(size))
 
 
-def _open_box(pid: int, number: int) -> int:
+def _open_descriptor(pid: int, number: int) -> int:
     """Our own descriptor of a rank's black box, which outlives the rank; -1 when it cannot be had."""
     if number < 0:
         return -1

@@ -80,9 +80,7 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
         reason = f"the newest step that can be saved, {step}, is on disk already; " + _behind(views, step)
         return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
     savers = tuple(_prefer([h for h in shard if h.step == step]) for shard in holders)
-    return SavePlan(
-        step=step, savers=savers, unused=_unused(views, frozenset(savers)), lost=max(0, reached - step)
-    )
+    return SavePlan(step=step, savers=savers, unused=_unused(views, frozenset(savers)), lost=max(0, reached - step))
 
 
 def _reached(views: tuple[RankView, ...]) -> int:

@@ -113,6 +113,11 @@ class Generation:
         setattr(self.incident.phases, note.phase, now)
         if note.phase == "released":
             self.over_since = _clock.monotonic()
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Fill in what the machine knows now; the causes of deaths become known a little later."""
+        if self.incident is not None:
             fill_incident(self.incident, self.machine)
 
 

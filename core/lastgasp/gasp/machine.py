@@ -157,6 +157,7 @@ class Machine:
 
     def _handlers(self) -> dict[type, Callable[[Member, m.FromRank, float], list[Action]]]:
         return {
+            m.Begin: self._on_begin,
             m.Status: self._on_status,
             m.Report: self._on_report,
             m.Prepared: self._on_prepared,
@@ -165,6 +166,11 @@ class Machine:
             m.Committed: self._on_committed,
             m.Goodbye: self._on_goodbye,
         }
+
+    def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Begin)
+        member.step, member.durable = message.step, message.durable
+        return []
 
     def _on_status(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Status)
@@ -330,9 +336,7 @@ class Machine:
         assert self._current is not None
         void = m.Discard(recovery=self.recovery, plan=self.plan)
         discards: list[Action] = [
-            Send(rank=rank, message=void)
-            for rank in dict.fromkeys(self._current.savers)
-            if self.members[rank].here
+            Send(rank=rank, message=void) for rank in dict.fromkeys(self._current.savers) if self.members[rank].here
         ]
         self._current = None
         return discards + self._carry_out(self._decide(), now)
@@ -343,9 +347,7 @@ class Machine:
         assert self._current is not None
         for rank in set(self._current.savers) - (set(self._saved) if self.state == "saving" else set()):
             limit = self.save_timeout if self.state == "saving" else self.finish_timeout
-            self.members[
-                rank
-            ].failed = f"not {'written' if self.state == 'saving' else 'published'} in {limit:g} s"
+            self.members[rank].failed = f"not {'written' if self.state == 'saving' else 'published'} in {limit:g} s"
         return self._plan_again(now)
 
     def _end(self, ending: Ending, reason: str) -> list[Action]:

@@ -50,8 +50,6 @@ class Hello(Message, frozen=True, kw_only=True):
     replicas: tuple[tuple[int, ...], ...]
     host: str
     pid: int
-    box: int
-    """File descriptor number of the rank's black box (opened through /proc by who shares the host), or -1."""
     directory: str
     hang_timeout: float
     """Seconds; 0 means learn it from the run."""
@@ -69,6 +67,15 @@ class Refused(Message, frozen=True, kw_only=True):
     """Controller: not you; the connection closes."""
 
     reason: str
+
+
+class Begin(Message, frozen=True, kw_only=True):
+    """Rank: training begins (or resumes) after `step`, of which `durable` are in a committed checkpoint."""
+
+    step: int
+    durable: int
+    box: int
+    """File descriptor number of the rank's black box (opened through /proc by who shares the host), or -1."""
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -185,7 +192,7 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 FromRank = (
-    Hello | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye
+    Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered

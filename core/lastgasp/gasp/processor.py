@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lastgasp import _clock
 from lastgasp.errors import LastgaspError
-from lastgasp.events import Fault
+from lastgasp.events import Fault, FaultKind
 from lastgasp.ports import SaveResult, StateSource
 
 from . import messages as m
@@ -81,6 +81,16 @@ class Processor:
         """A controller is connected."""
         return self._link is not None
 
+    def begin(self) -> None:
+        """Tell where training begins; from now on this rank's death costs steps."""
+        stand, box = self._stand, self._source.box
+        self._try_send(m.Begin(step=stand.step, durable=stand.durable, box=box))
+
+    def beat_now(self) -> None:
+        """Send a Status with the next turn of the thread, not half a second later."""
+        self._next_beat = 0.0
+        self._poke_w.send(b"b")
+
     def report(self, fault: Fault) -> None:
         """Something went wrong on this rank: tell the controller, or act alone."""
         if self._stand.outcome is not None or self._reported is not None:
@@ -100,6 +110,8 @@ class Processor:
 
     def close(self, goodbye: bool) -> None:
         """End the thread; `goodbye` tells the controller that this is no fault."""
+        if self._closed:
+            return
         if goodbye:
             self._try_send(m.Goodbye())
         self._closed = True
@@ -108,6 +120,7 @@ class Processor:
             self._thread.join(timeout=5)
         if self._link is not None:
             self._link.close()
+        self.term.uninstall()
         self.term.close()
         self._poke_r.close()
         self._poke_w.close()
@@ -193,17 +206,11 @@ class Processor:
         self._next_beat = now + HEARTBEAT
         self._try_send(m.Status(step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase))
 
-    def beat_now(self) -> None:
-        """Send a Status with the next turn of the thread, not half a second later."""
-        self._next_beat = 0.0
-        self._poke_w.send(b"b")
-
     # -- saving -----------------------------------------------------------------------------------
 
-    def _spawn(
-        self, name: str, target: Callable[[m.Save], None] | Callable[[m.Commit], None], order: object
-    ) -> None:
-        threading.Thread(target=target, args=(order,), name=f"lastgasp-{name}", daemon=True).start()
+    @staticmethod
+    def _spawn(name: str, target: Callable[[], None]) -> None:
+        threading.Thread(target=target, name=f"lastgasp-{name}", daemon=True).start()
 
     def _save(self, order: m.Save) -> None:
         try:
@@ -246,15 +253,11 @@ class Processor:
         if self._stand.outcome is not None:
             self._after_release(self._stand.outcome)  # told to stop again, and there is nothing left to do
             return
-        now = _clock.wall_ns()
-        fault = Fault(
-            kind="sigterm",
-            rank=self._source.rank,
-            cause="told to stop by SIGTERM",
-            step=self._stand.step,
-            seen_ns=now,
-        )
-        self.report(fault)
+        self.report(self._fault_here("sigterm", "told to stop by SIGTERM"))
+
+    def _fault_here(self, kind: FaultKind, cause: str) -> Fault:
+        step, now = self._stand.step, _clock.wall_ns()
+        return Fault(kind=kind, rank=self._source.rank, cause=cause, step=step, seen_ns=now)
 
     def _lose_controller(self, why: str) -> None:
         link, self._link = self._link, None

@@ -152,11 +152,12 @@ def start_detached(host: str = "127.0.0.1") -> Endpoint:
 async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -> None:
     controller = Controller(token, host)
     announce(await controller.start())
-    empty_since, ever = _clock.monotonic(), False
+    empty_since = _clock.monotonic()
     while True:
         await asyncio.sleep(0.2)
+        ever = controller.generation is not None  # a rank may have come and gone between two looks
         if controller.connected:
-            empty_since, ever = _clock.monotonic(), True
+            empty_since = _clock.monotonic()
         elif _clock.monotonic() - empty_since > (LINGER if ever else UNUSED_TIMEOUT):
             break
     await controller.stop()

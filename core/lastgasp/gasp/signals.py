@@ -45,12 +45,13 @@ class TermSignal:
         self.installed = True
 
     def uninstall(self) -> None:
-        """Put back what was there."""
+        """Put back what was there, unless somebody has put another handler there since."""
         if not self.installed:
             return
         self.installed = False
         signal.set_wakeup_fd(self._previous_fd)
-        signal.signal(signal.SIGTERM, self._previous)
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if callable(self._users):

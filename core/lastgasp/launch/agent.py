@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
@@ -51,7 +51,8 @@ class GaspAgent(LocalElasticAgent):
         if self._round.number > 0 and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._round)
         os.environ.update(self._round.environment)
-        return super()._start_workers(worker_group)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _fresh_store(self, worker_group: WorkerGroup, current: Round) -> None:
         """Give the attempt a store of its own.
@@ -67,9 +68,9 @@ class GaspAgent(LocalElasticAgent):
             )
             port = self._worker_store.port
             if worker_group.group_world_size > 1:
-                worker_group.store.set(key, str(port))  # type: ignore[union-attr]
+                worker_group.store.set(key, str(port))
         else:
-            port = int(worker_group.store.get(key))  # type: ignore[union-attr]
+            port = int(worker_group.store.get(key))
         worker_group.master_port = port
 
     # -- watch ------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ class GaspAgent(LocalElasticAgent):
         if failed and used:
             self._allow_restarts(worker_group)
             self._hold(worker_group, failed)
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(used)
         return result

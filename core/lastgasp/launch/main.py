@@ -9,7 +9,7 @@ from torch.distributed.run import run as torch_run
 
 from lastgasp import exitcodes
 from lastgasp.launch import agent
-from lastgasp.launch.agent import GaspAgent
+from lastgasp.launch.torchrun_hook import swap_agent
 
 _CODES = {
     "saved": exitcodes.SAVED,
@@ -25,9 +25,9 @@ def launch(arguments: list[str]) -> None:
         ChildFailedError: ranks failed and no restart was left.
         SystemExit: the job made no progress (86), or the launcher was told to stop (83, 84 or 85).
     """
-    api.LocalElasticAgent = GaspAgent  # type: ignore[misc]
+    swap_agent(api)
     try:
-        torch_run(get_args_parser().parse_args(arguments))
+        torch_run(get_args_parser().parse_args(arguments))  # type: ignore[no-untyped-call]
     except SignalException as stop:
         raise SystemExit(last_ending() or 128 + stop.sigval) from stop
 

@@ -6,9 +6,9 @@ import logging
 import os
 import socket
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
-from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from lastgasp.gasp.serve import ControllerThread, new_token
@@ -41,7 +41,7 @@ class Round:
 
     number: int
     controller: ControllerThread | None = None
-    store: Store | None = None
+    store: Any | None = None
     environment: dict[str, str] = field(default_factory=dict)
     _told: bool = False
 
@@ -84,7 +84,7 @@ class Rounds:
     def begin(self, group: WorkerGroup, run_id: str) -> Round:
         """The next round: find or start the controller and say how the workers reach it."""
         number, self._started = self._started, self._started + 1
-        store = group.store if group.group_world_size > 1 else None
+        store = group.store if (group.group_world_size or 1) > 1 else None
         current = Round(number=number, store=store)
         if group.group_rank == 0:
             current.controller = self._controller = self._controller or _start(group)

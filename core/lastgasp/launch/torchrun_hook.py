@@ -17,14 +17,15 @@ import wrapt
 def factory() -> Any:
     """Register the swap; returns what torch expects, a creator of rendezvous handlers."""
     if os.environ.get("LASTGASP_DISABLE") != "1":
-        wrapt.register_post_import_hook(_swap_agent, "torch.distributed.launcher.api")
+        wrapt.register_post_import_hook(swap_agent, "torch.distributed.launcher.api")
     return _no_handler
 
 
-def _swap_agent(api: ModuleType) -> None:
+def swap_agent(api: ModuleType) -> None:
+    """Put our agent where torch.distributed.launcher.api takes its class from."""
     from lastgasp.launch.agent import GaspAgent
 
-    api.LocalElasticAgent = GaspAgent  # type: ignore[attr-defined]
+    vars(api)["LocalElasticAgent"] = GaspAgent
 
 
 def _no_handler(params: object) -> Any:

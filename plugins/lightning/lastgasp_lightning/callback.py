@@ -1,0 +1,229 @@
+"""`LastGasp`, the one object that a Lightning user adds. It translates Lightning's hooks into Session calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lastgasp.config import GaspConfig, HangTimeout, check_writable
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.session import Session, describe, launched, leave_now
+from lastgasp_lightning.boundary import reorder
+from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
+from lastgasp_lightning.choose import Chooser
+from lastgasp_lightning.faults import cause_of, kind_of
+from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
+from lastgasp_lightning.ranks import connect, place_of, require_supported
+from lastgasp_lightning.resume import Resume
+from lastgasp_lightning.source import LightningSource
+from lastgasp_lightning.state import LightningState
+
+log = logging.getLogger("lastgasp")
+
+
+class LastGasp(Callback):
+    """Saves the step that training stands on when a rank dies, raises, hangs or is told to stop; resumes from it.
+
+    Args:
+        dir: where checkpoints and incidents go, the same on all ranks; default `LASTGASP_DIR`.
+        keep: how many of the checkpoints that LastGasp itself wrote to keep; default 3. Checkpoints of
+            ModelCheckpoint are never removed.
+        resume: "auto" (default) goes on from the newest checkpoint that verifies on all ranks; "never" ignores
+            what was there before this job; a path starts from that one (a restart of the job goes on from what
+            it has saved since).
+        hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it
+            from the run, 60 s at least.
+        save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.
+        finish_timeout: seconds that a rank inside its optimizer update gets to finish it; default 10.
+        sha256: also write SHA-256 digests into the manifests; default False.
+
+    Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
+
+    Raises:
+        ConfigError: a value that is not allowed; names field, value, what is allowed, and what to do.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        *,
+        keep: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        hang_timeout: HangTimeout | None = None,
+        save_timeout: float | None = None,
+        finish_timeout: float | None = None,
+        sha256: bool | None = None,
+    ) -> None:
+        self.config = GaspConfig.resolve(
+            dir,
+            keep=keep,
+            resume=resume,
+            hang_timeout=hang_timeout,
+            save_timeout=save_timeout,
+            finish_timeout=finish_timeout,
+            sha256=sha256,
+        )
+        self._run: _Run | None = None
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check, connect to the controller, choose what to resume from. All ranks do this together.
+
+        Raises:
+            ConfigError: an unsupported strategy, or a directory that cannot be written.
+            ControlError: this rank was refused by the controller (another version, other settings).
+            NoGoodCheckpoint: there are checkpoints, and none can be trusted.
+        """
+        if stage != "fit":
+            return
+        require_supported(trainer)
+        check_writable(self.config.directory)
+        reorder(trainer, self)
+        self._run = _Run(trainer, self.config)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Arrange the return to the boundary that the checkpoint stands on."""
+        if self._run is not None:
+            self._run.resume.install(trainer, checkpoint)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Make Lightning's own checkpoints resumable bit for bit, too."""
+        if self._run is not None:
+            self._run.state.annotate(checkpoint)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hook the optimizers and the module."""
+        if self._run is not None:
+            self._run.state.install()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on a fault is answered."""
+        if self._run is not None:
+            self._run.begin()
+
+    # -- every step -------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is here."""
+        self._run.session.moved("forward")  # type: ignore[union-attr]
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """From here on this rank may wait for its peers."""
+        self._run.session.moved("backward")  # type: ignore[union-attr]
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Parameters are about to change."""
+        self._run.state.before_update()  # type: ignore[union-attr]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step is complete, if the batch ended one."""
+        run = self._run
+        step = run.state.boundary()  # type: ignore[union-attr]
+        if step is not None:
+            run.session.step_end(step)  # type: ignore[union-attr]
+        run.session.moved("data")  # type: ignore[union-attr]
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        """Progress, for the hang watchdog."""
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.session.moved("validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Back to training."""
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.session.moved("data")
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Have the step saved and wait for it. A rank that only saw its peers fail leaves from here."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.end_with(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Training ended well: put everything back as it was."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close(goodbye=True)
+
+
+class _Run:
+    """What belongs to one `fit`."""
+
+    def __init__(self, trainer: Any, config: GaspConfig) -> None:
+        self._trainer, self._begun = trainer, False
+        self._users_handler = signal.getsignal(signal.SIGTERM)
+        self.state = LightningState(trainer, updating=self._updating)
+        self.resume = Resume(self.state)
+        self.source = LightningSource(self.state, config, place_of(trainer))
+        self.session = Session(config, self.source.place, self.source, connect(trainer, self.source.place))
+        self._undo = [no_sigterm_broadcast(trainer), hold_observer(self.session)]
+        try:
+            self.io = VerifiedCheckpointIO.install(trainer, config, self.source.place, self.session.stand)
+            self.chooser = Chooser(trainer, config, self.source.place, self.session.gather)
+            self._undo += [self.io.uninstall, self.chooser.install()]
+            self.state.prepare()
+        except BaseException:
+            self.close(goodbye=False)
+            raise
+
+    def _updating(self) -> None:
+        self.session.updating()
+
+    def begin(self) -> None:
+        """Training starts, or is resumed at the boundary that was restored."""
+        step = self._trainer.global_step
+        known = callable(self._users_handler)
+        self.session.begin(step, durable=step if self.chooser.resumed else 0)
+        self.session.take_sigterm(self._users_handler if known else None)
+        self._begun = True
+
+    def end_with(self, exception: BaseException) -> None:
+        """The training thread raised."""
+        if isinstance(exception, Released):
+            self._leave(exception.outcome)
+        kind = kind_of(exception)
+        outcome = self._recover(exception)
+        if kind == "peer" and outcome is not None and self.source.place.world_size > 1:
+            log.warning("left the job because a peer is gone (%s)", cause_of(exception))
+            self._leave(outcome)
+        self.close(goodbye=False)
+
+    def _recover(self, exception: BaseException) -> Release | None:
+        if not self._begun:
+            return None  # nothing was trained: the launcher sees the exit
+        stand, state = self.session.stand, self.state
+        if not state.finish_step():
+            stand.broken = f"{cause_of(exception)}: raised inside the update, so the state is between two steps"
+        elif state.snapshot is not None and state.snapshot.step > stand.step:
+            self.session.step_end(state.snapshot.step)
+        if not stand.inside:
+            stand.broken = ""
+        return self.session.fault(kind_of(exception), cause_of(exception))
+
+    def _leave(self, outcome: Release) -> None:
+        for logger in self._trainer.loggers:
+            logger.finalize("failed")
+        if launched():
+            leave_now(exit_code(outcome))
+        print(f"lastgasp: {describe(outcome)}", flush=True)
+        raise SystemExit(exit_code(outcome))
+
+    def close(self, goodbye: bool) -> None:
+        """Undo everything."""
+        for undo in reversed(self._undo):
+            undo()
+        self.resume.uninstall()
+        self.session.close(goodbye)
+        self.state.close()

@@ -1,0 +1,140 @@
+"""Every `.ckpt` that Lightning itself writes gets an atomic commit and a manifest, and is verified when loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from lastgasp.checkpoint import Staged
+from lastgasp.config import GaspConfig
+from lastgasp.errors import DamagedCheckpoint
+from lastgasp.gasp.stand import Stand
+from lastgasp.pytorch.io import load_verified, save_verified
+from lastgasp.topology import Place
+from lastgasp_lightning.source import LAYOUT, provenance
+from lastgasp_lightning.state import KEY
+
+log = logging.getLogger("lastgasp")
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Stands in for Lightning's TorchCheckpointIO; remote paths go to the original.
+
+    Args:
+        original: what it replaces.
+        folders: where a resume looks; a checkpoint saved there makes its step durable.
+    """
+
+    def __init__(
+        self, original: CheckpointIO, config: GaspConfig, place: Place, stand: Stand, folders: list[Path]
+    ) -> None:
+        self._original, self._config, self._place, self._stand = original, config, place, stand
+        self._folders = [folder.absolute() for folder in folders]
+        self._durable: Path | None = None
+        self._restore: Any = lambda: None
+
+    @classmethod
+    def install(cls, trainer: Any, config: GaspConfig, place: Place, stand: Stand) -> VerifiedCheckpointIO:
+        """Put it into the trainer's strategy, inside of wrappers such as AsyncCheckpointIO.
+
+        A user's own CheckpointIO stays, and its checkpoints have no manifest; that is said.
+        """
+        owner, name = trainer.strategy, "checkpoint_io"
+        while isinstance(getattr(owner, name), _WrappingCheckpointIO):
+            owner, name = getattr(owner, name), "checkpoint_io"
+        original = getattr(owner, name)
+        ours = cls(original, config, place, stand, search_folders(trainer, config))
+        if type(original) is not TorchCheckpointIO:
+            log.warning(
+                "checkpoints written by %s get no manifest, so a resume uses only what LastGasp itself saved",
+                type(original).__name__,
+            )
+            return ours
+        setattr(owner, name, ours)
+        ours._restore = lambda: setattr(owner, name, original)
+        return ours
+
+    def uninstall(self) -> None:
+        """Put the original back. Idempotent."""
+        self._restore()
+        self._restore = lambda: None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """As TorchCheckpointIO, but durable, atomic and with a manifest. A failing disk does not end training.
+
+        An OSError is logged and training goes on: the older checkpoints stand, and the next save may succeed.
+        """
+        if storage_options is not None or _remote(path):
+            self._original.save_checkpoint(checkpoint, path, storage_options)
+            return
+        self._stand.moved("save")
+        target = Path(path).absolute()
+        try:
+            self._write(checkpoint, target)
+        except OSError as error:
+            log.error(
+                "checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error
+            )
+            return
+        finally:
+            self._stand.moved("data")
+        step = checkpoint.get("global_step", 0)
+        if KEY in checkpoint and checkpoint[KEY]["step"] == step and target.parent in self._folders:
+            self._stand.durable, self._durable = max(self._stand.durable, step), target
+
+    def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
+        with Staged(target, LAYOUT, sha256=self._config.sha256) as staged:
+            save_verified(checkpoint, staged)
+            staged.publish(provenance(self._place, checkpoint.get("global_step", 0), "periodic", None))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Verify while loading where there is a manifest; load as Lightning does where there is none.
+
+        Raises:
+            DamagedCheckpoint: it does not match its manifest.
+        """
+        if _remote(path) or not LAYOUT.manifest_path(Path(path)).exists():
+            loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
+            return loaded
+        found: dict[str, Any] = load_verified(
+            Path(path), LAYOUT, map_location=map_location, weights_only=weights_only
+        )
+        return found
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove data, then manifest."""
+        self._original.remove_checkpoint(path)
+        if not _remote(path):
+            LAYOUT.manifest_path(Path(path)).unlink(missing_ok=True)
+            if Path(path).absolute() == self._durable:
+                self._stand.durable = 0
+
+
+def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:
+    """Where a resume looks: our directory, and those that the user gave to ModelCheckpoint by name.
+
+    Lightning's default directories change their names with every run.
+    """
+    named = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    folders = [config.directory, *(Path(name) for name in named if name and not _remote(name))]
+    return list(dict.fromkeys(folder.absolute() for folder in folders))
+
+
+def _remote(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path)
+
+
+__all__ = ["DamagedCheckpoint", "VerifiedCheckpointIO", "search_folders"]

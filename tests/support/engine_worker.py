@@ -1,0 +1,151 @@
+"""A rank without any framework: obeys lines on stdin, tells on stdout. For engine tests and benchmarks.
+
+step N   complete step N;   update   enter the update and stay there;   raise   report an exception
+stuck    block the main thread in a C call for ever;   done   leave normally
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from lastgasp.blackbox import BlackBox
+from lastgasp.config import GaspConfig
+from lastgasp.errors import LastgaspError
+from lastgasp.gasp import link
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.session import Contact, Session
+from lastgasp.topology import Place, ReplicaGroups, data_parallel
+
+
+def say(event: str, **more: object) -> None:
+    """One JSON line with the time in ns."""
+    sys.stdout.write(json.dumps({"event": event, "ns": time.time_ns(), **more}) + "\n")
+    sys.stdout.flush()
+
+
+@dataclass
+class Result:
+    """What the toy save wrote."""
+
+    path: str
+    temp: Path
+    nbytes: int
+    first_byte_ns: int
+    part: bytes = b""
+
+
+class ToySource:
+    """Its whole state is a number."""
+
+    def __init__(self, rank: int, directory: Path, save_seconds: float, fail: bool) -> None:
+        self.rank, self.directory, self.save_seconds, self.fail = rank, directory, save_seconds, fail
+        self._box = BlackBox(64)
+        self.box = self._box.fd
+
+    def note(self, step: int) -> None:
+        """Put the small state of `step` into the box."""
+        text = f"rank {self.rank} step {step}".encode()
+        self._box.begin(step, settled=True)[: len(text)] = text
+        self._box.end(len(text))
+
+    def capture(self, step: int) -> bytes:
+        """As the port says."""
+        return BlackBox.read(self.box, step) or b""
+
+    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Result:
+        """As the port says; slow or failing where the test wants it."""
+        say("save", step=step, small={r: s.decode() for r, s in small.items()}, reason=reason)
+        if self.fail:
+            raise OSError(28, "No space left on device")
+        time.sleep(self.save_seconds)
+        temp = self.directory / f".step-{step}.{self.rank}.tmp"
+        temp.write_text(str(step))
+        return Result(str(self.directory / f"step-{step}.toy"), temp, temp.stat().st_size, time.time_ns())
+
+    def publish(self, result: Result, parts: Mapping[int, bytes]) -> None:
+        """As the port says."""
+        result.temp.rename(result.path)
+        say("published", path=result.path, parts=sorted(parts))
+
+    def discard(self, result: Result) -> None:
+        """As the port says."""
+        result.temp.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Run one rank; its options are a JSON object in argv[1]."""
+    options = json.loads(sys.argv[1])
+    rank, world, directory = options["rank"], options["world"], Path(options["directory"])
+    groups = options.get("replicas")
+    replicas = cast(ReplicaGroups, tuple(map(tuple, groups))) if groups else data_parallel(world)
+    limits = {
+        "hang_timeout": options.get("hang"),
+        "finish_timeout": options.get("finish"),
+        "save_timeout": options.get("save"),
+    }
+    config = GaspConfig.resolve(directory, **limits)
+    link.__version__ = options.get("version", link.__version__)
+    source = ToySource(rank, directory, options.get("save_seconds", 0.0), rank in options.get("failing", []))
+    place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
+    try:
+        session = Session(config, place, source, Contact.from_environment())
+    except LastgaspError as error:
+        say("refused", why=str(error))
+        sys.exit(2)
+    session.take_sigterm()
+    session.begin(0, 0)
+    say("ready", pid=os.getpid())
+    try:
+        for line in sys.stdin:
+            obey(line.split(), session, source)
+    except Released as released:
+        leave(released.outcome)
+
+
+def obey(words: list[str], session: Session, source: ToySource) -> None:
+    """Carry out one line."""
+    if words[0] == "step":
+        session.updating()
+        source.note(int(words[1]))
+        session.step_end(int(words[1]))
+        say("stepped", step=int(words[1]))
+    elif words[0] == "update":
+        session.updating()
+        say("updating")
+    elif words[0] == "finish":
+        source.note(int(words[1]))
+        session.step_end(int(words[1]))
+    elif words[0] == "moved":
+        session.moved("backward")
+    elif words[0] == "gather":
+        say("gathered", parts=[p.decode() for p in session.gather(words[1], words[2].encode())])
+    elif words[0] == "raise":
+        say("raising")
+        leave(session.fault("exception", "ValueError: boom"))
+    elif words[0] == "stuck":
+        session.moved("backward")
+        say("stuck")
+        threading.Event().wait()
+    elif words[0] == "done":
+        session.close()
+        say("done")
+        sys.exit(0)
+
+
+def leave(outcome: Release) -> None:
+    """Say how it ended and go."""
+    say("released", ending=outcome.ending, step=outcome.step, path=outcome.path, reason=outcome.reason)
+    os._exit(exit_code(outcome))
+
+
+if __name__ == "__main__":
+    main()
