@@ -41,12 +41,12 @@ class BasicBlock(nn.Module):
 
 
 class Digits(LightningModule):
-    """Three blocks, dropout, ten classes."""
+    """Three blocks, dropout, ten classes: 0.8 million parameters, 10 MB per checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(BasicBlock(1, 16, 1), BasicBlock(16, 32, 2), BasicBlock(32, 64, 2))
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
+        self.body = nn.Sequential(BasicBlock(1, 16, 1), BasicBlock(16, 64, 2), BasicBlock(64, 256, 2))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(256, 10))
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores of images in [0, 1], shape (batch, 1, 8, 8)."""

@@ -46,12 +46,13 @@ class Stage:
         return replace(finished, returncode=1, output="boom\n") if "crash" in self.lies else finished
 
     def _killed(self, place: Path, log: Path) -> None:
-        fired = {"kind": "sigkill", "phase": "backward", "at_rank": 0, "at_step": 33}
+        fired = {"kind": "sigkill", "phase": "backward", "at_rank": 0, "at_step": 33, "wall_ns": 1_000_000}
         if "no fault" not in self.lies:
             log.write_text(json.dumps(fired) + "\n")
         self._publish(place, 33)
         incident = Incident(
-            id="1", job="j", attempt=0, world_size=2, ending="saved", phases=Phases(fault=1, saved=5_000_000),
+            id="1", job="j", attempt=0, world_size=2, ending="saved",
+            phases=Phases(fault=1, first_byte=4_500_000, saved=5_000_000),
             faults=[Fault(kind="killed", rank=0, cause="SIGKILL", step=33, seen_ns=2)],
             step_saved=20 if "old step" in self.lies else 33, steps_lost=0, savers=[1],
         )  # fmt: skip
@@ -81,6 +82,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
         checks = {check["what"]: check["ok"] for check in document["checks"]}
         assert document["ok"] == (done.exit_code == 0) == all(checks.values())
         assert done.output.count("FAILED") == list(checks.values()).count(False)
+        assert "no fault" in lies or "crash" in lies or document["kill_to_first_byte_ms"] == 3.5
         return done.exit_code, checks, stage
 
     return act

@@ -60,7 +60,7 @@ def test_the_last_one_is_shown_with_its_picture_beside_it(tmp_path: Path) -> Non
     done = run(tmp_path)
     assert done.exit_code == 0, done.output
     assert "incident aaa" in done.output
-    assert "rank 0 was killed after step 33: step 33 saved by rank 1, 0 steps lost" in done.output
+    assert "rank 0 was killed: step 33 saved by rank 1, 0 steps lost" in done.output
     assert "ended by [SIGKILL]" in done.output
     assert "6,800.0" in done.output
     assert (tmp_path / "incidents/aaa.png").read_bytes().startswith(b"\x89PNG")

@@ -49,6 +49,8 @@ class Summary(msgspec.Struct, frozen=True):
     """How long each job took."""
     checks: list[Check]
     incident: Incident | None
+    kill_to_first_byte_ms: float | None = None
+    """From just before the SIGKILL, as the victim itself noted it on disk, to the survivor's first byte."""
     version: int = 1
 
 
@@ -68,6 +70,7 @@ class Demo:
     checks: list[Check] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     incident: Incident | None = None
+    kill_to_first_byte_ms: float | None = None
 
     def play(self) -> Summary:
         """All chapters; what goes wrong in one is a failed check and ends the story.
@@ -85,7 +88,7 @@ class Demo:
         except (LastgaspError, FileNotFoundError) as error:
             self._check("the demo runs to its end", "yes", str(error), ok=False)
         ok = bool(self.checks) and all(check.ok for check in self.checks)
-        return Summary(ok, self.seconds, self.checks, self.incident)
+        return Summary(ok, self.seconds, self.checks, self.incident, self.kill_to_first_byte_ms)
 
     def _uninterrupted(self) -> None:
         self.tell(f"(a) training {STEPS} steps on {RANKS} ranks, undisturbed, under plain torchrun")
@@ -109,6 +112,9 @@ class Demo:
         self._equal("the step was saved", f"step {FAULT_STEP}, by rank 1",
                     f"step {incident.step_saved}, by rank {', '.join(map(str, incident.savers))}")  # fmt: skip
         self._equal("steps lost", "0", str(incident.steps_lost))
+        for fired in read_log(self.out / "faults.log"):
+            if incident.phases.first_byte is not None and isinstance(killed := fired["wall_ns"], int):
+                self.kill_to_first_byte_ms = round((incident.phases.first_byte - killed) / 1e6, 2)
 
     def _weights(self) -> None:
         self.tell("(c) comparing the final weights bit by bit")
@@ -124,9 +130,7 @@ class Demo:
         (self.out / "killed" / "final.pt").unlink()
         self._job("resumed from an older one", ["-m", "lastgasp", "run"], "killed", {})
         kept = sorted(path.name for path in (self.out / "killed").glob(f"{newest.name}.corrupt*"))
-        self._check(
-            "the damaged one is set aside", f"{newest.name}.corrupt", ", ".join(kept[:1]) or "no", bool(kept)
-        )
+        self._check("the damaged one is set aside", f"{newest.name}.corrupt", ", ".join(kept[:1]) or "no", bool(kept))
         self._same_weights("final weights after the flipped bit")
 
     def _named(self, report: Report, path: Path, offset: int) -> None:

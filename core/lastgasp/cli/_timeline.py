@@ -127,7 +127,7 @@ def headline(incident: Incident) -> str:
     # A collective that failed on a peer is how the others saw it, not what went wrong.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
     first = causes[0] if causes else None
-    who = f"rank {first.rank} {_VERB[first.kind]} after step {first.step}" if first else "no fault was recorded"
+    who = f"rank {first.rank} {_VERB[first.kind]}" if first else "no fault was recorded"
     more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
     return f"{who}{more}: {outcome(incident)}"
 

@@ -54,6 +54,8 @@ def demo(out: Path) -> None:
     screen.print(_table(summary))
     if summary.incident:
         screen.print(f"incident: {escape(headline(summary.incident))}")
+    if summary.kill_to_first_byte_ms is not None:
+        screen.print(f"from the kill to the first byte of the save: {summary.kill_to_first_byte_ms:g} ms")
     screen.print(f"{_clock.monotonic() - begun:.0f} s; files in {escape(str(out))}: timeline.png, demo.json, logs")
     sys.exit(0 if summary.ok else 1)
 
