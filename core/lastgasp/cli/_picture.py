@@ -58,9 +58,7 @@ def shown_ranks(incident: Incident) -> list[int]:
 
 def _phase_bar(axes: Any, parts: list[Span], scale: Scale) -> None:
     for part, left, right in zip(parts, scale.edges, scale.edges[1:], strict=False):
-        axes.barh(
-            0, right - left, left=left, height=0.9, color=_COLOURS[part.group], edgecolor="white", linewidth=1.5
-        )
+        axes.barh(0, right - left, left=left, height=0.9, color=_COLOURS[part.group], edgecolor="white", linewidth=1.5)
         text = part.activity.replace(", ", ",\n")
         centre = (left + right) / 2
         axes.text(centre, 0.66, text, ha="center", va="bottom", color=_INK, fontsize=9)
