@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -18,13 +19,16 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import xxhash
+
 from . import _clock
+from .topology import host_identity
 
 _log = logging.getLogger("lastgasp")
-_TEMP = re.compile(r"^\.(?P<name>.+)\.tmp-(?P<pid>[1-9]\d*)-(?P<random>[0-9a-f]{12})$")
+_TEMP = re.compile(r"^\.(?P<name>.+)\.tmp-(?P<pid>[1-9]\d*)-(?P<host>[0-9a-f]{6})[0-9a-f]{6}$")
 STALE_AFTER_S = 3600.0
-"""A temporary name of a dead process is left alone for this long: on a shared disk the process may live
-on another host, and then only the age of its last write tells."""
+"""A temporary of another host is left alone for this long: whether its process lives cannot be seen from
+here, and only the age of its last write tells."""
 LOCK_NAME = ".lastgasp.lock"
 LOCK_WAIT_S = 10.0
 
@@ -142,8 +146,14 @@ def make_directory(directory: Path) -> None:
 
 
 def unique_temp(path: Path) -> Path:
-    """A name beside `path` that no other process or thread uses: `.{name}.tmp-{pid}-{random}`."""
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(6)}")
+    """A name beside `path` that no other process or thread uses: `.{name}.tmp-{pid}-{host}{random}`."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{host_tag()}{secrets.token_hex(3)}")
+
+
+@functools.cache
+def host_tag() -> str:
+    """Six hex digits that tell this host's /proc from another's."""
+    return xxhash.xxh3_64_hexdigest(host_identity().encode())[:6]
 
 
 def is_temp(path: Path) -> bool:
@@ -152,10 +162,12 @@ def is_temp(path: Path) -> bool:
 
 
 def is_stale(path: Path, older_than_s: float = STALE_AFTER_S) -> bool:
-    """Whether `path` is a temporary of a process that is dead on this host, unwritten for `older_than_s`."""
+    """Whether `path` is a temporary of a dead process: of this host, or unwritten for `older_than_s`."""
     match = _TEMP.match(path.name)
-    if match is None or _alive(int(match["pid"])):
+    if match is None:
         return False
+    if match["host"] == host_tag():
+        return not _alive(int(match["pid"]))
     try:
         return _clock.wall_ns() - _last_write_ns(path) > older_than_s * 1e9
     except FileNotFoundError:

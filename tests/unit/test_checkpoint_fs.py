@@ -50,7 +50,16 @@ def test_other_names_are_not_ours(name: str) -> None:
     assert not _fs.is_temp(Path(name))
 
 
-def test_only_old_temporaries_of_the_dead_are_removed(tmp_path: Path) -> None:
+def test_a_temporary_of_a_dead_process_of_this_host_is_removed_at_once(tmp_path: Path) -> None:
+    left = tmp_path / f".a.ckpt.tmp-{_dead_pid()}-{_fs.host_tag()}012345"
+    left.write_bytes(b"")
+    mine = _fs.unique_temp(tmp_path / "mine.ckpt")
+    mine.write_bytes(b"")
+    assert _fs.remove_stale_temps(tmp_path) == [left]
+    assert mine.exists()
+
+
+def test_only_old_temporaries_of_other_hosts_are_removed(tmp_path: Path) -> None:
     dead = _dead_pid()
     stale = _aged_file(tmp_path / f".a.ckpt.tmp-{dead}-0123456789ab")
     folder = tmp_path / f".iter_1.tmp-{dead}-0123456789ab"

@@ -23,6 +23,9 @@ from .progress import Progress
 MARGIN = 2.0
 """Seconds of grace for messages, on top of what a rank may take."""
 
+SAVE_TRIES = 2
+"""How often a rank may try to save, after every other holder has failed, too; a late one not again."""
+
 State = Literal["running", "preparing", "saving", "committing", "over"]
 
 
@@ -63,7 +66,9 @@ class Member:
     hung: bool = False
     fault: Fault | None = None
     prepared: m.Prepared | None = None
+    failures: int = 0
     failed: str = ""
+    """Why its last save failed."""
 
     @property
     def here(self) -> bool:
@@ -210,7 +215,7 @@ class Machine:
         assert isinstance(message, m.SaveFailed)
         if not self._current_plan(message.recovery, message.plan):
             return []
-        member.failed = message.why
+        member.failed, member.failures = message.why, member.failures + 1
         return self._plan_again(now)
 
     def _on_committed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
@@ -283,7 +288,7 @@ class Machine:
             rank=rank,
             step=step,
             holds=holds,
-            faulty=member.fault is not None,
+            faulty=member.fault is not None or member.failures > 0,
             alive=member.here and prepared is not None,
             why=why,
         )
@@ -296,7 +301,7 @@ class Machine:
             return "had finished training"
         if member.hung:
             return "hung"
-        if member.failed:
+        if member.failures >= SAVE_TRIES:
             return f"its save failed: {member.failed}"
         if member.prepared is None:
             return "did not answer in time"
@@ -345,9 +350,12 @@ class Machine:
         if self.state == "preparing":
             return [Note(phase="agreed"), *self._carry_out(self._decide(), now)]
         assert self._current is not None
-        for rank in set(self._current.savers) - (set(self._saved) if self.state == "saving" else set()):
-            limit = self.save_timeout if self.state == "saving" else self.finish_timeout
-            self.members[rank].failed = f"not {'written' if self.state == 'saving' else 'published'} in {limit:g} s"
+        saving = self.state == "saving"
+        late = set(self._current.savers) - set(self._saved) if saving else {self._current.savers[0]}
+        for rank in late:
+            limit = self.save_timeout if saving else self.finish_timeout
+            self.members[rank].failed = f"not {'written' if saving else 'published'} in {limit:g} s"
+            self.members[rank].failures = SAVE_TRIES
         return self._plan_again(now)
 
     def _end(self, ending: Ending, reason: str) -> list[Action]:

@@ -215,7 +215,7 @@ class Processor:
     def _save(self, order: m.Save) -> None:
         try:
             result = self._source.save(order.step, order.small, order.reason)
-        except Exception as error:  # whatever went wrong, the controller must hear it and plan anew
+        except BaseException as error:  # a SystemExit of a user's hook, too: the controller must hear it
             log.exception("the save of step %d failed", order.step)
             why = f"{type(error).__name__}: {error}"
             self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why))
@@ -235,7 +235,7 @@ class Processor:
     def _commit(self, order: m.Commit) -> None:
         try:
             self._source.publish(self._results.pop(order.plan), order.parts)
-        except Exception as error:  # as in _save
+        except BaseException as error:  # as in _save
             log.exception("the checkpoint could not be published")
             why = f"{type(error).__name__}: {error}"
             self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why))
@@ -283,7 +283,7 @@ class Processor:
     def _carry_alone(self, fault: Fault) -> None:
         try:
             outcome = self._alone(fault)
-        except Exception as error:  # the training thread waits for an outcome, whatever it is
+        except BaseException as error:  # the training thread waits for an outcome, whatever it is
             log.exception("the recovery failed")
             outcome = given_up(f"{type(error).__name__}: {error}")
         self.over(outcome)

@@ -1,0 +1,111 @@
+"""The matrix of faults: kind x moment x rank x launcher x world size, and what must hold for each."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("train_tiny.py")
+
+KINDS = ("sigkill", "exception", "exit3", "sigterm", "sigterm-all", "sigstop", "killed-while-raising")
+MOMENTS = ("data", "forward", "backward", "update", "after_update", "periodic_save", "gasp_save")
+LAUNCHERS = ("run", "torchrun", "script")
+RANKS = ("first", "last")
+STEP = 5
+"""The step under way at the fault (5 are completed); a periodic save is at 4 and at 8."""
+SAVE_STEP = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job with one fault (or two)."""
+
+    kind: str
+    moment: str
+    rank: str
+    launcher: str
+    world: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.moment}-{self.rank}-{self.launcher}-{self.world}"
+
+    @property
+    def victim(self) -> int:
+        """The rank that the fault happens on."""
+        return 0 if self.rank == "first" else self.world - 1
+
+    @property
+    def other(self) -> int:
+        """A rank that it does not happen on."""
+        return self.world - 1 if self.rank == "first" else 0
+
+    @property
+    def faults(self) -> str:
+        """The value of LASTGASP_FAULT."""
+        if self.moment == "gasp_save":
+            return self._during_gasp()
+        step = SAVE_STEP if self.moment == "periodic_save" else STEP
+        where = f"step={step},phase={self.moment}"
+        if self.kind == "sigterm-all":
+            return f"kind=sigterm,rank=all,{where}"
+        if self.kind == "killed-while-raising":
+            return f"kind=sigkill,rank={self.victim},{where};kind=exception,rank={self.other},{where}"
+        return f"kind={self.kind},rank={self.victim},{where}"
+
+    def _during_gasp(self) -> str:
+        """The victim dies in the forward pass; the fault then hits whoever saves."""
+        first = f"kind=sigkill,rank={self.victim},step={STEP},phase=forward"
+        kind = {"sigterm-all": "sigterm", "killed-while-raising": "sigkill"}.get(self.kind, self.kind)
+        return first + f";kind={kind},rank=all,phase=gasp_save"
+
+    @property
+    def fired(self) -> int:
+        """The least number of faults that must have fired."""
+        if self.kind == "killed-while-raising" and self.moment not in ("gasp_save",):
+            return 1  # the second one may die of the first before it gets there
+        return 2 if self.moment == "gasp_save" else 1
+
+    @property
+    def survivors_after_gasp_fault(self) -> bool:
+        """Whether anybody is left to save once the saver itself was hit."""
+        return self.moment != "gasp_save" or self.kind in ("exception", "exit3", "sigterm", "sigterm-all")
+
+    @property
+    def exact_step(self) -> int | None:
+        """The step that must be saved; None where the signal is asynchronous and some steps may follow."""
+        if self.kind in ("sigterm", "sigterm-all") and self.moment != "gasp_save":
+            return None
+        if self.moment == "periodic_save":
+            return SAVE_STEP
+        if self.moment in ("update", "after_update"):
+            return STEP + 1
+        return STEP
+
+    def command(self, directory: Path, final: Path) -> list[str]:
+        """The job's command line."""
+        script = [str(SCRIPT), "--dir", str(directory), "--final", str(final), "--devices", str(self.world)]
+        ranks = ["--nproc-per-node", str(self.world)]
+        if self.launcher == "run":
+            return [sys.executable, "-m", "lastgasp", "run", *ranks, *script]
+        if self.launcher == "torchrun":
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, *script]
+        return [sys.executable, *script]
+
+
+def all_cases() -> list[Case]:
+    """Every combination."""
+    product = itertools.product(KINDS, MOMENTS, RANKS, LAUNCHERS, (2, 3))
+    return [Case(*combination) for combination in product]
+
+
+def covering_cases() -> list[Case]:
+    """Every kind at every moment once, with rank, launcher and world size taking turns."""
+    cases = []
+    for i, (kind, moment) in enumerate(itertools.product(KINDS, MOMENTS)):
+        row, column = divmod(i, len(MOMENTS))
+        launcher = LAUNCHERS[(row + column) % 3]
+        rank = RANKS[(row + column // 2) % 2]
+        cases.append(Case(kind, moment, rank, launcher, 3 if i % 6 == 5 else 2))
+    return cases
