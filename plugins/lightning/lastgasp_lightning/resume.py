@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.small import SmallState, decode_small, restore_small
+from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.metrics import restore_results
 from lastgasp_lightning.state import KEY, VERSION, LightningState, patch_groups, set_batch_progress
@@ -60,6 +61,7 @@ class Resume:
         _to_boundary(checkpoint, record)
         extra = self._small.extra if self._small is not None else b""
         self._state.position.resume(extra, record["epoch"], record["batch"])
+        self._undo.append(restore_layout(trainer, record.get("buckets")))
         self._arrange(trainer)
         return True
 

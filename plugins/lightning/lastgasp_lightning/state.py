@@ -19,6 +19,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
+from lastgasp_lightning.buckets import layout_of
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.metrics import encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
@@ -305,6 +306,7 @@ class LightningState:
             "buffers": self._buffers(snapshot.step, smalls),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,
+            "buckets": layout_of(self._trainer),
             "reloads": snapshot.reloads,
             "stopping": snapshot.stopping,
             "lr_schedulers": snapshot.schedulers,
