@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,20 @@ class Stateful:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+class Pairs:
+    """A plain sized iterable. (Lightning takes a bare list for a collection of loaders.)"""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.pairs = [(torch.randn(3, FEATURES, generator=generator), torch.ones(3, 1)) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.pairs)
 
 
 class SizedStateful(Stateful):
@@ -244,6 +259,7 @@ class Harness(L.Callback):
     def __init__(self, run: Run) -> None:
         self.run = run
         self.count = 0
+        self.moments: Counter[str] = Counter()
         self.saved: Path | None = None
         self.step: int | None = None
         self.refused = ""
@@ -283,7 +299,10 @@ class Harness(L.Callback):
 
     def strike(self, moment: str) -> None:
         fault = self.run.fault
-        if fault is None or moment != fault.moment or self.trainer.sanity_checking:
+        if self.trainer.sanity_checking:
+            return
+        self.moments[moment] += 1
+        if fault is None or moment != fault.moment:
             return
         self.count += 1
         if self.count == fault.nth:
@@ -331,7 +350,8 @@ class Outcome:
 
 def execute(run: Run) -> Outcome:
     """Train as `run` says; a Boom ends it."""
-    L.seed_everything(11, verbose=False)
+    # not seed_everything: it leaves environment variables behind
+    random.seed(11), np.random.seed(11), torch.manual_seed(11)
     model = Model(**run.module_args)
     harness, before = Harness(run), Before()
     model.strike = before.strike = harness.strike

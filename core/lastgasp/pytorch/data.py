@@ -58,10 +58,13 @@ class SamplerTrack:
         self._recorder = recorder
         self._generators = list(generators)
         self._pending: tuple[SamplerStart, int] | None = None
+        self._resumed: _Resumed | None = None
+        self._untouched = False
 
     def new_epoch(self) -> None:
         """The next iteration is the first one of an epoch."""
         self.start, self.yielded, self.changed = SamplerStart(), 0, True
+        self._untouched = False
 
     def resume(self, start: SamplerStart, consumed: int) -> None:
         """The next iteration repeats the one that began as `start`, without its first batches.
@@ -73,7 +76,17 @@ class SamplerTrack:
         self._pending = (start, consumed - start.base)
 
     def begin(self, sampler: Any) -> Iterator[Any]:
-        """Start an iteration of `sampler`."""
+        """Start an iteration of `sampler`.
+
+        A loader with workers does so twice, and draws its base seed in between: the second time counts as the
+        same iteration, begun under the random state of the first.
+        """
+        if self._untouched:
+            if self._resumed is not None:
+                self._resumed = self._resumed.restarted(iter(sampler))
+                return self._resumed
+            return _Tracked(self, iter(sampler))
+        self._untouched = True
         if self._pending is not None:
             start, skip = self._pending
             self._pending = None
@@ -85,6 +98,7 @@ class SamplerTrack:
 
     def first(self) -> None:
         """The first batch of an iteration is about to be drawn."""
+        self._untouched = False
         self.start.at_first = self._recorder.snapshot()
         self.start.generators_at_first = self._states()
         self.changed = True
@@ -95,10 +109,21 @@ class SamplerTrack:
             # left in place: the loader now draws its workers' base seed, which must be the same too
             rng.restore(rng.decode(start.at_iter))
             self._set(start.generators_at_iter)
-        return _Resumed(self, iter(sampler), start, skip)
+        self._resumed = _Resumed(self, iter(sampler), start, skip)
+        return self._resumed
+
+    def settle(self) -> None:
+        """Drop the consumed batches now, if an iteration is resumed and nothing was drawn yet.
+
+        At the end of an epoch nothing more is drawn, but the generators must stand where they stood.
+        """
+        if self._resumed is not None:
+            self._resumed.settle()
 
     def skip(self, inner: Iterator[Any], start: SamplerStart, skip: int) -> None:
         """Drop `skip` batches under the random state of `start` (if known), then put the random state back."""
+        self._untouched = False
+        self._resumed = None
         kept = self._recorder.snapshot()
         if start.at_first:
             rng.restore(rng.decode(start.at_first))
@@ -138,11 +163,19 @@ class _Resumed(Iterator[Any]):
         self._track, self._inner = track, inner
         self._todo: tuple[SamplerStart, int] | None = (start, skip)
 
-    def __next__(self) -> Any:
+    def restarted(self, inner: Iterator[Any]) -> _Resumed:
+        """The same over another iterator; nothing was drawn from this one."""
+        assert self._todo is not None
+        return _Resumed(self._track, inner, *self._todo)
+
+    def settle(self) -> None:
         if self._todo is not None:
             start, skip = self._todo
             self._todo = None
             self._track.skip(self._inner, start, skip)
+
+    def __next__(self) -> Any:
+        self.settle()
         item = next(self._inner)
         self._track.yielded += 1
         return item
@@ -191,8 +224,10 @@ def _sampler_name(loader: Any) -> str:
 
 def loader_generators(loader: Any) -> list[torch.Generator]:
     """The generators, other than the global one, that `loader` and its samplers draw from."""
-    sampler = untracked(getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None))
-    return _generators(loader, sampler)
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # a sampler may have a length, and the length 0
+        sampler = getattr(loader, "sampler", None)
+    return _generators(loader, untracked(sampler))
 
 
 def _generators(loader: Any, sampler: Any) -> list[torch.Generator]:

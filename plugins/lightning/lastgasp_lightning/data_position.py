@@ -61,7 +61,7 @@ class DataPosition:
         self._epoch_part: dict[str, Any] = {}
         self._fetched = 0
         self._before: dict[int, dict[str, Any]] = {}
-        self._watching = self._changed = self._dynamic = False
+        self._watching = self._changed = self._dynamic = self._unsized = False
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -145,14 +145,14 @@ class DataPosition:
             for index, (kind, track) in enumerate(zip(self._kinds, self._tracks, strict=True))
         ]
         record = {"version": 1, "loaders": loaders, **self._epoch_part}
-        if STREAM in self._kinds:
-            record["fetch"] = fetch.get("rng", b"")
+        if "rng" in fetch:
+            record["fetch"] = fetch["rng"]
         return pickle.dumps(record)
 
     def _note(self, index: int) -> None:
         """Remember what stands before batch `index` is fetched."""
         note: dict[str, Any] = {}
-        if STREAM in self._kinds:
+        if self._unsized:
             note["rng"] = self._rng.snapshot()
         if STATEFUL in self._kinds:
             # encoded at once: a loader may give out its live state
@@ -197,11 +197,14 @@ class DataPosition:
         if self._dynamic and index not in self._before:
             self._note(index)
 
+    def _measure(self) -> None:
+        self._unsized = sized_len(self._combined) is None
+        self._dynamic = STATEFUL in self._kinds or (STREAM in self._kinds and self._unsized)
+
     def _first_fetch(self) -> None:
         # Lightning fetches one batch ahead when it cannot know the length: then the state before the next
         # fetch is older than the boundary, and is recorded with each batch
-        unsized = sized_len(self._combined) is None
-        self._dynamic = STATEFUL in self._kinds or (STREAM in self._kinds and unsized)
+        self._measure()
         if STREAM in self._kinds:
             self._epoch_part["first"] = self._rng.snapshot()
             self._changed = True
@@ -244,8 +247,14 @@ class DataPosition:
         if record.get("fetch"):
             rng.restore(rng.decode(record["fetch"]))
         self._fetched = k
-        self._dynamic = STATEFUL in self._kinds or (STREAM in self._kinds and sized_len(combined) is None)
+        self._measure()
         return out
+
+    def settle(self) -> None:
+        """Call when the resumed run stands on its boundary: samplers that drew nothing yet drop their part."""
+        for track in self._tracks:
+            if track is not None:
+                track.settle()
 
     def _mark_cycles(self, flags: list[bool] | None) -> None:
         for i, track in enumerate(self._tracks):

@@ -113,6 +113,7 @@ class Resume:
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         _skip_second_save(trainer, record)
         self._restore_metrics(trainer, record)
+        self._state.position.settle()
         if self._small is not None:
             restore_small(self._small, self._state._devices(), trainer.lightning_module)
         self._small, self._record = None, {}

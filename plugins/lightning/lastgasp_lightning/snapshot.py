@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
 
 _Path = tuple[str, ...]
@@ -47,7 +47,8 @@ class Snapshotter:
         self.paths, self._dicts = _trackers(trainer.fit_loop)
         self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
         self._stateful = stateful_callbacks(trainer)
-        self._mid_step = [cb for cb in self._stateful if any(_overrides(cb, hook) for hook in _MID_STEP)]
+        hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
+        self._mid_step = [cb for cb in self._stateful if any(_overrides(cb, hook) for hook in hooks)]
 
     def take(self, step: int) -> Snapshot:
         """Remember everything as it stands. A few microseconds."""
@@ -135,6 +136,13 @@ def _metric(key: str, m: Any) -> tuple[Any, ...]:
 
 def _states(callbacks: list[Callback]) -> dict[str, Any]:
     return {cb.state_key: copy.deepcopy(cb.state_dict()) for cb in callbacks}
+
+
+def _accumulates(trainer: Any) -> bool:
+    """Whether a batch may end without an update, so that callbacks see batches that a resume repeats."""
+    scheduled = any(isinstance(cb, GradientAccumulationScheduler) for cb in trainer.callbacks)
+    manual = not trainer.lightning_module.automatic_optimization
+    return bool(scheduled or manual or trainer.accumulate_grad_batches != 1)
 
 
 def _overrides(callback: Callback, name: str) -> bool:
