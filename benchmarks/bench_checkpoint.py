@@ -1,31 +1,48 @@
 """What trust costs: a verified durable save, and verification before a load, against torch alone.
 
-    python benchmarks/bench_checkpoint.py --gb 1 --rounds 5 --dir /data/tmp --json result.json
-
-Variants of one comparison run in turn within each round, in changing order, so that a drifting disk hits
-all of them. `cold` drops the file from the page cache with posix_fadvise before each run.
+The variants of one comparison take turns within each round, in changing order, so that a drifting disk hits
+all of them; ratios are taken within a round. `cold` drops the file from the page cache before each run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import Measure, Options, interleave, paired
 from lastgasp.checkpoint import Provenance, SingleFile, Staged, verify
 from lastgasp.pytorch.io import load_verified, save_verified, without_crc32
 
 LAYOUT = SingleFile()
-Results = dict[str, list[float]]
+GIGABYTES, ROUNDS = 1.0, 9
+TORCH_SAVE, TORCH_SAVE_NO_CRC, OUR_SAVE = "torch.save + fsync", "torch.save without CRC + fsync", "verified save"
+TORCH_LOAD, OUR_LOAD, VERIFY = "torch.load", "verify + load", "verify alone"
+
+
+def measure(options: Options) -> list[Measure]:
+    """Seconds of each, and the two ratios that have a target."""
+    size, rounds = (0.01, 2) if options.quick else (GIGABYTES, ROUNDS)
+    state, path = make_state(size), options.folder / "step-1.ckpt"
+    saves = bench_save(state, path, rounds)
+    save_lastgasp(state, path)
+    del state
+    measures = _measures(f"save {size:g} GB", saves)
+    measures.append(paired(f"save {size:g} GB: verified / torch.save", saves, OUR_SAVE, TORCH_SAVE, 1.0))
+    for temperature in ("cold", "warm"):
+        loads = bench_load(path, rounds, cold=temperature == "cold")
+        title = f"load {size:g} GB, {temperature}"
+        measures += _measures(title, loads)
+        measures.append(paired(f"{title}: verify + load / load", loads, OUR_LOAD, TORCH_LOAD, 1.3))
+    return measures
+
+
+def _measures(title: str, samples: Mapping[str, list[float]]) -> list[Measure]:
+    return [Measure(name=f"{title}: {name}", unit="s", samples=seconds) for name, seconds in samples.items()]
 
 
 def make_state(gigabytes: float) -> dict[str, torch.Tensor]:
@@ -36,13 +53,6 @@ def make_state(gigabytes: float) -> dict[str, torch.Tensor]:
 
 def save_plain(state: dict[str, torch.Tensor], path: Path) -> None:
     """torch.save and fsync: durable, not atomic, not verifiable."""
-    with path.open("wb") as file:
-        torch.save(state, file)
-    _sync(path)
-
-
-def save_plain_path(state: dict[str, torch.Tensor], path: Path) -> None:
-    """torch.save(path), the usual call, and fsync."""
     torch.save(state, path)
     _sync(path)
 
@@ -50,7 +60,7 @@ def save_plain_path(state: dict[str, torch.Tensor], path: Path) -> None:
 def save_plain_without_crc(state: dict[str, torch.Tensor], path: Path) -> None:
     """As above without torch's CRC-32."""
     with without_crc32():
-        save_plain_path(state, path)
+        save_plain(state, path)
 
 
 def save_lastgasp(state: dict[str, torch.Tensor], path: Path) -> None:
@@ -74,6 +84,11 @@ def drop_cache(path: Path) -> None:
     os.close(fd)
 
 
+def warm_cache(path: Path) -> None:
+    """Read the file once."""
+    path.read_bytes()
+
+
 def timed(action: Callable[[], object]) -> float:
     """Seconds that `action` took; its result is freed outside of the clock."""
     begun = time.perf_counter()
@@ -83,89 +98,25 @@ def timed(action: Callable[[], object]) -> float:
     return seconds
 
 
-def interleave(variants: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object]) -> Results:
-    """Run every variant once per round, in an order that rotates."""
-    results: Results = {name: [] for name in variants}
-    names = list(variants)
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            before()
-            results[name].append(timed(variants[name]))
-    return results
-
-
-def bench_save(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> Results:
+def bench_save(state: dict[str, torch.Tensor], path: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds per save; old files are removed before each run."""
-    path = folder / "step-1.ckpt"
 
     def clean() -> None:
-        for old in folder.glob("step-1.ckpt*"):
+        for old in path.parent.glob(f"{path.name}*"):
             old.unlink()
         os.sync()
 
-    return interleave(
-        {
-            "torch.save(path) + fsync": lambda: save_plain_path(state, path),
-            "torch.save without crc + fsync": lambda: save_plain_without_crc(state, path),
-            "lastgasp verified save": lambda: save_lastgasp(state, path),
-        },
-        rounds,
-        clean,
-    )
+    saves = {TORCH_SAVE: save_plain, TORCH_SAVE_NO_CRC: save_plain_without_crc, OUR_SAVE: save_lastgasp}
+    variants = {name: partial(timed, partial(save, state, path)) for name, save in saves.items()}
+    return interleave(variants, rounds, clean)
 
 
-def bench_load(folder: Path, rounds: int, cold: bool) -> Results:
-    """Seconds per load of the checkpoint that `bench_save` left or that is written now."""
-    path = folder / "step-1.ckpt"
-    return interleave(
-        {
-            "torch.load": lambda: torch.load(path),
-            "lastgasp verify + torch.load": lambda: load_verified(path),
-            "lastgasp verify alone": lambda: verify(path, LAYOUT),
-        },
-        rounds,
-        (lambda: drop_cache(path)) if cold else (lambda: path.read_bytes()[:0]),
-    )
-
-
-def show(title: str, results: Results, gigabytes: float) -> dict[str, dict[str, float]]:
-    """Print a table; returns the numbers. Ratios are to the first variant."""
-    table = Table(title=title)
-    for column in ("variant", "median s", "best s", "GB/s (median)", "ratio of medians", "median of ratios"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    base = next(iter(results.values()))
-    numbers = {}
-    for name, seconds in results.items():
-        median = statistics.median(seconds)
-        ratio = median / statistics.median(base)
-        paired = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
-        cells = (median, min(seconds), gigabytes / median, ratio, paired)
-        table.add_row(name, *(f"{cell:.3f}" for cell in cells))
-        keys = ("median_s", "best_s", "gb_per_s", "ratio", "paired_ratio")
-        numbers[name] = dict(zip(keys, cells, strict=True))
-    Console().print(table)
-    return numbers
-
-
-def main() -> None:
-    """Parse the command line, run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint in 1e9 bytes")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, default=None, help="where to write; on the disk to be measured")
-    parser.add_argument("--json", type=Path, default=None, help="where to put the numbers")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="lastgasp-bench-") as name:
-        folder = Path(name)
-        state = make_state(options.gb)
-        numbers = {"save": show("save", bench_save(state, folder, options.rounds), options.gb)}
-        save_lastgasp(state, folder / "step-1.ckpt")
-        del state
-        for title, cold in (("load, cold", True), ("load, warm", False)):
-            numbers[title] = show(title, bench_load(folder, options.rounds, cold), options.gb)
-    if options.json:
-        options.json.write_text(json.dumps({"gb": options.gb, "rounds": options.rounds, **numbers}, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+def bench_load(path: Path, rounds: int, cold: bool) -> dict[str, list[float]]:
+    """Seconds per load."""
+    loads: dict[str, Callable[[Path], object]] = {
+        TORCH_LOAD: torch.load,
+        OUR_LOAD: load_verified,
+        VERIFY: partial(verify, layout=LAYOUT),
+    }
+    variants = {name: partial(timed, partial(load, path)) for name, load in loads.items()}
+    return interleave(variants, rounds, partial(drop_cache if cold else warm_cache, path))

@@ -1,0 +1,37 @@
+"""`python -m benchmarks [NAMES]`: run them one after another, print tables, write JSON."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from pathlib import Path
+
+import click
+
+from benchmarks.harness import Options, run, write
+
+NAMES = ("detect", "callback", "checkpoint", "restart")
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(NAMES), metavar="[NAMES]...")
+@click.option("--quick", is_flag=True, help="A few seconds each, to see that they work; the numbers mean nothing.")
+@click.option(
+    "--json", "json_dir", type=click.Path(file_okay=False, path_type=Path), default=Path("out/bench"),
+    show_default=True, help="Where NAME.json goes.",
+)  # fmt: skip
+@click.option(
+    "--dir", "scratch", type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where checkpoints are written; on the disk to be measured [the system's temporary directory].",
+)  # fmt: skip
+def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None) -> None:
+    """Measure NAMES (all by default): detect, callback, checkpoint, restart."""
+    for name in names or NAMES:
+        bench = importlib.import_module(f"benchmarks.bench_{name}").measure
+        with tempfile.TemporaryDirectory(dir=scratch, prefix=f"lastgasp-bench-{name}-") as folder:
+            document = run(name, bench, Options(quick=quick, folder=Path(folder)))
+        click.echo(f"written: {write(document, json_dir)}")
+
+
+if __name__ == "__main__":
+    main()

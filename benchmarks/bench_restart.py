@@ -1,0 +1,102 @@
+"""From the kill to the first new step: `lastgasp run` against bare torchrun with a checkpoint at hand.
+
+Two gloo ranks, rank 0 is killed in the backward pass of a step between two periodic checkpoints. The clock
+starts when the fault is written to the log of the fault kit, just before the kill, and ends with the first
+completed step of the restarted job. Bare torchrun does not save: it goes back to the periodic checkpoint,
+and the steps that it has to do again are not counted against it.
+
+torch 2.13 gives a restarted attempt the store of the dead one, and the restart then often fails; bare
+torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which avoids that, so that it gets its best.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.harness import Measure, Options, interleave
+from lastgasp.events import decode_incident
+from lastgasp.testing.faults import ENV_FAULT, ENV_LOG, read_log
+from lastgasp.testing.jobs import run_job
+
+SCRIPT = Path(__file__).with_name("restart_job.py")
+ROUNDS, STEPS, EVERY, FAULT_STEP = 7, 30, 10, 15
+WIDTH = 1448
+"""Gives a checkpoint of 25 MB."""
+TARGET_S = 0.5
+LIMIT = 180.0
+LAUNCHERS = {
+    "bare": ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"],
+    "lastgasp": ["-m", "lastgasp", "run"],
+}
+BARE = {"LASTGASP_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def measure(options: Options) -> list[Measure]:
+    """Seconds from the kill to the first new step of both, and their difference within each round."""
+    rounds, width = (1, 64) if options.quick else (ROUNDS, WIDTH)
+    jobs = _Jobs(options.folder, width)
+    variants: dict[str, Callable[[], float]] = {
+        "bare": lambda: jobs.restart("bare"),
+        "lastgasp": lambda: jobs.restart("lastgasp"),
+    }
+    seconds = interleave(variants, rounds)
+    more = [a - b for a, b in zip(seconds["lastgasp"], seconds["bare"], strict=True)]
+    return [
+        Measure(name="bare torchrun: kill -> first step after the restart", unit="s", samples=seconds["bare"]),
+        Measure(name="lastgasp run: the same, the gasp included", unit="s", samples=seconds["lastgasp"]),
+        Measure(name="lastgasp run minus bare torchrun", unit="s", samples=more, target=TARGET_S),
+        Measure(name="kill -> gasp committed", unit="s", samples=jobs.saved),
+        Measure(name="bare torchrun: steps lost", unit="steps", samples=jobs.lost["bare"]),
+        Measure(name="lastgasp run: steps lost", unit="steps", samples=jobs.lost["lastgasp"], target=0.0),
+    ]
+
+
+@dataclass
+class _Jobs:
+    """Runs jobs with one kill each; remembers what else they tell."""
+
+    folder: Path
+    width: int
+    saved: list[float] = field(default_factory=list)
+    lost: dict[str, list[float]] = field(default_factory=lambda: {"bare": [], "lastgasp": []})
+
+    def restart(self, kind: str) -> float:
+        """Seconds from the kill to the first step of the restarted job."""
+        place = self.folder / f"{kind}-{len(self.lost[kind])}"
+        place.mkdir()
+        log, ckpts = place / "fault.log", place / "ckpts"
+        command = [sys.executable, *LAUNCHERS[kind], "--nproc-per-node", "2", str(SCRIPT), "--dir", str(ckpts),
+                   "--width", str(self.width), "--steps", str(STEPS), "--every", str(EVERY)]  # fmt: skip
+        command += ["--lastgasp"] if kind == "lastgasp" else []
+        environ = os.environ | {"OMP_NUM_THREADS": "1", ENV_LOG: str(log)} | (BARE if kind == "bare" else {})
+        environ[ENV_FAULT] = f"kind=sigkill,rank=0,step={FAULT_STEP},phase=backward"
+        done = run_job(command, place / "log", timeout=LIMIT, environ=environ)
+        if done.returncode != 0:
+            raise RuntimeError(f"{kind}: exit code {done.returncode}\n{done.output[-4000:]}")
+        [fault] = read_log(log)
+        killed = int(str(fault["wall_ns"]))
+        step, at = _first_step_after_restart(done.output)
+        self.lost[kind].append(FAULT_STEP + 1 - step)
+        if kind == "lastgasp":
+            self.saved.append((_committed(ckpts) - killed) / 1e9)
+        return (at - killed) / 1e9
+
+
+def _first_step_after_restart(output: str) -> tuple[int, int]:
+    found = re.findall(r"first step (\d+) of attempt [1-9]\d* at (\d+)", output)
+    if not found:
+        raise RuntimeError(f"the job was not restarted\n{output[-4000:]}")
+    return int(found[0][0]), int(found[0][1])
+
+
+def _committed(directory: Path) -> int:
+    [path] = (directory / "incidents").glob("*.json")
+    committed = decode_incident(path.read_bytes()).phases.committed
+    if committed is None:
+        raise RuntimeError(f"nothing was saved: see {path}")
+    return committed
