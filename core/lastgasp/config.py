@@ -51,17 +51,19 @@ class GaspConfig:
         if unknown:
             name = min(unknown)
             raise ConfigError(name, given[name], f"one of {sorted(_FIELDS)}", "Check the spelling.")
-        values: dict[str, Any] = {
-            name: _pick(name, given.get(name), env, check) for name, check in _FIELDS.items()
-        }
+        values: dict[str, Any] = {name: _pick(name, given.get(name), env, check) for name, check in _FIELDS.items()}
         return cls(directory=_directory(directory, env), **{k: v for k, v in values.items() if v is not None})
 
 
 def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str]) -> Path:
     value = directory if directory is not None else env.get("LASTGASP_DIR")
-    if value is None or str(value) == "":
-        raise ConfigError("dir", value, "a directory path", "Give dir=... or set LASTGASP_DIR.")
-    return Path(value).expanduser().absolute()
+    try:
+        if not isinstance(value, str | os.PathLike) or str(value) == "" or "\0" in str(value):
+            raise ValueError(value)
+        str(value).encode()  # it travels in messages and records
+        return Path(value).expanduser().absolute()
+    except (ValueError, RuntimeError):  # RuntimeError: ~somebody who does not exist
+        raise ConfigError("dir", value, "a directory path", "Give dir=... or set LASTGASP_DIR.") from None
 
 
 def _pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str, object], T]) -> T | None:
@@ -83,7 +85,7 @@ def _positive_int(field: str, value: object) -> int:
 def _number(field: str, value: object, allowed: str, remedy: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(field, value, allowed, remedy) from None
     if not math.isfinite(number):
         raise ConfigError(field, value, allowed, remedy)

@@ -145,8 +145,8 @@ class Session:
             # The caller may handle its own exception, and its traceback and clean-up are worth more than a
             # fast restart. In a job of one rank nobody waits for it to end.
             self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
-        now = _clock.wall_ns()
-        fault = Fault(kind=kind, rank=self.place.rank, cause=cause, step=self.stand.step, seen_ns=now)
+        now, text = _clock.wall_ns(), m.encodable(cause)
+        fault = Fault(kind=kind, rank=self.place.rank, cause=text, step=self.stand.step, seen_ns=now)
         self._processor.report(fault)
         limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
         outcome = self.stand.wait_over(limit)

@@ -30,6 +30,13 @@ class Place:
     job: str = "local"
 
     def __post_init__(self) -> None:
+        remedy = "Fix the launcher's environment (RANK, WORLD_SIZE)."
+        if self.world_size < 1:
+            raise ConfigError("world_size", self.world_size, "at least 1", remedy)
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError("rank", self.rank, f"0 to {self.world_size - 1}", remedy)
+        if self.attempt < 0:
+            raise ConfigError("attempt", self.attempt, "at least 0", "Fix LASTGASP_ATTEMPT.")
         check_replicas(self.replicas, self.world_size)
 
 

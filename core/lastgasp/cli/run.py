@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import ArgumentParser
 
 import click
 
@@ -30,33 +31,45 @@ def run(arguments: tuple[str, ...]) -> None:
     """
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import get_args_parser
 
         from lastgasp.launch.main import last_ending, launch
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "lightning") from error
     os.environ["LASTGASP_LAUNCHER"] = "run"
     try:
-        launch(with_defaults(list(arguments)))
+        launch(with_defaults(list(arguments), get_args_parser()))
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(last_ending() or 1)
 
 
-def with_defaults(arguments: list[str]) -> list[str]:
-    """Put our defaults in front of what was not given."""
-    given = [argument.split("=")[0].replace("_", "-") for argument in _options(arguments)]
+def with_defaults(arguments: list[str], parser: ArgumentParser) -> list[str]:
+    """Put our defaults in front of what was given neither here nor in torchrun's environment (`PET_*`).
+
+    Args:
+        arguments: the command line: torchrun's options, the script, the script's arguments.
+        parser: torchrun's own, which knows where its options end.
+    """
+    given = [_long(option) for option in _options(arguments, parser)] + [_long(name) for name in _environment()]
     extra = [text for name, value in _DEFAULTS.items() if name not in given for text in (name, value)]
     if not any(name.startswith(_RENDEZVOUS) for name in given):
         extra.append("--standalone")
     return extra + arguments
 
 
-def _options(arguments: list[str]) -> list[str]:
+def _options(arguments: list[str], parser: ArgumentParser) -> list[str]:
     """The launcher's own options: everything before the script."""
-    for i, argument in enumerate(arguments):
-        if argument.endswith(".py") or argument in ("-m", "--module", "--no-python"):
-            return [a for a in arguments[:i] if a.startswith("-")]
-    return [a for a in arguments if a.startswith("-")]
+    behind = len(parser.parse_args(arguments).training_script_args) + 1
+    return [argument for argument in arguments[:-behind] if argument.startswith("-")]
+
+
+def _environment() -> list[str]:
+    return [f"--{name[4:].lower()}" for name, value in os.environ.items() if name.startswith("PET_") and value]
+
+
+def _long(option: str) -> str:
+    return option.split("=")[0].replace("_", "-")
 
 
 __all__ = ["exitcodes", "run", "with_defaults"]

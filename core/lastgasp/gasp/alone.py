@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
 from lastgasp import _clock
-from lastgasp.errors import LastgaspError
 from lastgasp.events import Fault, Incident
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.topology import Place
@@ -15,6 +15,8 @@ from . import messages as m
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
 from .generation import new_incident, write_incident
 from .stand import Stand
+
+log = logging.getLogger("lastgasp")
 
 
 def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault) -> m.Release:
@@ -28,7 +30,10 @@ def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hell
     incident.phases.released = _clock.wall_ns()
     if place.world_size > 1:
         incident.notes.append("without a controller: the random state of the other ranks was out of reach")
-    write_incident(incident, Path(hello.directory))
+    try:
+        write_incident(incident, Path(hello.directory))
+    except OSError as error:  # the checkpoint counts for more than its record
+        log.error("the incident could not be written to %s: %s", hello.directory, error)
     return outcome
 
 
@@ -57,8 +62,9 @@ def _carry_out(decision: Decision, source: StateSource, incident: Incident, faul
     incident.steps_lost = decision.lost
     try:
         result = _save(decision, source, incident, fault)
-    except (OSError, LastgaspError) as error:
-        incident.ending, incident.reason = "gave_up", f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever it is, the record tells it
+        log.exception("the save of step %d failed", decision.step)
+        incident.ending, incident.reason = "gave_up", m.one_line(error)
         incident.steps_lost = decision.lost + 1
         return _release(incident, -1, "")
     incident.ending, incident.step_saved, incident.files = "saved", decision.step, [result.path]

@@ -70,8 +70,9 @@ class Controller:
             The port.
         """
         self._loop = asyncio.get_running_loop()
+        self._server = await asyncio.start_server(self._serve, self._host, self._port, start_serving=False)
         self._watch = DeathWatch(self._saw_death)
-        self._server = await asyncio.start_server(self._serve, self._host, self._port)
+        await self._server.start_serving()
         self._ticker = asyncio.create_task(self._tick())
         return int(self._server.sockets[0].getsockname()[1])
 

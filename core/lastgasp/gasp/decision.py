@@ -16,7 +16,7 @@ class RankView:
         step: the newest step that the rank completed, as far as known; -1 when nothing is known.
         holds: its state is that of `step`, whole, and it can write it now.
         faulty: it raised or was told to stop: a holder of last resort.
-        why: why it cannot be used, empty when it can.
+        why: why it cannot be used, or is a holder of last resort; empty when there is nothing against it.
         alive: it answers.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from typing import TypeVar
 
 import msgspec
@@ -36,6 +37,7 @@ class Link:
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self._socket = _connect(address)
+        _live.add(self)
         try:
             self.shares_host = self._greet(token, hello) == hello.host
         except BaseException:
@@ -106,6 +108,18 @@ class Link:
     def close(self) -> None:
         """Close the socket; idempotent."""
         self._socket.close()
+
+
+_live: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A data-loader worker must not keep the connection open when its rank dies: its end is the death certificate."""
+    for link in list(_live):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _connect(address: str) -> socket.socket:

@@ -125,9 +125,9 @@ class Machine:
         self.progress.joined(rank, now)
         if self.state == "over":
             return [self._release_to(rank)]
-        if self.state == "preparing":
-            return [Send(rank=rank, message=self._prepare_order())]
-        return []
+        if self.state == "running":
+            return []
+        return [Send(rank=rank, message=self._prepare_order())]  # it may be the holder that a next plan needs
 
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
         """The rank's process or connection ended. After a Goodbye that is no fault."""
@@ -200,7 +200,7 @@ class Machine:
 
     def _on_saved(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Saved)
-        if not self._current_plan(message.recovery, message.plan) or self.state != "saving":
+        if self.state != "saving" or not self._ordered(member.rank, message.recovery, message.plan):
             return []
         self._saved[member.rank] = message
         assert self._current is not None
@@ -213,14 +213,14 @@ class Machine:
 
     def _on_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.SaveFailed)
-        if not self._current_plan(message.recovery, message.plan):
+        if self.state == "over" or not self._ordered(member.rank, message.recovery, message.plan):
             return []
         member.failed, member.failures = message.why, member.failures + 1
         return self._plan_again(now)
 
     def _on_committed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Committed)
-        if not self._current_plan(message.recovery, message.plan) or self.state != "committing":
+        if self.state != "committing" or not self._ordered(member.rank, message.recovery, message.plan):
             return []
         saved = self._saved[member.rank]
         self.outcome.path, self.outcome.first_byte_ns = saved.path, saved.first_byte_ns
@@ -228,9 +228,11 @@ class Machine:
         return [Note(phase="committed"), *self._end("saved", "")]
 
     def _on_goodbye(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        if member.left:
+            return []
         member.left = True
         self.progress.left(member.rank)
-        return self._decide_if_ready(now)
+        return self._after_loss(member.rank, now)
 
     # -- the recovery -----------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class Machine:
             holds=holds,
             faulty=member.fault is not None or member.failures > 0,
             alive=member.here and prepared is not None,
-            why=why,
+            why=why or (f"its save failed: {member.failed}" if member.failures else ""),
         )
 
     @staticmethod
@@ -326,8 +328,10 @@ class Machine:
         order = m.Save(recovery=self.recovery, plan=self.plan, step=decision.step, small={}, reason=reason)
         return [Send(rank=rank, message=order) for rank in dict.fromkeys(decision.savers)]
 
-    def _current_plan(self, recovery: int, plan: int) -> bool:
-        return self._current is not None and (recovery, plan) == (self.recovery, self.plan)
+    def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
+        """This rank answers an order of the plan that is carried out now."""
+        current = self._current
+        return current is not None and rank in current.savers and (recovery, plan) == (self.recovery, self.plan)
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
         """A rank went while a recovery runs: go on without it."""

@@ -211,6 +211,16 @@ def frame(message: Message) -> bytes:
     return len(body).to_bytes(HEADER, "big") + body
 
 
+def one_line(error: BaseException) -> str:
+    """What went wrong, as text that every message and record can carry (file names may hold lone surrogates)."""
+    return encodable(f"{type(error).__name__}: {error}")
+
+
+def encodable(text: str) -> str:
+    """The same text; what UTF-8 cannot carry is escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def body_size(header: bytes, limit: int) -> int:
     """The length that a header announces.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import threading
@@ -25,6 +26,8 @@ HEARTBEAT = 0.5
 """Seconds between two Status messages."""
 LOOK = 0.001
 """Seconds between two looks at a training thread that must leave its update."""
+ANSWER = 15.0
+"""Seconds that the controller gets to answer a report; it answers in milliseconds, unless it is stopped."""
 
 Alone = Callable[[Fault], m.Release]
 """Carry out the recovery without a controller; runs on a thread of its own."""
@@ -66,8 +69,11 @@ class Processor:
         self._poke_r, self._poke_w = socket.socketpair()
         self._closed = False
         self._reported: Fault | None = None
+        self._answer_by = math.inf
+        self._alone_begun = threading.Lock()
         self._pending: _Pending | None = None
         self._results: dict[int, SaveResult] = {}
+        self._void: set[int] = set()
         self._gathers: dict[str, m.Gathered] = {}
         self._gathered = threading.Condition()
         self._next_beat = 0.0
@@ -96,8 +102,9 @@ class Processor:
         if self._stand.outcome is not None or self._reported is not None:
             return
         self._reported = fault
-        link = self._link
-        if link is None or not self._try_send(m.Report(fault=fault)):
+        if self._try_send(m.Report(fault=fault)):
+            self._answer_by = _clock.monotonic() + ANSWER
+        else:
             self._begin_alone(fault)
 
     def gather(self, tag: str, payload: bytes, seconds: float) -> m.Gathered | None:
@@ -113,6 +120,8 @@ class Processor:
         if self._closed:
             return
         if goodbye:
+            if self._stand.held:  # a peer failed behind the last step, and this rank may be the one that saves it
+                self._stand.wait_over(self._finish + 2 * self._save_limit)
             self._try_send(m.Goodbye())
         self._closed = True
         self._poke_w.send(b"x")
@@ -139,16 +148,18 @@ class Processor:
                 self._terminate()
             if link is not None and link.fileno() in readable:
                 self._receive(link)
+            if not self._stand.held and _clock.monotonic() > self._answer_by:
+                self._lose_controller(f"it has not answered in {ANSWER:g} s")
             self._answer_prepare()
             self._beat()
 
     def _wait(self, link: Link | None) -> set[int]:
         poll = select.poll()  # select() ends at descriptor 1023, and training jobs open more
         for end in (link, self.term, self._poke_r):
-            if end is not None and end.fileno() >= 0:
-                poll.register(end.fileno(), select.POLLIN)
+            if end is not None and (number := end.fileno()) >= 0:  # another thread may close it meanwhile
+                poll.register(number, select.POLLIN)
         seconds = LOOK if self._pending else HEARTBEAT / 2
-        return {number for number, _ in poll.poll(seconds * 1000)}
+        return {ready for ready, _ in poll.poll(seconds * 1000)}
 
     def _receive(self, link: Link) -> None:
         try:
@@ -185,7 +196,7 @@ class Processor:
             return
         self._pending = None
         why = stand.broken or (f"still inside its update after {self._finish:g} s" if stand.inside else "")
-        small = b"" if why or self._on_controllers_host() else self._source.capture(stand.step)
+        small = b"" if why or self._on_controllers_host() else self._capture(stand.step)
         answer = m.Prepared(
             recovery=pending.recovery,
             step=stand.step,
@@ -195,6 +206,13 @@ class Processor:
             small=small,
         )
         self._try_send(answer)
+
+    def _capture(self, step: int) -> bytes:
+        try:
+            return self._source.capture(step)
+        except Exception:  # the step counts for more than this rank's random state
+            log.exception("the small state of step %d could not be captured", step)
+            return b""
 
     def _on_controllers_host(self) -> bool:
         return self._link is not None and self._link.shares_host
@@ -217,10 +235,12 @@ class Processor:
             result = self._source.save(order.step, order.small, order.reason)
         except BaseException as error:  # a SystemExit of a user's hook, too: the controller must hear it
             log.exception("the save of step %d failed", order.step)
-            why = f"{type(error).__name__}: {error}"
-            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why))
+            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
             return
         self._results[order.plan] = result
+        if order.plan in self._void:  # it took too long, and another holder saves by now
+            self._discard(order.plan)
+            return
         self._try_send(
             m.Saved(
                 recovery=order.recovery,
@@ -237,12 +257,12 @@ class Processor:
             self._source.publish(self._results.pop(order.plan), order.parts)
         except BaseException as error:  # as in _save
             log.exception("the checkpoint could not be published")
-            why = f"{type(error).__name__}: {error}"
-            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why))
+            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
             return
         self._try_send(m.Committed(recovery=order.recovery, plan=order.plan))
 
     def _discard(self, plan: int) -> None:
+        self._void.add(plan)
         result = self._results.pop(plan, None)
         if result is not None:
             self._source.discard(result)
@@ -261,8 +281,9 @@ class Processor:
 
     def _lose_controller(self, why: str) -> None:
         link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        if link is None:
+            return
+        link.close()
         with self._gathered:
             self._gathered.notify_all()
         if self._stand.outcome is not None or self._closed:
@@ -277,6 +298,8 @@ class Processor:
             self._begin_alone(self._reported or self._fault_here("lost", f"the controller: {why}"))
 
     def _begin_alone(self, fault: Fault) -> None:
+        if not self._alone_begun.acquire(blocking=False):
+            return
         self._stand.hold(self._finish + 2 * self._save_limit)
         self._spawn("alone", lambda: self._carry_alone(fault))
 
@@ -285,7 +308,7 @@ class Processor:
             outcome = self._alone(fault)
         except BaseException as error:  # the training thread waits for an outcome, whatever it is
             log.exception("the recovery failed")
-            outcome = given_up(f"{type(error).__name__}: {error}")
+            outcome = given_up(m.one_line(error))
         self.over(outcome)
 
     def over(self, outcome: m.Release) -> None:

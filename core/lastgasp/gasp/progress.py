@@ -63,7 +63,8 @@ class Progress:
             return
         track.heard, track.phase, track.step = now, status.phase, status.step
         if status.tick != track.tick:
-            if track.tick >= 0:
+            # What piled up while the watcher was stopped says nothing about the job.
+            if track.tick >= 0 and not self._away(now):
                 track.longest, track.gaps = max(track.longest, now - track.moved), track.gaps + 1
             track.tick, track.moved = status.tick, now
 
@@ -84,7 +85,7 @@ class Progress:
         started = {r: t for r, t in self._tracks.items() if t.phase != "start"}
         if not started or any(now - t.moved < self.allowed(r) for r, t in started.items()):
             return frozenset()
-        return self._culprits(started, now, stopped)
+        return self._culprits(started, now, stopped) or frozenset(self._tracks)
 
     def describe(self, rank: int, now: float) -> str:
         """One line for the incident."""
@@ -92,9 +93,12 @@ class Progress:
         silent = f", no heartbeat for {now - track.heard:.1f} s" if now - track.heard > SILENT else ""
         return f"no progress for {now - track.moved:.1f} s in {track.phase} after step {track.step}{silent}"
 
+    def _away(self, now: float) -> bool:
+        return self._looked is not None and now - self._looked >= SUSPENDED
+
     def _was_suspended(self, now: float) -> bool:
-        last, self._looked = self._looked, now
-        if last is None or now - last < SUSPENDED:
+        away, self._looked = self._away(now), now
+        if not away:
             return False
         for track in self._tracks.values():
             track.moved = track.heard = now
@@ -102,7 +106,7 @@ class Progress:
 
     @staticmethod
     def _culprits(tracks: dict[int, _Track], now: float, stopped: frozenset[int]) -> frozenset[int]:
-        """Stopped processes, else silent ones, else the least advanced that do not wait for a peer."""
+        """Stopped processes, else silent ones, else the least advanced that do not wait for a peer; else nobody."""
         everybody = frozenset(tracks)
         for suspects in (
             stopped & everybody,
@@ -111,4 +115,4 @@ class Progress:
         ):
             if suspects and suspects < everybody:
                 return suspects
-        return everybody
+        return frozenset()

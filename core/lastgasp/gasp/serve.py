@@ -54,7 +54,11 @@ class ControllerThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lastgasp-controller", daemon=True)
         self._thread.start()
-        self.endpoint = Endpoint(host, self._run(self._controller.start()), token)
+        try:
+            self.endpoint = Endpoint(host, self._run(self._controller.start()), token)
+        except OSError:
+            self._end()
+            raise
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_TIMEOUT)
@@ -93,9 +97,12 @@ class ControllerThread:
         """Close everything; idempotent."""
         if self._thread.is_alive():
             self._run(self._controller.stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(START_TIMEOUT)
-            self._loop.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_TIMEOUT)
+        self._loop.close()
 
     def _attempt(self) -> int:
         generation = self._controller.generation

@@ -7,6 +7,7 @@ handler back, or it could neither be terminated nor keep its SIGTERM to itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -49,9 +50,12 @@ class TermSignal:
         if not self.installed:
             return
         self.installed = False
-        signal.set_wakeup_fd(self._previous_fd)
+        theirs = signal.set_wakeup_fd(self._previous_fd)
+        if theirs != self._writer.fileno():
+            signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._previous)
+            # None: a handler that was not put there from Python, and that Python cannot put back.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if callable(self._users):
@@ -68,7 +72,8 @@ class TermSignal:
         except BlockingIOError:
             return False
         if self._previous_fd >= 0:
-            os.write(self._previous_fd, numbers)  # somebody else's wake-up descriptor (asyncio) stays served
+            with contextlib.suppress(OSError):  # it is full, or was closed
+                os.write(self._previous_fd, numbers)  # somebody else's wake-up descriptor (asyncio) stays served
         return signal.SIGTERM in numbers
 
     def close(self) -> None:

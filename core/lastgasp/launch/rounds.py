@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
+from lastgasp.errors import ConfigError
 from lastgasp.gasp.serve import ControllerThread, new_token
 
 log = logging.getLogger("lastgasp.launch")
@@ -119,7 +120,11 @@ def _start(group: WorkerGroup) -> ControllerThread | None:
             group.group_world_size,
         )
         return None
-    return ControllerThread(new_token(), host)
+    try:
+        return ControllerThread(new_token(), host)
+    except OSError as error:
+        remedy = f"{error.strerror or error}. Set it to this node's address on the training network."
+        raise ConfigError("LASTGASP_BIND", host, "an address of this node", remedy) from error
 
 
 def _loopback(group: WorkerGroup) -> str | None:

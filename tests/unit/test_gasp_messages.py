@@ -1,0 +1,191 @@
+"""The wire: every message comes back as it went, everything else is a ProtocolError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lastgasp.errors import ProtocolError
+from lastgasp.events import Fault
+from lastgasp.gasp import messages as m
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v1.json"
+FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
+NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
+ONE_OF_EACH: tuple[m.Message, ...] = (
+    m.Challenge(protocol=1, version="1.2.3", nonce=NONCE, host="boot:1"),
+    m.Hello(
+        protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, job="job", attempt=2, rank=1, world_size=4,
+        replicas=((0, 2), (1, 3)), host="boot:1", pid=77, directory="/ckpts", hang_timeout=0.0, save_timeout=600.0,
+        finish_timeout=10.0,
+    ),
+    m.Welcome(mac=MAC),
+    m.Refused(reason="wrong token"),
+    m.Begin(step=3, durable=2, box=-1),
+    m.Status(step=3, durable=2, tick=99, phase="backward"),
+    m.Report(fault=FAULT),
+    m.Prepare(recovery=1, faults=(FAULT,)),
+    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", small=b"rng"),
+    m.Save(recovery=1, plan=2, step=4, small={0: b"a", 3: b"b"}, reason="rank 1: process 7 died"),
+    m.Saved(recovery=1, plan=2, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part"),
+    m.SaveFailed(recovery=1, plan=2, why="OSError: disk full"),
+    m.Commit(recovery=1, plan=2, parts={0: b"part"}),
+    m.Committed(recovery=1, plan=2),
+    m.Discard(recovery=1, plan=2),
+    m.Release(recovery=1, ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
+    m.GatherPart(tag="choose", payload=b"mine"),
+    m.Gathered(tag="choose", parts=(b"mine", b"yours"), missing=""),
+    m.Goodbye(),
+)  # fmt: skip
+BOUNDS = st.integers(-(2**63), 2**63 - 1)
+DECODERS: tuple[Callable[[bytes], m.Message], ...] = (m.from_rank, m.from_controller)
+
+
+def kinds(union: UnionType) -> set[type]:
+    """The members of a union of messages."""
+    return set(get_args(union))
+
+
+def decoder_of(message: m.Message) -> Callable[[bytes], m.Message]:
+    """The decoder of the side that hears it."""
+    return m.from_rank if type(message) in kinds(m.FromRank) else m.from_controller
+
+
+def body(message: m.Message) -> bytes:
+    """The frame without its header, which is checked."""
+    whole = m.frame(message)
+    assert m.body_size(whole[: m.HEADER], m.MAX_FRAME) == len(whole) - m.HEADER
+    return whole[m.HEADER :]
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(message) for message in ONE_OF_EACH} == kinds(m.FromRank) | kinds(m.FromController)
+    assert kinds(m.FromRank) & kinds(m.FromController) == set()
+
+
+def test_the_wire_is_frozen() -> None:
+    """A change of these bytes needs another PROTOCOL, and a golden file of its own."""
+    golden = json.loads(GOLDEN.read_text())
+    assert golden["protocol"] == m.PROTOCOL
+    assert {type(message).__name__: m.frame(message).hex() for message in ONE_OF_EACH} == golden["frames"]
+
+
+def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
+    """Messages of one kind, with values of every field that the wire can carry."""
+    ints = {f.name: BOUNDS for f in msgspec.structs.fields(kind) if f.type is int}
+    faults = st.builds(Fault, step=BOUNDS, rank=BOUNDS, seen_ns=BOUNDS, cause=st.text())
+    more: dict[str, Any] = {
+        "replicas": st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),
+        "small": st.dictionaries(BOUNDS, st.binary()) if kind is m.Save else st.binary(),
+        "parts": st.dictionaries(BOUNDS, st.binary()) if kind is m.Commit else st.lists(st.binary()).map(tuple),
+        "fault": faults,
+        "faults": st.lists(faults, max_size=3).map(tuple),
+        "hang_timeout": st.floats(0, 1e9),
+        "save_timeout": st.floats(0, 1e9),
+        "finish_timeout": st.floats(0, 1e9),
+    }
+    names = set(kind.__struct_fields__)
+    return st.builds(kind, **ints, **{name: values for name, values in more.items() if name in names})
+
+
+@given(st.sampled_from([type(message) for message in ONE_OF_EACH]).flatmap(strategy))
+def test_round_trip(message: m.Message) -> None:
+    assert decoder_of(message)(body(message)) == message
+
+
+@given(st.sampled_from(ONE_OF_EACH))
+def test_the_other_side_does_not_take_it(message: m.Message) -> None:
+    other = m.from_controller if decoder_of(message) is m.from_rank else m.from_rank
+    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+        other(body(message))
+
+
+def decodes_or_refuses(data: bytes) -> None:
+    """Neither decoder lets any other exception through."""
+    for decode in DECODERS:
+        with contextlib.suppress(ProtocolError):
+            decode(data)
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes(data: bytes) -> None:
+    decodes_or_refuses(data)
+
+
+@given(st.sampled_from(ONE_OF_EACH), st.data())
+def test_truncated_and_damaged_bodies(message: m.Message, data: st.DataObject) -> None:
+    whole = body(message)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for decode in DECODERS:
+        with pytest.raises(ProtocolError):
+            decode(whole[:cut])
+    flipped = bytearray(whole)
+    flipped[cut] ^= data.draw(st.integers(1, 255))
+    decodes_or_refuses(bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x92\xa7Refused\xa2\xff\xfe", b""],
+    ids=["deep", "long array", "long bytes", "no utf-8", "empty"],
+)
+def test_hostile_bodies(data: bytes) -> None:
+    for decode in DECODERS:
+        with pytest.raises(ProtocolError):
+            decode(data)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_header(size: int, limit: int) -> None:
+    header = struct.pack(">I", size)
+    if size <= limit:
+        assert m.body_size(header, limit) == size
+    else:
+        with pytest.raises(ProtocolError, match=f"a frame of {size} bytes was announced"):
+            m.body_size(header, limit)
+
+
+def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "MAX_FRAME", 10)
+    with pytest.raises(ProtocolError, match=r"Refused of .* a frame has at most 10"):
+        m.frame(m.Refused(reason="x" * 20))
+
+
+@given(st.text(alphabet=st.characters(codec=None)))
+@example("no such file: \udcff")
+def test_any_exception_text_can_travel(text: str) -> None:
+    """Also one that quotes a file name with bytes that are no UTF-8."""
+    line = m.one_line(ValueError(text))
+    assert line.startswith("ValueError: ")
+    m.frame(m.SaveFailed(recovery=1, plan=1, why=line))
+
+
+@given(token=st.text(max_size=20), nonce=st.binary(max_size=40), rank=st.integers(0, 9), other=st.integers(0, 9))
+def test_proof(token: str, nonce: bytes, rank: int, other: int) -> None:
+    mac = m.proof(token, "rank", nonce, rank)
+    assert m.proven(token, "rank", nonce, rank, mac)
+    assert not m.proven(token, "controller", nonce, rank, mac)
+    assert not m.proven(token + "x", "rank", nonce, rank, mac)
+    assert m.proven(token, "rank", nonce, other, mac) is (rank == other)
+    assert not m.proven(token, "rank", nonce, rank, b"")
+
+
+def test_a_frame_in_pieces_over_a_socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        whole = m.frame(ONE_OF_EACH[1])
+        for i in range(len(whole)):
+            ours.send(whole[i : i + 1])
+        got = theirs.recv(len(whole), socket.MSG_WAITALL)
+    assert m.from_rank(got[m.HEADER :]) == ONE_OF_EACH[1]

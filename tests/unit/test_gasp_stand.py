@@ -1,0 +1,142 @@
+"""The gate before the update, and the numbers that the launcher stops by."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgasp import exitcodes
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released, Stand, exit_code, given_up
+from lastgasp.launch.restarts import BARREN_LIMIT, Restarts
+
+SAVED = Release(recovery=1, ending="saved", step=4, path="p", reason="")
+
+
+def test_the_gate_parks_and_then_raises_the_outcome() -> None:
+    stand, seen = Stand(), list[Released]()
+
+    def train() -> None:
+        try:
+            for step in range(1, 10**9):
+                stand.updating()
+                stand.step_end(step)
+        except Released as released:
+            seen.append(released)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    stand.hold(30.0)
+    while stand.inside:
+        pass
+    step = stand.step
+    assert not seen
+    stand.release(SAVED)
+    thread.join(30.0)
+    assert stand.step == step, "the training thread passed a closed gate"
+    assert not stand.inside
+    assert seen[0].outcome is SAVED
+    assert seen[0].code == exitcodes.SAVED
+
+
+def test_no_update_slips_through_a_gate_that_was_seen_closed() -> None:
+    """Dekker's scheme, many times, with a switch of threads at every opportunity."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            stand = Stand()
+            thread = threading.Thread(target=_steps, args=(stand,))
+            thread.start()
+            while stand.step == 0:
+                pass
+            stand.hold(30.0)
+            while stand.inside:
+                pass
+            frozen = stand.step
+            stand.release(SAVED)
+            thread.join(30.0)
+            assert stand.step == frozen
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _steps(stand: Stand) -> None:
+    try:
+        for step in range(1, 10**9):
+            stand.moved("forward")
+            stand.updating()
+            stand.step_end(step)
+    except Released:
+        pass
+
+
+def test_a_gate_without_an_answer_gives_up_by_itself() -> None:
+    stand = Stand()
+    stand.hold(0.01)
+    with pytest.raises(Released) as caught:
+        stand.updating()
+    assert caught.value.code == exitcodes.GAVE_UP
+    assert "no answer from the controller" in caught.value.outcome.reason
+
+
+def test_a_step_with_several_optimizers_can_be_finished() -> None:
+    stand = Stand()
+    stand.updating()
+    stand.hold(30.0)
+    stand.updating()
+    stand.step_end(1)
+    assert (stand.step, stand.inside) == (1, False)
+    stand.release(SAVED)
+    with pytest.raises(Released):
+        stand.updating()
+
+
+def test_the_first_outcome_counts() -> None:
+    stand = Stand()
+    assert stand.wait_over(0.0) is None
+    stand.release(SAVED)
+    stand.release(given_up("late"))
+    assert stand.wait_over(0.0) is SAVED
+    assert stand.held
+
+
+def test_exit_codes() -> None:
+    endings = {"saved": 83, "nothing_to_save": 84, "gave_up": 85, "open": 85}
+    assert {e: exit_code(Release(recovery=1, ending=e, step=0, path="", reason="")) for e in endings} == endings  # type: ignore[arg-type]
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+@given(st.booleans(), st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
+def test_hopeless_exactly_after_three_barren_restarts_in_a_row(always: bool, attempts: list[tuple[bool, bool]]) -> None:
+    restarts, barren, ever = Restarts(always=always), 0, False
+    for attempt, (used, progressed) in enumerate(attempts):
+        restarts.ended(attempt, used, progressed)
+        ever = ever or used
+        if progressed or attempt == 0:
+            barren = 0
+        else:
+            barren += always or ever
+        assert restarts.hopeless == (barren >= BARREN_LIMIT == 3)
+
+
+def test_a_job_without_lastgasp_is_never_judged_under_plain_torchrun() -> None:
+    restarts = Restarts(always=False)
+    for attempt in range(50):
+        restarts.ended(attempt, used=False, progressed=False)
+    assert not restarts.hopeless
+
+
+def test_the_verdict_says_what_to_look_at() -> None:
+    restarts = Restarts(always=True)
+    for attempt in range(4):
+        restarts.ended(attempt, used=False, progressed=False)
+    assert restarts.hopeless
+    assert "3 restarts in a row completed no new step" in restarts.verdict
+    assert "lastgasp incident DIR" in restarts.verdict
