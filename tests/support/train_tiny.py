@@ -29,7 +29,8 @@ class Tiny(LightningModule):
         """Squared error on noisy inputs."""
         x, y = batch
         noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
-        return ((self.net(x + noise * torch.randn_like(x)) - y) ** 2).mean()
+        loss: Tensor = ((self.net(x + noise * torch.randn_like(x)) - y) ** 2).mean()
+        return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """Only there so that validation takes place."""
