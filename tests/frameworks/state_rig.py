@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import warnings
@@ -14,12 +15,13 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
 from lastgasp.errors import NotSaveable
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.resume import Resume
 from lastgasp_lightning.state import LightningState
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 SIZE, BATCH, FEATURES = 22, 4, 5
 
@@ -153,7 +155,8 @@ class Model(L.LightningModule):
         return loss
 
     def _manual(self, loss: Tensor) -> None:
-        one, two = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        one, two = optimizers
         one.zero_grad(), two.zero_grad()
         self.manual_backward(loss)
         one.step()
@@ -169,7 +172,7 @@ class Model(L.LightningModule):
         x, y = batch
         self.strike("validation")
         loss = nn.functional.mse_loss(self(x + 0.01 * torch.randn_like(x)), y)
-        self.log("val_loss", loss)
+        self.log("val_loss", loss, sync_dist=True)
 
     def on_validation_end(self) -> None:
         self.strike("validation_end")
@@ -332,7 +335,7 @@ class Outcome:
 
     harness: Harness
     model: Model
-    trainer: L.Trainer
+    trainer: Any
     crashed: bool
 
     def state(self) -> dict[str, Any]:
@@ -340,10 +343,14 @@ class Outcome:
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.trainer.optimizers],
             "schedulers": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs],
-            "callbacks": [c.state_dict() for c in self.trainer.callbacks if isinstance(c, (Before, L.pytorch.callbacks.EarlyStopping))],
+            "callbacks": [
+                c.state_dict()
+                for c in self.trainer.callbacks
+                if isinstance(c, (Before, L.pytorch.callbacks.EarlyStopping))
+            ],
             "step": self.trainer.global_step,
             "epoch": self.trainer.current_epoch,
-            "rng": (random.getstate(), torch.get_rng_state(), np.random.get_state()[1:]),
+            "rng": (random.getstate(), torch.get_rng_state(), tuple(np.random.get_state())[1:]),
             "batches_that_stepped": self.trainer.fit_loop.epoch_loop._batches_that_stepped,
         }
 
@@ -382,6 +389,8 @@ def execute(run: Run) -> Outcome:
             )
         except Boom:
             crashed = True
+    if crashed:
+        gc.collect()  # the traceback held the loader's iterator, and with it its workers
     return Outcome(harness, model, trainer, crashed)
 
 

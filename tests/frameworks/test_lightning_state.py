@@ -5,17 +5,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from frameworks.state_rig import BATCH, SIZE, Fault, Noisy, Outcome, Pairs, Run, SizedStateful, Stateful, Stream
-from frameworks.state_rig import differences, execute
+from frameworks.state_rig import (
+    BATCH,
+    SIZE,
+    Fault,
+    Model,
+    Noisy,
+    Outcome,
+    Pairs,
+    Run,
+    SizedStateful,
+    Stateful,
+    Stream,
+    differences,
+    execute,
+)
+from lastgasp_lightning.compat import LightningChanged
+from lastgasp_lightning.state import LightningState
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +163,120 @@ def test_resumed_run_is_bit_equal(name: str, fault: Fault, tmp_path: Path) -> No
     if check(run, fault, tmp_path) is None:
         # these moments do not come, or come before the first step, in some configurations
         assert fault.moment in ("validation", "validation_end", "epoch_start", "batch_end", "forward", "backward")
+
+
+MOMENTS_OF_SAVING: dict[str, dict[str, Any]] = {
+    "every_4_steps": {"every_n_train_steps": 4},
+    "every_6_steps": {"every_n_train_steps": 6},
+    "validation_end": {"monitor": "val_loss", "save_on_train_epoch_end": False},
+    "epoch_end": {"save_on_train_epoch_end": True},
+    "every_accumulation": {"train_time_interval": timedelta(0)},
+}
+
+
+def checkpointing(directory: Path, **kwargs: Any) -> dict[str, Any]:
+    def callbacks() -> list[Any]:
+        return [ModelCheckpoint(directory, "{step}", save_top_k=-1, **kwargs)]
+
+    return {"callbacks": callbacks, "trainer_args": {"enable_checkpointing": True, "accumulate_grad_batches": 2}}
+
+
+@pytest.mark.parametrize("schedulers", ["plateau", "onecycle"])
+@pytest.mark.parametrize("name", MOMENTS_OF_SAVING)
+def test_model_checkpoints_resume_bit_equal(name: str, schedulers: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, module_args={"schedulers": schedulers})
+    run = replace(run, **checkpointing(tmp_path / "ckpts", **MOMENTS_OF_SAVING[name]))
+    straight = execute(run)
+    files = sorted((tmp_path / "ckpts").glob("*.ckpt"))
+    assert files
+    for file in files:
+        before = set((tmp_path / "ckpts").iterdir())
+        resumed = execute(replace(run, resume_from=file))
+        assert_equal(straight, resumed)
+        # the replayed validation or epoch end did not save its step again
+        saved = set((tmp_path / "ckpts").iterdir()) - before
+        assert not [path for path in saved if path.name.startswith(f"{file.stem}-v")]
+
+
+def test_inside_the_update_nothing_is_saved(tmp_path: Path) -> None:
+    faulted = execute(Run(tmp_path, fault=Fault("inside_update", 5)))
+    assert faulted.crashed
+    assert faulted.harness.refused == "finish_step"
+
+
+def test_another_thread_is_refused_inside_the_update(tmp_path: Path) -> None:
+    faulted = execute(Run(tmp_path, fault=Fault("inside_update", 5, live=True)))
+    assert "has begun" in faulted.harness.refused
+
+
+def test_a_scheduler_that_raises_is_refused(tmp_path: Path) -> None:
+    faulted = execute(Run(tmp_path, module_args={"schedulers": "step"}, fault=Fault("scheduler", 3)))
+    assert faulted.harness.refused == "finish_step"
+
+
+@pytest.mark.parametrize("schedulers", ["none", "step", "onecycle", "epoch"])
+@pytest.mark.parametrize("nth", [3, 6])
+def test_after_the_update_the_step_is_finished(schedulers: str, nth: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, module_args={"schedulers": schedulers})
+    straight, faulted = execute(run), execute(replace(run, fault=Fault("after_update", nth)))
+    assert faulted.harness.step == nth
+    resumed = execute(replace(run, resume_from=faulted.harness.saved))
+    # callbacks did not see the end of this batch, and the checkpoint says so
+    assert differences(straight.state(), resumed.state()) == [".callbacks[0].batches: 18 != 17"]
+    assert faulted.harness.state.notes
+    assert faulted.harness.saved is not None
+    assert torch.load(faulted.harness.saved, weights_only=False)["lastgasp"]["notes"]
+
+
+def test_a_manual_step_is_finished_only_after_training_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, module_args={"manual": True})
+    for moment in ("between_optimizers", "after_manual"):
+        assert execute(replace(run, fault=Fault(moment, 3))).harness.refused == "finish_step"
+    assert execute(replace(run, fault=Fault("batch_end", 3))).harness.step == 6
+
+
+def test_resuming_twice_is_still_bit_equal(tmp_path: Path) -> None:
+    run = Run(tmp_path, loader=two_loaders)
+    straight = execute(run)
+    first = execute(replace(run, fault=Fault("forward", 9, live=True)))
+    second = execute(replace(run, fault=Fault("forward", 3, live=True), resume_from=first.harness.saved))
+    assert second.harness.step == 10
+    assert_equal(straight, execute(replace(run, resume_from=second.harness.saved)))
+
+
+def test_a_fault_in_the_replayed_validation_saves_the_same_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    straight = execute(run)
+    first = execute(replace(run, fault=Fault("validation", 2, live=True)))
+    second = execute(replace(run, fault=Fault("validation", 1, live=True), resume_from=first.harness.saved))
+    assert second.harness.step == first.harness.step == 6
+    assert_equal(straight, execute(replace(run, resume_from=second.harness.saved)))
+
+
+def test_the_file_loads_without_lastgasp(tmp_path: Path) -> None:
+    faulted = execute(Run(tmp_path, fault=Fault("forward", 9, live=True)))
+    model = Model()
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(
+        model, map_loader()(), DataLoader(Noisy(6), 3), ckpt_path=str(faulted.harness.saved), weights_only=False
+    )
+    assert trainer.global_step == 18
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    outcome = execute(Run(tmp_path))
+    fit = outcome.trainer.fit_loop
+    assert "run" not in vars(fit)
+    assert "advance" not in vars(fit.epoch_loop)
+    assert "_load_combined_loader_states" not in vars(fit)
+    assert type(fit._combined_loader) is CombinedLoader
+    assert type(fit._combined_loader.flattened[0].batch_sampler) is BatchSampler
+
+
+def test_a_changed_lightning_is_named(tmp_path: Path) -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    del trainer.fit_loop.epoch_loop._batches_that_stepped
+    with pytest.raises(LightningChanged, match="_batches_that_stepped"):
+        LightningState(trainer).prepare()

@@ -7,6 +7,7 @@ boundary that a gasp saves; parameters are not. Hence buffers are copied at each
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,7 @@ class BufferRecorder:
             if tensor.device.type == "cpu":
                 self.table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
                 self.size += -(-tensor.numel() * tensor.element_size() // 16) * 16
+        self._objects = tensors
         self._shape = [(t.shape, t.dtype, t.device) for t in tensors]
         self._slots = []
 
@@ -64,7 +66,11 @@ class BufferRecorder:
     @property
     def changed_layout(self) -> bool:
         """Whether a buffer no longer fits the layout."""
-        return any((t.shape, t.dtype, t.device) != s for t, s in zip(self._live(), self._shape, strict=True))
+        live = self._live()
+        if all(map(operator.is_, live, self._objects)):  # a tensor object hardly ever changes its shape
+            return False
+        self._objects = live
+        return any((t.shape, t.dtype, t.device) != s for t, s in zip(live, self._shape, strict=True))
 
     def bind(self, views: list[memoryview]) -> None:
         """Give one piece of memory per slot, of at least `size` bytes, aligned to 16."""
@@ -101,14 +107,15 @@ class _BufferSlot:
         self.step = self.order = -1
 
     def copy(self, live: list[Tensor], step: int) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._small_targets, [live[i] for i in self._small])
-            for i in self._large:
-                # id: a buffer may be replaced by another tensor; _version: counts changes in place
-                mark = (id(live[i]), live[i]._version)
-                if mark != self._seen[i]:
-                    self.targets[i].copy_(live[i])
-                    self._seen[i] = mark
+        # detach: cheaper than no_grad, and a buffer may carry a graph
+        if self._small:
+            torch._foreach_copy_(self._small_targets, [live[i].detach() for i in self._small])
+        for i in self._large:
+            # id: a buffer may be replaced by another tensor; _version: counts changes in place
+            mark = (id(live[i]), live[i]._version)
+            if mark != self._seen[i]:
+                self.targets[i].copy_(live[i].detach())
+                self._seen[i] = mark
         _BufferSlot.order_now += 1
         self.step, self.order = step, _BufferSlot.order_now
 

@@ -93,7 +93,7 @@ class RngRecorder:
         ints, floats = slot.ints, slot.floats
         if self._python_address is not None:
             ctypes.memmove(slot.python, self._python_address, _TWISTER)
-            gauss = random._inst.gauss_next
+            gauss = random._inst.gauss_next  # type: ignore[attr-defined]
         else:
             gauss = _python_slow(slot.view)
         ints[6] = gauss is not None
@@ -169,9 +169,7 @@ def decode(data: bytes | memoryview) -> RngState:
     data = bytes(data)
     if len(data) < _TORCH_AT:
         raise ValueError(f"a random state has at least {_TORCH_AT} bytes, got {len(data)}")
-    version, kind, length, torch_bytes, count, each, has_python, has_numpy, g_python, g_numpy = _HEAD.unpack_from(
-        data
-    )
+    version, kind, length, torch_bytes, count, each, has_python, has_numpy, g_python, g_numpy = _HEAD.unpack_from(data)
     if version != _VERSION:
         raise ValueError(f"random state of version {version}, expected {_VERSION}")
     end = _TORCH_AT + torch_bytes
