@@ -94,9 +94,9 @@ def test_the_order_of_the_views_does_not_matter(situation: Situation) -> None:
     assert decide(views, replicas, durable) == decide(views[::-1], replicas, durable)
 
 
-def view(rank: int, step: int, **more: bool) -> RankView:
+def view(rank: int, step: int, holds: bool = True, alive: bool = True) -> RankView:
     """A healthy rank, unless told otherwise."""
-    return RankView(rank=rank, step=step, holds=more.pop("holds", True), **more)
+    return RankView(rank=rank, step=step, holds=holds, alive=alive)
 
 
 def saving(decision: Decision) -> SavePlan:

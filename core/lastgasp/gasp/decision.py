@@ -120,5 +120,5 @@ def _why_not(holders: list[list[RankView]], replicas: ReplicaGroups, by_rank: di
 
 
 def _behind(views: tuple[RankView, ...], step: int) -> str:
-    ahead = [v for v in views if v.alive and v.step > step]
+    ahead = [v for v in sorted(views, key=lambda v: v.rank) if v.alive and v.step > step]
     return "; ".join(f"rank {v.rank} completed {v.step} but {v.why or 'cannot be used'}" for v in ahead)
