@@ -390,6 +390,8 @@ def execute(run: Run) -> Outcome:
         except Boom:
             crashed = True
     if crashed:
+        # after an exception in validation Lightning tears only the validation loop down
+        trainer.fit_loop.teardown()
         gc.collect()  # the traceback held the loader's iterator, and with it its workers
     return Outcome(harness, model, trainer, crashed)
 

@@ -61,7 +61,7 @@ class BufferRecorder:
         self._slots = []
 
     def _live(self) -> list[Tensor]:
-        return [holder[name] for holder, name in self._where]  # type: ignore[misc]
+        return [holder.get(name) for holder, name in self._where]  # type: ignore[misc]
 
     @property
     def changed_layout(self) -> bool:
@@ -70,7 +70,7 @@ class BufferRecorder:
         if all(map(operator.is_, live, self._objects)):  # a tensor object hardly ever changes its shape
             return False
         self._objects = live
-        return any((t.shape, t.dtype, t.device) != s for t, s in zip(live, self._shape, strict=True))
+        return any(t is None or (t.shape, t.dtype, t.device) != s for t, s in zip(live, self._shape, strict=True))
 
     def bind(self, views: list[memoryview]) -> None:
         """Give one piece of memory per slot, of at least `size` bytes, aligned to 16."""
