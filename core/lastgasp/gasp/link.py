@@ -40,6 +40,9 @@ class Link:
         _live.add(self)
         try:
             self.shares_host = self._greet(token, hello) == hello.host
+        except (OSError, EOFError) as error:
+            self._socket.close()
+            raise ControlError(f"the controller at {address} broke the greeting off: {error}") from error
         except BaseException:
             self._socket.close()
             raise

@@ -1,0 +1,379 @@
+"""The rank's end: the link, the control thread, and the recovery without a controller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lastgasp import __version__
+from lastgasp.config import GaspConfig
+from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, ProtocolError, VersionMismatch
+from lastgasp.events import Fault, decode_incident
+from lastgasp.gasp import link as link_module
+from lastgasp.gasp import messages as m
+from lastgasp.gasp import processor as processor_module
+from lastgasp.gasp.alone import recover_alone
+from lastgasp.gasp.link import Link
+from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.gasp.stand import Stand
+from lastgasp.session import Session
+from lastgasp.topology import Place, data_parallel
+from support.fake_controller import HELLO, TOKEN, FakeController, FakeSource
+
+FAULT = Fault(kind="exception", rank=1, cause="ValueError: boom", step=3, seen_ns=1)
+PREPARE = m.Prepare(recovery=1, faults=(FAULT,))
+SAVE = m.Save(recovery=1, plan=1, step=3, small={}, reason="because")
+RELEASE = m.Release(recovery=1, ending="saved", step=3, path="p", reason="")
+
+
+@dataclass
+class Rank:
+    """A control thread with everything around it."""
+
+    controller: FakeController
+    link: Link
+    stand: Stand = field(default_factory=Stand)
+    source: FakeSource = field(default_factory=FakeSource)
+    alone: list[Fault] = field(default_factory=list)
+    over: list[m.Release] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stand.step = 3
+        self.processor = Processor(self.stand, self.source, self.link, self._alone, (1.0, 5.0), self.over.append)
+
+    def _alone(self, fault: Fault) -> m.Release:
+        self.alone.append(fault)
+        return RELEASE
+
+
+@contextmanager
+def connected(host: str = "elsewhere") -> Iterator[Rank]:
+    """A rank and its controller."""
+    with FakeController(host) as controller:
+        rank = Rank(controller, controller.link())
+        try:
+            yield rank
+        finally:
+            rank.source.gate.set()
+            rank.processor.close(goodbye=False)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# -- link ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"token": "wrong"}, AuthenticationError, "wrong token"),
+        ({"version": "0.0.1"}, VersionMismatch, "0.0.1"),
+        ({"attempt": -1}, ControlError, "attempt -1 is over"),
+    ],
+)
+def test_refused(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str | int], error: type[ControlError], words: str
+) -> None:
+    controller = ControllerThread(new_token())
+    first = Link(controller.endpoint.address, controller.endpoint.token, HELLO)
+    try:
+        token = str(change.pop("token", controller.endpoint.token))
+        monkeypatch.setattr(link_module, "__version__", change.pop("version", __version__))
+        hello = msgspec.structs.replace(HELLO, rank=0, **change)
+        with pytest.raises(error, match=words) as caught:
+            Link(controller.endpoint.address, token, hello)
+        assert controller.endpoint.token not in str(caught.value)
+    finally:
+        first.close()
+        controller.stop()
+
+
+def test_a_controller_that_does_not_know_the_token_is_not_trusted() -> None:
+    with (
+        FakeController(token="another") as impostor,
+        pytest.raises(AuthenticationError, match="does not know this job's token"),
+    ):
+        Link(impostor.address, TOKEN, HELLO)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", ControlError),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError),
+        (b"\x00\x00\x00\x02\x91\xff", ProtocolError),
+        (m.frame(m.Goodbye()), ProtocolError),
+        (m.frame(RELEASE), ControlError),
+    ],
+)
+def test_somebody_else_listens_there(answer: bytes, error: type[ControlError]) -> None:
+    with FakeController(answer=answer) as stranger, pytest.raises(error):
+        Link(stranger.address, TOKEN, HELLO)
+
+
+def test_nobody_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "CONNECT_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(DeadlineExceeded, match="LASTGASP_CONTROLLER"):
+        Link(address, TOKEN, HELLO)
+
+
+def test_a_forked_child_does_not_keep_the_connection_open() -> None:
+    """Data-loader workers outlive a killed rank by seconds; its connection must not."""
+    with FakeController() as controller:
+        link = controller.link()
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                signal.pause()
+        try:
+            link.close()
+            with pytest.raises(EOFError):
+                controller.next()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+def test_a_whole_recovery() -> None:
+    with connected() as rank:
+        rank.processor.begin()
+        assert rank.controller.hear(m.Begin).step == 3
+        rank.controller.say(PREPARE)
+        assert rank.controller.hear(m.Prepared) == m.Prepared(
+            recovery=1, step=3, durable=0, usable=True, small=b"small 3"
+        )
+        rank.controller.say(SAVE)
+        assert rank.controller.hear(m.Saved).part == b"part"
+        rank.controller.say(m.Commit(recovery=1, plan=1, parts={1: b"part"}))
+        rank.controller.hear(m.Committed)
+        rank.controller.say(RELEASE)
+        until(lambda: rank.over == [RELEASE])
+    assert rank.source.done == ["save 3", "publish [1]"]
+    assert rank.alone == []
+
+
+def test_on_the_controllers_host_the_small_state_does_not_travel() -> None:
+    with connected(host=HELLO.host) as rank:
+        rank.controller.say(PREPARE)
+        assert rank.controller.hear(m.Prepared).small == b""
+
+
+def test_a_rank_inside_its_update_answers_when_it_is_out_of_it() -> None:
+    with connected() as rank:
+        rank.stand.updating()
+        rank.controller.say(PREPARE)
+        until(lambda: rank.stand.held)
+        rank.stand.step_end(4)
+        assert rank.controller.hear(m.Prepared).step == 4
+
+
+def test_a_rank_that_stays_inside_says_so() -> None:
+    with connected() as rank:
+        rank.stand.updating()
+        rank.controller.say(PREPARE)
+        answer = rank.controller.hear(m.Prepared)
+        assert (answer.usable, answer.why) == (False, "still inside its update after 1 s")
+
+
+def test_a_small_state_that_cannot_be_had_does_not_cost_the_step() -> None:
+    with connected() as rank:
+        rank.source.error = RuntimeError("no device")
+        rank.controller.say(PREPARE)
+        answer = rank.controller.hear(m.Prepared)
+        assert (answer.usable, answer.small) == (True, b"")
+        rank.source.error = None
+        rank.controller.say(PREPARE)  # the thread lives
+        assert rank.controller.hear(m.Prepared).small == b"small 3"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SystemExit(3), OSError(2, "none", "a\udcff")])
+def test_a_failed_save_is_told_whatever_it_was(error: BaseException) -> None:
+    with connected() as rank:
+        rank.source.error = error
+        rank.controller.say(SAVE)
+        assert rank.controller.hear(m.SaveFailed).why.startswith(type(error).__name__)
+        rank.controller.say(m.Commit(recovery=1, plan=1, parts={}))
+        assert "KeyError" in rank.controller.hear(m.SaveFailed).why
+
+
+def test_a_save_that_was_called_off_removes_what_it_wrote() -> None:
+    with connected() as rank:
+        rank.source.gate.clear()
+        rank.controller.say(SAVE)
+        assert rank.source.saving.wait(20.0)
+        rank.controller.say(m.Discard(recovery=1, plan=1))
+        rank.controller.say(PREPARE)
+        rank.controller.hear(m.Prepared)  # so the Discard has been read
+        rank.source.gate.set()
+        until(lambda: rank.source.done == ["save 3", "discard"])
+        rank.controller.say(PREPARE)
+        rank.controller.hear(m.Prepared)  # and no Saved in between
+
+
+def test_a_normal_end_waits_for_a_recovery_that_may_need_this_rank() -> None:
+    with connected() as rank:
+        rank.source.gate.clear()
+        rank.controller.say(PREPARE)
+        rank.controller.hear(m.Prepared)
+        rank.controller.say(SAVE)
+        assert rank.source.saving.wait(20.0)
+        closing = threading.Thread(target=rank.processor.close, args=(True,))
+        closing.start()
+        rank.source.gate.set()
+        rank.controller.hear(m.Saved)
+        rank.controller.say(RELEASE)
+        rank.controller.hear(m.Goodbye)
+        closing.join(20.0)
+
+
+# -- without a controller --------------------------------------------------------------------------
+
+
+def test_a_controller_that_has_stopped_answering_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor_module, "ANSWER", 0.2)
+    with connected() as rank:
+        rank.processor.report(FAULT)
+        rank.controller.hear(m.Report)
+        until(lambda: rank.over == [RELEASE])
+        assert not rank.processor.led
+    assert rank.alone == [FAULT]
+
+
+def test_a_controller_that_answers_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor_module, "ANSWER", 1.0)
+    with connected() as rank:
+        rank.processor.report(FAULT)
+        rank.controller.hear(m.Report)
+        rank.controller.say(PREPARE)
+        rank.controller.hear(m.Prepared)
+        rank.source.gate.clear()
+        rank.controller.say(SAVE)
+        time.sleep(1.3)  # the time for an answer is over, and there was one
+        assert rank.processor.led
+        rank.source.gate.set()
+        rank.controller.hear(m.Saved)
+    assert rank.alone == []
+
+
+@pytest.mark.parametrize("first", ["lost", "reported"])
+def test_one_recovery_alone_however_it_is_noticed(first: str) -> None:
+    with connected() as rank:
+        if first == "lost":
+            rank.controller.hang_up()
+            until(lambda: not rank.processor.led)
+            assert rank.alone == []  # no fault so far: training goes on
+            rank.processor.report(FAULT)
+        else:
+            rank.processor.report(FAULT)
+            rank.controller.hear(m.Report)
+            rank.controller.hang_up()
+        until(lambda: len(rank.over) == 1)
+        rank.processor.report(FAULT)
+    assert rank.alone == [FAULT]
+    assert rank.over == [RELEASE]
+
+
+def test_a_report_that_fails_to_go_out_begins_one_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The send is what finds out that the controller is gone."""
+    with connected() as rank:
+
+        def broken(message: m.Message) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+        monkeypatch.setattr(rank.link, "send", broken)
+        rank.processor.report(FAULT)
+        until(lambda: bool(rank.over))
+        rank.processor.close(goodbye=False)
+    assert rank.alone == [FAULT]
+
+
+def test_a_controller_lost_in_the_middle_of_a_recovery() -> None:
+    with connected() as rank:
+        rank.controller.say(PREPARE)
+        rank.controller.hear(m.Prepared)
+        rank.controller.hang_up()
+        until(lambda: bool(rank.over))
+    assert [fault.kind for fault in rank.alone] == ["lost"]
+
+
+def test_noise_from_the_controller_counts_as_its_loss() -> None:
+    with connected() as rank:
+        assert rank.controller._peer is not None
+        rank.controller._peer.sendall(b"\xff" * 16)
+        until(lambda: not rank.processor.led)
+
+
+def alone(directory: Path, source: FakeSource, step: int = 3) -> m.Release:
+    """The recovery of rank 1 of 2 on its own."""
+    stand = Stand()
+    stand.step = step
+    place = Place(rank=1, world_size=2, replicas=data_parallel(2))
+    return recover_alone(stand, source, place, msgspec.structs.replace(HELLO, directory=str(directory)), FAULT)
+
+
+def test_alone_saves_and_says_so(tmp_path: Path) -> None:
+    source = FakeSource()
+    assert alone(tmp_path, source).ending == "saved"
+    assert source.done == ["save 3", "publish [1]"]
+    [record] = (tmp_path / "incidents").iterdir()
+    incident = decode_incident(record.read_bytes())
+    assert (incident.led_by, incident.step_saved, incident.steps_lost) == ("rank 1", 3, 0)
+    assert incident.unused[0].why == "unknown: the controller is gone"
+
+
+def test_alone_a_record_that_cannot_be_written_does_not_spoil_the_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert alone(tmp_path / "file", FakeSource()).ending == "saved"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), TypeError("a bug"), OSError(2, "none", "a\udcff")])
+def test_alone_a_failed_save_is_on_record(tmp_path: Path, error: Exception) -> None:
+    source = FakeSource()
+    source.error = error
+    outcome = alone(tmp_path, source)
+    assert (outcome.ending, type(error).__name__ in outcome.reason) == ("gave_up", True)
+    [record] = (tmp_path / "incidents").iterdir()
+    assert decode_incident(record.read_bytes()).steps_lost == 1
+
+
+def test_alone_with_nothing_new(tmp_path: Path) -> None:
+    source = FakeSource()
+    assert alone(tmp_path, source, step=0).ending == "nothing_to_save"
+    assert source.done == []
+
+
+def test_a_session_takes_any_text_for_a_cause(tmp_path: Path) -> None:
+    """Exceptions quote file names, and those may hold bytes that are no UTF-8."""
+    source = FakeSource()
+    source.rank = 0
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    session = Session(GaspConfig.resolve(tmp_path), place, source, None)
+    try:
+        session.begin(2, 0)
+        assert session.fault("exception", "no such file: \udcff").ending == "saved"
+    finally:
+        session.close(goodbye=False)
+    [record] = (tmp_path / "incidents").iterdir()
+    assert decode_incident(record.read_bytes()).faults[0].cause == "no such file: \\udcff"
