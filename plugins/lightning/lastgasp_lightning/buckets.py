@@ -19,8 +19,30 @@ Layout = list[list[int]]
 """Parameter numbers of each bucket, first bucket first."""
 
 
+class BucketLayout:
+    """Reads the layout once, on the training thread between two steps.
+
+    Not at the gasp: DDP's logger waits for a lock that the training thread holds while it is stuck in backward.
+    """
+
+    LOOKS = 8
+    """DDP rebuilds in the second forward pass that synchronises, or never (find_unused_parameters)."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._looks = trainer, self.LOOKS
+        self.layout: Layout | None = None
+
+    def look(self) -> None:
+        """Call at every boundary; after the first few it does nothing."""
+        if self._looks > 0:
+            self._looks -= 1
+            self.layout = layout_of(self._trainer)
+            if self.layout is not None:
+                self._looks = 0
+
+
 def layout_of(trainer: Any) -> Layout | None:
-    """The rebuilt layout; None for a single process or before DDP has rebuilt. Enters no collective."""
+    """The rebuilt layout; None for a single process or before DDP has rebuilt. On the training thread only."""
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
         return None

@@ -19,7 +19,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
-from lastgasp_lightning.buckets import layout_of
+from lastgasp_lightning.buckets import BucketLayout
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.metrics import encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
@@ -54,6 +54,7 @@ class LightningState:
         self.watch = UpdateWatch(self._before_first_update, updated)
         self.position = DataPosition(trainer, self._devices())
         self.snapshot: Snapshot | None = None
+        self._buckets = BucketLayout(trainer)
         self.notes: list[str] = []
         self._recorder: SmallRecorder | None = None
         self._undo: list[compat.Undo] = []
@@ -164,6 +165,7 @@ class LightningState:
     def _capture(self, step: int) -> None:
         self._capture_small(step, settled=True)
         self.snapshot = self._snapshots.take(step)
+        self._buckets.look()
         self.watch.close()
 
     def _capture_small(self, step: int, settled: bool) -> None:
@@ -306,7 +308,7 @@ class LightningState:
             "buffers": self._buffers(snapshot.step, smalls),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,
-            "buckets": layout_of(self._trainer),
+            "buckets": self._buckets.layout,
             "reloads": snapshot.reloads,
             "stopping": snapshot.stopping,
             "lr_schedulers": snapshot.schedulers,
