@@ -1,17 +1,19 @@
 """What LastGasp costs per Lightning step: CPU time of the training thread, against no callback and an empty one.
 
-Each sample is a `fit` of its own, on one process; the clock runs between two calls of `training_step` after a
-warm-up, so that starting and resuming are not in it. The three kinds of fit take turns; the median is taken
-over the differences within a round.
+Three fits run at once, each in a process of its own, and hand the turn on after every block of steps, so that
+whatever the machine does meanwhile hits all of them; only the one whose turn it is runs. The clock is that of
+the training thread. The median is taken over the differences between neighbouring blocks.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 import torch
@@ -20,11 +22,17 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness import Measure, Options, interleave
+from benchmarks.harness import Measure, Options
 from lastgasp_lightning import LastGasp
 
-ROUNDS, STEPS, WARM_UP = 21, 1500, 100
+ROUNDS, BLOCK, WARM_UP = 150, 40, 80
+"""Blocks of each, steps of a block, and steps before the first one."""
+LIMIT = 300.0
+"""Seconds that a fit waits for its turn."""
 TARGET_US = 25.0
+KINDS = ("none", "empty", "lastgasp")
+Times = tuple[list[float], list[float]]
+"""CPU and wall time of each block, us per step."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +45,59 @@ class Shape:
 
 SHAPES = (
     Shape("bare (linear, SGD)", typical=False),
-    Shape("typical (batch norm, AdamW, schedule per step, self.log)", typical=True),
+    Shape("typical (batch norm, AdamW, schedule, self.log)", typical=True),
 )
 
 
-class Timed(LightningModule):
-    """A model so small that a step is almost only Lightning. Notes the time in two of its steps."""
+@dataclass
+class Lane:
+    """One of the fits that take turns, and what each of its blocks has taken, in us per step.
 
-    def __init__(self, shape: Shape, steps: int, warm_up: int) -> None:
+    Attributes:
+        mine, following: the turn of this fit, and that of the one after it.
+        rounds, block: how many turns, and how many steps each.
+    """
+
+    mine: Semaphore
+    following: Semaphore
+    rounds: int
+    block: int
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    _begun: tuple[int, int] = (0, 0)
+
+    @property
+    def steps(self) -> int:
+        """Of the whole fit."""
+        return WARM_UP + self.rounds * self.block + 1
+
+    def at(self, step: int) -> None:
+        """Called in each step; at the edge of a block it waits for the next turn."""
+        done, inside = divmod(step - WARM_UP, self.block)
+        if inside or done < 0:
+            return
+        if done > 0:
+            cpu, wall = time.thread_time_ns() - self._begun[0], time.perf_counter_ns() - self._begun[1]
+            self.cpu.append(cpu / 1e3 / self.block)
+            self.wall.append(wall / 1e3 / self.block)
+            self.following.release()
+        if done < self.rounds:
+            if not self.mine.acquire(timeout=LIMIT):
+                raise TimeoutError(f"another fit did not pass the turn on within {LIMIT:g} s")
+            self._begun = time.thread_time_ns(), time.perf_counter_ns()
+
+
+class Timed(LightningModule):
+    """A model so small that a step is almost only Lightning."""
+
+    def __init__(self, shape: Shape, lane: Lane) -> None:
         super().__init__()
-        self.shape, self.ends = shape, (warm_up, warm_up + steps)
+        self.shape, self.lane = shape, lane
         self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) if shape.typical else nn.Linear(4, 1)
-        self.wall_ns, self.cpu_ns = list[int](), list[int]()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """The mean of the outputs."""
-        if batch_idx in self.ends:
-            self.wall_ns.append(time.perf_counter_ns())
-            self.cpu_ns.append(time.thread_time_ns())
+        self.lane.at(batch_idx)
         loss: Tensor = self.net(batch[0]).mean()
         if self.shape.typical:
             self.log("loss", loss)
@@ -75,64 +118,65 @@ class Empty(Callback):
 
 def measure(options: Options) -> list[Measure]:
     """CPU and wall time per step, net of no callback."""
-    rounds, steps, warm_up = (2, 30, 5) if options.quick else (ROUNDS, STEPS, WARM_UP)
-    torch.set_num_threads(1)
     measures = []
     for shape in SHAPES:
-        bench = _Fits(shape, steps, warm_up, options.folder)
-        variants: dict[str, Callable[[], float]] = {
-            "none": lambda bench=bench: bench.fit([]),  # type: ignore[misc]
-            "empty": lambda bench=bench: bench.fit([Empty()]),  # type: ignore[misc]
-            "lastgasp": lambda bench=bench: bench.fit([LastGasp(bench.fresh())]),  # type: ignore[misc]
-        }
-        cpu = interleave(variants, rounds)
-        measures += bench.report(cpu)
+        measures += _report(shape, race(shape, options))
     return measures
 
 
-class _Fits:
-    """Fits of one shape; remembers wall times beside the CPU times that it returns, both in us per step."""
+def race(shape: Shape, options: Options) -> dict[str, Times]:
+    """Run the three fits to their end.
 
-    def __init__(self, shape: Shape, steps: int, warm_up: int, folder: Path) -> None:
-        self.shape, self.steps, self.warm_up, self.folder = shape, steps, warm_up, folder
-        self.wall: dict[str, list[float]] = {"none": [], "empty": [], "lastgasp": []}
-        self._number = 0
-
-    def fresh(self) -> Path:
-        """A directory that no earlier fit has used."""
-        self._number += 1
-        return self.folder / f"{self.shape.typical}-{self._number}"
-
-    def fit(self, callbacks: list[Callback]) -> float:
-        """CPU time per step, us."""
-        seed_everything(1, verbose=False)
-        model, total = Timed(self.shape, self.steps, self.warm_up), self.warm_up + self.steps + 1
-        data = DataLoader(TensorDataset(torch.randn(4 * total, 4)), batch_size=4, shuffle=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _trainer(total, callbacks).fit(model, data)
-        name = {Empty: "empty", LastGasp: "lastgasp"}[type(callbacks[0])] if callbacks else "none"
-        self.wall[name].append((model.wall_ns[1] - model.wall_ns[0]) / 1e3 / self.steps)
-        return (model.cpu_ns[1] - model.cpu_ns[0]) / 1e3 / self.steps
-
-    def report(self, cpu: dict[str, list[float]]) -> list[Measure]:
-        """The step itself, and what each callback adds to it."""
-        name = self.shape.name
-        return [
-            Measure(name=f"{name}: step without a callback, CPU", unit="us", samples=cpu["none"]),
-            Measure(name=f"{name}: an empty callback adds, CPU", unit="us", samples=_more(cpu, "empty")),
-            Measure(name=f"{name}: LastGasp adds, CPU", unit="us", samples=_more(cpu, "lastgasp"), target=TARGET_US),
-            Measure(name=f"{name}: LastGasp adds, wall", unit="us", samples=_more(self.wall, "lastgasp")),
-        ]
+    Raises:
+        EOFError: one of them failed; its traceback was printed.
+    """
+    rounds, block = (2, 10) if options.quick else (ROUNDS, BLOCK)
+    context = multiprocessing.get_context("spawn")
+    turns = [context.Semaphore(int(i == 0)) for i in range(len(KINDS))]
+    processes, ends = [], []
+    for i, kind in enumerate(KINDS):
+        lane = Lane(turns[i], turns[(i + 1) % len(KINDS)], rounds, block)
+        here, there = context.Pipe(duplex=False)
+        arguments = (shape, lane, kind, options.folder / str(shape.typical), there)
+        processes.append(context.Process(target=fit, args=arguments, daemon=True))
+        processes[-1].start()
+        there.close()
+        ends.append(here)
+    try:
+        return {kind: here.recv() for kind, here in zip(KINDS, ends, strict=True)}
+    finally:
+        for process, here in zip(processes, ends, strict=True):
+            process.kill()  # each has delivered, or one has failed and the others wait for it
+            process.join()
+            here.close()
 
 
-def _more(samples: dict[str, list[float]], name: str) -> list[float]:
-    return [a - b for a, b in zip(samples[name], samples["none"], strict=True)]
-
-
-def _trainer(total: int, callbacks: list[Callback]) -> Trainer:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, max_steps=total, callbacks=callbacks, logger=False,
+def fit(shape: Shape, lane: Lane, kind: str, folder: Path, results: Connection) -> None:
+    """One training on one process, one epoch."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seed_everything(1, verbose=False)
+    callbacks: dict[str, list[Callback]] = {"none": [], "empty": [Empty()], "lastgasp": [LastGasp(folder)]}
+    data = DataLoader(TensorDataset(torch.randn(4 * lane.steps, 4)), batch_size=4, shuffle=True)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, max_steps=lane.steps, callbacks=callbacks[kind], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
+    trainer.fit(Timed(shape, lane), data)
+    results.send((lane.cpu, lane.wall))
+
+
+def _report(shape: Shape, times: dict[str, Times]) -> list[Measure]:
+    (none, none_wall), (empty, _), (ours, ours_wall) = (times[kind] for kind in KINDS)
+    samples: list[tuple[str, list[float], float | None]] = [
+        ("step without a callback, CPU", none, None),
+        ("an empty callback adds, CPU", _more(empty, none), None),
+        ("LastGasp adds, CPU", _more(ours, none), TARGET_US),
+        ("LastGasp adds, wall", _more(ours_wall, none_wall), None),
+    ]
+    return [Measure(name=f"{shape.name}: {n}", unit="us", samples=s, target=target) for n, s, target in samples]
+
+
+def _more(mine: list[float], base: list[float]) -> list[float]:
+    return [a - b for a, b in zip(mine, base, strict=True)]
