@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks import publish as readme
 from benchmarks.harness import Options, run, write
 
 NAMES = ("detect", "callback", "checkpoint", "restart")
@@ -24,13 +25,19 @@ NAMES = ("detect", "callback", "checkpoint", "restart")
     "--dir", "scratch", type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where checkpoints are written; on the disk to be measured [the system's temporary directory].",
 )  # fmt: skip
-def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None) -> None:
+@click.option("--publish", is_flag=True, help="Also put the numbers into benchmarks/results and the README's table.")
+def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None, publish: bool) -> None:
     """Measure NAMES (all by default): detect, callback, checkpoint, restart."""
+    if publish and quick:
+        raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")
     for name in names or NAMES:
         bench = importlib.import_module(f"benchmarks.bench_{name}").measure
         with tempfile.TemporaryDirectory(dir=scratch, prefix=f"lastgasp-bench-{name}-") as folder:
             document = run(name, bench, Options(quick=quick, folder=Path(folder)))
         click.echo(f"written: {write(document, json_dir)}")
+        if publish:
+            write(document, readme.RESULTS)
+            readme.publish()
 
 
 if __name__ == "__main__":
