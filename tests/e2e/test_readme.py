@@ -163,6 +163,11 @@ def test_links_lead_somewhere(name: str) -> None:
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
+def test_the_plugin_s_readme_names_every_module() -> None:
+    named = set(re.findall(r"`(\w+\.py)`", PLUGIN.read_text())) - {"__init__.py", "train.py"}
+    assert named == {path.name for path in (PLUGIN.parent / "lastgasp_lightning").glob("*.py")} - {"__init__.py"}
+
+
 def test_the_transcript_is_that_of_a_demo_that_went_well() -> None:
     [text] = blocks(README, "text")
     story = (ROOT / "core/lastgasp/cli/_demo.py").read_text()
