@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from lastgasp import __version__
 from lastgasp.blackbox import BlackBox
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
 from lastgasp.gasp import link
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.ports import SaveResult
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
 
@@ -71,13 +73,15 @@ class ToySource:
         temp.write_text(str(step))
         return Result(str(self.directory / f"step-{step}.toy"), temp, temp.stat().st_size, time.time_ns())
 
-    def publish(self, result: Result, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
         """As the port says."""
+        assert isinstance(result, Result)
         result.temp.rename(result.path)
         say("published", path=result.path, parts=sorted(parts))
 
-    def discard(self, result: Result) -> None:
+    def discard(self, result: SaveResult) -> None:
         """As the port says."""
+        assert isinstance(result, Result)
         result.temp.unlink(missing_ok=True)
 
 
@@ -93,7 +97,7 @@ def main() -> None:
         "save_timeout": options.get("save"),
     }
     config = GaspConfig.resolve(directory, **limits)
-    link.__version__ = options.get("version", link.__version__)
+    vars(link)["__version__"] = options.get("version", __version__)
     source = ToySource(rank, directory, options.get("save_seconds", 0.0), rank in options.get("failing", []))
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
     try:

@@ -207,7 +207,7 @@ class Controller:
         if isinstance(message, m.Begin):
             self._open_box(rank, message.box)
         if isinstance(message, m.Begin | m.Status | m.Prepared):
-            generation.heard_step(rank, message.step)
+            generation.heard_step(rank, message)
             self._first_step(message.step)
         self._do(generation.machine.said(rank, message, _clock.monotonic()))
 

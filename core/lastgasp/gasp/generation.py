@@ -63,10 +63,12 @@ class Generation:
             return f"rank={hello.rank} has joined already: two processes claim the same rank"
         return ""
 
-    def heard_step(self, rank: int, step: int) -> None:
-        """Keep what tells whether this attempt made progress."""
-        self.first_steps.setdefault(rank, step)
-        self.reached = max(self.reached, step)
+    def heard_step(self, rank: int, message: m.Begin | m.Status | m.Prepared) -> None:
+        """Keep what tells whether this attempt made progress; a rank's heartbeats before its Begin tell nothing."""
+        if isinstance(message, m.Begin):
+            self.first_steps[rank] = message.step
+        if rank in self.first_steps:
+            self.reached = max(self.reached, message.step)
 
     @property
     def progressed(self) -> bool:

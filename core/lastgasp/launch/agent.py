@@ -52,7 +52,22 @@ class GaspAgent(LocalElasticAgent):
             self._fresh_store(worker_group, self._round)
         os.environ.update(self._round.environment)
         started: dict[int, Any] = super()._start_workers(worker_group)
+        self._hold_before_closing(worker_group)
         return started
+
+    def _hold_before_closing(self, worker_group: WorkerGroup) -> None:
+        """Put the hold where torch decides to send its signals: nothing can fail between a look and that."""
+        context = self._pcontext
+        assert context is not None
+        close = context.close
+
+        def hold_and_close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            if death_sig is None and self._round is not None and self._round.in_use():  # torch saw a worker fail
+                self._allow_restarts(worker_group)
+                self._hold(worker_group)
+            close(death_sig, timeout)
+
+        vars(context)["close"] = hold_and_close
 
     def _fresh_store(self, worker_group: WorkerGroup, current: Round) -> None:
         """Give the attempt a store of its own.
@@ -76,22 +91,19 @@ class GaspAgent(LocalElasticAgent):
     # -- watch ------------------------------------------------------------------------------------
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        failed = self._failed(worker_group)
         used = self._round is not None and self._round.in_use()
-        if failed and used:
-            self._allow_restarts(worker_group)
-            self._hold(worker_group, failed)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(used)
         return result
 
-    def _hold(self, worker_group: WorkerGroup, failed: dict[int, str]) -> None:
+    def _hold(self, worker_group: WorkerGroup) -> None:
         """Keep torchrun's SIGTERM back until the survivors have saved and left, or a deadline passed."""
         assert self._round is not None
         known: set[int] = set()
         deadline = _clock.monotonic() + self._round.hold_limit()
         while _clock.monotonic() < deadline:
+            failed = self._failed(worker_group)
             for rank in failed.keys() - known:
                 self._round.report_exit(rank, failed[rank])
             known |= failed.keys()
@@ -99,7 +111,6 @@ class GaspAgent(LocalElasticAgent):
             if not self._running(worker_group) or (over is not None and over > LEAVE):
                 return
             time.sleep(POLL)
-            failed = self._failed(worker_group)
         log.error("the survivors did not finish within %g s: stopping them", self._round.hold_limit())
 
     def _codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:

@@ -1,0 +1,293 @@
+"""Launchers on real processes: when they hold, restart and stop, with which exit code, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.checkpoint import SingleFile, candidates, verify
+from lastgasp.events import Incident, decode_incident
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked, run_job
+from lastgasp.testing.weights import differences
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TINY, WORKER = SUPPORT / "train_tiny.py", SUPPORT / "launch_worker.py"
+LIMIT = 120.0
+"""Seconds for one job with its restarts, on a loaded machine."""
+PATIENCE = 60.0
+"""Seconds that something which must happen may take."""
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(*more: object, ranks: int = 2) -> list[str]:
+    """`lastgasp run`."""
+    return [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(ranks), *map(str, more)]
+
+
+def torchrun(*more: object, ranks: int = 2) -> list[str]:
+    """Plain torchrun on one node."""
+    torch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torch, "--nproc-per-node", str(ranks), *map(str, more)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Workers find the test's helpers; nothing of the shell's own jobs gets through."""
+    paths = os.pathsep.join(filter(None, [str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
+    shell = {name: value for name, value in os.environ.items() if not name.startswith(("LASTGASP_DIR", "PET_"))}
+    return shell | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+
+
+def finish(command: list[str], folder: Path, **variables: str) -> Finished:
+    """Run one job to its end; nothing of it may be left."""
+    done = run_job(command, folder / "log", timeout=LIMIT, environ=environment(**variables))
+    assert done.left == (), done.output[-4000:]
+    return done
+
+
+class Running:
+    """A job that the test does things to."""
+
+    def __init__(self, command: list[str], folder: Path, mark: str, variables: Mapping[str, str]) -> None:
+        self.log = folder / f"log-{uuid.uuid4().hex[:6]}"
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, env=environment(**variables) | {MARK: mark}, stdout=file, stderr=file, stdin=subprocess.DEVNULL
+            )
+
+    def code(self) -> int:
+        """The launcher's exit code."""
+        return self.process.wait(LIMIT)
+
+    @property
+    def output(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def running(folder: Path, *commands: list[str], **variables: str) -> Iterator[list[Running]]:
+    """Start launchers; afterwards no process of theirs is left."""
+    mark = uuid.uuid4().hex
+    jobs: list[Running] = []
+    try:
+        jobs += [Running(command, folder, mark, variables) for command in commands]
+        yield jobs
+        until(lambda: not list(marked(MARK, mark)), "no process left")
+    finally:
+        kill_marked(MARK, mark)
+        for job in jobs:
+            job.process.wait()
+
+
+def until(condition: Any, what: str) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
+        time.sleep(0.02)
+
+
+def ranks_told(directory: Path, attempt: int, world: int = 2) -> list[dict[str, Any]]:
+    """What each rank of an attempt wrote about itself, once all have taken their steps."""
+    until(lambda: len(list(directory.glob(f"stepped-*-{attempt}"))) == world, f"attempt {attempt} has stepped")
+    return told(directory, attempt)
+
+
+def told(directory: Path, attempt: int) -> list[dict[str, Any]]:
+    """The same, as far as there is any."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob(f"rank-*-{attempt}"))]
+
+
+def incidents(directory: Path) -> list[Incident]:
+    """All records, oldest first."""
+    found = [decode_incident(path.read_bytes()) for path in (directory / "incidents").glob("*.json")]
+    return sorted(found, key=lambda incident: incident.id)
+
+
+# -- when to stop ----------------------------------------------------------------------------------
+
+
+def test_a_job_that_always_fails_at_the_same_step_is_stopped(tmp_path: Path) -> None:
+    done = finish(run(WORKER, tmp_path / "d", "die", 3), tmp_path)
+    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert "lastgasp: stopped: 3 restarts in a row completed no new step" in done.output
+    assert "lastgasp incident DIR" in done.output
+    assert [len(told(tmp_path / "d", attempt)) for attempt in range(5)] == [2, 2, 2, 2, 0]
+    first = incidents(tmp_path / "d")[0]
+    assert (first.ending, first.step_saved) == ("saved", 3)
+    assert sorted(path.name for path in (tmp_path / "d").glob("step-*")) == ["step-3.toy"]
+
+
+def test_each_attempt_has_a_store_of_its_own_and_the_same_controller(tmp_path: Path) -> None:
+    """(f) torch would read the dead attempt's addresses in a store that was used before."""
+    finish(run(WORKER, tmp_path / "d", "die", 1), tmp_path)
+    attempts = [told(tmp_path / "d", attempt) for attempt in range(4)]
+    ports = [{rank["MASTER_PORT"] for rank in ranks} for ranks in attempts]
+    assert all(len(found) == 1 for found in ports), "all ranks of an attempt share a store"
+    assert len(set.union(*ports)) == 4
+    controllers = {rank["LASTGASP_CONTROLLER"] for ranks in attempts for rank in ranks}
+    assert len(controllers) == 1 and None not in controllers
+    assert {rank["LASTGASP_JOB"] for ranks in attempts for rank in ranks} != {None}
+
+
+def test_an_import_error_is_stopped_too(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import no_such_module_at_all\n")
+    done = finish(run(script), tmp_path)
+    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert "No module named 'no_such_module_at_all'" in done.output
+    assert "3 restarts in a row completed no new step" in done.output
+
+
+def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
+    """Same exit code, same number of attempts, no hold: the survivor gets its SIGTERM as ever."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "open(sys.argv[1] + '/start-' + rank, 'a').write('x')\n"
+        "if rank == '1':\n"
+        "    while not os.path.exists(sys.argv[1] + '/ready'): time.sleep(0.01)\n"
+        "    sys.exit(7)\n"
+        "def stop(*_):\n"
+        "    open(sys.argv[1] + '/sigterm', 'w')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "open(sys.argv[1] + '/ready', 'w')\n"
+        "time.sleep(100)\n"
+    )
+    ends = []
+    for name, variables in (("ours", {}), ("stock", {"LASTGASP_DISABLE": "1"})):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = finish(torchrun(script, folder), folder, **variables)
+        starts = [(folder / f"start-{rank}").read_text() for rank in (0, 1)]
+        ends.append((done.returncode, starts, (folder / "sigterm").exists(), "exitcode  : 7" in done.output))
+        assert "lastgasp" not in done.output.replace(str(tmp_path), "")
+    assert ends[0] == ends[1] == (1, ["x", "x"], True, True)
+
+
+def test_max_restarts_0_is_honoured_and_the_exit_code_tells(tmp_path: Path) -> None:
+    done = finish(run("--max-restarts", 0, WORKER, tmp_path / "d", "die", 2), tmp_path)
+    assert done.returncode == exitcodes.SAVED, done.output[-4000:]
+    assert told(tmp_path / "d", 1) == []
+    assert [i.ending for i in incidents(tmp_path / "d")] == ["saved"]
+
+
+def test_max_restarts_0_with_a_fault_before_the_first_step(tmp_path: Path) -> None:
+    done = finish(run("--max-restarts=0", WORKER, tmp_path / "d", "die", 0), tmp_path)
+    assert done.returncode == exitcodes.NOTHING_TO_SAVE, done.output[-4000:]
+
+
+def test_a_normal_end_leaves_nothing(tmp_path: Path) -> None:
+    for name, command in (("run", run), ("torchrun", torchrun)):
+        done = finish(command(WORKER, tmp_path / name, "train", 3), tmp_path)
+        assert (done.returncode, done.left) == (0, ()), done.output[-4000:]
+        assert not (tmp_path / name / "incidents").exists()
+        assert {rank["LASTGASP_LAUNCHER"] for rank in told(tmp_path / name, 0)} == {name}
+
+
+# -- the launcher itself ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    directory = tmp_path / "d"
+    with running(tmp_path, run(WORKER, directory, "stuck", 4)) as [job]:
+        ranks_told(directory, 0)
+        job.process.send_signal(number)
+        assert job.code() == exitcodes.SAVED, job.output[-4000:]
+    assert [path.name for path in directory.glob("step-*")] == ["step-4.toy"]
+    assert told(directory, 1) == [], "it restarted what it was told to stop"
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
+
+
+def test_the_launcher_is_killed_and_then_a_rank(tmp_path: Path) -> None:
+    """The controller dies with the launcher; the ranks train on, and the survivor saves on its own."""
+    directory = tmp_path / "d"
+    with running(tmp_path, run(WORKER, directory, "stuck", 4)) as [job]:
+        ranks = ranks_told(directory, 0)
+        job.process.kill()
+        job.code()
+        until(lambda: job.output.count("lost the controller") == 2, "both ranks say that the controller is gone")
+        assert all(Path(f"/proc/{rank['pid']}").exists() for rank in ranks)
+        os.kill(ranks[1]["pid"], signal.SIGKILL)
+        os.kill(ranks[0]["pid"], signal.SIGTERM)  # a stuck rank learns of its peer by its collective, or from outside
+        until(lambda: not Path(f"/proc/{ranks[0]['pid']}").exists(), "the survivor leaves")
+    assert [path.name for path in directory.glob("step-*")] == ["step-4.toy"]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.led_by) == ("saved", "rank 0")
+    assert "without a controller" in incident.notes[0]
+
+
+def test_a_killed_launcher_of_a_real_job(tmp_path: Path) -> None:
+    """With gloo: the survivor's collective raises when its peer dies, and that is enough."""
+    directory, fired = tmp_path / "d", tmp_path / "fired"
+    fault = "kind=sleep:8,rank=0,step=5,phase=data;kind=sigkill,rank=1,step=6,phase=backward"
+    variables = {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(fired)}
+    with running(tmp_path, run(TINY, "--dir", directory), **variables) as [job]:
+        until(lambda: bool(read_log(fired)), "rank 0 pauses")
+        job.process.kill()
+        job.code()
+        until(lambda: bool(incidents(directory)), "the survivor has saved")
+    assert [spec["kind"] for spec in read_log(fired)] == ["sleep", "sigkill"]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.led_by) == ("saved", 6, "rank 0")
+    assert 6 in {candidate.step for candidate in candidates([directory], SingleFile(".ckpt"))}
+
+
+# -- several nodes ---------------------------------------------------------------------------------
+
+
+def node(port: int, *more: object) -> list[str]:
+    """One torchrun agent of two, each with one rank."""
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+    return [sys.executable, "-m", "lastgasp", "run", *nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", *map(str, more)]
+
+
+def free_port() -> int:
+    """A port that was free a moment ago; torchrun cannot be given a socket."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_nodes(tmp_path: Path, victim: int) -> None:
+    """A rank of one node is killed; both nodes restart, and the numbers are those of an undisturbed job."""
+    reference = finish(run(TINY, "--dir", tmp_path / "ref", "--final", tmp_path / "ref.pt"), tmp_path)
+    assert reference.returncode == 0, reference.output[-4000:]
+    directory, fired, port = tmp_path / "d", tmp_path / "fired", free_port()
+    # Lightning wants to know how many nodes there are; train_tiny's devices are those of all nodes together.
+    command = node(port, SUPPORT / "train_tiny_nodes.py", "--dir", directory, "--final", tmp_path / "final.pt")
+    variables = {
+        "LASTGASP_FAULT": f"kind=sigkill,rank={victim},step=5,phase=backward",
+        "LASTGASP_FAULT_LOG": str(fired),
+        "LASTGASP_BIND": "127.0.0.1",
+    }
+    with running(tmp_path, command, command, **variables) as jobs:
+        codes = [job.code() for job in jobs]
+        assert codes == [0, 0], "\n".join(job.output[-4000:] for job in jobs)
+    assert len(read_log(fired)) == 1
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 5, 0)
+    assert {fault.rank for fault in incident.faults} == {victim}
+    layout = SingleFile(".ckpt")
+    assert all(verify(candidate.path, layout).ok for candidate in candidates([directory], layout))
+    assert differences(tmp_path / "ref.pt", tmp_path / "final.pt") == []

@@ -1,0 +1,80 @@
+"""A torch-free rank for launcher tests: steps with a Session, tells what it does in files, obeys `go` files.
+
+Usage: launch_worker.py DIRECTORY MODE [MORE]. Its state is the number of its step. Modes:
+
+train N     steps until N, then ends normally
+die N       rank 1 kills itself after step N, in every attempt; resumes from what was saved
+stuck N     N steps, then blocks in C until it is released
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from lastgasp.config import GaspConfig
+from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.session import Contact, Session
+from lastgasp.topology import Place, data_parallel
+from support.engine_worker import ToySource
+
+
+def main() -> None:
+    """One rank under torchrun's environment."""
+    directory, mode, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["LASTGASP_ATTEMPT"])
+    tell(directory, rank, attempt)
+    source = ToySource(rank, directory, 0.0, False)
+    place = Place(rank=rank, world_size=world, replicas=data_parallel(world), attempt=attempt)
+    session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
+    session.gather("start", b"")
+    session.take_sigterm()
+    begin = newest(directory)
+    session.begin(begin, begin)
+    try:
+        for step in range(begin + 1, steps + 1):
+            session.updating()
+            source.note(step)
+            session.step_end(step)
+        (directory / f"stepped-{rank}-{attempt}").touch()
+        finish(session, mode, rank)
+    except Released as released:
+        sys.exit(exit_code(released.outcome))
+
+
+def finish(session: Session, mode: str, rank: int) -> None:
+    """What comes after the last step."""
+    if mode == "train":
+        session.close()
+        return
+    if mode == "die" and rank == 1:
+        session.gather("about to die", b"")  # so that all are at the same step
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "die":
+        session.gather("about to die", b"")
+    session.moved("backward")
+    threading.Event().wait()
+
+
+def tell(directory: Path, rank: int, attempt: int) -> None:
+    """Who this is, and what the launcher gave it."""
+    directory.mkdir(exist_ok=True)
+    names = ("MASTER_PORT", "LASTGASP_CONTROLLER", "LASTGASP_LAUNCHER", "LASTGASP_JOB", "TORCHELASTIC_RUN_ID")
+    found = {"pid": os.getpid()} | {name: os.environ.get(name) for name in names}
+    temp = directory / f".rank-{rank}-{attempt}"
+    temp.write_text(json.dumps(found))
+    temp.rename(directory / f"rank-{rank}-{attempt}")
+
+
+def newest(directory: Path) -> int:
+    """The newest step that was saved."""
+    return max((int(path.stem.split("-")[1]) for path in directory.glob("step-*.toy")), default=0)
+
+
+if __name__ == "__main__":
+    main()

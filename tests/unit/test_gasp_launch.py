@@ -1,0 +1,191 @@
+"""The launcher's decisions without a launcher: where the controller listens, defaults, progress, help."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from torch.distributed.run import get_args_parser
+
+from lastgasp.cli.run import with_defaults
+from lastgasp.errors import ConfigError
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.generation import Generation
+from lastgasp.launch.rounds import Rounds
+from lastgasp.session import Contact
+from support.fake_controller import HELLO
+
+OURS = ["--max-restarts", "32767", "--monitor-interval", "0.01"]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the shell of the tests has set."""
+    for name in [name for name in os.environ if name.startswith(("PET_", "LASTGASP_BIND", "LASTGASP_LAUNCHER"))]:
+        monkeypatch.delenv(name)
+
+
+# -- defaults of `lastgasp run` --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["train.py"], [*OURS, "--standalone"]),
+        (["--nproc-per-node", "2", "train.py", "--max-restarts", "0"], [*OURS, "--standalone"]),
+        (["--max-restarts", "0", "train.py"], [*OURS[2:], "--standalone"]),
+        (["--max_restarts=1", "train.py"], [*OURS[2:], "--standalone"]),
+        (["--monitor-interval", "1", "train.py"], [*OURS[:2], "--standalone"]),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "train.py"], OURS),
+        (["--master_port=1", "train.py"], OURS),
+        (["--standalone", "train.py"], OURS),
+        (["-m", "--nnodes=2", "pkg.train", "--x"], OURS),
+        (["-m", "pkg.train", "--nnodes", "2"], [*OURS, "--standalone"]),
+        (["--no-python", "./train", "--rdzv-id", "3"], [*OURS, "--standalone"]),
+        (["train_without_suffix", "--master-addr", "foo"], [*OURS, "--standalone"]),
+    ],
+)
+def test_defaults_are_put_in_front_of_what_was_not_given(arguments: list[str], extra: list[str]) -> None:
+    assert with_defaults(arguments, get_args_parser()) == extra + arguments
+
+
+@pytest.mark.parametrize(
+    ("variable", "extra"),
+    [
+        ("PET_NNODES", OURS),
+        ("PET_RDZV_ENDPOINT", OURS),
+        ("PET_MASTER_ADDR", OURS),
+        ("PET_MAX_RESTARTS", [*OURS[2:], "--standalone"]),
+        ("PET_NPROC_PER_NODE", [*OURS, "--standalone"]),
+    ],
+)
+def test_torchruns_own_variables_beat_our_defaults(
+    monkeypatch: pytest.MonkeyPatch, variable: str, extra: list[str]
+) -> None:
+    """Kubernetes operators start jobs with them."""
+    monkeypatch.setenv(variable, "2")
+    assert with_defaults(["train.py"], get_args_parser()) == [*extra, "train.py"]
+
+
+def test_help_lists_the_exit_codes_without_importing_torch() -> None:
+    code = (
+        "import sys\n"
+        "from lastgasp.cli import main\n"
+        "sys.argv = ['lastgasp', 'run', '--help']\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in ("83", "84", "85", "86", "--max-restarts", "Example: lastgasp run"):
+        assert word in done.stdout
+
+
+# -- where the controller listens ------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """As much of torch's WorkerGroup as Rounds looks at."""
+
+    group_world_size: int = 1
+    group_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    store: dict[str, str] = field(default_factory=dict)
+
+
+class Store(dict[str, str]):
+    """A rendezvous store in memory."""
+
+    def set(self, key: str, value: str) -> None:
+        """As TCPStore's."""
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        """As TCPStore's."""
+        return all(key in self for key in keys)
+
+
+def begin(rounds: Rounds, group: Group) -> dict[str, str]:
+    """The workers' environment of the next round."""
+    return rounds.begin(group, "job").environment  # type: ignore[arg-type]
+
+
+def test_rounds_keep_their_controller_and_count() -> None:
+    rounds = Rounds()
+    try:
+        first, second = begin(rounds, Group()), begin(rounds, Group())
+    finally:
+        assert rounds.close() == ""
+        assert rounds.close() == ""
+    assert first["LASTGASP_CONTROLLER"] == second["LASTGASP_CONTROLLER"]
+    assert (first["LASTGASP_ATTEMPT"], second["LASTGASP_ATTEMPT"]) == ("0", "1")
+    assert first["LASTGASP_LAUNCHER"] == "torchrun"
+    assert first["LASTGASP_JOB"] == "job"
+
+
+def test_other_nodes_learn_of_it_through_the_store() -> None:
+    first, second, store = Rounds(), Rounds(), Store()
+    try:
+        ours = begin(first, Group(group_world_size=2, store=store))
+        theirs = begin(second, Group(group_world_size=2, group_rank=1, store=store))
+    finally:
+        first.close()
+        second.close()
+    assert ours == theirs
+
+
+def test_several_nodes_need_to_be_told_where_it_listens(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning, because a job without lastgasp is none of our business; its ranks refuse, if they use it."""
+    rounds = Rounds()
+    group = Group(group_world_size=2, master_addr="192.0.2.1", store=Store())
+    with caplog.at_level(logging.WARNING, "lastgasp.launch"):
+        found = begin(rounds, group)
+    assert rounds.close() == ""
+    assert "spans 2 nodes" in caplog.text and "set LASTGASP_BIND" in caplog.text
+    assert "LASTGASP_CONTROLLER" not in found and "LASTGASP_TOKEN" not in found
+
+
+def test_an_address_that_is_not_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_BIND", "192.0.2.1")
+    with pytest.raises(ConfigError, match=r"LASTGASP_BIND='192\.0\.2\.1' is not allowed: expected an address of this"):
+        begin(Rounds(), Group(group_world_size=2, store=Store()))
+
+
+@pytest.mark.parametrize("missing", ["LASTGASP_CONTROLLER", "LASTGASP_TOKEN"])
+def test_half_an_address_is_none(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setenv("LASTGASP_CONTROLLER", "127.0.0.1:1")
+    monkeypatch.setenv("LASTGASP_TOKEN", "t")
+    assert Contact.from_environment() == Contact("127.0.0.1:1", "t")
+    monkeypatch.setenv(missing, "")
+    assert Contact.from_environment() is None
+
+
+# -- progress of an attempt ------------------------------------------------------------------------
+
+
+def status(step: int) -> m.Status:
+    """A heartbeat."""
+    return m.Status(step=step, durable=0, tick=1, phase="data")
+
+
+def test_an_attempt_that_resumes_and_fails_made_no_progress() -> None:
+    """Heartbeats from before the Begin are at step 0, whatever the job resumes from."""
+    generation = Generation.of(msgspec.structs.replace(HELLO))
+    generation.heard_step(0, status(0))
+    generation.heard_step(0, m.Begin(step=3, durable=3, box=-1))
+    generation.heard_step(0, status(3))
+    generation.heard_step(1, status(0))
+    assert not generation.progressed
+    generation.heard_step(0, status(4))
+    assert generation.progressed
+
+
+def test_an_attempt_without_a_begin_made_none() -> None:
+    generation = Generation.of(HELLO)
+    generation.heard_step(0, status(7))
+    assert not generation.progressed
