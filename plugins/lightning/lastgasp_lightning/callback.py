@@ -113,11 +113,11 @@ class LastGasp(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The batch is here."""
-        self._run.session.moved("forward")  # type: ignore[union-attr]
+        self._run.moved("forward")  # type: ignore[union-attr]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """From here on this rank may wait for its peers."""
-        self._run.session.moved("backward")  # type: ignore[union-attr]
+        self._run.moved("backward")  # type: ignore[union-attr]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Parameters are about to change."""
@@ -131,17 +131,17 @@ class LastGasp(Callback):
         step = run.state.boundary()  # type: ignore[union-attr]
         if step is not None:
             run.session.step_end(step)  # type: ignore[union-attr]
-        run.session.moved("data")  # type: ignore[union-attr]
+        run.moved("data")  # type: ignore[union-attr]
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:
         """Progress, for the hang watchdog."""
         if self._run is not None and not trainer.sanity_checking:
-            self._run.session.moved("validation")
+            self._run.moved("validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Back to training."""
         if self._run is not None and not trainer.sanity_checking:
-            self._run.session.moved("data")
+            self._run.moved("data")
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -168,6 +168,7 @@ class _Run:
         self.resume = Resume(self.state)
         self.source = LightningSource(self.state, config, place_of(trainer))
         self.session = Session(config, self.source.place, self.source, connect(trainer, self.source.place))
+        self.moved = self.session.moved
         self._undo = [no_sigterm_broadcast(trainer), hold_observer(self.session)]
         try:
             self.io = VerifiedCheckpointIO.install(trainer, config, self.source.place, self.session.stand)

@@ -51,6 +51,7 @@ class LightningState:
     ) -> None:
         self._trainer = trainer
         self._gate = updating
+        self._single = trainer.world_size == 1
         self.watch = UpdateWatch(self._before_first_update, updated)
         self.position = DataPosition(trainer, self._devices())
         self.snapshot: Snapshot | None = None
@@ -136,9 +137,11 @@ class LightningState:
         self.watch.begin()
 
     def _before_first_update(self) -> None:
-        # a rank killed inside the update leaves its random state of just before, which the update does not use
-        step = self._trainer.fit_loop.epoch_loop.global_step + self._last_increment
-        self._capture_small(step, settled=False)
+        # A rank killed inside the update leaves its random state of just before, which the update does not use,
+        # to whoever survives it; in a job of one rank nobody does.
+        if not self._single:
+            step = self._trainer.fit_loop.epoch_loop.global_step + self._last_increment
+            self._capture_small(step, settled=False)
         self._gate()
 
     def boundary(self) -> int | None:
