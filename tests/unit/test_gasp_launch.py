@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from lastgasp.cli.run import with_defaults
 from lastgasp.errors import ConfigError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.generation import Generation
-from lastgasp.launch.rounds import Rounds
+from lastgasp.launch.agent import GaspAgent
+from lastgasp.launch.rounds import Round, Rounds
 from lastgasp.session import Contact
 from support.fake_controller import HELLO
 
@@ -163,6 +165,40 @@ def test_half_an_address_is_none(monkeypatch: pytest.MonkeyPatch, missing: str) 
     assert Contact.from_environment() == Contact("127.0.0.1:1", "t")
     monkeypatch.setenv(missing, "")
     assert Contact.from_environment() is None
+
+
+# -- the hold --------------------------------------------------------------------------------------
+
+
+class Context:
+    """As much of torch's PContext as the hold touches."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """What sends the signals."""
+        self._log.append(f"close {death_sig} {timeout}")
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
+    """Whenever torch's own poll finds the dead worker, it closes; that is where the hold stands."""
+    log: list[str] = []
+    agent = GaspAgent.__new__(GaspAgent)
+    agent._rounds, agent._round = Rounds(), Round(number=0)
+    monkeypatch.setattr(Round, "in_use", lambda self: used)
+    monkeypatch.setattr(agent, "_pcontext", Context(log), raising=False)
+    monkeypatch.setattr(agent, "_allow_restarts", lambda group: log.append("restarts"))
+    monkeypatch.setattr(agent, "_hold", lambda group: log.append("hold"))
+    agent._hold_before_closing(Group())  # type: ignore[arg-type]
+    assert agent._pcontext is not None
+    agent._pcontext.close()
+    held = ["restarts", "hold"] if used else []
+    assert log == [*held, "close None 30"]
+    log.clear()
+    agent._pcontext.close(signal.SIGTERM, 5)
+    assert log == [f"close {signal.SIGTERM} 5"], "the launcher was told to stop: no hold, the signal goes out"
 
 
 # -- progress of an attempt ------------------------------------------------------------------------

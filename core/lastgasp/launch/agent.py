@@ -149,6 +149,7 @@ class GaspAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self._round is not None and self._round.in_use():
             timeout = max(timeout, int(self._round.hold_limit()))
+            death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
         super()._shutdown(death_sig, timeout)
 
     def run(self, role: str = "default") -> RunResult:
