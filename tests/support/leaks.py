@@ -17,7 +17,14 @@ MARK = "LASTGASP_TEST_MARK"
 """An environment variable that every process started by a test inherits, so that orphans are found too."""
 
 # Set once per interpreter by libraries when they are imported (scikit-learn, Intel OpenMP), or by pytest.
-_IGNORED_VARIABLES = ("PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", MARK)
+_IGNORED_VARIABLES = (
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    MARK,
+)
 # Made to live as long as the interpreter: tqdm's monitor, multiprocessing's tracker of shared memory.
 _IGNORED_THREADS = ("TMonitor",)
 _IGNORED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

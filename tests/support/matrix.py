@@ -58,7 +58,8 @@ class Case:
         """The victim dies in the forward pass; the fault then hits whoever saves."""
         first = f"kind=sigkill,rank={self.victim},step={STEP},phase=forward"
         kind = {"sigterm-all": "sigterm", "killed-while-raising": "sigkill"}.get(self.kind, self.kind)
-        return first + f";kind={kind},rank=all,phase=gasp_save"
+        saver = 1 if self.victim == 0 else 0
+        return first + f";kind={kind},rank={saver},phase=gasp_save"
 
     @property
     def fired(self) -> int:

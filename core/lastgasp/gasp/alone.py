@@ -73,12 +73,21 @@ def _carry_out(decision: Decision, source: StateSource, incident: Incident, faul
 
 
 def _save(plan: SavePlan, source: StateSource, incident: Incident, fault: Fault) -> SaveResult:
-    small = {source.rank: source.capture(plan.step)}
+    small = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
     result = source.save(plan.step, small, f"rank {fault.rank}: {fault.cause}")
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
     source.publish(result, {source.rank: result.part})
     incident.phases.committed = _clock.wall_ns()
     return result
+
+
+def capture_or_nothing(source: StateSource, step: int) -> bytes:
+    """This rank's small state; empty when that fails: the step counts for more than its random state."""
+    try:
+        return source.capture(step)
+    except Exception:
+        log.exception("the small state of step %d could not be captured", step)
+        return b""
 
 
 def _release(incident: Incident, step: int, path: str) -> m.Release:

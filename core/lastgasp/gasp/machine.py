@@ -154,9 +154,11 @@ class Machine:
         if self.state == "running":
             hung = self.progress.hung(now, stopped)
             return self._hang(hung, at_ns, now) if hung else []
-        if self.state == "over" or now < self._deadline:
+        if self.state == "over":
             return []
-        return self._deadline_passed(now)
+        if now >= self._deadline:
+            return self._deadline_passed(now)
+        return self._hung_savers(now, stopped)
 
     # -- what members say -------------------------------------------------------------------------
 
@@ -349,6 +351,17 @@ class Machine:
         ]
         self._current = None
         return discards + self._carry_out(self._decide(), now)
+
+    def _hung_savers(self, now: float, stopped: frozenset[int]) -> list[Action]:
+        """A saver that no longer sends heartbeats (stopped, or its host is gone) will not finish its save."""
+        silent = self.progress.silent(now, stopped)
+        savers = self._current.savers if self._current is not None else ()
+        hung = {rank for rank in silent.intersection(savers) if self.members[rank].here}
+        if not hung:
+            return []
+        for rank in hung:
+            self.members[rank].hung = True
+        return self._plan_again(now)
 
     def _deadline_passed(self, now: float) -> list[Action]:
         if self.state == "preparing":

@@ -16,6 +16,7 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.ports import SaveResult, StateSource
 
 from . import messages as m
+from .alone import capture_or_nothing
 from .link import Link
 from .signals import TermSignal
 from .stand import Stand, given_up
@@ -196,7 +197,7 @@ class Processor:
             return
         self._pending = None
         why = stand.broken or (f"still inside its update after {self._finish:g} s" if stand.inside else "")
-        small = b"" if why or self._on_controllers_host() else self._capture(stand.step)
+        small = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, stand.step)
         answer = m.Prepared(
             recovery=pending.recovery,
             step=stand.step,
@@ -206,13 +207,6 @@ class Processor:
             small=small,
         )
         self._try_send(answer)
-
-    def _capture(self, step: int) -> bytes:
-        try:
-            return self._source.capture(step)
-        except Exception:  # the step counts for more than this rank's random state
-            log.exception("the small state of step %d could not be captured", step)
-            return b""
 
     def _on_controllers_host(self) -> bool:
         return self._link is not None and self._link.shares_host

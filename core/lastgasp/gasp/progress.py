@@ -78,6 +78,20 @@ class Progress:
         floor = FLOOR if track.phase in _IN_STEP else OUTSIDE_FLOOR
         return max(floor, FACTOR * track.longest)
 
+    def silent(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
+        """Ranks that sent no heartbeat for as long as the job may go without progress; 0.5 s is usual.
+
+        A rank that is not seen stopped gets a minute at least: its save may hold the GIL.
+        """
+        if self._was_suspended(now):
+            return frozenset()
+        limit = max(self.limit or FLOOR, SILENT)
+        return frozenset(
+            rank
+            for rank, track in self._tracks.items()
+            if now - track.heard > (limit if rank in stopped else max(limit, FLOOR))
+        )
+
     def hung(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
         """The culprits, once no rank has moved for too long; all ranks when none stands out."""
         if self._was_suspended(now) or not self._tracks:

@@ -231,7 +231,7 @@ def fire_at(phase: str, step: int = ANY_STEP) -> None:
 def kit_from_env(environ: Mapping[str, str] = os.environ) -> FaultKit | None:
     """The kit that the environment asks for, or None.
 
-    Rank and attempt are torchrun's `RANK` and `TORCHELASTIC_RESTART_COUNT`, 0 where they are not set.
+    Rank and attempt are the launcher's `RANK` and `LASTGASP_ATTEMPT` (else torchrun's count), 0 where not set.
 
     Raises:
         ConfigError: `LASTGASP_FAULT` is malformed.
@@ -243,7 +243,7 @@ def kit_from_env(environ: Mapping[str, str] = os.environ) -> FaultKit | None:
     return FaultKit(
         parse_faults(text),
         rank=int(environ.get("RANK", "0")),
-        attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=int(environ.get("LASTGASP_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         log=Path(log) if log else None,
     )
 
