@@ -1,6 +1,7 @@
 """The training script of bench_restart: the same job with LastGasp, or as one writes it without.
 
-It prints when the first step of an attempt is completed: `first step <step> of attempt <n> at <wall ns>`.
+Rank 0 prints wall times in ns: `begun attempt <n> at ...` is the start of the process, `imported ...` the end of the
+imports, and `first step <step> of ...` when the first step of the attempt is completed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+
+def process_start() -> int:
+    """When the kernel started this process, to 10 ms."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age * 1e9)
+
+
+def tell(what: str, when: int) -> None:
+    """Once per job."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{what} attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} at {when}", flush=True)
 
 
 class Wide(LightningModule):
@@ -32,10 +46,9 @@ class Wide(LightningModule):
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
         """Tell once."""
-        if not self.told and self.global_rank == 0:
+        if not self.told:
             self.told = True
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            print(f"first step {self.global_step} of attempt {attempt} at {time.time_ns()}", flush=True)
+            tell(f"first step {self.global_step} of", time.time_ns())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
@@ -44,6 +57,8 @@ class Wide(LightningModule):
 
 def main() -> None:
     """Train; resume from the newest checkpoint."""
+    tell("begun", process_start())
+    tell("imported", time.time_ns())
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--lastgasp", action="store_true")
