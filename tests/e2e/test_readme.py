@@ -154,9 +154,7 @@ def test_commands_are_those_of_the_program() -> None:
     assert {cells[0] for cells in rows(README, "| command | what it does")} == {f"lastgasp {c}" for c in cli.COMMANDS}
 
 
-@pytest.mark.parametrize(
-    "path", [README, PLUGIN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("name", ["README.md", "plugins/lightning/README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(name: str) -> None:
     path = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
