@@ -52,7 +52,11 @@ def measure(options: Options) -> list[Measure]:
         Measure(name="bare torchrun: kill -> first step after the restart", unit="s", samples=seconds["bare"]),
         Measure(name="lastgasp run: the same, the gasp included", unit="s", samples=seconds["lastgasp"]),
         Measure(name="lastgasp run minus bare torchrun", unit="s", samples=more, target=TARGET_S),
-        Measure(name="the same without importing torch and Lightning", unit="s", samples=_more(jobs.net)),
+        Measure(
+            name="lastgasp run minus bare torchrun, without importing torch and Lightning",
+            unit="s",
+            samples=_more(jobs.net),
+        ),
         Measure(name="kill -> gasp committed", unit="s", samples=jobs.saved),
         Measure(name="bare torchrun: steps to do again", unit="steps", samples=jobs.again["bare"]),
         Measure(name="lastgasp run: steps to do again", unit="steps", samples=jobs.again["lastgasp"], target=0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def publish(readme: Path = ROOT / "README.md", results: Path = RESULTS) -> None:
 
 def table(documents: Iterable[dict[str, Any]]) -> str:
     """Markdown: every measure, with the machine and the load that it was taken under."""
-    lines = ["| measure | median | min to max | n | target | met |", "|---|---|---|---|---|---|"]
+    lines = ["| measure | median | middle half | n | target | met |", "|---|---|---|---|---|---|"]
     notes = []
     for document in documents:
         lines += [_row(measure) for measure in document["measures"]]
@@ -42,8 +43,14 @@ def _row(m: dict[str, Any]) -> str:
     target = "" if m["target"] is None else f"{_number(m['target'])}{unit}"
     met = {None: "", True: "yes", False: "**no**"}[m["met"]]
     name = f"{m['name']} ({m['neighbour']})" if m["neighbour"] else m["name"]
-    spread = f"{_number(m['min'])} to {_number(m['max'])}"
+    spread = " to ".join(map(_number, _middle_half(m["samples"])))
     return f"| {name} | {_number(m['median'])}{unit} | {spread} | {m['n']} | {target} | {met} |"
+
+
+def _middle_half(samples: list[float]) -> tuple[float, float]:
+    """First and third quartile: the ends of a difference between two noisy numbers say little."""
+    quarters = statistics.quantiles(samples, n=4, method="inclusive")
+    return quarters[0], quarters[2]
 
 
 def _note(document: dict[str, Any]) -> str:
