@@ -55,7 +55,7 @@ def test_decoded_state_equals_the_getters() -> None:
 
 
 def test_without_addresses_the_getters_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "_python_address", lambda: None)
+    monkeypatch.setattr(rng, "_python_memory", lambda: None)
     monkeypatch.setattr(rng, "_gauss_offset", lambda: None)
     recorder = rng.RngRecorder()
     assert recorder.fast == (False, False)

@@ -48,10 +48,8 @@ class _Slot:
         self.view = view
         self.ints = view[:64].cast("q")
         self.floats = view[64:80].cast("d")
-        anchor = ctypes.c_char.from_buffer(view)
-        address = ctypes.addressof(anchor)
-        self.python = ctypes.c_void_p(address + _PYTHON_AT)
-        self.numpy = ctypes.c_void_p(address + _NUMPY_AT)
+        self.python = view[_PYTHON_AT : _PYTHON_AT + _TWISTER]
+        self.numpy = view[_NUMPY_AT : _NUMPY_AT + _TWISTER]
         self.torch = torch.frombuffer(view, dtype=torch.uint8, count=torch_bytes, offset=_TORCH_AT)
 
 
@@ -68,14 +66,15 @@ class RngRecorder:
         states = [_accelerator_state(d) for d in self._devices]
         self._accelerator_bytes = len(states[0]) if states else 0
         self.size = _align(_TORCH_AT + self._torch_bytes + self._accelerator_bytes * len(states))
-        self._python_address = _python_address()
+        self._python_memory = _python_memory()
+        self._torch_state = torch.default_generator.get_state
         self._numpy = _NumpyAddresses()
         self._own: _Slot | None = None
 
     @property
     def fast(self) -> tuple[bool, bool]:
         """Whether Python's and numpy's state are copied from memory, rather than asked for."""
-        return self._python_address is not None, self._numpy.key is not None
+        return self._python_memory is not None, self._numpy.memory is not None
 
     def bind(self, view: memoryview) -> _Slot:
         """Prepare `view` (writable, at least `size` bytes, aligned to 8) as a target of `capture`."""
@@ -91,8 +90,8 @@ class RngRecorder:
     def capture(self, slot: _Slot) -> None:
         """Write the random state as it stands into `slot`. About 3 us; no generator is advanced."""
         ints, floats = slot.ints, slot.floats
-        if self._python_address is not None:
-            ctypes.memmove(slot.python, self._python_address, _TWISTER)
+        if self._python_memory is not None:
+            slot.python[:] = self._python_memory
             gauss = random._inst.gauss_next  # type: ignore[attr-defined]
         else:
             gauss = _python_slow(slot.view)
@@ -100,7 +99,7 @@ class RngRecorder:
         if gauss is not None:
             floats[0] = gauss
         self._numpy.capture(slot)
-        slot.torch.copy_(torch.get_rng_state())
+        slot.torch.copy_(self._torch_state())
         if self._devices:
             self._capture_accelerators(slot)
 
@@ -124,29 +123,29 @@ class _NumpyAddresses:
     def __init__(self) -> None:
         self._owner: Any = np.random.mtrand._rand
         self._generator = self._owner._bit_generator
-        self.key: ctypes.c_void_p | None = None
+        self.memory: memoryview | None = None
         try:
             gauss_at = _gauss_offset()
-            key = ctypes.c_void_p(self._generator.ctypes.state_address)
-            if gauss_at is not None and self._agrees(key, gauss_at):
-                self.key = key
+            memory = _memory(self._generator.ctypes.state_address)
+            if gauss_at is not None and self._agrees(memory, gauss_at):
+                self.memory = memory
         except (AttributeError, TypeError, ValueError):
             pass
 
-    def _agrees(self, key: ctypes.c_void_p, gauss_at: int) -> bool:
+    def _agrees(self, memory: memoryview, gauss_at: int) -> bool:
         truth: Any = np.random.get_state(legacy=False)
         if truth["bit_generator"] != "MT19937":
             return False
         address = id(self._owner) + gauss_at
         self._gauss = ctypes.c_double.from_address(address)
         self._has_gauss = ctypes.c_int.from_address(address - 8)
-        raw = ctypes.string_at(key.value or 0, _TWISTER)
+        raw = bytes(memory)
         expected = truth["state"]["key"].astype("<u4").tobytes() + struct.pack("<i", truth["state"]["pos"])
         return bool(raw == expected and self._has_gauss.value == truth["has_gauss"])
 
     def capture(self, slot: _Slot) -> None:
-        if self.key is not None and self._owner._bit_generator is self._generator:
-            ctypes.memmove(slot.numpy, self.key, _TWISTER)
+        if self.memory is not None and self._owner._bit_generator is self._generator:
+            slot.numpy[:] = self.memory
             slot.ints[1] = _NUMPY_RAW
             slot.ints[2] = _TWISTER
             slot.ints[7] = self._has_gauss.value
@@ -218,12 +217,18 @@ def _python_words() -> bytes:
     return struct.pack(f"<i{_WORDS}I", words[_WORDS], *words[:_WORDS])
 
 
-def _python_address() -> ctypes.c_void_p | None:
-    """Address of `int index; uint32_t state[624]` in the global `random.Random` (CPython _randommodule.c)."""
+def _memory(address: int) -> memoryview:
+    """A view of the twister at `address`, which lives as long as the process."""
+    return memoryview((ctypes.c_char * _TWISTER).from_address(address)).cast("B")
+
+
+def _python_memory() -> memoryview | None:
+    """`int index; uint32_t state[624]` of the global `random.Random` (CPython _randommodule.c)."""
     address = id(random._inst) + object.__basicsize__
     if type(random._inst).__basicsize__ < object.__basicsize__ + _TWISTER:
         return None
-    return ctypes.c_void_p(address) if ctypes.string_at(address, _TWISTER) == _python_words() else None
+    memory = _memory(address)
+    return memory if bytes(memory) == _python_words() else None
 
 
 def _python_slow(view: memoryview) -> float | None:
