@@ -141,6 +141,24 @@ def test_other_nodes_learn_of_it_through_the_store() -> None:
     assert ours == theirs
 
 
+def test_an_agent_that_replaces_another_takes_the_first_agents_count() -> None:
+    first, late = Rounds(), Rounds()
+    try:
+        for _ in range(3):
+            store = Store()  # c10d: a store of its own for each round
+            ours = first.begin(Group(group_world_size=2, store=store), "job", fresh_store=True)  # type: ignore[arg-type]
+        theirs = late.begin(
+            Group(group_world_size=2, group_rank=1, store=store),  # type: ignore[arg-type]
+            "job",
+            fresh_store=True,
+        )
+    finally:
+        first.close()
+        late.close()
+    assert theirs.number == ours.number == 2
+    assert theirs.environment == ours.environment
+
+
 def test_several_nodes_need_to_be_told_where_it_listens(caplog: pytest.LogCaptureFixture) -> None:
     """A warning, because a job without lastgasp is none of our business; its ranks refuse, if they use it."""
     rounds = Rounds()

@@ -89,9 +89,9 @@ class ControllerThread:
         """Seconds that a recovery may take in all: finishing updates, and two saves in a row."""
         return self._call(self._hold_limit)
 
-    def last_ending(self) -> str:
-        """How the recovery of the current attempt ended; empty when there was none."""
-        return self._call(self._last_ending) if self._thread.is_alive() else ""
+    def last_ending(self, attempt: int) -> str:
+        """How the recovery of this attempt ended; empty when there was none."""
+        return self._call(lambda: self._last_ending(attempt)) if self._thread.is_alive() else ""
 
     def stop(self) -> None:
         """Close everything; idempotent."""
@@ -120,9 +120,11 @@ class ControllerThread:
             return 0.0
         return generation.hello.finish_timeout + 2 * generation.hello.save_timeout
 
-    def _last_ending(self) -> str:
+    def _last_ending(self, attempt: int) -> str:
         generation = self._controller.generation
-        ending = generation.machine.outcome.ending if generation is not None else "open"
+        if generation is None or generation.hello.attempt != attempt:
+            return ""
+        ending = generation.machine.outcome.ending
         return "" if ending == "open" else ending
 
     def _progressed(self, attempt: int) -> bool:

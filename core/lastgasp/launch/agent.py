@@ -47,7 +47,7 @@ class GaspAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         rdzv = worker_group.spec.rdzv_handler
-        self._round = self._rounds.begin(worker_group, rdzv.get_run_id())
+        self._round = self._rounds.begin(worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static")
         if self._round.number > 0 and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._round)
         os.environ.update(self._round.environment)

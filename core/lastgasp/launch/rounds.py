@@ -82,19 +82,26 @@ class Rounds:
         self._controller: ControllerThread | None = None
         self._started = 0
 
-    def begin(self, group: WorkerGroup, run_id: str) -> Round:
-        """The next round: find or start the controller and say how the workers reach it."""
+    def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> Round:
+        """The next round: find or start the controller and say how the workers reach it.
+
+        Args:
+            fresh_store: the rendezvous gives each round a store of its own (c10d does, static does not). Then
+                the first agent's count is everybody's, also that of an agent that has just replaced another.
+        """
         number, self._started = self._started, self._started + 1
         store = group.store if (group.group_world_size or 1) > 1 else None
+        key = "lastgasp/notice" if fresh_store else f"lastgasp/notice/{number}"
         current = Round(number=number, store=store)
         if group.group_rank == 0:
             current.controller = self._controller = self._controller or _start(group)
             notice = _notice(current.controller, run_id, number)
             if store is not None:
-                store.set(f"lastgasp/notice/{number}", msgspec.json.encode(notice).decode())
+                store.set(key, msgspec.json.encode(notice).decode())
         else:
             assert store is not None
-            notice = msgspec.json.decode(store.get(f"lastgasp/notice/{number}"), type=Notice)
+            notice = msgspec.json.decode(store.get(key), type=Notice)
+            current.number, self._started = notice.attempt, notice.attempt + 1
         current.environment = _environment(notice)
         return current
 
@@ -106,7 +113,7 @@ class Rounds:
         """
         if self._controller is None:
             return ""
-        ending = self._controller.last_ending()
+        ending = self._controller.last_ending(self._started - 1)
         self._controller.stop()
         return ending
 
