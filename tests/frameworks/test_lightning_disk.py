@@ -1,0 +1,120 @@
+"""Disks that fail under a real fit in one process: training goes on, and a gasp that cannot be written says so."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lastgasp import _fs
+from lastgasp.checkpoint import SingleFile, candidates, verify
+from lastgasp.pytorch.io import save_verified
+from lastgasp_lightning import LastGasp
+from support.train_tiny import Tiny
+
+LAYOUT = SingleFile(".ckpt")
+pytestmark = pytest.mark.usefixtures("restored_environ")
+
+
+class Raise(Callback):
+    """Raises in a forward pass, after `step` steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        """Now."""
+        if trainer.global_step == self.step:
+            raise ValueError("a bug of the user's")
+
+
+def fit(directory: Path, *callbacks: Callback) -> Trainer:
+    """Eight steps with a checkpoint at every second one."""
+    every: list[Callback] = [LastGasp(directory), *callbacks]
+    every.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=8, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=every,
+    )  # fmt: skip
+    x = torch.randn(40, 8)
+    trainer.fit(Tiny(), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4))
+    return trainer
+
+
+def steps_that_verify(directory: Path) -> list[int | None]:
+    """Of all checkpoints there, in ascending order."""
+    return sorted(c.step or 0 for c in candidates([directory], LAYOUT) if verify(c.path, LAYOUT).ok)
+
+
+def test_the_directory_vanishes_in_the_middle_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, real, saves = tmp_path / "ckpts", save_verified, iter(range(100))
+
+    def save_and_vanish(*args: Any) -> None:
+        real(*args)
+        if next(saves) == 1:
+            shutil.rmtree(directory)
+
+    monkeypatch.setattr("lastgasp_lightning.checkpoint_io.save_verified", save_and_vanish)
+    trainer = fit(directory)
+    assert trainer.global_step == 8
+    assert "could not be written" in caplog.text
+    assert steps_that_verify(directory) == [6, 8]
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and from then on no file can be created."""
+
+    def refuse(*args: Any, **options: Any) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    return lambda: monkeypatch.setattr(_fs.Disk, "create", refuse)
+
+
+class Then(Callback):
+    """Does something once `step` steps are done."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Now."""
+        if trainer.global_step == self.step:
+            self.action()
+
+
+def test_a_disk_that_becomes_read_only_does_not_end_training(
+    tmp_path: Path, read_only: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = fit(tmp_path, Then(5, read_only))
+    assert trainer.global_step == 8
+    assert "Read-only file system" in caplog.text
+    assert steps_that_verify(tmp_path) == [2, 4]
+
+
+def test_a_gasp_that_cannot_be_written_is_told_and_harms_nothing(
+    tmp_path: Path, read_only: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "lastgasp"), pytest.raises(ValueError, match="a bug of the user's"):
+        fit(tmp_path, Then(5, read_only), Raise(5))
+    assert "could NOT be saved" in caplog.text
+    assert "Read-only file system" in caplog.text
+    assert steps_that_verify(tmp_path) == [2, 4]
+
+
+def test_a_gasp_is_saved_and_the_users_exception_stays_his(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a bug of the user's"):
+        fit(tmp_path, Raise(5))
+    assert steps_that_verify(tmp_path) == [2, 4, 5]
+    assert fit(tmp_path).global_step == 8
