@@ -50,7 +50,7 @@ def fit(directory: Path, *callbacks: Callback) -> Trainer:
     return trainer
 
 
-def steps_that_verify(directory: Path) -> list[int | None]:
+def steps_that_verify(directory: Path) -> list[int]:
     """Of all checkpoints there, in ascending order."""
     return sorted(c.step or 0 for c in candidates([directory], LAYOUT) if verify(c.path, LAYOUT).ok)
 
