@@ -120,6 +120,16 @@ class BlackBox:
         return None
 
 
+def newest_step(fd: int) -> int | None:
+    """The newest step whose boundary was recorded in the box behind `fd`; None when there is none."""
+    layout = os.pread(fd, _FILE.size, 0)
+    if len(layout) < _FILE.size or _FILE.unpack(layout)[0] != _MAGIC:
+        return None
+    _, slots, size = _FILE.unpack(layout)
+    headers = [_header(fd, _PAGE + size * i) for i in range(slots)]
+    return max((h[_STEP] for h in headers if h[_SETTLED] and _whole(h, h[_STEP])), default=None)
+
+
 def _header(fd: int, at: int) -> tuple[int, ...]:
     raw = os.pread(fd, _SLOT.size, at)
     return _SLOT.unpack(raw) if len(raw) == _SLOT.size else (0,) * 6

@@ -163,7 +163,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint and a half."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)], check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=180k", "tmpfs", str(disk)], check=False)
     if mounted.returncode:
         pytest.skip("a small disk needs the right to mount a tmpfs")
     yield disk

@@ -86,6 +86,31 @@ def test_a_stopped_rank_is_found_excluded_and_killed_after_the_save(tmp_path: Pa
     assert job.saved() == ["step-1.toy"]
 
 
+def test_a_survivor_behind_the_dead_rank_completes_its_step_too(tmp_path: Path) -> None:
+    """The dead rank had completed step 2; the survivor holds all gradients of it and stands before its update."""
+    with ToyJob(tmp_path, world=2) as job:
+        job.step(1)
+        job.ranks[1].tell("step 2")
+        job.ranks[1].wait_for("stepped")
+        job.ranks[1].signal(signal.SIGKILL)
+        job.ranks[1].code()
+        job.ranks[0].tell("step 2")
+        save = job.ranks[0].wait_for("save")
+        assert save["step"] == 2
+        assert save["small"] == {str(r): f"rank {r} step 2" for r in range(2)}
+
+
+def test_a_survivor_that_cannot_reach_the_dead_ranks_step_saves_its_own(tmp_path: Path) -> None:
+    with ToyJob(tmp_path, world=2) as job:
+        job.step(1)
+        job.ranks[1].tell("step 2")
+        job.ranks[1].wait_for("stepped")
+        job.stuck(0)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert job.ranks[0].wait_for("save")["step"] == 1
+        assert job.ranks[0].code() == exitcodes.SAVED
+
+
 def test_a_rank_inside_its_update_may_finish_it_first(tmp_path: Path) -> None:
     with ToyJob(tmp_path, world=2) as job:
         job.step(1)

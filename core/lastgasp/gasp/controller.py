@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from lastgasp import __version__, _clock
-from lastgasp.blackbox import BlackBox
+from lastgasp.blackbox import BlackBox, newest_step
 from lastgasp.errors import AuthenticationError, ControlError, ProtocolError, VersionMismatch
 from lastgasp.topology import host_identity
 
@@ -262,8 +262,15 @@ class Controller:
         peer = self._peers.get(rank)
         if isinstance(message, m.Save):
             message = msgspec.structs.replace(message, small=self._small(message.step))
+        elif isinstance(message, m.Prepare):
+            message = msgspec.structs.replace(message, target=self._newest())
         if peer is not None and peer.writer is not None and not peer.writer.is_closing():
             peer.writer.write(m.frame(message))
+
+    def _newest(self) -> int:
+        """The newest step that any rank on this host has completed, as its black box tells; -1 if none does."""
+        boxes = [peer.box for peer in self._peers.values() if peer.box >= 0]
+        return max((step for box in boxes if (step := newest_step(box)) is not None), default=-1)
 
     def _small(self, step: int) -> dict[int, bytes]:
         """The small state of every rank, dead ones included: from its black box, or as it sent it."""

@@ -94,10 +94,15 @@ class Report(Message, frozen=True, kw_only=True):
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """Controller: stop before your next update and tell me which step you hold."""
+    """Controller: stop before the update that follows `target`, and tell me which step you hold.
+
+    `target` is the newest step that any rank has completed, dead ones included: who is behind may have all
+    gradients of it already, and gets a moment to complete it too.
+    """
 
     recovery: int
     faults: tuple[Fault, ...]
+    target: int = -1
 
 
 class Prepared(Message, frozen=True, kw_only=True):

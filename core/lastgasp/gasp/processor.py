@@ -27,6 +27,8 @@ HEARTBEAT = 0.5
 """Seconds between two Status messages."""
 LOOK = 0.001
 """Seconds between two looks at a training thread that must leave its update."""
+REACH = 1.0
+"""Seconds that a rank gets to complete a step that another one has completed already."""
 ANSWER = 15.0
 """Seconds that the controller gets to answer a report; it answers in milliseconds, unless it is stopped."""
 
@@ -40,6 +42,8 @@ class _Pending:
 
     recovery: int
     deadline: float
+    target: int
+    reach_by: float
 
 
 class Processor:
@@ -177,8 +181,9 @@ class Processor:
                 self._gathers[message.tag] = message
                 self._gathered.notify_all()
         elif isinstance(message, m.Prepare):
-            self._stand.hold(self._finish + 2 * self._save_limit)
-            self._pending = _Pending(message.recovery, _clock.monotonic() + self._finish)
+            self._stand.hold(self._finish + 2 * self._save_limit, message.target)
+            now = _clock.monotonic()
+            self._pending = _Pending(message.recovery, now + self._finish, message.target, now + REACH)
         elif isinstance(message, m.Save):
             self._spawn("save", lambda: self._save(message))
         elif isinstance(message, m.Commit):
@@ -194,6 +199,9 @@ class Processor:
             return
         late = _clock.monotonic() >= pending.deadline
         if stand.inside and not stand.broken and not late:
+            return
+        # A thread that has raised will not complete another step.
+        if stand.step < pending.target and self._reported is None and _clock.monotonic() < pending.reach_by:
             return
         self._pending = None
         why = stand.broken or (f"still inside its update after {self._finish:g} s" if stand.inside else "")

@@ -57,6 +57,7 @@ class Stand:
         self._held = False
         self._over = threading.Event()
         self._limit = 0.0
+        self._target = -1
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ class Stand:
         if self.inside:
             return  # a further optimizer of the same step: the step can only be finished
         self.inside = True
-        if self._held:
+        if self._held and self.step >= self._target:
             self._park()
 
     def step_end(self, step: int) -> None:
@@ -90,9 +91,9 @@ class Stand:
 
     # -- control thread ---------------------------------------------------------------------------
 
-    def hold(self, limit: float) -> None:
-        """Close the gate; the training thread parks there for at most `limit` seconds."""
-        self._limit = limit
+    def hold(self, limit: float, target: int = -1) -> None:
+        """Close the gate to updates beyond `target`; the training thread parks there for `limit` seconds at most."""
+        self._limit, self._target = limit, target
         self._held = True
 
     @property
