@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lastgasp_lightning.compat import Undo, replace_method
+
+log = logging.getLogger("lastgasp")
 
 _Event = Callable[[], None]
 
@@ -153,7 +156,8 @@ def _finish_schedulers(epoch: Any, baseline: tuple[int, int]) -> bool:
             epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
             if epoch._num_ready_batches_reached():
                 epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        except Exception:
+        except Exception:  # a user's scheduler; on_exception must go on, and the state is then unknown
+            log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
             return False
         return True
     return bool(done == _due_schedulers(epoch))
