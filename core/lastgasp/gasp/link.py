@@ -142,8 +142,8 @@ def _connect(address: str) -> socket.socket:
 
 
 def _refusal(reason: str) -> ControlError:
-    if "token" in reason:
+    if reason.startswith("wrong token"):
         return AuthenticationError(f"refused by the controller: {reason}")
-    if "version" in reason:
+    if reason.startswith("lastgasp version"):  # a directory may have "version" in its name
         return VersionMismatch(f"refused by the controller: {reason}")
     return ControlError(f"refused by the controller: {reason}")
