@@ -1,0 +1,4 @@
+"""Step marks: mark -> ring -> flusher -> file -> report, and the switch that turns them on and off live.
+
+The files are byte-compatible with those of TaskD's profiling worker (facts/taskd.md §6).
+"""
