@@ -51,7 +51,7 @@ class GaspConfig:
         if unknown:
             name = min(unknown)
             raise ConfigError(name, given[name], f"one of {sorted(_FIELDS)}", "Check the spelling.")
-        values: dict[str, Any] = {name: _pick(name, given.get(name), env, check) for name, check in _FIELDS.items()}
+        values: dict[str, Any] = {name: pick(name, given.get(name), env, check) for name, check in _FIELDS.items()}
         return cls(directory=_directory(directory, env), **{k: v for k, v in values.items() if v is not None})
 
 
@@ -66,7 +66,12 @@ def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str])
         raise ConfigError("dir", value, "a directory path", "Give dir=... or set LASTGASP_DIR.") from None
 
 
-def _pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str, object], T]) -> T | None:
+def pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str, object], T]) -> T | None:
+    """`value` if given, else what the environment says, else None; checked.
+
+    Raises:
+        ConfigError: by `check`, naming the argument or the variable.
+    """
     variable = f"LASTGASP_{name.upper()}"
     if value is not None:
         return check(name, value)
@@ -76,9 +81,19 @@ def _pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str
 
 
 def _positive_int(field: str, value: object) -> int:
-    number = _number(field, value, "an integer of at least 1", "Use 1 to keep only the newest.")
-    if number != int(number) or number < 1 or isinstance(value, bool):
-        raise ConfigError(field, value, "an integer of at least 1", "Use 1 to keep only the newest.")
+    return integer(field, value, 1, "Use 1 to keep only the newest.")
+
+
+def integer(field: str, value: object, least: int, remedy: str) -> int:
+    """`value` as an integer of at least `least`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    allowed = f"an integer of at least {least}"
+    number = _number(field, value, allowed, remedy)
+    if number != int(number) or number < least or isinstance(value, bool):
+        raise ConfigError(field, value, allowed, remedy)
     return int(number)
 
 
