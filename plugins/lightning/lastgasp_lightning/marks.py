@@ -1,0 +1,244 @@
+"""Step marks of a Lightning fit, by itself: what a step's time goes to, without a change of the user's code."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning.pytorch.strategies import Strategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
+from lastgasp.pytorch.devicemarks import cuda_marks
+from lastgasp.pytorch.ranges import Range, Sink
+from lastgasp.steps.bits import BIT_OF_MARK, STEP
+from lastgasp.steps.marks import Mark
+from lastgasp_lightning.boundary import before_calls
+from lastgasp_lightning.compat import Undo, replace_method, require
+
+_Method = Callable[..., Any]
+
+
+class _Open(Protocol):
+    """What is called of a range: of a `steps.marks.Mark` (two C calls) or, on a device, of a `DeviceRange`."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def cancel(self) -> bool: ...
+
+
+class LightningMarks:
+    """The marks of one fit. One object per `fit`; the training thread's alone, but for the gasp's save.
+
+    `step N`: from the first fetch of its data to `step_end`, where N is the global step that it completes; with
+    accumulated gradients over several batches. Neither validation nor the end of an epoch nor Checkpoint callbacks lie
+    inside: where validation interrupts an accumulation, the step begins anew after it.
+    `dataloader`: the training thread's wait for a batch. Where Lightning cannot know the length of the data it fetches
+    one batch ahead: the wait stands in the step in which it took place.
+    `forward`: `strategy.training_step`, which is the user's training_step with the loss, and DDP's forward pass (it
+    broadcasts buffers, and may wait for rank 0 there). In manual optimization what comes before each backward pass.
+    `backward`: `strategy.backward`; DDP reduces gradients in it, and waits for other ranks.
+    `optimizer`: the update alone, after the gradients were clipped.
+    `save_checkpoint`: the write, on the ranks that write; not the barrier after it. Also the gasp's.
+
+    Args:
+        trainer: the Trainer, set up.
+        marks: where they go.
+        source: has the gasp's `save`, which is marked as well; None: it is not.
+    """
+
+    def __init__(self, trainer: Any, marks: Sink, source: object | None = None) -> None:
+        self._trainer, self._marks, self._source = trainer, marks, source
+        self._undo: list[Undo] = []
+        self._handles: list[Any] = []
+        self._in_step = self._inside = self._went_back = False
+        self._device = cuda_marks(marks, trainer.strategy.root_device, os.environ)
+        self._step = self._step_range()
+        self._forward, self._backward, self._optimizer = map(self._stream, ("forward", "backward", "optimizer"))
+        self._dataloader, self._save = map(self._host, ("dataloader", "save_checkpoint"))
+        self._communication: list[Collectives | GradientBuckets] = []
+
+    def _step_range(self) -> Range:
+        """Its number is known when it ends: in manual optimization a batch may complete several steps."""
+        mark, bit = self._marks.define("step {}", bit=STEP, stream=True), STEP
+        return self._device.range("step", mark, bit) if self._device is not None else Range(self._marks, mark, bit)
+
+    def _stream(self, name: str) -> _Open:
+        bit = BIT_OF_MARK[name]
+        mark: _Open = self._marks.define(name, bit=bit, stream=True)
+        return self._device.range(name, mark, bit) if self._device is not None else mark
+
+    def _host(self, name: str) -> Mark:
+        mark: Mark = self._marks.define(name, bit=BIT_OF_MARK[name], stream=False)
+        return mark
+
+    # -- life cycle ---------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Patch this trainer's loops and strategy, hook its optimizers. Call in `on_train_start`. Idempotent.
+
+        Raises:
+            LightningChanged: this Lightning lacks something that is relied on; nothing stays patched.
+        """
+        if self._undo:
+            return
+        try:
+            self._patch()
+        except BaseException:
+            self.close()
+            raise
+
+    def _patch(self) -> None:
+        trainer, undo = self._trainer, self._undo
+        strategy, epoch, fit = trainer.strategy, trainer.fit_loop.epoch_loop, trainer.fit_loop
+        require(fit, "_data_fetcher")
+        undo.append(replace_method(epoch, "_on_before_fetch", self._around_fetch_begin))
+        undo.append(replace_method(epoch, "_on_after_fetch", self._around_fetch_end))
+        undo.append(replace_method(strategy, "training_step", self._around_forward))
+        undo.append(replace_method(strategy, "backward", self._around_backward))
+        undo.append(replace_method(strategy, "save_checkpoint", self._around_save))
+        undo.append(before_calls(epoch.val_loop, "run", self._no_step))
+        undo.append(before_calls(fit, "on_advance_end", self._no_step))
+        if self._source is not None:
+            undo.append(replace_method(self._source, "save", self._around_gasp))
+        for optimizer in trainer.optimizers:
+            if not trainer.lightning_module.automatic_optimization:
+                self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        names = CommunicationMarks(self._marks)
+        self._communication.append(Collectives(names))
+        if isinstance(strategy.model, DistributedDataParallel):
+            self._communication.append(GradientBuckets(names, strategy.model))
+        self._look()
+
+    def close(self) -> None:
+        """Put everything back; open ranges are thrown away. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+        while self._handles:
+            self._handles.pop().remove()
+        while self._communication:
+            self._communication.pop().close()
+        for kind in (self._step, self._forward, self._backward, self._optimizer, self._dataloader):
+            kind.cancel()
+        if self._device is not None:
+            self._device.close()
+
+    def _look(self) -> None:
+        for communication in self._communication:
+            communication.look()
+
+    # -- called by the callback ---------------------------------------------------------------------------
+
+    def update_begins(self) -> None:
+        """Call in `on_before_optimizer_step`: the update is next."""
+        if self._inside:
+            self._forward.cancel()
+        self._optimizer.cancel()
+        self._optimizer.begin()
+
+    def step_end(self, step: int) -> None:
+        """Call in `on_train_batch_end` where the batch completed `step`."""
+        self._in_step = False
+        self._step.end(step)
+        self._optimizer.cancel()  # a gradient scaler skipped the update
+        if self._device is not None:
+            self._device.settle()
+        self._look()
+
+    # -- the patches --------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._in_step = True
+        self._step.begin()
+
+    def _no_step(self) -> None:
+        """Validation or the end of the epoch: what comes before belongs to no step any more."""
+        self._in_step = False
+        self._step.cancel()
+
+    def _around_fetch_begin(self, original: _Method) -> _Method:
+        begin = self._dataloader.begin
+
+        def before_fetch() -> None:
+            original()
+            if not self._in_step:
+                self._begin_step()
+            begin()
+
+        return before_fetch
+
+    def _around_fetch_end(self, original: _Method) -> _Method:
+        fit, dataloader = self._trainer.fit_loop, self._dataloader
+
+        def after_fetch() -> None:
+            if fit._data_fetcher.done:  # there was no other batch
+                dataloader.cancel()
+            else:
+                dataloader.end()
+            original()
+
+        return after_fetch
+
+    def _around_forward(self, original: _Method) -> _Method:
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if not self._in_step:  # the batch had been fetched before, or is fetched in here
+                self._begin_step()
+            self._inside, self._went_back = True, False
+            self._forward.begin()
+            result = original(*args, **kwargs)
+            if self._went_back:
+                self._forward.cancel()
+            else:
+                self._forward.end()
+            self._inside = False
+            return result
+
+        return training_step
+
+    def _around_backward(self, original: _Method) -> _Method:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # manual optimization
+                self._forward.end()
+            self._backward.begin()
+            result = original(*args, **kwargs)
+            self._backward.end()
+            if self._inside:
+                self._went_back = True
+                self._forward.begin()
+            return result
+
+        return backward
+
+    def _before_update(self, *_: object) -> None:
+        self.update_begins()
+
+    def _after_update(self, *_: object) -> None:
+        self._optimizer.end()
+        if self._inside:
+            self._forward.begin()
+
+    def _around_save(self, original: _Method) -> _Method:
+        strategy = self._trainer.strategy
+        all_write = type(strategy).save_checkpoint is not Strategy.save_checkpoint
+
+        @functools.wraps(original)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if not (all_write or strategy.is_global_zero):
+                return original(*args, **kwargs)
+            with self._save:
+                return original(*args, **kwargs)
+
+        return save_checkpoint
+
+    def _around_gasp(self, original: _Method) -> _Method:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            with self._save:
+                return original(*args, **kwargs)
+
+        return save
