@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support.police import leak_police, restored_environ
+from support.police import leak_police, restored_environ, runtime_directory
 
-__all__ = ["leak_police", "restored_environ"]
+__all__ = ["leak_police", "restored_environ", "runtime_directory"]
 
 pytest_plugins = ["pytester"]

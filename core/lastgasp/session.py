@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.alone import recover_alone
 from lastgasp.gasp.generation import GATHER_TIMEOUT
 from lastgasp.gasp.link import Link
-from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.stand import Stand, exit_code
+from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import StateSource
 from lastgasp.topology import Place, host_identity
 
@@ -62,6 +64,10 @@ class Session:
     Args:
         contact: the controller; None leaves this rank on its own (a job of one rank).
 
+    Attributes:
+        started_s: when the job's controller started, unix seconds; the same for all ranks and attempts (without a
+            controller: when this Session was made).
+
     Raises (constructor):
         ControlError and its kin: the controller refused this rank or is not there.
     """
@@ -74,6 +80,9 @@ class Session:
         link = Link(contact.address, contact.token, self._hello()) if contact else None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
+        self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
+        self._registry: WorkerRegistry = EmbeddedRegistry(self._processor)
+        self._registered = False
         # The hot path: bound methods of the status word, no extra call in between.
         self.moved, self.updating, self.step_end = self.stand.moved, self.stand.updating, self.stand.step_end
 
@@ -105,6 +114,24 @@ class Session:
         self.stand.moved("data")
         self.step_end = self._first_step_end
         self._processor.begin()
+        self.register()
+
+    def register(self, device: str = "", versions: Mapping[str, str] | None = None) -> None:
+        """Tell the job's control plane who this worker is; once, and the first call counts.
+
+        Call it after the process group is up and before the first step; `begin` does where nobody has.
+
+        Args:
+            device: as the framework writes it: cpu, cuda:0.
+            versions: of the framework and its parts, by name.
+        """
+        if not self._registered:
+            self._registered = True
+            self._registry.register(card_of_this_process(self.place.rank, device, versions))
+
+    def on_switch(self, switch: OnSwitch | None) -> None:
+        """Let `lastgasp switch` turn marks on and off by this function; None: nothing is marked here."""
+        self._processor.on_switch = switch
 
     def _first_step_end(self, step: int) -> None:
         """Tell at once that the first step is done (the incident before waits for it); then only the hot path."""
@@ -171,6 +198,8 @@ class Session:
 
     def close(self, goodbye: bool = True) -> None:
         """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent."""
+        if goodbye:
+            self._registry.deregister()
         self._processor.close(goodbye)
 
 

@@ -15,6 +15,7 @@ from lastgasp.gasp.link import Link
 
 M = TypeVar("M", bound=m.Message)
 TOKEN = "t" * 64
+STARTED_S = 1_700_000_000
 HELLO = m.Hello(
     protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"", job="job", attempt=0, rank=1, world_size=2,
     replicas=((0, 1),), host="here", pid=1, directory="/nowhere", hang_timeout=0.0, save_timeout=5.0,
@@ -48,7 +49,8 @@ class FakeController:
         nonce = b"n" * 32
         self.say(m.Challenge(protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._host))
         hello = self.hear(m.Hello)
-        self.say(m.Welcome(mac=m.proof(self._token, "controller", hello.nonce, hello.rank)))
+        mac = m.proof(self._token, "controller", hello.nonce, hello.rank)
+        self.say(m.Welcome(mac=mac, started_s=STARTED_S))
 
     def link(self) -> Link:
         """Connect a rank."""

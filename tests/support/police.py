@@ -27,6 +27,19 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"{request.node.nodeid} leaked:\n  " + "\n  ".join(found), pytrace=False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Controllers of tests announce themselves where no `lastgasp ps` of the user looks, nor finds anything."""
+    variable = "LASTGASP_RUNTIME_DIR"
+    before = os.environ.get(variable)
+    os.environ[variable] = str(tmp_path_factory.mktemp("runtime"))
+    yield
+    if before is None:
+        del os.environ[variable]
+    else:
+        os.environ[variable] = before
+
+
 @pytest.fixture
 def restored_environ() -> Iterator[None]:
     """For tests of frameworks that write to the environment (seeds, rendezvous): put it back afterwards."""

@@ -19,10 +19,14 @@ from hypothesis import strategies as st
 from lastgasp.errors import ProtocolError
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v1.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
+CARD = WorkerCard(
+    rank=1, node="node-7", pid=77, device="npu:3", versions={"lastgasp": "1.2.3", "torch": "2.13.0"}, started_ns=9
+)
 ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Challenge(protocol=1, version="1.2.3", nonce=NONCE, host="boot:1"),
     m.Hello(
@@ -30,10 +34,10 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
         replicas=((0, 2), (1, 3)), host="boot:1", pid=77, directory="/ckpts", hang_timeout=0.0, save_timeout=600.0,
         finish_timeout=10.0,
     ),
-    m.Welcome(mac=MAC),
+    m.Welcome(mac=MAC, started_s=1_700_000_000),
     m.Refused(reason="wrong token"),
     m.Begin(step=3, durable=2, box=-1),
-    m.Status(step=3, durable=2, tick=99, phase="backward"),
+    m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),
     m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", small=b"rng"),
@@ -47,9 +51,28 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.GatherPart(tag="choose", payload=b"mine"),
     m.Gathered(tag="choose", parts=(b"mine", b"yours"), missing=""),
     m.Goodbye(),
+    m.Register(card=CARD),
+    m.SwitchOrder(order=7, on=1, off=16),
+    m.Switched(order=7, mask=15, why=""),
+    m.Operator(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC),
+    m.AskRanks(),
+    m.Ranks(
+        job="job", directory="/ckpts", attempt=2, world_size=4, state="running", started_s=1_700_000_000,
+        rows=(
+            RankRow(rank=0, state="awaited"),
+            RankRow(rank=1, state="dead", why="SIGKILL", card=CARD, step=3, phase="data", marks=15, heard_s=0.25),
+        ),
+    ),
+    m.AskSwitch(ranks=(0, 3), on=1, off=16, wait=5.0),
+    m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
 )  # fmt: skip
 BOUNDS = st.integers(-(2**63), 2**63 - 1)
-DECODERS: tuple[Callable[[bytes], m.Message], ...] = (m.from_rank, m.from_controller)
+DECODERS: tuple[Callable[[bytes], m.Message], ...] = (m.from_rank, m.from_controller, m.from_operator, m.greeting)
+SPOKEN_BY: tuple[tuple[UnionType, Callable[[bytes], m.Message]], ...] = (
+    (m.FromRank, m.from_rank),
+    (m.FromController, m.from_controller),
+    (m.FromOperator, m.from_operator),
+)
 
 
 def kinds(union: UnionType) -> set[type]:
@@ -59,7 +82,8 @@ def kinds(union: UnionType) -> set[type]:
 
 def decoder_of(message: m.Message) -> Callable[[bytes], m.Message]:
     """The decoder of the side that hears it."""
-    return m.from_rank if type(message) in kinds(m.FromRank) else m.from_controller
+    [found] = [decode for union, decode in SPOKEN_BY if type(message) in kinds(union)]
+    return found
 
 
 def body(message: m.Message) -> bytes:
@@ -70,8 +94,9 @@ def body(message: m.Message) -> bytes:
 
 
 def test_there_is_an_example_of_every_message() -> None:
-    assert {type(message) for message in ONE_OF_EACH} == kinds(m.FromRank) | kinds(m.FromController)
-    assert kinds(m.FromRank) & kinds(m.FromController) == set()
+    everything = [kind for union, _ in SPOKEN_BY for kind in kinds(union)]
+    assert sorted(kind.__name__ for kind in everything) == sorted(type(message).__name__ for message in ONE_OF_EACH)
+    assert kinds(m.Greeting) == {m.Hello, m.Operator}
 
 
 def test_the_wire_is_frozen() -> None:
@@ -85,12 +110,20 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
     """Messages of one kind, with values of every field that the wire can carry."""
     ints = {f.name: BOUNDS for f in msgspec.structs.fields(kind) if f.type is int}
     faults = st.builds(Fault, step=BOUNDS, rank=BOUNDS, seen_ns=BOUNDS, cause=st.text())
+    cards = st.builds(WorkerCard, rank=BOUNDS, pid=BOUNDS, started_ns=BOUNDS)
+    rows = st.builds(RankRow, rank=BOUNDS, step=BOUNDS, marks=st.none() | BOUNDS, card=st.none() | cards)
+    results = st.builds(SwitchResult, rank=BOUNDS, mask=st.none() | BOUNDS)
     more: dict[str, Any] = {
         "replicas": st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),
         "small": st.dictionaries(BOUNDS, st.binary()) if kind is m.Save else st.binary(),
         "parts": st.dictionaries(BOUNDS, st.binary()) if kind is m.Commit else st.lists(st.binary()).map(tuple),
         "fault": faults,
         "faults": st.lists(faults, max_size=3).map(tuple),
+        "ranks": st.none() | st.lists(BOUNDS).map(tuple),
+        "wait": st.floats(0, 1e9),
+        "card": cards,
+        "rows": st.lists(rows, max_size=3).map(tuple),
+        "results": st.lists(results, max_size=3).map(tuple),
         "hang_timeout": st.floats(0, 1e9),
         "save_timeout": st.floats(0, 1e9),
         "finish_timeout": st.floats(0, 1e9),
@@ -106,9 +139,19 @@ def test_round_trip(message: m.Message) -> None:
 
 @given(st.sampled_from(ONE_OF_EACH))
 def test_the_other_side_does_not_take_it(message: m.Message) -> None:
-    other = m.from_controller if decoder_of(message) is m.from_rank else m.from_rank
-    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
-        other(body(message))
+    for _, other in SPOKEN_BY:
+        if other is not decoder_of(message):
+            with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+                other(body(message))
+
+
+@given(st.sampled_from(ONE_OF_EACH))
+def test_only_a_greeting_greets(message: m.Message) -> None:
+    if type(message) in kinds(m.Greeting):
+        assert m.greeting(body(message)) == message
+    else:
+        with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+            m.greeting(body(message))
 
 
 def decodes_or_refuses(data: bytes) -> None:
@@ -176,6 +219,7 @@ def test_proof(token: str, nonce: bytes, rank: int, other: int) -> None:
     mac = m.proof(token, "rank", nonce, rank)
     assert m.proven(token, "rank", nonce, rank, mac)
     assert not m.proven(token, "controller", nonce, rank, mac)
+    assert not m.proven(token, "operator", nonce, rank, mac)
     assert not m.proven(token + "x", "rank", nonce, rank, mac)
     assert m.proven(token, "rank", nonce, other, mac) is (rank == other)
     assert not m.proven(token, "rank", nonce, rank, b"")

@@ -18,13 +18,16 @@ import msgspec
 
 from lastgasp import __version__, _clock
 from lastgasp.blackbox import BlackBox, newest_step
-from lastgasp.errors import AuthenticationError, ControlError, ProtocolError, VersionMismatch
+from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 from lastgasp.topology import host_identity
 
 from . import messages as m
 from .deathwatch import DeathWatch
 from .generation import Generation, write_incident
 from .machine import Action, Kill, Note, Send
+from .operator import NOBODY
+from .rundir import Announcement
+from .service import Service
 
 log = logging.getLogger("lastgasp.controller")
 
@@ -62,6 +65,9 @@ class Controller:
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handlers: set[asyncio.Task[None]] = set()
+        self._started_s = _clock.wall_ns() // 1_000_000_000
+        self._service = Service(lambda: self.generation, self._send, self._started_s)
+        self._announcement: Announcement | None = None
 
     async def start(self) -> int:
         """Listen.
@@ -74,10 +80,14 @@ class Controller:
         self._watch = DeathWatch(self._saw_death)
         await self._server.start_serving()
         self._ticker = asyncio.create_task(self._tick())
-        return int(self._server.sockets[0].getsockname()[1])
+        port = int(self._server.sockets[0].getsockname()[1])
+        self._announcement = Announcement(f"{self._host}:{port}", self._token, self._started_s)
+        return port
 
     async def stop(self) -> None:
         """Close every connection, thread and descriptor."""
+        if self._announcement is not None:
+            self._announcement.withdraw()
         self._ticker.cancel()
         self._server.close()
         for task in list(self._handlers):
@@ -110,7 +120,10 @@ class Controller:
         self._handlers.add(task)
         try:
             hello = await asyncio.wait_for(self._greet(reader, writer), GREETING_TIMEOUT)
-            await self._listen(hello.rank, reader)
+            if isinstance(hello, m.Operator):
+                await self._service.serve(reader, writer)
+            else:
+                await self._listen(hello.rank, reader)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
             # A rank that ends is no news here; the machine has its own word on that.
             level = logging.DEBUG if self._known(writer) else logging.WARNING
@@ -125,24 +138,28 @@ class Controller:
     def _known(self, writer: asyncio.StreamWriter) -> bool:
         return any(peer.writer is writer for peer in self._peers.values())
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Hello:
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Greeting:
         nonce = os.urandom(32)
         challenge = m.Challenge(
             protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._identity
         )  # fmt: skip
         writer.write(m.frame(challenge))
-        hello = await _read(reader, m.MAX_GREETING)
-        if not isinstance(hello, m.Hello):
-            raise ProtocolError(f"{type(hello).__name__} before Hello")
+        hello = m.greeting(await _read(reader, m.MAX_GREETING))
         try:
-            self._admit(hello, nonce)
+            if isinstance(hello, m.Operator):
+                self._service.admit(hello, self._token, nonce)
+            else:
+                self._admit(hello, nonce)
         except ControlError as error:
             writer.write(m.frame(m.Refused(reason=str(error))))
             await writer.drain()
             raise
-        writer.write(m.frame(m.Welcome(mac=m.proof(self._token, "controller", hello.nonce, hello.rank))))
+        rank = NOBODY if isinstance(hello, m.Operator) else hello.rank
+        mac = m.proof(self._token, "controller", hello.nonce, rank)
+        writer.write(m.frame(m.Welcome(mac=mac, started_s=self._started_s)))
         _keep_alive(writer.get_extra_info("socket"))
-        self._join(hello, writer)
+        if not isinstance(hello, m.Operator):
+            self._join(hello, writer)
         return hello
 
     def _admit(self, hello: m.Hello, nonce: bytes) -> None:
@@ -171,6 +188,7 @@ class Controller:
         assert self.generation is not None and self._watch is not None
         self._drop(hello.rank)
         peer = self._peers[hello.rank] = _Peer(writer=writer)
+        self._service.roster.joined(hello.rank, _clock.monotonic())
         self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
         if hello.host == self._identity:
             peer.pid = hello.pid
@@ -181,6 +199,9 @@ class Controller:
         for rank in list(self._peers):
             self._drop(rank)
         self.previous, self.generation = self.generation, Generation.of(hello)
+        self._service.roster.begin()
+        if self._announcement is not None:
+            self._announcement.tell(hello.job, hello.directory)
         if self.previous is not None and self.previous.incident is not None:
             self.previous.incident.phases.restarted = _clock.wall_ns()
             self._write(self.previous)
@@ -189,16 +210,19 @@ class Controller:
         assert self._watch is not None
         peer = self._peers.pop(rank, None)
         self._watch.forget(rank)
+        if peer is not None:
+            self._service.gone(rank, "the job has started it anew")
         if peer is not None and peer.box >= 0:
             os.close(peer.box)
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
         while True:
-            self._heard(rank, await _read(reader, m.MAX_FRAME))
+            self._heard(rank, m.from_rank(await _read(reader, m.MAX_FRAME)))
 
     def _heard(self, rank: int, message: m.FromRank) -> None:
         generation = self.generation
         assert generation is not None
+        self._service.heard(rank, message)
         if isinstance(message, m.GatherPart):
             whole = generation.gather(rank, message)
             if whole is not None:
@@ -238,6 +262,7 @@ class Controller:
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
         self._do(generation.machine.gone(rank, text, "killed", at_ns, _clock.monotonic()))
+        self._service.gone(rank, text)
         if generation.gathers:
             self._fail_gathers(f"rank {rank} is gone: {text}")
 
@@ -258,14 +283,17 @@ class Controller:
             else:
                 self._note(action)
 
-    def _send(self, rank: int, message: m.Message) -> None:
+    def _send(self, rank: int, message: m.Message) -> bool:
+        """False where the rank is not connected."""
         peer = self._peers.get(rank)
         if isinstance(message, m.Save):
             message = msgspec.structs.replace(message, small=self._small(message.step))
         elif isinstance(message, m.Prepare):
             message = msgspec.structs.replace(message, target=self._newest())
-        if peer is not None and peer.writer is not None and not peer.writer.is_closing():
-            peer.writer.write(m.frame(message))
+        if peer is None or peer.writer is None or peer.writer.is_closing():
+            return False
+        peer.writer.write(m.frame(message))
+        return True
 
     def _newest(self) -> int:
         """The newest step that any rank on this host has completed, as its black box tells; -1 if none does."""
@@ -336,9 +364,9 @@ class Controller:
             self._do(Send(rank=rank, message=answer) for rank, answer in answers)
 
 
-async def _read(reader: asyncio.StreamReader, limit: int) -> m.FromRank:
+async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
     size = m.body_size(await reader.readexactly(m.HEADER), limit)
-    return m.from_rank(await reader.readexactly(size))
+    return await reader.readexactly(size)
 
 
 def _open_descriptor(pid: int, number: int) -> int:

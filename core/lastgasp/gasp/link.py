@@ -1,4 +1,4 @@
-"""The rank's end of the control connection: a blocking socket with frames and the proof of the token."""
+"""The other end of the control connection: a blocking socket with frames and the proof of the token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from lastgasp import __version__, _clock
-from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, VersionMismatch
+from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, LastgaspError, VersionMismatch
 
 from . import messages as m
 
@@ -22,46 +22,54 @@ SEND_TIMEOUT = 10.0
 """Seconds a single send may block; a controller that takes longer counts as lost."""
 
 
-class Link:
-    """Connects, proves the token both ways, then sends and receives messages.
+class Channel:
+    """Frames over a socket to the controller, with a proof of the token on both sides.
 
     `send` may be called from any thread; `receive` from one.
 
+    Args:
+        seconds: to reach the controller, and as many again to be greeted.
+        retry: try again where nobody listens yet.
+
     Raises (constructor):
-        DeadlineExceeded: nobody listens at `address`.
-        AuthenticationError: one of the two does not know the token.
-        VersionMismatch, ControlError: refused, with the controller's reason.
+        DeadlineExceeded: nobody listens at `address`, or who does says nothing.
     """
 
-    def __init__(self, address: str, token: str, hello: m.Hello) -> None:
+    def __init__(self, address: str, seconds: float, retry: bool) -> None:
         self._lock = threading.Lock()
         self._buffer = bytearray()
-        self._socket = _connect(address)
+        self._address = address
+        self._socket = _connect(address, seconds, retry)
+        self._deadline = _clock.monotonic() + seconds
         _live.add(self)
-        try:
-            self.shares_host = self._greet(token, hello) == hello.host
-        except (OSError, EOFError) as error:
-            self._socket.close()
-            raise ControlError(f"the controller at {address} broke the greeting off: {error}") from error
-        except BaseException:
-            self._socket.close()
-            raise
 
-    def _greet(self, token: str, hello: m.Hello) -> str:
-        self._socket.settimeout(CONNECT_TIMEOUT)
-        challenge = self._expect(m.Challenge)
-        nonce = os.urandom(32)
-        mac = m.proof(token, "rank", challenge.nonce, hello.rank)
-        self.send(msgspec.structs.replace(hello, version=__version__, nonce=nonce, mac=mac))
-        welcome = self._expect(m.Welcome)
-        if not m.proven(token, "controller", nonce, hello.rank, welcome.mac):
-            raise AuthenticationError("the controller does not know this job's token: another job's address?")
+    def _greet(self, token: str, role: m.Role, rank: int, hello: m.Hello | m.Operator) -> tuple[m.Challenge, m.Welcome]:
+        """Prove the token, have it proven; the socket is closed where that fails."""
+        try:
+            challenge = self._expect(m.Challenge)
+            nonce = os.urandom(32)
+            mac = m.proof(token, role, challenge.nonce, rank)
+            self.send(msgspec.structs.replace(hello, version=__version__, nonce=nonce, mac=mac))
+            welcome = self._expect(m.Welcome)
+            if not m.proven(token, "controller", nonce, rank, welcome.mac):
+                raise AuthenticationError("the controller does not know this job's token: another job's address?")
+        except BaseException as error:
+            self._socket.close()
+            if isinstance(error, OSError | EOFError) and not isinstance(error, LastgaspError):
+                why = f"the controller at {self._address} broke the greeting off: {error}"
+                raise ControlError(why) from error
+            raise
         self._socket.settimeout(SEND_TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return challenge.host
+        return challenge, welcome
 
-    def _expect(self, kind: type[M]) -> M:
-        while not (body := self._next_frame(m.MAX_GREETING)):
+    def _expect(self, kind: type[M], limit: int = m.MAX_GREETING) -> M:
+        """The next message, which must be of this kind, within the deadline."""
+        while not (body := self._next_frame(limit)):
+            left = self._deadline - _clock.monotonic()
+            if left <= 0:
+                raise TimeoutError("no answer in time")
+            self._socket.settimeout(left)
             self._read_more()
         message = m.from_controller(body)
         if isinstance(message, m.Refused):
@@ -113,29 +121,48 @@ class Link:
         self._socket.close()
 
 
-_live: weakref.WeakSet[Link] = weakref.WeakSet()
+class Link(Channel):
+    """The rank's end: connects, proves the token both ways, then sends and receives messages.
+
+    Attributes:
+        shares_host: the controller sees this rank's processes in /proc.
+        started_s: when the controller started, unix seconds; the same for all ranks and attempts.
+
+    Raises (constructor):
+        DeadlineExceeded: nobody listens at `address`.
+        AuthenticationError: one of the two does not know the token.
+        VersionMismatch, ControlError: refused, with the controller's reason.
+    """
+
+    def __init__(self, address: str, token: str, hello: m.Hello) -> None:
+        super().__init__(address, CONNECT_TIMEOUT, retry=True)
+        challenge, welcome = self._greet(token, "rank", hello.rank, hello)
+        self.shares_host, self.started_s = challenge.host == hello.host, welcome.started_s
+
+
+_live: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
     """A data-loader worker must not keep the connection open when its rank dies: its end is the death certificate."""
-    for link in list(_live):
-        link.close()
+    for channel in list(_live):
+        channel.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _connect(address: str) -> socket.socket:
+def _connect(address: str, seconds: float, retry: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
-    deadline = _clock.monotonic() + CONNECT_TIMEOUT
+    deadline = _clock.monotonic() + seconds
     while True:
         try:
-            return socket.create_connection((host, int(port)), timeout=5.0)
+            return socket.create_connection((host, int(port)), timeout=min(5.0, seconds))
         except OSError as error:
-            if _clock.monotonic() > deadline:
+            if not retry or _clock.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"the controller at {address} ({error})",
-                    CONNECT_TIMEOUT,
+                    seconds,
                     "Is LASTGASP_CONTROLLER that of this job, and does a firewall stand between?",
                 ) from error
             threading.Event().wait(0.1)  # the launcher may still be starting it

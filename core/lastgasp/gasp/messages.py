@@ -2,24 +2,32 @@
 
 A frame is a 4-byte big-endian length and a msgpack array tagged with the message's name. Ranks speak
 first only after the controller's Challenge; until the token is proven a frame may be 64 KiB at most.
+An operator (`lastgasp ps`, `lastgasp switch`) proves the token in the same way, in a role of its own, and then
+asks; it is no rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from lastgasp.errors import ProtocolError
 from lastgasp.events import Ending, Fault
 
+from .cards import JobState, RankRow, SwitchResult, WorkerCard
+
+T = TypeVar("T")
 PROTOCOL = 1
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
+MAX_ASK = 1024 * 1024
+"""Bytes of a frame of an operator: room for 200,000 ranks by number."""
 HEADER = 4
 
+Role = Literal["rank", "controller", "operator"]
 Phase = Literal["start", "data", "forward", "backward", "update", "between", "validation", "save"]
 
 
@@ -61,6 +69,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Controller: the proof in return."""
 
     mac: bytes
+    started_s: int
+    """When this controller started, unix seconds: the same for all ranks and attempts of the job."""
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -85,6 +95,8 @@ class Status(Message, frozen=True, kw_only=True):
     durable: int
     tick: int
     phase: Phase
+    marks: int = -1
+    """The marks that are on (`steps.bits`); -1: this rank marks nothing."""
 
 
 class Report(Message, frozen=True, kw_only=True):
@@ -196,16 +208,84 @@ class Goodbye(Message, frozen=True, kw_only=True):
     """Rank: training ended; my leaving is no fault."""
 
 
+class Register(Message, frozen=True, kw_only=True):
+    """Rank, once, after its process group is up and before its first step: who I am. Goodbye takes it back."""
+
+    card: WorkerCard
+
+
+class SwitchOrder(Message, frozen=True, kw_only=True):
+    """Controller: turn the marks of `on` on and those of `off` off (`steps.bits`)."""
+
+    order: int
+    on: int
+    off: int
+
+
+class Switched(Message, frozen=True, kw_only=True):
+    """Rank: done, and `mask` is on now; or -1, and why not."""
+
+    order: int
+    mask: int
+    why: str = ""
+
+
+class Operator(Message, frozen=True, kw_only=True):
+    """Operator: the proof (in the role "operator", for rank -1). I ask; I am no rank."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+    mac: bytes
+
+
+class AskRanks(Message, frozen=True, kw_only=True):
+    """Operator: who is in the job?"""
+
+
+class Ranks(Message, frozen=True, kw_only=True):
+    """Controller: this is; one row for each rank of the job's size."""
+
+    job: str
+    directory: str
+    attempt: int
+    world_size: int
+    state: JobState
+    started_s: int
+    rows: tuple[RankRow, ...]
+
+
+class AskSwitch(Message, frozen=True, kw_only=True):
+    """Operator: have these ranks (None: all) switch, and wait `wait` seconds at most for their word."""
+
+    ranks: tuple[int, ...] | None
+    on: int
+    off: int
+    wait: float
+
+
+class SwitchDone(Message, frozen=True, kw_only=True):
+    """Controller: what each of them answered, by rank."""
+
+    results: tuple[SwitchResult, ...]
+
+
 FromRank = (
-    Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye
+    Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
+    | Switched
 )  # fmt: skip
 FromController = (
-    Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered
+    Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
+    | SwitchDone
 )  # fmt: skip
+FromOperator = Operator | AskRanks | AskSwitch
+Greeting = Hello | Operator
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_controller: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
+_from_operator: msgspec.msgpack.Decoder[FromOperator] = msgspec.msgpack.Decoder(FromOperator)
+_greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def frame(message: Message) -> bytes:
@@ -244,10 +324,7 @@ def from_rank(body: bytes) -> FromRank:
     Raises:
         ProtocolError: anything else.
     """
-    try:
-        return _from_rank.decode(body)
-    except _BAD as error:
-        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
+    return _decode(_from_rank, body)
 
 
 def from_controller(body: bytes) -> FromController:
@@ -256,8 +333,30 @@ def from_controller(body: bytes) -> FromController:
     Raises:
         ProtocolError: anything else.
     """
+    return _decode(_from_controller, body)
+
+
+def from_operator(body: bytes) -> FromOperator:
+    """Decode what an operator said.
+
+    Raises:
+        ProtocolError: anything else.
+    """
+    return _decode(_from_operator, body)
+
+
+def greeting(body: bytes) -> Greeting:
+    """Decode the first frame of a rank or an operator.
+
+    Raises:
+        ProtocolError: anything else.
+    """
+    return _decode(_greeting, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
-        return _from_controller.decode(body)
+        return decoder.decode(body)
     except _BAD as error:
         raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
 
@@ -265,11 +364,11 @@ def from_controller(body: bytes) -> FromController:
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
-def proof(token: str, role: Literal["rank", "controller"], nonce: bytes, rank: int) -> bytes:
+def proof(token: str, role: Role, nonce: bytes, rank: int) -> bytes:
     """HMAC-SHA256 over role, rank and the other side's nonce; the token itself never travels."""
     return hmac.new(token.encode(), f"{role}:{rank}:".encode() + nonce, hashlib.sha256).digest()
 
 
-def proven(token: str, role: Literal["rank", "controller"], nonce: bytes, rank: int, mac: bytes) -> bool:
+def proven(token: str, role: Role, nonce: bytes, rank: int, mac: bytes) -> bool:
     """Compare in constant time."""
     return hmac.compare_digest(proof(token, role, nonce, rank), mac)

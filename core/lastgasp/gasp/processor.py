@@ -17,6 +17,7 @@ from lastgasp.ports import SaveResult, StateSource
 
 from . import messages as m
 from .alone import capture_or_nothing
+from .cards import WorkerCard
 from .link import Link
 from .signals import TermSignal
 from .stand import Stand, given_up
@@ -34,6 +35,10 @@ ANSWER = 15.0
 
 Alone = Callable[[Fault], m.Release]
 """Carry out the recovery without a controller; runs on a thread of its own."""
+
+OnSwitch = Callable[[int, int], int]
+"""Turn marks on and off (two masks of `steps.bits`); returns what is on now. With (0, 0) it only tells. Runs on the
+control thread, so it must not wait."""
 
 
 @dataclass
@@ -56,6 +61,9 @@ class Processor:
         term: SIGTERM, once the adapter has installed it.
         alone: what to do when there is no controller.
         after_release: called once when the outcome is known, on this thread.
+
+    Attributes:
+        on_switch: what carries out a switch of the marks; None (at first) where nothing is marked.
     """
 
     def __init__(
@@ -82,6 +90,8 @@ class Processor:
         self._gathers: dict[str, m.Gathered] = {}
         self._gathered = threading.Condition()
         self._next_beat = 0.0
+        self.on_switch: OnSwitch | None = None
+        self._left = False
         self._thread = threading.Thread(target=self._run, name="lastgasp-control", daemon=True)
         self._thread.start()
 
@@ -96,6 +106,10 @@ class Processor:
         """Tell where training begins; from now on this rank's death costs steps."""
         stand, box = self._stand, self._source.box
         self._try_send(m.Begin(step=stand.step, durable=stand.durable, box=box))
+
+    def register(self, card: WorkerCard) -> None:
+        """Tell who this worker is; of no effect where no controller is connected."""
+        self._try_send(m.Register(card=card))
 
     def beat_now(self) -> None:
         """Send a Status with the next turn of the thread, not half a second later."""
@@ -120,14 +134,21 @@ class Processor:
             self._gathered.wait_for(lambda: tag in self._gathers or self._link is None, seconds)
             return self._gathers.pop(tag, None)
 
+    def goodbye(self) -> None:
+        """Tell the controller that training ended, so that leaving is no fault; once."""
+        if self._left or self._closed:
+            return
+        if self._stand.held:  # a peer failed behind the last step, and this rank may be the one that saves it
+            self._stand.wait_over(self._finish + 2 * self._save_limit)
+        self._left = True
+        self._try_send(m.Goodbye())
+
     def close(self, goodbye: bool) -> None:
         """End the thread; `goodbye` tells the controller that this is no fault."""
         if self._closed:
             return
         if goodbye:
-            if self._stand.held:  # a peer failed behind the last step, and this rank may be the one that saves it
-                self._stand.wait_over(self._finish + 2 * self._save_limit)
-            self._try_send(m.Goodbye())
+            self.goodbye()
         self._closed = True
         self._poke_w.send(b"x")
         if threading.current_thread() is not self._thread:
@@ -192,6 +213,27 @@ class Processor:
             self._discard(message.plan)
         elif isinstance(message, m.Release):
             self.over(message)
+        elif isinstance(message, m.SwitchOrder):
+            self._switch(message)
+
+    def _switch(self, order: m.SwitchOrder) -> None:
+        if self.on_switch is None:
+            why = "nothing is marked on this rank, so nothing can be switched (LASTGASP_MARKS, marks=)"
+            self._try_send(m.Switched(order=order.order, mask=-1, why=why))
+            return
+        try:
+            answer = m.Switched(order=order.order, mask=self.on_switch(order.on, order.off))
+        except Exception as error:  # this thread must live: it leads the recovery
+            log.exception("the marks could not be switched")
+            answer = m.Switched(order=order.order, mask=-1, why=m.one_line(error))
+        self._try_send(answer)
+
+    def _marks(self) -> int:
+        try:
+            return -1 if self.on_switch is None else self.on_switch(0, 0)
+        except Exception:
+            log.debug("the marks do not tell what is on", exc_info=True)
+            return -1
 
     def _answer_prepare(self) -> None:
         pending, stand = self._pending, self._stand
@@ -224,7 +266,11 @@ class Processor:
         if self._link is None or now < self._next_beat:
             return
         self._next_beat = now + HEARTBEAT
-        self._try_send(m.Status(step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase))
+        self._try_send(
+            m.Status(
+                step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase, marks=self._marks()
+            )
+        )  # fmt: skip
 
     # -- saving -----------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""What the controller knows of each rank for people to look at: the card and the last heartbeat. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import messages as m
+from .cards import JobState, RankRow, RankState, WorkerCard
+from .generation import Generation
+from .machine import Member
+
+
+@dataclass
+class _Entry:
+    heard: float
+    card: WorkerCard | None = None
+    status: m.Status | None = None
+
+
+class Roster:
+    """The ranks of one attempt; `begin` starts the next one."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def begin(self) -> None:
+        """Another attempt: forget everybody."""
+        self._entries.clear()
+
+    def joined(self, rank: int, now: float) -> None:
+        """A rank proved itself; what an earlier process of that rank has said is forgotten."""
+        self._entries[rank] = _Entry(heard=now)
+
+    def heard(self, rank: int, message: m.FromRank, now: float) -> None:
+        """A rank spoke."""
+        entry = self._entries.get(rank)
+        if entry is None:
+            return
+        entry.heard = now
+        if isinstance(message, m.Status):
+            entry.status = message
+        elif isinstance(message, m.Register):
+            entry.card = message.card
+
+    def rows(self, generation: Generation, now: float) -> tuple[RankRow, ...]:
+        """One row for each rank that the job should have."""
+        members = generation.machine.members
+        ranks = sorted(set(range(generation.hello.world_size)) | set(members))
+        return tuple(self._row(rank, members.get(rank), now) for rank in ranks)
+
+    def _row(self, rank: int, member: Member | None, now: float) -> RankRow:
+        entry = self._entries.get(rank)
+        if member is None or entry is None:
+            return RankRow(rank=rank, state="awaited")
+        status = entry.status
+        return RankRow(
+            rank=rank,
+            state=rank_state(member),
+            why=member.gone,
+            card=entry.card,
+            step=member.step,
+            phase=status.phase if status is not None else "",
+            marks=status.marks if status is not None and status.marks >= 0 else None,
+            heard_s=round(now - entry.heard, 3),
+        )
+
+
+def rank_state(member: Member) -> RankState:
+    """In one word."""
+    if member.left:
+        return "left"
+    if member.gone:
+        return "dead"
+    return "hung" if member.hung else "running"
+
+
+def job_state(generation: Generation | None) -> JobState:
+    """In one word."""
+    if generation is None:
+        return "waiting"
+    machine = generation.machine
+    if machine.state == "over":
+        return "over"
+    if machine.state != "running":
+        return "recovering"
+    everybody = len(machine.members) >= machine.world_size
+    return "ended" if everybody and all(member.left for member in machine.members.values()) else "running"
