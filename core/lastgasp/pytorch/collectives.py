@@ -26,6 +26,9 @@ from lastgasp.steps.bits import COMM
 
 _now = time.monotonic_ns
 
+Kind = tuple[str, torch.dtype | None, str]
+"""Name of the operation, dtype of what it moves, key of its group."""
+
 _CALLS: dict[str, tuple[str, str]] = {
     "all_reduce": ("HcclAllReduce", "tensor"),
     "all_reduce_coalesced": ("HcclAllReduce", "tensors"),
@@ -44,12 +47,14 @@ _CALLS: dict[str, tuple[str, str]] = {
     "all_to_all_single": ("HcclAlltoAll", "input"),
     "send": ("HcclSend", "tensor"),
     "recv": ("HcclRecv", "tensor"),
-    "isend": ("HcclSend", "tensor"),
-    "irecv": ("HcclRecv", "tensor"),
+    "batch_isend_irecv": ("HcclBatchSendRecv", "p2p_op_list"),
     "barrier": ("HcclBarrier", ""),
 }
 """Function of torch.distributed -> its name in HCCL, and the parameter whose elements are counted. Reduce-scatter
-counts what each rank receives, all others what each rank gives, as HCCL does."""
+counts what each rank receives, all others what each rank gives, as HCCL does. `isend` and `irecv` are left alone:
+torch tells them apart by identity, so that a batch of them would be refused."""
+_ONE_WAY = {("isend",): "HcclSend", ("irecv",): "HcclRecv"}
+"""A batch that only sends, or only receives, is called so: TaskD's reader looks for HcclSend between stages."""
 
 _TYPES = {
     torch.float32: "fp32",
@@ -74,15 +79,15 @@ class CommunicationMarks:
 
     def __init__(self, marks: Sink) -> None:
         self._marks = marks
-        self._known: dict[tuple[str, torch.dtype | None, str], Any] = {}
+        self._known: dict[Kind, Any] = {}
 
     @property
     def on(self) -> bool:
         """Whether the bit is on."""
         return bool(self._marks.mask & COMM)
 
-    def put(self, begin_ns: int, end_ns: int, count: int, kind: tuple[str, torch.dtype | None, str]) -> None:
-        """Record a range of so many elements; `kind` is the operation's name, its dtype and its group's key."""
+    def put(self, begin_ns: int, end_ns: int, count: int, kind: Kind) -> None:
+        """Record a range of so many elements."""
         mark = self._known.get(kind)
         if mark is None:
             mark = self._known[kind] = self._define(*kind)
@@ -136,17 +141,15 @@ class Collectives:
 
     def _around(self, operation: str, original: Any, counted: str) -> Callable[..., Any]:
         parameters = list(inspect.signature(original).parameters)
-        tensor_at = parameters.index(counted) if counted else -1
-        group_at = parameters.index("group")
+        tensor_at, group_at = (parameters.index(p) if p in parameters else 99 for p in (counted, "group"))
         names = self._names
 
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             if not names.on or self._inside():
                 return wrapped(*args, **options)
-            group = args[group_at] if len(args) > group_at else options.get("group")
-            given = args[tensor_at] if 0 <= tensor_at < len(args) else options.get(counted)
-            count, dtype = _measure(given)
-            kind = (operation, dtype, key_of(group if isinstance(group, ProcessGroup) else None))
+            group = args[group_at] if group_at < len(args) else options.get("group")
+            given = args[tensor_at] if tensor_at < len(args) else options.get(counted)
+            kind, count = _kind_of(operation, given, group)
             with self._marking():
                 begun = _now()
                 result = wrapped(*args, **options)
@@ -228,6 +231,16 @@ class GradientBuckets:
         return int(data.get("backward_comm_time_start", 0)), int(data.get("backward_comm_time", 0))
 
 
+def _kind_of(operation: str, given: Any, group: Any) -> tuple[Kind, int]:
+    """The kind of a call, and how many elements it moves."""
+    if isinstance(given, list) and given and isinstance(given[0], dist.P2POp):
+        used = tuple(sorted({one.op.__name__ for one in given}))
+        operation, group = _ONE_WAY.get(used, operation), given[0].group
+        given = [one.tensor for one in given]
+    count, dtype = _measure(given)
+    return (operation, dtype, key_of(group if isinstance(group, ProcessGroup) else None)), count
+
+
 def _measure(given: Any) -> tuple[int, torch.dtype | None]:
     """Elements and dtype of a tensor, or of a (nested) list of tensors."""
     if isinstance(given, torch.Tensor):
@@ -240,9 +253,10 @@ def _measure(given: Any) -> tuple[int, torch.dtype | None]:
 
 def _at_end(result: Any, put: Callable[[], None]) -> None:
     """Call `put` when the operation is over: at once, or when its future says so. Where it has none, at once."""
-    if isinstance(result, dist.Work):
+    work = result[-1] if isinstance(result, list) and result else result
+    if isinstance(work, dist.Work):
         try:
-            result.get_future().add_done_callback(lambda _: put())
+            work.get_future().add_done_callback(lambda _: put())
             return
         except RuntimeError:  # this backend has no futures for this operation
             pass
