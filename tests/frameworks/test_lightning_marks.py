@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lastgasp.pytorch.devicemarks import DeviceMarks
 from lastgasp.steps import bits
 from lastgasp.steps.marks import Marks
 from lastgasp_lightning.boundary import reorder
@@ -296,3 +297,28 @@ def test_the_gasps_save_is_marked(marks: Marks, tmp_path: Path) -> None:
     mine.close()
     assert [one.name for one in seen(marks)] == ["save_checkpoint"]
     assert "save" not in vars(source)
+
+
+class Passed:
+    """An event that the device has passed at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, other: Passed) -> float:
+        return 0.0
+
+
+def test_on_a_device_stream_ranges_have_its_times(
+    marks: Marks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lastgasp_lightning.marks.cuda_marks", lambda marks, *_: DeviceMarks(marks, Passed))
+    fit(Model(), loader(), tmp_path, Marking(marks))
+    ranges = seen(marks)
+    assert len(ranges) == 5 * BATCHES
+    assert {one.name for one in ranges if all(one.device)} == {
+        "forward", "backward", "optimizer", *(f"step {n}" for n in range(1, BATCHES + 1))
+    }  # fmt: skip
