@@ -1,0 +1,68 @@
+"""A tiny GPT through the real `megatron.training.pretrain`: what a user's `pretrain_gpt.py` does, on a CPU.
+
+No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss appends a line per micro-batch to
+`rank-R.txt` there: completed iterations and the exact loss.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):  # spawned children of torch_dist's saving import this file, too
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from support.megatron import cpu
+
+    cpu.apply()
+
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+vars(dataset_utils)["compile_helpers"] = lambda: None  # the wheel brings them built
+
+
+def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
+    """Sum over tokens, their number, and both for the log."""
+    tokens = mask.sum().int()
+    loss = (output.float().view(-1) * mask.view(-1)).sum()
+    if os.environ.get("LOSSES_DIR"):
+        args = get_args()
+        with Path(os.environ["LOSSES_DIR"], f"rank-{args.rank}.txt").open("a") as log:
+            log.write(f"{args.curr_iteration} {float(loss).hex()}\n")
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    """One micro-batch; every rank reads it for itself."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_of, batch["loss_mask"])
+
+
+def datasets(numbers: list[int]) -> Any:
+    """Mock data: the same on every run."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=None, split="90,10,0",
+        tokenizer=build_tokenizer(args), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=True,
+    )  # fmt: skip
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, numbers, lambda: True, config).build()
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+if __name__ == "__main__":
+    args = parse_and_validate_args()
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
