@@ -1,0 +1,107 @@
+"""Options: a group `--lastgasp-*` in Megatron's own parser, and `LASTGASP_*`. An option beats the environment."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastgasp.config import GaspConfig, pick
+from lastgasp.errors import ConfigError
+
+Provider = Callable[[ArgumentParser], ArgumentParser]
+
+_FIELDS = ("keep", "resume", "hang_timeout", "save_timeout", "finish_timeout", "sha256")
+_HELP = {
+    "dir": "where gasps and incidents go, the same on all ranks; default: LASTGASP_DIR, else --save, else --load",
+    "keep": "how many gasps to keep; default 3. Megatron's own checkpoints are never removed",
+    "resume": "auto (default): the newest iteration that verifies on all ranks; never: only what this job saved; "
+    "or the path of an iter_* directory",
+    "hang_timeout": "seconds without progress after which ranks count as hung; auto (default) learns it",
+    "save_timeout": "seconds that a save after a fault may take; default 600",
+    "finish_timeout": "seconds that a rank inside its update gets to finish it; default 10",
+}
+_FLAGS = {
+    "sha256": "also write SHA-256 digests into manifests",
+    "require_manifest": "never load a checkpoint that has no manifest; default: accept it with a warning",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for.
+
+    Args:
+        gasp: the engine's configuration.
+        require_manifest: whether checkpoints without a manifest are refused.
+    """
+
+    gasp: GaspConfig
+    require_manifest: bool = False
+
+
+def add_options(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group; nothing happens where it is there already."""
+    if "--lastgasp-dir" in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="lastgasp")
+    for name, text in _HELP.items():
+        group.add_argument(f"--lastgasp-{name.replace('_', '-')}", default=None, help=text.replace("%", "%%"))
+    for name, text in _FLAGS.items():
+        option = f"--lastgasp-{name.replace('_', '-')}"
+        group.add_argument(option, action="store_const", const=True, default=None, help=text)
+    return parser
+
+
+def around_parse_args(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Megatron's parse_args, with our group, where this version has `extra_args_provider`."""
+    signature = inspect.signature(call)
+    if "extra_args_provider" not in signature.parameters:
+        return call(*args, **kwargs)
+    bound = signature.bind(*args, **kwargs)
+    bound.arguments["extra_args_provider"] = _with_options(bound.arguments.get("extra_args_provider"))
+    return call(*bound.args, **bound.kwargs)
+
+
+def _with_options(theirs: Provider | None) -> Provider:
+    def provider(parser: ArgumentParser) -> ArgumentParser:
+        return add_options(parser if theirs is None else theirs(parser))
+
+    return provider
+
+
+def options_of(args: Any) -> Options:
+    """The options in Megatron's namespace `args`, the environment and the defaults.
+
+    Raises:
+        ConfigError: a value that is not allowed, or no directory at all.
+    """
+    given = {name: getattr(args, f"lastgasp_{name}", None) for name in _FIELDS}
+    required = pick("require_manifest", getattr(args, "lastgasp_require_manifest", None), os.environ, _flag)
+    return Options(gasp=GaspConfig.resolve(_directory(args), **given), require_manifest=bool(required))
+
+
+def _directory(args: Any) -> str | Path:
+    candidates = (
+        getattr(args, "lastgasp_dir", None),
+        os.environ.get("LASTGASP_DIR"),
+        getattr(args, "save", None),
+        getattr(args, "load", None),
+    )
+    chosen = next((value for value in candidates if value), None)
+    if chosen is None:
+        raise ConfigError(
+            "--lastgasp-dir", None, "a directory for the gasps", "Give --save, --lastgasp-dir or LASTGASP_DIR."
+        )
+    return Path(chosen)
+
+
+def _flag(field: str, value: object) -> bool:
+    known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
+    if not isinstance(value, bool | str) or value not in known:
+        raise ConfigError(field, value, "1 or 0", "Leave it out for 0.")
+    return known[value]

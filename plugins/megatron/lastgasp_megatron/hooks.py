@@ -1,0 +1,159 @@
+"""What happens at each of Megatron's functions. Translates them into Session calls; decides nothing."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lastgasp_megatron.exits import around_load, is_success
+from lastgasp_megatron.patches import Around, Hook
+
+if TYPE_CHECKING:
+    from lastgasp_megatron.run import Run
+
+_TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
+_ASYNC = "megatron.training.async_utils"
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+class Training:
+    """The one training of this process.
+
+    Args:
+        check: puts hooks back that somebody replaced, or raises.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._run: Run | None = None
+
+    def hooks(self) -> list[Hook]:
+        """Everything that is wrapped (facts/megatron.md §1)."""
+        return [
+            Hook(_TRAINING, "setup_model_and_optimizer", self._around_setup, ("checkpointing_context",)),
+            Hook(_TRAINING, "train", self._around_train, ("model", "optimizer", "opt_param_scheduler")),
+            Hook(_TRAINING, "train_step", self._around_step, ("model", "optimizer", "opt_param_scheduler")),
+            Hook(_CHECKPOINTING, "save_checkpoint", self._around_save, ("iteration", "model")),
+            Hook(_CHECKPOINTING, "load_checkpoint", around_load, ("load_arg",)),
+            Hook(_CHECKPOINTING, "load_args_from_checkpoint", around_load, required=False),
+            Hook(_CHECKPOINTING, "get_checkpoint_tracker_filename", self._around_tracker),
+            Hook(_CHECKPOINTING, "ensure_directory_exists", self._around_write),
+            Hook(_ASYNC, "maybe_finalize_async_save", self._around_finalize, required=False),
+            Hook(_TRAINING, "finalize_model_grads", self._phase("backward"), required=False),
+            Hook(_TRAINING, "evaluate", self._phase("validation", "data"), required=False),
+        ]
+
+    # -- from start to end ------------------------------------------------------------------------
+
+    def around_pretrain(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """All of it: training has ended well only when this returns."""
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as error:
+            self._end_early(error)
+            raise
+        self._close()
+        return result
+
+    def _end_early(self, error: BaseException) -> None:
+        """Outside of `train` there is no step to save."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close(goodbye=is_success(error))
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.close(goodbye=True)
+
+    def _around_setup(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        if self._run is not None:
+            return call(*args, **kwargs)
+        from megatron.training import get_args
+
+        from lastgasp_megatron.run import Run
+
+        megatron = get_args()
+        if getattr(megatron, "skip_train", False):
+            return call(*args, **kwargs)
+        self._run = run = Run(megatron)
+        atexit.register(self._close)
+        try:
+            run.chooser.steer()
+            result = call(*args, **kwargs)
+            run.chooser.done()
+            run.bind(*result[:3])
+        except BaseException as error:
+            self._end_early(error)
+            raise
+        self._check()
+        return result
+
+    def _around_train(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        self._check()
+        run = self._run
+        if run is None:
+            return call(*args, **kwargs)
+        run.begin()
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as error:
+            self._run = None
+            run.end_with(error)
+            raise
+        run.trained()
+        return result
+
+    # -- every step -------------------------------------------------------------------------------
+
+    def _around_step(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        run = self._run
+        if run is None:
+            return call(*args, **kwargs)
+        run.moved("forward")
+        result = call(*args, **kwargs)
+        run.state.iteration_end()
+        run.moved("data")
+        return result
+
+    def _phase(self, phase: Any, after: Any = None) -> Around:
+        def around(call: Any, args: Arguments, kwargs: Keywords) -> Any:
+            run = self._run
+            if run is None:
+                return call(*args, **kwargs)
+            run.moved(phase)
+            result = call(*args, **kwargs)
+            if after is not None:
+                run.moved(after)
+            return result
+
+        return around
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _around_save(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        run = self._run
+        if run is None:
+            return call(*args, **kwargs)
+        run.moved("save")
+        result = run.saver.save(call, args, kwargs)
+        run.moved("data")
+        return result
+
+    def _around_finalize(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        result = call(*args, **kwargs)
+        if self._run is not None:
+            self._run.saver.finalized()
+        return result
+
+    def _around_tracker(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        path = call(*args, **kwargs)
+        return path if self._run is None else self._run.saver.tracker(path)
+
+    def _around_write(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        if self._run is not None:
+            self._run.park_if_held()
+        return call(*args, **kwargs)

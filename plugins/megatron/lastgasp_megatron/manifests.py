@@ -1,0 +1,166 @@
+"""Manifests of the checkpoints that Megatron itself writes: after each save, all ranks share the reading.
+
+Files on disk are read back, so that what is proved is what landed there. Order: data durable, manifest,
+tracker; a crash in between leaves the older checkpoints as the newest good ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from lastgasp._fs import fsync_dir, locked, write_atomically
+from lastgasp.checkpoint import DirectoryLayout, FileEntry, Provenance, World, candidates, digest_file
+from lastgasp.checkpoint.layout import next_path
+from lastgasp.checkpoint.manifest import Kind, Manifest, build, encode
+from lastgasp.errors import CheckpointError, LastgaspError
+from lastgasp.gasp.stand import Stand
+from lastgasp.ports import Gather
+from lastgasp.topology import Place
+from lastgasp_megatron.tracker import checkpoint_path, write_tracker
+
+log = logging.getLogger("lastgasp")
+
+LAYOUT = DirectoryLayout("iter_*")
+FORMAT = "megatron"
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one rank read, or why it could not."""
+
+    entries: list[FileEntry]
+    problem: str = ""
+
+
+_PARTS = msgspec.json.Decoder(_Part)
+
+
+def provenance(place: Place, step: int, kind: Kind, parent: str | None) -> Provenance:
+    """Who wrote it, for the manifest."""
+    world = World(world_size=place.world_size, replica_groups=place.replicas)
+    return Provenance(
+        format=FORMAT, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
+    )
+
+
+class Manifests:
+    """Gives checkpoints their manifests. All ranks call `commit` together.
+
+    Args:
+        gather: the all-gather of the job.
+        stand: learns which step is durable.
+    """
+
+    def __init__(self, place: Place, gather: Gather, stand: Stand) -> None:
+        self._place, self._gather, self._stand = place, gather, stand
+        self._number = 0
+
+    def commit(self, directory: Path, iteration: int) -> bool:
+        """Write the manifest of a finished iteration, then the tracker.
+
+        Nothing is raised: without a manifest the older checkpoints stand, and training goes on.
+
+        Returns:
+            Whether it is in place, on every rank.
+        """
+        self._number += 1
+        try:
+            self._commit(checkpoint_path(directory, iteration), iteration)
+        except (OSError, LastgaspError) as error:
+            log.error("checkpoint of iteration %d got no manifest and will not be trusted: %s", iteration, error)
+            return False
+        self._stand.durable = max(self._stand.durable, iteration)
+        return True
+
+    def _commit(self, checkpoint: Path, iteration: int) -> None:
+        share = (self._place.rank, self._place.world_size)
+        payloads = self._gather(f"manifest/{self._number}", msgspec.json.encode(_read_share(checkpoint, share)))
+        problem = ""
+        if self._place.rank == 0:
+            try:
+                newest = newest_name(checkpoint)
+                write_manifest(checkpoint, provenance(self._place, iteration, "periodic", newest), _join(payloads))
+                write_tracker(checkpoint.parent, iteration)
+            except (OSError, LastgaspError) as error:
+                problem = str(error)
+        said = self._gather(f"manifest/{self._number}/done", problem.encode())
+        if any(said):
+            raise CheckpointError(b"; ".join(filter(None, said)).decode())
+
+
+def write_manifest(checkpoint: Path, provenance: Provenance, entries: Sequence[FileEntry]) -> Manifest:
+    """Put the manifest of files that lie in place already beside `checkpoint`, durably. Orphans are removed.
+
+    Raises:
+        CheckpointError: the entries are not the files of the checkpoint.
+        OSError: the disk refused.
+    """
+    found = {name for name in LAYOUT.files(checkpoint) if not _hidden(name)}
+    named = {entry.path for entry in entries}
+    if found != named or not found:
+        raise CheckpointError(
+            f"{checkpoint}: files changed while they were read: {sorted(found ^ named)[:5]}. Is another job "
+            "writing there, or do the ranks see different disks?"
+        )
+    manifest = build(provenance, tuple(sorted(entries, key=lambda entry: entry.path)))
+    path = LAYOUT.manifest_path(checkpoint)
+    with locked(checkpoint.parent):
+        next_path(path).unlink(missing_ok=True)
+        write_atomically(path, encode(manifest))
+        _remove_orphans(checkpoint.parent)
+    return manifest
+
+
+def read_entries(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[FileEntry]:
+    """Make every i-th of n files durable and digest it, for `share` (i, n). Raises OSError."""
+    files = sorted((name, path) for name, path in LAYOUT.files(checkpoint).items() if not _hidden(name))
+    entries = []
+    for name, path in files[share[0] :: share[1]]:
+        _sync(path)
+        entries.append(digest_file(path, name))
+    for folder in {path.parent for _, path in files}:
+        fsync_dir(folder)
+    return entries
+
+
+def newest_name(checkpoint: Path) -> str | None:
+    """The newest other checkpoint beside it that has a manifest; None where there is none."""
+    found = candidates([checkpoint.parent], LAYOUT)
+    return next((c.path.name for c in found if c.manifest is not None and c.path.name != checkpoint.name), None)
+
+
+def _read_share(checkpoint: Path, share: tuple[int, int]) -> _Part:
+    try:
+        return _Part(read_entries(checkpoint, share))
+    except OSError as error:
+        return _Part([], f"rank {share[0]}: {error}")
+
+
+def _join(payloads: Sequence[bytes]) -> list[FileEntry]:
+    parts = [_PARTS.decode(payload) for payload in payloads]
+    problems = [part.problem for part in parts if part.problem]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return [entry for part in parts for entry in part.entries]
+
+
+def _remove_orphans(directory: Path) -> None:
+    """Manifests whose checkpoint was removed, by --save-retain-interval or by a person."""
+    for manifest in directory.glob(f"{LAYOUT.pattern}.manifest.json"):
+        if not manifest.with_name(manifest.name.removesuffix(".manifest.json")).exists():
+            manifest.unlink(missing_ok=True)
+
+
+def _hidden(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(".") and not name.endswith("/.metadata")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.closing(os.fdopen(fd, "rb", buffering=0)):
+        os.fsync(fd)

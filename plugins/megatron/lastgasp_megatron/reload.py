@@ -1,0 +1,199 @@
+"""Which iteration a job starts from: all ranks agree on the newest that verifies, before Megatron loads.
+
+Megatron is steered by `args.load` and `args.ckpt_step`; the tracker is repaired so that a plain Megatron
+would take the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from lastgasp._fs import remove_stale_temps
+from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
+from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.ports import Gather
+from lastgasp.topology import Place
+from lastgasp_megatron.args import Options
+from lastgasp_megatron.manifests import LAYOUT
+from lastgasp_megatron.probe import probe
+from lastgasp_megatron.tracker import Tracker, checkpoint_path, read_tracker, write_tracker
+
+log = logging.getLogger("lastgasp")
+
+
+class Chooser:
+    """Steers what Megatron loads. All ranks call `steer` together, before `load_checkpoint`.
+
+    Args:
+        args: Megatron's namespace; `load` and `ckpt_step` are set in it.
+        gather: the all-gather of the job.
+
+    Attributes:
+        resumed: the iteration that was chosen; 0 where none was.
+    """
+
+    def __init__(self, args: Any, options: Options, place: Place, gather: Gather) -> None:
+        self._args, self._options, self._place, self._gather = args, options, place, gather
+        self._given = getattr(args, "ckpt_step", None)
+        self.resumed = 0
+
+    def steer(self) -> None:
+        """Choose, and set what Megatron will load.
+
+        Raises:
+            NoGoodCheckpoint: there are checkpoints, or a tracker that names one, and none can be trusted.
+            DamagedCheckpoint: the one that was asked for by name is damaged.
+            ConfigError: the one that was asked for is not there.
+        """
+        if self._place.rank == 0:
+            for folder in self._folders():
+                remove_stale_temps(folder)
+        path = self._choose()
+        if path is not None:
+            self._take(path)
+        self._gather("reload/ready", b"")  # rank 0 may have repaired the tracker that all are about to read
+
+    def done(self) -> None:
+        """Loading is over: `ckpt_step` is the user's again, as it is written into checkpoints."""
+        self._args.ckpt_step = self._given
+
+    # -- choice -----------------------------------------------------------------------------------
+
+    def _choose(self) -> Path | None:
+        """The checkpoint to load, verified; None where Megatron shall do what it does by itself."""
+        asked, resume = self._asked(), self._options.gasp.resume
+        if self._place.attempt > 0 and (asked is not None or self._finetune):
+            agreement = self._agree(self._folders(), own=True)  # a restart goes on from what the job has saved
+            if agreement.chosen is not None:
+                self._args.finetune = False
+                return agreement.chosen.path
+        if asked is not None:
+            return self._explicit(asked)
+        folders = [Path(self._args.load).absolute()] if self._finetune and self._args.load else self._folders()
+        agreement = self._agree(folders, own=resume == "never")
+        if agreement.chosen is None and resume == "auto":
+            self._refuse_if_lost(agreement, folders)
+        return agreement.chosen.path if agreement.chosen is not None else None
+
+    @property
+    def _finetune(self) -> bool:
+        """A new training from old weights: what lies in --save is not where it starts."""
+        return bool(getattr(self._args, "finetune", False))
+
+    def _asked(self) -> Path | None:
+        """The checkpoint that the user named; None where the newest good one is wanted."""
+        if self._options.gasp.resume not in ("auto", "never"):
+            return Path(self._options.gasp.resume).absolute()
+        if self._given and self._args.load:
+            return checkpoint_path(Path(self._args.load).absolute(), int(self._given))
+        return None
+
+    def _explicit(self, path: Path) -> Path:
+        if not path.is_dir() or LAYOUT.step(path) is None:
+            raise ConfigError(
+                "--lastgasp-resume or --ckpt-step",
+                str(path),
+                "'auto', 'never' or an existing iter_* directory",
+                "Look at `lastgasp verify` of its directory.",
+            )
+        agreement = self._agree([path.parent], only=path)
+        if agreement.chosen is None:
+            raise DamagedCheckpoint(str(path), [why for reasons in agreement.rejected.values() for why in reasons])
+        return path
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def _folders(self) -> list[Path]:
+        named = (self._args.load, self._options.gasp.directory, getattr(self._args, "save", None))
+        return list(dict.fromkeys(Path(name).absolute() for name in named if name))
+
+    def _agree(self, folders: list[Path], own: bool = False, only: Path | None = None) -> Agreement:
+        found = [self._judged(c) for c in candidates(folders, LAYOUT)]
+        if own:
+            found = [c for c in found if c.manifest is not None and c.manifest.job == self._place.job]
+        if only is not None:
+            found = [c for c in found if c.path == only]
+        agreement = agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
+        self._report(agreement)
+        return agreement
+
+    def _judged(self, candidate: Candidate) -> Candidate:
+        """A checkpoint without a manifest may be taken, unless the tracker says that it was never finished."""
+        bare = candidate.path.is_dir() and not LAYOUT.manifest_path(candidate.path).exists()
+        if not bare or candidate.manifest is not None or self._options.require_manifest:
+            return candidate
+        tracker = read_tracker(candidate.path.parent)
+        if tracker.state == "iteration" and (candidate.step or 0) > tracker.iteration:
+            why = f"has no manifest, and the tracker says {tracker.iteration}: its save was not finished"
+            return dataclasses.replace(candidate, problem=why)
+        if tracker.state == "release":
+            return dataclasses.replace(candidate, problem="has no manifest, and the tracker says release")
+        return dataclasses.replace(candidate, problem=None)
+
+    def _verify_share(self, candidate: Candidate) -> Verdict:
+        """This rank's part: each byte is read by one rank, as all of them see the same disk."""
+        share = (self._place.rank, self._place.world_size)
+        if candidate.manifest is None:
+            return probe(candidate.path, candidate.step, share)
+        with progress_bar(f"verifying {candidate.path.name}") as progress:
+            return verify(candidate.path, LAYOUT, manifest=candidate.manifest, share=share, progress=progress)
+
+    def _report(self, agreement: Agreement) -> None:
+        """Say what was not used and why; move away what is proven bad."""
+        if self._place.rank != 0:
+            return
+        for path, reasons in agreement.rejected.items():
+            log.warning("%s was not used: %s", path, "; ".join(reasons))
+        if agreement.chosen is not None:
+            for bad in agreement.damaged:
+                quarantine(bad, agreement.rejected[str(bad.path)], proven=True)
+            if agreement.chosen.manifest is None:
+                log.warning(
+                    "%s has no manifest, so a flipped bit in it would not be seen; `lastgasp manifest %s` adds "
+                    "manifests, and --lastgasp-require-manifest refuses checkpoints without one",
+                    agreement.chosen.path,
+                    agreement.chosen.path.parent,
+                )
+
+    def _refuse_if_lost(self, agreement: Agreement, folders: list[Path]) -> None:
+        """Training from scratch over checkpoints that were there would lose them silently."""
+        trackers = {folder: read_tracker(folder) for folder in folders}
+        if any(t.state == "release" for t in trackers.values()) and not self._options.require_manifest:
+            log.warning("a release checkpoint has no manifest: it is loaded as it is")
+            return
+        lost = {path: "; ".join(why) for path, why in agreement.rejected.items()}
+        for folder, tracker in trackers.items():
+            if tracker.state == "torn":
+                lost[str(folder)] = "its tracker cannot be read, and there is no good iteration to repair it from"
+            elif tracker.state != "missing" and not agreement.listed:
+                lost[str(folder)] = f"its tracker names {tracker.name}, and no iteration is there"
+        if lost:
+            raise NoGoodCheckpoint(", ".join(map(str, folders)), lost)
+
+    # -- steering ---------------------------------------------------------------------------------
+
+    def _take(self, path: Path) -> None:
+        step, load = LAYOUT.step(path), self._args.load
+        assert step is not None
+        if load is None or Path(load).absolute() != path.parent:
+            if self._place.rank == 0:
+                log.warning("loading from %s and not from --load=%s: what is there is newer", path.parent, load)
+            self._args.load = str(path.parent)
+        self._args.ckpt_step, self.resumed = step, step
+        tracker = read_tracker(path.parent)
+        stale = tracker.state in ("torn", "release") if path == self._asked() else tracker.name != str(step)
+        if self._place.rank == 0 and stale:
+            self._repair(path.parent, step, tracker)
+
+    def _repair(self, directory: Path, step: int, was: Tracker) -> None:
+        try:
+            write_tracker(directory, step)
+        except OSError as error:
+            if was.state in ("torn", "release"):
+                raise  # Megatron would exit over it, or load something else
+            log.warning("the tracker in %s still says %s: %s", directory, was.name, error)
+            return
+        log.warning("the tracker in %s said %s, it says %d now", directory, was.name, step)

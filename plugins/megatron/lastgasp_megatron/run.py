@@ -1,0 +1,177 @@
+"""What belongs to one training: session, state, chooser, saver; its beginning and its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lastgasp.config import check_writable
+from lastgasp.errors import NotSaveable
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.ports import SaveResult, StateSource
+from lastgasp.session import Session, describe, launched, leave_now
+from lastgasp.testing import faults
+from lastgasp_megatron.args import options_of
+from lastgasp_megatron.exits import cause_of, is_success, kind_of
+from lastgasp_megatron.manifests import Manifests
+from lastgasp_megatron.ranks import connect, place_of
+from lastgasp_megatron.reload import Chooser
+from lastgasp_megatron.save import Saver
+from lastgasp_megatron.settings import refuse, users_handler
+from lastgasp_megatron.state import MegatronState
+from lastgasp_megatron.topology import replicas_of
+
+log = logging.getLogger("lastgasp")
+
+
+class LateSource:
+    """The state, once there is one: the session must exist before the model does, to agree on what to load."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.inner: StateSource | None = None
+
+    @property
+    def box(self) -> int:
+        """The black box's descriptor."""
+        return self.inner.box if self.inner is not None else -1
+
+    def _known(self) -> StateSource:
+        if self.inner is None:
+            raise NotSaveable("the model is not built yet")
+        return self.inner
+
+    def capture(self, step: int) -> bytes:
+        """As the state says; empty without one."""
+        return self.inner.capture(step) if self.inner is not None else b""
+
+    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
+        """As the state says. Raises NotSaveable without one."""
+        return self._known().save(step, small, reason)
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+        """As the state says."""
+        self._known().publish(result, parts)
+
+    def discard(self, result: SaveResult) -> None:
+        """As the state says."""
+        if self.inner is not None:
+            self.inner.discard(result)
+
+
+class Run:
+    """One training of this process; made after `initialize_megatron`, before the model is built.
+
+    Args:
+        args: Megatron's namespace.
+
+    Raises (constructor):
+        ConfigError: settings that cannot be protected, or a directory that cannot be written.
+        ControlError and its kin: the controller refused this rank or is not there.
+    """
+
+    state: MegatronState
+
+    def __init__(self, args: Any) -> None:
+        refuse(args)
+        self.args, self.options = args, options_of(args)
+        check_writable(self.options.gasp.directory)
+        place = place_of(replicas_of(args))
+        self._source, self._begun = LateSource(place.rank), False
+        self.session = Session(self.options.gasp, place, self._source, connect(place))
+        self.moved = self.session.moved
+        self.chooser = Chooser(args, self.options, place, self.session.gather)
+        self.saver = Saver(args, place.rank, Manifests(place, self.session.gather, self.session.stand))
+        self._undo: list[Callable[[], None]] = []
+
+    def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        """The model is built and loaded."""
+        self.state = MegatronState(
+            self.args,
+            model,
+            optimizer,
+            scheduler,
+            config=self.options.gasp,
+            place=self.session.place,
+            updating=self.session.updating,
+            step_end=self._step_end,
+        )
+        self._source.inner = self.state.source
+        self.state.install()
+        self._undo += [self.state.undo, _faults(model, optimizer)]
+
+    def _step_end(self, step: int) -> None:
+        self.session.step_end(step)  # looked up each time: the first one is another method
+
+    def begin(self) -> None:
+        """Training starts, or goes on from what was loaded."""
+        step = int(self.state.step)
+        self.session.begin(step, durable=step if step and step == self.chooser.resumed else 0)
+        self.session.take_sigterm(users_handler(self.args))
+        self._begun = True
+
+    def trained(self) -> None:
+        """`train` has returned; a last save and the evaluation may follow."""
+        self.moved("data")
+
+    def park_if_held(self) -> None:
+        """While a recovery is on, nobody writes where the gasp is going to stand.
+
+        Raises:
+            Released: the recovery is over.
+        """
+        stand = self.session.stand
+        if stand.held and not stand.inside:
+            self.session.updating()
+            stand.inside = False
+
+    def end_with(self, error: BaseException) -> None:
+        """`train` raised: have the step saved. Returns when the exception shall go on as it is."""
+        if isinstance(error, Released):
+            self._leave(error.outcome)
+        if is_success(error):
+            self.close(goodbye=True)
+            return
+        kind = kind_of(error)
+        outcome = self._recover(error)
+        if kind == "peer" and self.session.place.world_size > 1:
+            log.warning("left the job because a peer is gone (%s)", cause_of(error))
+            self._leave(outcome)
+        self.close(goodbye=False)
+
+    def _recover(self, error: BaseException) -> Release:
+        stand = self.session.stand
+        if not self.state.finish_step():
+            stand.broken = f"{cause_of(error)}: raised inside the update, so the state is between two steps"
+        if not stand.inside:
+            stand.broken = ""
+        return self.session.fault(kind_of(error), cause_of(error))
+
+    def _leave(self, outcome: Release) -> None:
+        if launched():
+            leave_now(exit_code(outcome))
+        print(f"lastgasp: {describe(outcome)}", flush=True)
+        raise SystemExit(exit_code(outcome))
+
+    def close(self, goodbye: bool) -> None:
+        """Undo everything."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.session.close(goodbye)
+
+
+def _faults(model: Any, optimizer: Any) -> Callable[[], None]:
+    """The faults that `LASTGASP_FAULT` asks for."""
+    if not os.environ.get(faults.ENV_FAULT, "").strip():
+        return lambda: None
+    if importlib.util.find_spec("lastgasp_megatron.testing") is None:
+        return lambda: None
+    from lastgasp_megatron.testing import install_faults
+
+    undo: Callable[[], None] = install_faults(model, optimizer)
+    return undo

@@ -1,0 +1,92 @@
+"""Megatron's own saves: redirect the tracker while they run, and add manifests when their files are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from lastgasp._fs import make_directory, unique_temp
+from lastgasp_megatron.manifests import Manifests
+from lastgasp_megatron.patches import argument
+from lastgasp_megatron.tracker import NAME
+
+log = logging.getLogger("lastgasp")
+
+
+class Saver:
+    """Wraps `save_checkpoint`. Called on all ranks together.
+
+    While it runs, Megatron writes its tracker to a temporary file; the real one is written atomically after the
+    manifest (`Manifests.commit`). With --async-save that is when the last of the saves under way is finalized.
+
+    Args:
+        args: Megatron's namespace.
+    """
+
+    def __init__(self, args: Any, rank: int, manifests: Manifests) -> None:
+        self._args, self._rank, self._manifests = args, rank, manifests
+        self._waiting: list[tuple[int, Path | None]] = []
+        self._redirect: Path | None = None
+
+    def save(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`save_checkpoint`, then its manifest."""
+        iteration = int(argument(call, "iteration", args, kwargs, -1))
+        special = any(argument(call, name, args, kwargs) for name in ("release", "non_persistent_ckpt"))
+        if special or iteration < 0 or not self._args.save:
+            return call(*args, **kwargs)
+        temp = self._redirected()
+        try:
+            result = call(*args, **kwargs)
+        except BaseException:
+            _remove(temp)
+            raise
+        finally:
+            self._redirect = None
+        self._waiting.append((iteration, temp))
+        if not getattr(self._args, "async_save", False):
+            self._commit()
+        return result
+
+    def finalized(self) -> None:
+        """Async saves may have ended: when none is under way on any rank, give them their manifests."""
+        if self._waiting and _queue_is_empty():
+            self._commit()
+
+    def tracker(self, path: str) -> str:
+        """Where Megatron shall write what it wants to write to the tracker at `path`."""
+        mine = self._redirect is not None and Path(path).absolute() == self._directory / NAME
+        return str(self._redirect) if mine else path
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self._args.save).absolute()
+
+    def _redirected(self) -> Path | None:
+        """A copy of the tracker, which Megatron reads too (--save-retain-interval). Only rank 0 writes it."""
+        if self._rank != 0:
+            return None
+        make_directory(self._directory)
+        self._redirect = temp = unique_temp(self._directory / NAME)
+        with contextlib.suppress(FileNotFoundError):
+            temp.write_bytes((self._directory / NAME).read_bytes())
+        return temp
+
+    def _commit(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for iteration, temp in waiting:
+            self._manifests.commit(self._directory, iteration)
+            _remove(temp)
+
+
+def _queue_is_empty() -> bool:
+    """Megatron's answer is the same on all ranks."""
+    module = sys.modules.get("megatron.training.async_utils")
+    return module is None or bool(module.is_empty_async_queue())
+
+
+def _remove(temp: Path | None) -> None:
+    if temp is not None:
+        temp.unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+"""Megatron's tracker file: the iteration that a plain Megatron resumes from.
+
+Megatron writes it with open and write, so a crash leaves it empty, and then ends with exit code 0 when it reads
+it (facts/megatron.md §2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lastgasp._fs import write_atomically
+
+NAME = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """What a tracker says.
+
+    Args:
+        state: "missing", "torn" (cannot be read as an iteration), "release" or "iteration".
+        iteration: the iteration, else -1.
+    """
+
+    state: Literal["missing", "torn", "release", "iteration"]
+    iteration: int = -1
+
+    @property
+    def name(self) -> str:
+        """For people: the iteration, or the state."""
+        return str(self.iteration) if self.state == "iteration" else self.state
+
+
+def read_tracker(directory: Path) -> Tracker:
+    """What the tracker in `directory` says; a failed read is torn."""
+    try:
+        text = (directory / NAME).read_text().strip()
+    except FileNotFoundError:
+        return Tracker("missing")
+    except (OSError, UnicodeDecodeError):
+        return Tracker("torn")
+    if text == "release":
+        return Tracker("release")
+    return Tracker("iteration", int(text)) if text.isascii() and text.isdigit() else Tracker("torn")
+
+
+def write_tracker(directory: Path, iteration: int) -> None:
+    """Make the tracker say `iteration`, atomically and durably. Raises OSError."""
+    write_atomically(directory / NAME, str(iteration).encode())
+
+
+def checkpoint_path(directory: Path, iteration: int) -> Path:
+    """Where Megatron puts that iteration."""
+    return directory / f"iter_{iteration:07d}"

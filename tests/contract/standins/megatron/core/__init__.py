@@ -1,0 +1,3 @@
+"""Stand-in."""
+
+__version__ = "0.12.1-standin"

@@ -1,0 +1,8 @@
+"""Stand-in for megatron.training of core_v0.12.1: its signatures (facts/megatron.md §1), and a log of calls."""
+
+import megatron.core
+
+from .initialize import initialize_megatron
+from .training import pretrain
+
+__all__ = ["initialize_megatron", "megatron", "pretrain"]

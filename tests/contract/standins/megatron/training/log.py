@@ -1,0 +1,3 @@
+"""What was called, outermost first."""
+
+calls: list[str] = []
