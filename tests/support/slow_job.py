@@ -30,10 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.steps import bits
-from lastgasp.steps.groups import GROUPS_FILE, groups_text
-from lastgasp.steps.marks import Marks
-from lastgasp.steps.rankfiles import RankFiles
-from lastgasp.steps.rows import Origin, render
+from lastgasp.steps.recorder import RecorderOptions, StepRecorder
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.marks import LightningMarks
 
@@ -141,13 +138,20 @@ class Disk(TorchCheckpointIO):
 
 
 class Marking(Callback):
-    """Marks the fit, and writes its rows when it is over."""
+    """Marks the fit, as LastGasp does, without the rest of it."""
 
     def __init__(self, fit: Fit, out: Path) -> None:
-        mask = bits.ALL if fit.comm else bits.DEFAULT_ON
-        self._out, self._rank = out, dist.get_rank()
-        self._marks = Marks.open(rank=self._rank, world_size=WORLD, mask=mask)
-        self._mine: LightningMarks
+        self._options = RecorderOptions(
+            rank=dist.get_rank(),
+            world_size=WORLD,
+            base=out,
+            task=fit.task,
+            mask=bits.ALL if fit.comm else bits.DEFAULT_ON,
+            framework="lightning",
+            switch_path=out / "no-switch",
+        )
+        self._recorder: StepRecorder
+        self._marks: LightningMarks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before ModelCheckpoint, as LastGasp does."""
@@ -155,26 +159,24 @@ class Marking(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Patch."""
-        self._mine = LightningMarks(trainer, self._marks)
-        self._mine.install()
+        self._recorder = StepRecorder.open(self._options)
+        self._recorder.set_groups(process_groups())
+        self._marks = LightningMarks(trainer, self._recorder.marks)
+        self._marks.install()
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: object) -> None:
         """The update begins."""
-        self._mine.update_begins()
+        self._marks.update_begins()
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         """The step ends."""
-        self._mine.step_end(trainer.global_step)
+        self._marks.step_end(trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put everything back, write the rows."""
-        self._mine.close()
-        marks = self._marks
-        files = RankFiles(self._out / str(self._rank))
-        files.beside(GROUPS_FILE, groups_text(process_groups()))
-        origin = Origin(pid=os.getpid(), device=self._rank, wall_offset=marks.wall_offset)
-        files.append(render(marks.records(1 << 20), marks.names(), origin))
-        marks.close(remove=True)
+        """Put everything back, write the rest."""
+        self._marks.close()
+        if not self._recorder.close():
+            raise OSError(f"the rows of rank {self._options.rank} could not be written")
 
 
 def train(fit: Fit, out: Path, scratch: Path) -> None:
@@ -183,7 +185,7 @@ def train(fit: Fit, out: Path, scratch: Path) -> None:
     saves = ModelCheckpoint(scratch / fit.task, every_n_train_steps=SAVE_EVERY, save_top_k=1)
     trainer = Trainer(
         accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Marking(fit, out / fit.task), saves], plugins=[Disk(fit)],
+        enable_model_summary=False, callbacks=[Marking(fit, out), saves], plugins=[Disk(fit)],
     )  # fmt: skip
     trainer.fit(Work(fit), DataLoader(Items(fit), batch_size=BATCH, shuffle=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
@@ -129,6 +129,11 @@ class LightningMarks:
     def _look(self) -> None:
         for communication in self._communication:
             communication.look()
+
+    @property
+    def device_rows(self) -> Literal["host", "events"]:
+        """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
+        return "host" if self._device is None else "events"
 
     # -- called by the callback ---------------------------------------------------------------------------
 
