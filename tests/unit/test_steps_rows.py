@@ -142,9 +142,10 @@ def test_the_rows_of_two_threads_differ() -> None:
 
 
 def test_dropped_ranges_are_four_rows_that_taskd_s_reader_ignores() -> None:
-    rows = [json.loads(row) for row in dropped(12, 1_795_247_866_000_000_000, ORIGIN).splitlines()]
+    rows = [json.loads(row) for row in dropped(12, 7, 1_795_247_866_000_000_000, ORIGIN).splitlines()]
     assert [(row["Flag"], row["SourceKind"]) for row in rows] == [(16, 0), (16, 1), (32, 0), (32, 1)]
     assert {row["Timestamp"] for row in rows} == {1_795_247_866_000_000_000}
+    assert {row["Id"] for row in rows} == {7}
     assert (rows[0]["Name"], rows[0]["Domain"]) == ("dropped 12", "lastgasp")
     taken = taskd_reader.take(iter(rows))
     assert (taken.names, taken.steps, taken.open) == (["dropped 12"], {}, {})

@@ -83,6 +83,11 @@ class RankFiles:
         """Keep a file of that name and content beside the rows, from the next `prepare` or `append` on."""
         self._beside[name] = content
 
+    @property
+    def wanting(self) -> bool:
+        """Whether something that is to stand beside the rows does not, as far as is known."""
+        return any(self._written.get(name) is not content for name, content in list(self._beside.items()))
+
     def prepare(self) -> None:
         """Make the directory, and what is to stand beside the rows.
 

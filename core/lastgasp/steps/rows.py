@@ -19,8 +19,8 @@ DOMAIN_MAX = 120
 """Bytes of a domain as it is written."""
 OWN_DOMAIN = "lastgasp"
 """Of rows that tell something about the marks themselves. Readers of TaskD's files ignore other domains."""
-OWN_ID = 0
-"""The Id of such rows: ranges count from 1. Each is complete with its four rows, which are written at once."""
+DROPPED = "dropped "
+"""Begins the name of such rows; the number of lost ranges follows."""
 TEMPLATES_MAX = 4096
 
 
@@ -123,10 +123,15 @@ def render(records: bytes, names: Sequence[Name], origin: Origin) -> bytes:
     return Renderer(origin, lambda first: names[first:]).render(records)
 
 
-def dropped(count: int, wall_ns: int, origin: Origin) -> bytes:
-    """The four rows that say that `count` ranges found no room in the ring and are not in the file."""
-    template = template_of(Name("dropped {}", OWN_DOMAIN, bits.STEP, True), origin.pid, origin)
-    return (template % (wall_ns, OWN_ID, count, *(wall_ns, OWN_ID) * 3)).encode()
+def dropped(count: int, number: int, wall_ns: int, origin: Origin) -> bytes:
+    """The four rows that say that `count` ranges found no room in the ring and are not in the file.
+
+    Args:
+        number: an Id of their own.
+        wall_ns: now, since the epoch.
+    """
+    template = template_of(Name(f"{DROPPED}{{}}", OWN_DOMAIN, bits.STEP, True), origin.pid, origin)
+    return (template % (wall_ns, number, count, *(wall_ns, number) * 3)).encode()
 
 
 def template_of(name: Name, thread: int, origin: Origin) -> str:

@@ -1,0 +1,155 @@
+"""The thread that brings marks to disk four times a second, and that looks at the switch file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from lastgasp import _clock
+
+from . import bits
+from .ageing import Ageing
+from .drain import Drain
+from .marks import Marks
+from .rankfiles import RankFiles
+
+log = logging.getLogger("lastgasp.steps")
+
+PERIOD_S = 0.25
+"""From mark to disk it takes so long, and the write."""
+SWITCH_PERIOD_S = 1.0
+"""TaskD's own (facts/taskd.md §6)."""
+Poll = Callable[[int], int | None]
+
+
+class Flusher:
+    """One per rank, from `start` to `stop`. Nothing of it raises; what goes wrong is told once and tried again.
+
+    Args:
+        drain: what each turn does first.
+        ageing: what keeps the files below their limit; None for no limit.
+        poll: `SwitchFile.poll`; given the mask, it returns the one to set or None.
+        period: seconds between turns.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        files: RankFiles,
+        *,
+        drain: Drain | None = None,
+        ageing: Ageing | None = None,
+        poll: Poll | None = None,
+        period: float = PERIOD_S,
+    ) -> None:
+        self._marks, self._files = marks, files
+        self._drain = drain if drain is not None else Drain(marks, files)
+        self._ageing, self._poll, self._period = ageing, poll, period
+        self._pid = os.getpid()
+        # Reentrant: a signal handler may ask for a flush while its thread is asking for one.
+        self._changed = threading.Condition(threading.RLock())
+        self._asked = self._served = self._written = 0
+        self._stopping = False
+        self._next_poll = _clock.monotonic()
+        self._file = files.path
+        self._bug_told = False
+        self._thread = threading.Thread(target=self._loop, name="lastgasp-marks", daemon=True)
+
+    def start(self) -> None:
+        """From now on rows are on disk soon after the end of their range."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            log.warning("no thread for the step marks (%s): they are written at the end of training only", error)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is there, be it inside a write that hangs."""
+        return self._thread.is_alive()
+
+    def flush(self, timeout: float) -> bool:
+        """Bring what was marked before the call to disk; from any thread, and from a signal handler.
+
+        Args:
+            timeout: seconds. A disk that hangs takes no longer.
+
+        Returns:
+            True when it is there.
+        """
+        if os.getpid() != self._pid:
+            return False
+        if not self._thread.is_alive():
+            return self._write()
+        with self._changed:
+            ticket = self._ask()
+            self._changed.wait_for(lambda: self._served >= ticket, timeout)
+            return self._written >= ticket
+
+    def stop(self, timeout: float) -> bool:
+        """A last flush, then the thread ends; a disk that hangs keeps it, and harms nothing. Twice is fine.
+
+        Returns:
+            True when everything is on disk.
+        """
+        if os.getpid() != self._pid:
+            return False
+        self._stopping = True
+        deadline = _clock.monotonic() + timeout
+        written = self.flush(timeout)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(max(deadline - _clock.monotonic(), 0.0))
+        return written
+
+    def _ask(self) -> int:
+        self._asked += 1
+        self._changed.notify_all()
+        return self._asked
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        stopping = False
+        while not stopping:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._served, self._period)
+                asked, stopping = self._asked, self._stopping
+            written = self._write()
+            with self._changed:
+                self._served = asked
+                self._written = asked if written else self._written
+                self._changed.notify_all()
+            if not stopping:
+                self._guarded(self._look_at_switch)
+                self._guarded(self._age)
+
+    def _write(self) -> bool:
+        return self._guarded(self._drain.run) is True
+
+    def _look_at_switch(self) -> None:
+        if self._poll is None or _clock.monotonic() < self._next_poll:
+            return
+        self._next_poll = _clock.monotonic() + SWITCH_PERIOD_S
+        mask = self._poll(self._marks.mask)
+        if mask is not None:
+            self._marks.mask = mask
+            log.info("the switch file sets the step marks: %s", bits.describe(mask))
+
+    def _age(self) -> None:
+        if self._ageing is None:
+            return
+        if self._file not in (None, self._files.path):
+            self._ageing.hasten()
+        self._file = self._files.path
+        self._ageing.tick(self._file)
+
+    def _guarded(self, work: Callable[[], object]) -> object:
+        """A bug here is no reason to stop training, nor to stop writing."""
+        try:
+            return work()
+        except Exception:
+            if not self._bug_told:
+                self._bug_told = True
+                log.exception("the step marks have a bug, which is told once; training goes on")
+            return None

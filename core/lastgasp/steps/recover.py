@@ -1,0 +1,236 @@
+"""Brings the last marks of killed processes to disk, from the ring files that they left (`format`).
+
+A ring whose owner lives is locked by it; a dead one's is claimed, so that of several recoveries one does the work,
+and another takes over where the first one dies. The owner, or an earlier recovery, may have died between its write
+and its word about it in the ring, even in the middle of a row: what is on disk already is found by its text (a row
+has the process, the Id and the nanosecond), and only the rest is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import stat
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgasp import _clock
+
+from . import ringfile
+from .rankfiles import RankFiles, profiling_files
+from .ring import RingDamaged, RingReader
+from .rows import DROPPED, OWN_DOMAIN, Origin, dropped, render
+
+log = logging.getLogger("lastgasp.steps")
+
+TIMEOUT_S = 30.0
+FILES_LOOKED_AT = 4
+"""The newest files of the rank: its last batch is in one of them, or nowhere."""
+STALE_S = 3600.0
+"""A ring that was never finished is removed when it is older."""
+_HOST_START = re.compile(rb'"Flag":(?:16,"SourceKind":0|2),')
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What became of one ring file whose owner is dead.
+
+    Attributes:
+        ring: the ring file.
+        rank, directory: of its process, as far as they are known.
+        ranges: finished ranges that were only in the ring and are on disk now.
+        problem: why its rows are not on disk; empty when all is well.
+        removed: the ring file is gone. It stays where another call may succeed.
+    """
+
+    ring: Path
+    rank: int = -1
+    directory: str = ""
+    ranges: int = 0
+    problem: str = ""
+    removed: bool = True
+
+
+def recover_orphans(timeout: float = TIMEOUT_S) -> list[Recovered]:
+    """Empty and remove every ring file of this user whose owner is dead. Never raises.
+
+    What cannot be written stays for the next call. A damaged ring is removed with a warning.
+
+    Args:
+        timeout: seconds. A disk that hangs takes no longer; what is done later is not in the answer.
+    """
+    if next(ringfile.ring_files(), None) is None and not _unfinished():
+        return []
+    done: list[Recovered] = []
+    worker = threading.Thread(target=_recover_all, args=(done, timeout), name="lastgasp-recover", daemon=True)
+    try:
+        worker.start()
+    except RuntimeError as error:
+        log.warning("no thread to recover step marks of dead processes (%s): they stay for the next attempt", error)
+        return []
+    worker.join(timeout)
+    if worker.is_alive():
+        log.warning("recovering the step marks of dead processes takes longer than %g s: going on without it", timeout)
+    return list(done)
+
+
+_one = threading.Lock()
+"""The locks of ring files do not tell this process's threads from each other."""
+
+
+def _recover_all(done: list[Recovered], timeout: float) -> None:
+    if not _one.acquire(timeout=timeout):
+        return
+    try:
+        for path in _unfinished():
+            path.unlink(missing_ok=True)
+        for path in ringfile.ring_files():
+            recovered = _recover(path)
+            if recovered is not None:
+                _tell(recovered)
+                done.append(recovered)
+    except OSError as error:
+        log.warning("no step marks of dead processes could be looked for: %s", error)
+    finally:
+        _one.release()
+
+
+def _unfinished() -> list[Path]:
+    """Rings of processes that died while they made them."""
+    found = [p for place in ringfile.places() for p in place.glob(f".{ringfile.PREFIX}-{os.getuid()}-*") if _mine(p)]
+    return [path for path in found if _clock.wall_ns() - path.lstat().st_mtime_ns > STALE_S * 1e9]
+
+
+def _mine(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    return False
+
+
+# -- one ring ---------------------------------------------------------------------------------------
+
+
+def _recover(path: Path) -> Recovered | None:
+    """None: its owner lives, or somebody else is at it."""
+    try:
+        with RingReader(path) as ring:
+            return _empty(path, ring) if ring.claim() else None
+    except FileNotFoundError:
+        return None
+    except RingDamaged as error:
+        return _remove(path, str(error)) if _mine(path) and not _locked(path) else None
+    except OSError as error:
+        return Recovered(path, problem=f"{path} cannot be read: {error}", removed=False)
+    except Exception as error:  # whatever is in a ring, it must not stop a launcher
+        return _remove(path, f"{path} is damaged: {error!r}")
+
+
+def _empty(path: Path, ring: RingReader) -> Recovered:
+    directory, rank = ring.directory, ring["rank"]
+    if not directory:
+        waiting = ring["head"] - ring["tail"]
+        return _remove(path, f"{path} does not tell where its rows go: {waiting} ranges are lost" if waiting else "")
+    try:
+        ranges = _write_rest(ring, Path(directory))
+    except OSError as error:
+        return Recovered(path, rank, directory, problem=f"{directory} cannot be written: {error}", removed=False)
+    path.unlink(missing_ok=True)
+    return Recovered(path, rank, directory, ranges)
+
+
+def _write_rest(ring: RingReader, directory: Path) -> int:
+    """Returns the ranges that were not on disk."""
+    origin = Origin(ring["pid"], max(ring["device"], 0), ring["wall_offset"])
+    waiting = ring["head"] - ring["tail"]
+    rows = render(ring.records(waiting), ring.names(), origin)
+    path, done = _on_disk(directory, rows)
+    rest, lost = rows[done:], ring["dropped"] - _told_dropped(directory, origin.pid, ring["dropped"])
+    if lost > 0:
+        rest += dropped(lost, ring["next_id"], _clock.wall_ns(), origin)
+    if path is not None and rest:
+        _finish(path, rest)
+    elif rest:
+        RankFiles(directory).append(rest)
+    ring.consumed(waiting)
+    return len(_HOST_START.findall(rest)) - (lost > 0)
+
+
+def _on_disk(directory: Path, rows: bytes) -> tuple[Path | None, int]:
+    """How many bytes of `rows` are in a file already; the file, where they break off at its end in a row."""
+    first = rows[: rows.find(b"\n") + 1]
+    for path in reversed(profiling_files(directory)[-FILES_LOOKED_AT:] if first else []):
+        content = path.read_bytes()
+        at = content.rfind(first)
+        if at < 0:
+            at = content.rfind(b"\n") + 1
+            if at == len(content) or not first.startswith(content[at:]):
+                continue
+        done = _common(content[at:], rows)
+        if at + done == len(content) and not content.endswith(b"\n"):
+            return path, done
+        return None, rows.rfind(b"\n", 0, done) + 1
+    return None, 0
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Length of the beginning that both have."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _finish(path: Path, rest: bytes) -> None:
+    """Go on in the middle of a row. What a full disk leaves of it the next recovery finds again by its text."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+def _told_dropped(directory: Path, pid: int, count: int) -> int:
+    """How many of `count` dropped ranges of that process the files tell of.
+
+    Those of an earlier process of the same number count as its own: better told of less than twice.
+    """
+    row = re.compile(f'"ProcessId":{pid},.*"Name":"{DROPPED}([0-9]+)","Domain":"{OWN_DOMAIN}"'.encode())
+    files = profiling_files(directory) if count else []
+    return sum(int(number) for path in files for number in row.findall(path.read_bytes()))
+
+
+def _remove(path: Path, reason: str) -> Recovered:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return Recovered(path, problem=reason)
+
+
+def _locked(path: Path) -> bool:
+    """Whether somebody lives who holds it: a damaged header, or a later version's, does not tell."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+_said: set[tuple[Path, str]] = set()
+
+
+def _tell(recovered: Recovered) -> None:
+    if recovered.problem and (recovered.ring, recovered.problem) not in _said:
+        _said.add((recovered.ring, recovered.problem))
+        what = "removed" if recovered.removed else "kept for another attempt"
+        log.warning("step marks of a dead process: %s; its ring file is %s", recovered.problem, what)
+    elif recovered.ranges:
+        log.info("the last %d ranges of rank %d are in %s", recovered.ranges, recovered.rank, recovered.directory)
