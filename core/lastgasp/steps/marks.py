@@ -1,0 +1,302 @@
+"""Marks of one process: named ranges that cost next to nothing, written to a ring that survives the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
+
+from lastgasp.errors import ConfigError
+
+from . import bits, ringfile, writer
+from . import format as layout
+from .ring import Name, View
+
+HOST_ONLY = frozenset({"dataloader", "save_checkpoint"})
+"""Names of the domain `default` that make two rows instead of four (facts/taskd.md §6)."""
+KEPT_SLOTS = 16
+"""Name slots kept for the `other` of each kind, once the names have run out."""
+OTHER = "other"
+
+
+class Mark(Protocol):
+    """A named range that is begun and ended again and again, by any thread; each thread ends its own begin.
+
+    One that begins while it is switched off is not recorded; one that begins while it is on is recorded at its
+    end, switched off meanwhile or not. At most 64 ranges of one mark are open at once.
+    """
+
+    value: int
+    """Printed in place of `{}` in the name, 64 bits with sign; taken when the range begins."""
+
+    @property
+    def name(self) -> int:
+        """Slot of the name in the ring."""
+
+    @property
+    def bit(self) -> int:
+        """Which bit of the mask switches it."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+    def begin(self) -> None:
+        """As entering a `with`."""
+
+    def end(self) -> None:
+        """As leaving the `with`; without a begin it does nothing."""
+
+    def cancel(self) -> bool:
+        """Forget this thread's innermost range; False: there is none."""
+
+    def put(self, begin: int, end: int, value: int, device_begin: int, device_end: int, /) -> bool:
+        """See `Marks.put`."""
+
+
+class Marks:
+    """The marks of this process; make it with `Marks.open`, close it with `close`.
+
+    In a forked child they are off for good: the ring is the parent's.
+
+    Attributes:
+        mark: `mark("forward")` is the mark of that name in the domain `default`, always the same object.
+        path: the ring file; None where there was no room for one.
+    """
+
+    mark: Callable[[str], Mark]
+    path: Path | None
+
+    def __init__(self, file: ringfile.RingFile) -> None:
+        make = writer.choose()
+        self._file, self.path = file, file.path
+        self._view = View(memoryview(file.mapping))
+        self._make = make
+        self._ring: writer.Ring = make.Ring(file.mapping, layout.RECORDS_AT)
+        self._lock = threading.RLock()
+        self._defined: dict[Name, Mark] = {}
+        self._closed = False
+        self._step = self.define("step {}", bit=bits.STEP, stream=True)
+        self.mark = _Table(self).__getitem__
+        _live.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        rank: int,
+        world_size: int,
+        mask: int = bits.DEFAULT_ON,
+        capacity: int = layout.DEFAULT_CAPACITY,
+        directory: str = "",
+        device: int = -1,
+    ) -> Marks:
+        """A new ring.
+
+        Args:
+            rank, world_size: of this process in its job.
+            mask: what is on (`bits`).
+            capacity: finished ranges that may wait for the flusher, a power of two.
+            directory: the rank's profiling directory, for whoever recovers the last marks; see `set_directory`.
+            device: this rank's device on its host, -1 for none.
+
+        Raises:
+            ConfigError: a wrong mask, capacity or directory.
+        """
+        if capacity <= 0 or capacity.bit_count() != 1:
+            raise ConfigError("capacity", capacity, "a power of two", "Leave it out for 16384.")
+        header = {"rank": rank, "world_size": world_size, "mask": _checked(mask), "device": device}
+        marks = cls(ringfile.create(header, capacity))
+        marks.set_directory(directory)
+        return marks
+
+    @property
+    def mask(self) -> int:
+        """What is on (`bits`); setting it is the switch. 0 once closed, and in a forked child.
+
+        Raises:
+            ConfigError: set to what is no set of bits.
+        """
+        return 0 if self._closed else self._view["mask"]
+
+    @mask.setter
+    def mask(self, value: int) -> None:
+        value = _checked(value)
+        with self._lock:
+            if not self._closed:
+                self._view["mask"] = value
+
+    def define(self, text: str, *, domain: str = "default", bit: int, stream: bool) -> Mark:
+        """The mark of that name and kind, always the same object; `other` of its kind once 496 names are in use.
+
+        Args:
+            text: shown in the report; a `{}` in it stands for `Mark.value`. Cut at about 500 bytes.
+            domain: the rows' domain.
+            bit: what switches it (`bits`).
+            stream: four rows (host and device) instead of two.
+        """
+        name = Name(text, domain, bit, stream)
+        known = self._defined.get(name)
+        return known if known is not None else self._intern(name)
+
+    def step(self, number: int) -> None:
+        """The open step range ends, that of step `number` begins."""
+        self._step.end()
+        self._step.value = number
+        self._step.begin()
+
+    def step_begin(self, number: int) -> None:
+        """The range of step `number` begins; one whose end an exception has skipped is forgotten."""
+        self._step.cancel()
+        self._step.value = number
+        self._step.begin()
+
+    def step_end(self) -> None:
+        """The open step range ends."""
+        self._step.end()
+
+    def put(self, mark: Mark, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)) -> bool:
+        """Record a range timed elsewhere, whatever the mask says: whoever timed it knew whether it was on.
+
+        Args:
+            begin_ns, end_ns: CLOCK_MONOTONIC, nanoseconds.
+            value: in place of `{}` in the name.
+            device: begin and end on the device, converted to the same clock; 0 for not measured.
+
+        Returns:
+            False: dropped, the ring is full (it was counted) or closed.
+        """
+        return mark.put(begin_ns, end_ns, value, *device)
+
+    @property
+    def head(self) -> int:
+        """Number of ranges recorded since the start."""
+        return self._view["head"]
+
+    @property
+    def tail(self) -> int:
+        """How many of them are on disk."""
+        return self._view["tail"]
+
+    @property
+    def dropped(self) -> int:
+        """Ranges lost since the start: the ring was full, or too many were open at once."""
+        return self._view["dropped"]
+
+    @property
+    def wall_offset(self) -> int:
+        """What to add to the records' times to get nanoseconds since the epoch."""
+        return self._view["wall_offset"]
+
+    def take_id(self) -> int:
+        """An id of its own for a row that no mark makes."""
+        return self._ring.take_id()
+
+    def names(self, first: int = 0) -> list[Name]:
+        """All names from slot `first` on, in the order of their slots; records refer to them by slot."""
+        with self._lock:
+            return self._view.names(first)
+
+    def records(self, limit: int) -> bytes:
+        """At most `limit` records (`format.RECORD`) that are not on disk yet, oldest first; a copy."""
+        with self._lock:
+            return b"" if self._closed else self._view.records(limit)
+
+    def consumed(self, count: int) -> None:
+        """The oldest `count` records are on disk: their places are free.
+
+        Raises:
+            ValueError: more than there are.
+        """
+        with self._lock:
+            if not self._closed:
+                self._view.consumed(count)
+
+    def set_directory(self, directory: str) -> None:
+        """Tell the recovery where this rank's rows go.
+
+        Raises:
+            ConfigError: longer than a path can be.
+        """
+        if len(os.fsencode(directory)) > layout.DIRECTORY_MAX:
+            raise ConfigError("directory", directory, f"at most {layout.DIRECTORY_MAX} bytes", "Use a shorter path.")
+        with self._lock:
+            if not self._closed:
+                self._view.directory = directory
+
+    def close(self, remove: bool) -> None:
+        """Marks are off for good; twice is fine.
+
+        Args:
+            remove: the ring file too. False leaves it, and what is not on disk yet, to the recovery.
+        """
+        with self._lock:
+            if not self._closed:
+                self._let_go(remove)
+
+    def _let_go(self, remove: bool) -> None:
+        """The counters can still be read, in a copy."""
+        self._closed = True
+        self._ring.detach()
+        self._view = self._view.without_records()
+        self._file.close(remove)
+
+    def _forked(self) -> None:
+        """In the child, with one thread: the lock may be held by one that is not here."""
+        self._lock = threading.RLock()
+        self.close(remove=False)
+
+    def _of_default(self, text: str) -> Mark:
+        bit = bits.BIT_OF_MARK.get(text, bits.STEP)
+        return self.define(text, bit=bit, stream=text not in HOST_ONLY)
+
+    def _intern(self, name: Name) -> Mark:
+        with self._lock:
+            if name in self._defined:
+                return self._defined[name]
+            names = len(self._defined)
+            if names >= layout.NAMES_MAX - KEPT_SLOTS and name.text != OTHER:
+                return self.define(OTHER, bit=name.bit, stream=name.stream)
+            slot = min(names, layout.NAMES_MAX - 1)
+            if slot == names and not self._closed:
+                self._view.put_name(slot, name)
+            mark: Mark = self._make.Mark(self._ring, slot, name.bit)
+            self._defined[name] = mark
+            return mark
+
+
+class _Table(dict[str, Mark]):
+    """Marks of the domain `default` by name; looked up without a line of Python once they are there."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __missing__(self, text: str) -> Mark:
+        if not isinstance(text, str):
+            raise TypeError(f"mark({text!r}): a mark's name is a str, such as mark('forward')")
+        mark = self._marks._of_default(text)
+        if len(self) < layout.NAMES_MAX:
+            self[text] = mark
+        return mark
+
+
+def _checked(mask: int) -> int:
+    if not isinstance(mask, int) or mask & ~bits.ALL:
+        raise ConfigError("mask", mask, f"a set of bits, 0 to {bits.ALL}", "See lastgasp.steps.bits.")
+    return mask
+
+
+_live: WeakSet[Marks] = WeakSet()
+
+
+def _in_forked_child() -> None:
+    for marks in list(_live):
+        marks._forked()
+    _live.clear()
+    writer.forget_thread()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
