@@ -15,6 +15,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("lastgasp.cli.run:run", "Start a job whose survivors save when a rank dies (torchrun's options)."),
     "verify": ("lastgasp.cli.verify:verify", "Check every checkpoint in a directory against its digests."),
     "incident": ("lastgasp.cli.incident:incident", "Show the last incident and draw its timeline."),
+    "ps": ("lastgasp.cli.ps:ps", "List the running jobs of this machine and their ranks."),
+    "switch": ("lastgasp.cli.switch:switch", "Turn step marks on and off in a running job, rank by rank."),
     "demo": ("lastgasp.cli.demo:demo", "Kill a rank of a real training, lose nothing, end bit-equal."),
 }
 
@@ -24,12 +26,14 @@ Examples:
   lastgasp run --nproc-per-node 2 train.py --dir ckpts
   lastgasp verify ckpts
   lastgasp incident ckpts --png timeline.png
+  lastgasp ps
+  lastgasp switch --ranks 0,3-5 step=on comm=off
   lastgasp demo --out out/demo
 
 \b
 Exit codes:
    0  all is well
-   1  a check failed: a checkpoint cannot be trusted, a demo step went wrong
+   1  a check failed: a checkpoint cannot be trusted, a rank did not acknowledge, a demo step went wrong
    2  wrong usage, or nothing was found to look at
   {exitcodes.SAVED}  run: the step was saved; start the job again and it goes on from there
   {exitcodes.NOTHING_TO_SAVE}  run: no step since the newest checkpoint; start again, nothing is lost
