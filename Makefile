@@ -13,9 +13,9 @@ ARGS   ?=
 help:  ## this list
 	@grep -hE '^[.a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.venv: $(STAMP)  ## the virtual environment, made once, renewed when pyproject.toml or constraints.txt change
+.venv: $(STAMP)  ## the virtual environment, made once, renewed when what it is made from changes
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py core/lastgasp/steps/_ring.c
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@# torch first and pinned: resolved together with the rest, pip would fetch the newest torch with CUDA.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
