@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from argparse import ArgumentParser
@@ -10,14 +11,22 @@ import click
 
 from lastgasp import exitcodes
 from lastgasp.errors import MissingExtra
+from lastgasp.launch.framework import STARTERS, split_framework
 
 _DEFAULTS = {"--max-restarts": "32767", "--monitor-interval": "0.01"}
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
 
+EPILOG = """
+\b
+Examples:
+  lastgasp run --nproc-per-node 2 train.py --epochs 3
+  lastgasp run --nproc-per-node 8 --framework megatron pretrain_gpt.py --save ckpts --load ckpts ...
+"""
+
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog="Example: lastgasp run --nproc-per-node 2 train.py --epochs 3",
+    epilog=EPILOG,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...")
 def run(arguments: tuple[str, ...]) -> None:
@@ -25,6 +34,7 @@ def run(arguments: tuple[str, ...]) -> None:
 
     Takes all of torchrun's options. Defaults that differ: --max-restarts 32767 (it stops by itself after three
     restarts in a row without a new step), --monitor-interval 0.01, and --standalone for a job on one node.
+    With --framework megatron the script needs no line of lastgasp.
 
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
     86 no progress, 1 anything else.
@@ -38,10 +48,17 @@ def run(arguments: tuple[str, ...]) -> None:
         raise MissingExtra(error.name or "torch", "lightning") from error
     os.environ["LASTGASP_LAUNCHER"] = "run"
     try:
-        launch(with_defaults(list(arguments), get_args_parser()))
+        split = split_framework(list(arguments), get_args_parser())
+        _require(split.framework)
+        launch(with_defaults(split.arguments, get_args_parser()))
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(last_ending() or 1)
+
+
+def _require(framework: str | None) -> None:
+    if framework is not None and importlib.util.find_spec(STARTERS[framework].partition(".")[0]) is None:
+        raise MissingExtra(STARTERS[framework].partition(".")[0], framework)
 
 
 def with_defaults(arguments: list[str], parser: ArgumentParser) -> list[str]:

@@ -19,8 +19,10 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
+from lastgasp.launch import orphans
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.rounds import Round, Rounds
+from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
 
@@ -28,6 +30,8 @@ POLL = 0.005
 """Seconds between two looks at the workers while the agent holds."""
 LEAVE = 15.0
 """Seconds that released workers get to leave by themselves, their own clean-up included."""
+MARKS_LIMIT = 5.0
+"""Seconds that writing the last step marks of killed workers may take."""
 
 
 last_ending = ""
@@ -42,18 +46,28 @@ class GaspAgent(LocalElasticAgent):
         self._rounds = Rounds()
         self._restarts = Restarts(always=os.environ.get("LASTGASP_LAUNCHER") == "run")
         self._round: Round | None = None
+        self._mark = ""
 
     # -- start ------------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        recover_orphans(MARKS_LIMIT)
         rdzv = worker_group.spec.rdzv_handler
         self._round = self._rounds.begin(worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static")
         if self._round.number > 0 and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._round)
-        os.environ.update(self._round.environment)
+        self._reap(worker_group)
+        self._mark = orphans.new_mark()
+        os.environ.update(self._round.environment | {orphans.MARK: self._mark})
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._hold_before_closing(worker_group)
         return started
+
+    def _reap(self, worker_group: WorkerGroup) -> None:
+        """End what the workers of the round before have left; they have all ended."""
+        if self._mark:
+            orphans.reap(self._mark, worker_group.spec.args if isinstance(worker_group.spec.entrypoint, str) else ())
+        self._mark = ""
 
     def _hold_before_closing(self, worker_group: WorkerGroup) -> None:
         """Put the hold where torch decides to send its signals: nothing can fail between a look and that."""
@@ -157,8 +171,12 @@ class GaspAgent(LocalElasticAgent):
         global last_ending
         try:
             result: RunResult = super().run(role)
+            if result.state is WorkerState.SUCCEEDED:
+                self._mark = ""  # what a good job leaves running, it means to
         finally:
+            self._reap(self._worker_group)
             last_ending = self._rounds.close()
+            recover_orphans(MARKS_LIMIT)
         if self._restarts.hopeless:
             sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
             raise SystemExit(exitcodes.NO_PROGRESS)

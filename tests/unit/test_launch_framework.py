@@ -1,0 +1,109 @@
+"""`lastgasp run --framework`: the command line that starts a plugin before the script; what dead workers leave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lastgasp.errors import ConfigError
+from lastgasp.launch import orphans
+from lastgasp.launch.framework import split_framework
+
+run = pytest.importorskip("torch.distributed.run", reason="needs torch: pip install 'lastgasp[megatron]'")
+
+START = ["-m", "lastgasp_megatron.start"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["--framework", "megatron", "pretrain.py"], [*START, "pretrain.py"]),
+        (["--framework=megatron", "pretrain.py", "--x", "1"], [*START, "pretrain.py", "--x", "1"]),
+        (
+            ["--nproc-per-node", "2", "--framework", "megatron", "pretrain.py", "--framework", "theirs"],
+            ["--nproc-per-node", "2", *START, "pretrain.py", "--framework", "theirs"],
+        ),
+        (["-m", "--framework", "megatron", "pkg.train", "-m"], [*START, "-m", "pkg.train", "-m"]),
+        (["--framework", "megatron", "--module", "pkg.train"], [*START, "-m", "pkg.train"]),
+    ],
+)
+def test_the_starter_stands_in_front_of_the_script(given: list[str], wanted: list[str]) -> None:
+    split = split_framework(given, run.get_args_parser())
+    assert (split.framework, split.arguments) == ("megatron", wanted)
+
+
+def test_without_a_framework_nothing_changes() -> None:
+    given = ["--nproc-per-node", "2", "train.py", "--framework", "theirs"]
+    assert split_framework(given, run.get_args_parser()).arguments == given
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (["--framework", "keras", "train.py"], "--framework"),
+        (["--framework", "megatron", "--no-python", "./train"], "--no-python"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(given: list[str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_framework(given, run.get_args_parser())
+    assert caught.value.field == field
+
+
+_PARENT = """
+import multiprocessing, os, sys, time
+if __name__ == "__main__":
+    manager = multiprocessing.get_context("spawn").Manager()
+    if not (child := os.fork()):
+        time.sleep(600)
+    print(manager._process.pid, child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_helpers_of_a_killed_parent_are_ended_and_nothing_else(tmp_path: Path) -> None:
+    script, mark = tmp_path / "parent.py", orphans.new_mark()
+    script.write_text(_PARENT)
+    environ = os.environ | {orphans.MARK: mark}
+    other = subprocess.Popen(["sleep", "600"], env=environ)
+    parent = subprocess.Popen([sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(10)
+        assert sorted(orphans.reap(mark, [str(script)])) == sorted(children)
+        assert other.poll() is None
+        _wait_for(lambda: orphans.reap(mark, [str(script)]) == [])
+    finally:
+        for process in (parent, other):
+            process.kill()
+            process.communicate()
+
+
+def test_another_round_is_left_alone() -> None:
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=time.sleep, args=(600,))
+    child.start()
+    try:
+        assert orphans.reap(orphans.new_mark()) == []
+        assert child.is_alive()
+    finally:
+        child.kill()
+        child.join(10)
+        child.close()
+
+
+def _wait_for(condition: object, seconds: float = 10.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
