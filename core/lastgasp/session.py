@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.stand import Stand, exit_code
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import StateSource
+from lastgasp.steps.attach import Marking, Switch, no_mark, no_step, open_recorder
+from lastgasp.steps.recorder import flush_all
+from lastgasp.steps.recover import recover_orphans
 from lastgasp.topology import Place, host_identity
 
 log = logging.getLogger("lastgasp")
@@ -33,6 +37,8 @@ OWN_FAULT_GRACE = 60.0
 """The same for a rank that raised: its own traceback and clean-up come first."""
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
+FLUSH_LIMIT = 2.0
+"""Seconds that a rank that leaves gives its disk for the last step marks; the launcher writes what is left."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,17 @@ class Session:
     `step_end` after the step's state has been captured; `fault` when training ended with an exception;
     `close` at a normal end. All of it is local; only `gather` waits for other ranks.
 
+    A loop of any kind marks what it does: `with session.mark("forward"):`, and `session.step(n)` where step `n`
+    begins. Hoist the mark out of a hot loop: `forward = session.mark("forward")`, it is always the same object.
+
     Args:
         contact: the controller; None leaves this rank on its own (a job of one rank).
+        marking: what is marked; None marks nothing.
 
     Attributes:
+        mark: the mark of a name (`steps.marks.Marks.mark`).
+        step: the step before ends, the one of this number begins (`steps.marks.Marks.step`).
+        recorder: the step marks of this rank; None where nothing is marked.
         started_s: when the job's controller started, unix seconds; the same for all ranks and attempts (without a
             controller: when this Session was made).
 
@@ -72,7 +85,14 @@ class Session:
         ControlError and its kin: the controller refused this rank or is not there.
     """
 
-    def __init__(self, config: GaspConfig, place: Place, source: StateSource, contact: Contact | None) -> None:
+    def __init__(
+        self,
+        config: GaspConfig,
+        place: Place,
+        source: StateSource,
+        contact: Contact | None,
+        marking: Marking | None = None,
+    ) -> None:
         self.config, self.place, self._source = config, place, source
         self.stand = Stand()
         self._leave_timer: threading.Timer | None = None
@@ -85,6 +105,18 @@ class Session:
         self._registered = False
         # The hot path: bound methods of the status word, no extra call in between.
         self.moved, self.updating, self.step_end = self.stand.moved, self.stand.updating, self.stand.step_end
+        self._mark(marking)
+
+    def _mark(self, marking: Marking | None) -> None:
+        if not launched():
+            recover_orphans(FLUSH_LIMIT)  # of a job that was killed, and that nobody but the user starts again
+        self.recorder = open_recorder(marking, self.place, self.started_s, self.config.directory)
+        self.mark: Callable[[str], AbstractContextManager[None]] = no_mark
+        self.step: Callable[[int], None] = no_step
+        if self.recorder is not None:
+            marks = self.recorder.marks
+            self.mark, self.step = marks.mark, marks.step
+            self.on_switch(Switch(marks))
 
     def _hello(self) -> m.Hello:
         config, place = self.config, self.place
@@ -200,6 +232,8 @@ class Session:
         """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent."""
         if goodbye:
             self._registry.deregister()
+        if self.recorder is not None:
+            self.recorder.close()
         self._processor.close(goodbye)
 
 
@@ -219,6 +253,7 @@ def leave_now(code: int) -> None:
     """
     for child in multiprocessing.active_children():
         child.kill()
+    flush_all(FLUSH_LIMIT)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

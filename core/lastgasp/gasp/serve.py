@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from lastgasp import _clock
 from lastgasp.errors import ControlError, DeadlineExceeded
+from lastgasp.steps.recover import recover_orphans
 
 from .controller import Controller
 
@@ -170,6 +171,7 @@ async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -
         elif _clock.monotonic() - empty_since > (LINGER if ever else UNUSED_TIMEOUT):
             break
     await controller.stop()
+    recover_orphans()  # the last step marks of ranks that were killed
 
 
 def _main() -> None:

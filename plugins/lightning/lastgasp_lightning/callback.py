@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,13 +13,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lastgasp.config import GaspConfig, HangTimeout, check_writable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, describe, launched, leave_now
+from lastgasp.steps.attach import Marking
+from lastgasp.steps.settings import MarksConfig
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
 from lastgasp_lightning.choose import Chooser
 from lastgasp_lightning.faults import cause_of, kind_of
+from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
-from lastgasp_lightning.ranks import connect, place_of, require_supported
+from lastgasp_lightning.ranks import connect, place_of, require_supported, versions
 from lastgasp_lightning.resume import Resume
 from lastgasp_lightning.source import LightningSource
 from lastgasp_lightning.state import LightningState
@@ -41,6 +46,12 @@ class LastGasp(Callback):
         save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.
         finish_timeout: seconds that a rank inside its optimizer update gets to finish it; default 10.
         sha256: also write SHA-256 digests into the manifests; default False.
+        marks: what is marked in each step, for `lastgasp report`: True (default) for all but the collectives, False
+            for nothing, or names out of step, forward, dataloader, save, comm ("all", "none"). All but False can be
+            switched while the job runs (`lastgasp switch`).
+        profiling_dir: where the marks' files go; default MindCluster's directory where there is one, else
+            `profiling` beside the checkpoints.
+        profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
 
     Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
 
@@ -58,6 +69,9 @@ class LastGasp(Callback):
         save_timeout: float | None = None,
         finish_timeout: float | None = None,
         sha256: bool | None = None,
+        marks: bool | str | None = None,
+        profiling_dir: str | os.PathLike[str] | None = None,
+        profiling_limit_mb: int | None = None,
     ) -> None:
         self.config = GaspConfig.resolve(
             dir,
@@ -68,6 +82,7 @@ class LastGasp(Callback):
             finish_timeout=finish_timeout,
             sha256=sha256,
         )
+        self.marks = MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
         self._run: _Run | None = None
 
     # -- start ------------------------------------------------------------------------------------
@@ -85,7 +100,7 @@ class LastGasp(Callback):
         require_supported(trainer)
         check_writable(self.config.directory)
         reorder(trainer, self)
-        self._run = _Run(trainer, self.config)
+        self._run = _Run(trainer, self.config, self.marks)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary that the checkpoint stands on."""
@@ -121,7 +136,9 @@ class LastGasp(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Parameters are about to change."""
-        self._run.state.before_update()  # type: ignore[union-attr]
+        run = self._run
+        run.state.before_update()  # type: ignore[union-attr]
+        run.mark_update()  # type: ignore[union-attr]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -131,6 +148,7 @@ class LastGasp(Callback):
         step = run.state.boundary()  # type: ignore[union-attr]
         if step is not None:
             run.session.step_end(step)  # type: ignore[union-attr]
+            run.mark_step(step)  # type: ignore[union-attr]
         run.moved("data")  # type: ignore[union-attr]
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:
@@ -161,14 +179,18 @@ class LastGasp(Callback):
 class _Run:
     """What belongs to one `fit`."""
 
-    def __init__(self, trainer: Any, config: GaspConfig) -> None:
+    def __init__(self, trainer: Any, config: GaspConfig, marks: MarksConfig) -> None:
         self._trainer, self._begun = trainer, False
         self._users_handler = signal.getsignal(signal.SIGTERM)
         self.state = LightningState(trainer, updating=self._updating)
         self.resume = Resume(self.state)
         self.source = LightningSource(self.state, config, place_of(trainer))
-        self.session = Session(config, self.source.place, self.source, connect(trainer, self.source.place))
+        place = self.source.place
+        marking = Marking(config=marks, framework=f"lightning {versions()['lightning']}", device=trainer.local_rank)
+        self.session = Session(config, place, self.source, connect(trainer, place), marking)
         self.moved = self.session.moved
+        self.mark_update: Callable[[], None] = _nothing
+        self.mark_step: Callable[[int], None] = _nothing
         self._undo = [no_sigterm_broadcast(trainer), hold_observer(self.session)]
         try:
             self.io = VerifiedCheckpointIO.install(trainer, config, self.source.place, self.session.stand)
@@ -186,9 +208,22 @@ class _Run:
         """Training starts, or is resumed at the boundary that was restored."""
         step = self._trainer.global_step
         known = callable(self._users_handler)
+        self._mark()
+        self.session.register(str(self._trainer.strategy.root_device), versions())
         self.session.begin(step, durable=step if self.chooser.resumed else 0)
         self.session.take_sigterm(self._users_handler if known else None)
         self._begun = True
+
+    def _mark(self) -> None:
+        recorder = self.session.recorder
+        if recorder is None:
+            return
+        marks = LightningMarks(self._trainer, recorder.marks, self.source)
+        marks.install()
+        self._undo.append(marks.close)
+        self.mark_update, self.mark_step = marks.update_begins, marks.step_end
+        recorder.set_groups(process_groups())
+        recorder.set_device_rows(marks.device_rows)
 
     def end_with(self, exception: BaseException) -> None:
         """The training thread raised."""
@@ -228,3 +263,7 @@ class _Run:
         self.resume.uninstall()
         self.session.close(goodbye)
         self.state.close()
+
+
+def _nothing(*_: object) -> None:
+    """Where nothing is marked."""

@@ -6,6 +6,8 @@ import os
 import uuid
 from typing import Any
 
+import lightning
+import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lastgasp.errors import ConfigError
@@ -75,3 +77,8 @@ def connect(trainer: Any, place: Place) -> Contact | None:
     found = start_detached(bind or _LOOPBACK) if place.rank == 0 else None
     end = trainer.strategy.broadcast((found.address, found.token) if found is not None else None)
     return Contact(*end)
+
+
+def versions() -> dict[str, str]:
+    """What this worker runs, for the job's table of workers."""
+    return {"lightning": lightning.__version__, "torch": torch.__version__}

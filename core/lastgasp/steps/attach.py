@@ -1,0 +1,98 @@
+"""How a Session gets its marks: the recorder of this rank, or marks that do nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lastgasp.topology import Place
+
+from .marks import Marks
+from .places import profiling_base, task_id
+from .recorder import RecorderOptions, StepRecorder
+from .settings import MarksConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marking:
+    """What an adapter says about the marks of its rank.
+
+    Attributes:
+        config: the user's settings.
+        framework: for readers of the files, such as "lightning 2.6.6".
+        device: number of this rank's device on its host, its local rank.
+    """
+
+    config: MarksConfig = field(default_factory=MarksConfig)
+    framework: str = ""
+    device: int = 0
+
+
+class NoMark:
+    """Stands for every mark where nothing is marked."""
+
+    value = 0
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def cancel(self) -> bool:
+        """Nothing was open."""
+        return False
+
+
+_NOTHING = NoMark()
+
+
+def no_mark(name: str) -> NoMark:
+    """Stands for `Marks.mark`."""
+    return _NOTHING
+
+
+def no_step(number: int) -> None:
+    """Stands for `Marks.step`."""
+
+
+def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Path) -> StepRecorder | None:
+    """The recorder of this rank; None where nothing is to be marked.
+
+    Args:
+        started_s: when the job started, unix seconds, the same on every rank.
+        run: the job's directory; the profiling files stand in it where nobody said otherwise.
+
+    Raises:
+        ConfigError: the profiling directory is longer than a path can be.
+    """
+    config = MarksConfig(mask=None) if marking is None else marking.config
+    if marking is None or config.mask is None:
+        return None
+    options = RecorderOptions(
+        rank=place.rank,
+        world_size=place.world_size,
+        base=config.directory or profiling_base(run),
+        task=task_id(started_s),
+        mask=config.mask,
+        limit_mb=config.limit_mb,
+        framework=marking.framework,
+        device=marking.device,
+    )
+    return StepRecorder.open(options)
+
+
+class Switch:
+    """What `lastgasp switch` calls on a rank."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+
+    def __call__(self, on: int, off: int) -> int:
+        """Turn marks on and off (masks of `bits`); returns what is on now."""
+        if on or off:
+            self._marks.mask = (self._marks.mask & ~off) | on
+        return self._marks.mask
