@@ -227,3 +227,25 @@ def test_a_file_without_manifest_may_be_overwritten(tmp_path: Path) -> None:
     path.write_bytes(b"from elsewhere")
     assert put_file(tmp_path, 3) == path
     assert verify(path, FILES).ok
+
+
+def test_files_of_several_processes_become_one_directory(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000003"
+    first, second = Staged(path, FOLDERS), Staged(path, FOLDERS)
+    first.open(f"{path.name}/rank0/shard.pt").write(b"zero" * 1000)
+    second.open(f"{path.name}/rank1/shard.pt").write(b"one" * 1000)
+    folder, entries = second.sealed()
+    first.adopt(folder, entries)
+    manifest = first.publish(provenance(3))
+    assert [entry.path for entry in manifest.files] == [f"{path.name}/rank{i}/shard.pt" for i in (0, 1)]
+    assert verify(path, FOLDERS).ok
+    assert [p.name for p in tmp_path.iterdir() if is_temp(p)] == []
+
+
+def test_a_file_that_is_there_already_is_not_adopted(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000003"
+    with Staged(path, FOLDERS) as first, Staged(path, FOLDERS) as second:
+        for staged in (first, second):
+            staged.open(f"{path.name}/shard.pt").write(b"data")
+        with pytest.raises(ConfigError, match="each once"):
+            first.adopt(*second.sealed())

@@ -26,7 +26,7 @@ from lastgasp.ports import Layout
 
 from .digest import HashingWriter
 from .layout import next_path
-from .manifest import Manifest, Provenance, build, encode
+from .manifest import FileEntry, Manifest, Provenance, build, encode
 from .pairing import heal, read_pair
 
 
@@ -50,6 +50,7 @@ class Staged:
         self.target, self._layout, self._sha256, self._disk = target, layout, sha256, disk
         self._temp = unique_temp(target)
         self._writers: dict[str, HashingWriter] = {}
+        self._adopted: dict[str, FileEntry] = {}
         self._ended = False
         make_directory(target.parent)
 
@@ -91,6 +92,29 @@ class Staged:
                 if folder.is_dir():
                     self._disk.sync_dir(folder)
 
+    def sealed(self) -> tuple[Path, tuple[FileEntry, ...]]:
+        """Where the files of this directory checkpoint wait, and what they are, for `adopt` elsewhere. Seals first.
+
+        Raises OSError.
+        """
+        self.seal()
+        return self._temp, tuple(writer.entry(relative) for relative, writer in sorted(self._writers.items()))
+
+    def adopt(self, folder: Path, entries: tuple[FileEntry, ...]) -> None:
+        """Take over the files that another process has sealed for the same directory checkpoint (`sealed`).
+
+        Raises:
+            ConfigError: a path lies outside of the target, or is there already.
+            OSError: a file is gone, or the disk refused.
+        """
+        for entry in entries:
+            path = self._temp_path(entry.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._disk.rename(folder.joinpath(*entry.path.split("/")[1:]), path)
+            self._adopted[entry.path] = entry
+        with contextlib.suppress(OSError):
+            self._disk.remove(folder)
+
     def publish(self, provenance: Provenance) -> Manifest:
         """Make the checkpoint visible, durably. Seals first. Returns the manifest that now stands there.
 
@@ -98,12 +122,13 @@ class Staged:
             CheckpointError: already ended, nothing was written, or another directory stands there.
             OSError: the disk refused; what stood there before still stands and verifies.
         """
-        if self._ended or not self._writers:
+        if self._ended or not (self._writers or self._adopted):
             raise CheckpointError(
                 f"{self.target}: nothing to publish. Open and write a file first; publish once, not after discard."
             )
         self.seal()
-        entries = tuple(writer.entry(relative) for relative, writer in sorted(self._writers.items()))
+        own = {relative: writer.entry(relative) for relative, writer in self._writers.items()}
+        entries = tuple(entry for _, entry in sorted((own | self._adopted).items()))
         manifest = build(provenance, entries)
         with locked(self.target.parent):
             heal(self.target, self._layout, self._disk)
@@ -159,7 +184,8 @@ class Staged:
         name, _, rest = relative.partition("/")
         parts = rest.split("/") if rest else []
         single = not parts
-        mixed = any(("/" in other) == single for other in self._writers) or relative in self._writers
+        others = self._writers.keys() | self._adopted.keys()
+        mixed = any(("/" in other) == single for other in others) or relative in others
         if name != self.target.name or mixed or any(part in ("", ".", "..") for part in parts):
             raise ConfigError(
                 "relative",
