@@ -192,10 +192,15 @@ class RankFiles:
                 os.ftruncate(descriptor, begin)
 
     def _write_beside(self, name: str, content: bytes) -> None:
+        path = self.directory / name
+        temporary = _fs.unique_temp(path)
         try:
-            _fs.write_atomically(self.directory / name, content)
+            temporary.write_bytes(content)
+            os.replace(temporary, path)  # without fsync, which may take long; rows have none either
             self._written[name] = content
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             if name not in self._told:
                 self._told.add(name)
-                log.warning("%s could not be written: %s. The marks do not need it.", self.directory / name, error)
+                log.warning("%s could not be written: %s. The marks do not need it.", path, error)
