@@ -30,6 +30,7 @@ MAX_OPERATORS = 16
 """At the same time; each is a person or a script."""
 WAIT_LEAST, WAIT_MOST = 0.1, 600.0
 """Seconds that a switch may wait for its ranks."""
+ENDED = "its training ended"
 
 
 @dataclass
@@ -79,8 +80,10 @@ class Service:
 
     def gone(self, rank: int, why: str) -> None:
         """A rank will not answer any more."""
+        generation = self._generation()
+        member = generation.machine.members.get(rank) if generation is not None else None
         for order in self._orders.values():
-            order.settle(rank, None, f"gone: {why}")
+            order.settle(rank, None, f"gone: {ENDED if member is not None and member.left else why}")
 
     # -- operators --------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ def _not_here(rank: int, generation: Generation) -> str:
     member = generation.machine.members.get(rank)
     if member is None:
         return "has not joined yet"
-    return "gone: its training ended" if member.left else f"gone: {member.gone or 'its connection closed'}"
+    return f"gone: {ENDED if member.left else member.gone or 'its connection closed'}"
 
 
 async def _read(reader: asyncio.StreamReader) -> m.FromOperator:

@@ -1,0 +1,104 @@
+"""A job inside the test's own process: a real controller, and control threads of ranks that train nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.link import Link
+from lastgasp.gasp.operator import OperatorLink
+from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.gasp.stand import Stand
+from lastgasp.jobs.registry import card_of_this_process
+from lastgasp.steps import bits
+from lastgasp.topology import data_parallel
+from support.fake_controller import HELLO, FakeSource
+
+
+def hello(rank: int, world: int, **more: object) -> m.Hello:
+    """What a rank of this job says first."""
+    return msgspec.structs.replace(HELLO, rank=rank, world_size=world, replicas=data_parallel(world), **more)
+
+
+@dataclass
+class RankHere:
+    """The control thread of one rank, and the marks that it switches."""
+
+    rank: int
+    link: Link
+    mask: int = bits.DEFAULT_ON
+    marked: bool = True
+    stand: Stand = field(default_factory=Stand)
+
+    def __post_init__(self) -> None:
+        source = FakeSource()
+        source.rank = self.rank
+        self.processor = Processor(self.stand, source, self.link, _nobody, (1.0, 5.0), lambda outcome: None)
+        self.processor.on_switch = self.switch if self.marked else None
+        self.processor.begin()
+        self.processor.register(card_of_this_process(self.rank, "cpu", {"torch": "2.13.0"}))
+
+    def switch(self, on: int, off: int) -> int:
+        """As the port says."""
+        self.mask = (self.mask | on) & ~off
+        return self.mask
+
+
+def _nobody(fault: object) -> m.Release:
+    raise AssertionError("nobody recovers alone here")
+
+
+@dataclass
+class JobHere:
+    """The controller and its ranks."""
+
+    controller: ControllerThread
+    ranks: list[RankHere]
+
+    @property
+    def address(self) -> str:
+        """Of the controller."""
+        return self.controller.endpoint.address
+
+    @property
+    def token(self) -> str:
+        """Of the job."""
+        return self.controller.endpoint.token
+
+    def operator(self) -> OperatorLink:
+        """Another operator."""
+        return OperatorLink(self.address, self.token)
+
+    def table(self) -> m.Ranks:
+        """What `lastgasp ps` sees."""
+        with self.operator() as link:
+            return link.ranks()
+
+    def until(self, condition: Callable[[m.Ranks], bool]) -> m.Ranks:
+        """The table, once it is as it should be."""
+        deadline = time.monotonic() + 20.0
+        while not condition(table := self.table()):
+            assert time.monotonic() < deadline, table
+            time.sleep(0.01)
+        return table
+
+
+@contextmanager
+def job_here(world: int, *, joined: int | None = None, job: str = "job", marked: bool = True) -> Iterator[JobHere]:
+    """A job of `world` ranks, of which the first `joined` are there (all by default)."""
+    with ExitStack() as stack:
+        controller = ControllerThread(new_token())
+        stack.callback(controller.stop)
+        ranks = []
+        for number in range(world if joined is None else joined):
+            link = Link(controller.endpoint.address, controller.endpoint.token, hello(number, world, job=job))
+            stack.callback(link.close)
+            ranks.append(rank := RankHere(number, link, marked=marked))
+            stack.callback(rank.processor.close, goodbye=True)
+        yield JobHere(controller, ranks)
