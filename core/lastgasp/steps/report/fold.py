@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -214,7 +214,7 @@ class _Process:
         waits = spans.get("communication")
         if waits:
             step.forward_own -= overlap(spans.get("forward", ()), waits) * _NS
-            step.backward_local = _local(spans.get("backward", ()), waits)
+            step.backward_own = _own(spans.get("backward", ()), waits)
         return step
 
 
@@ -239,7 +239,18 @@ def overlap(these: Iterable[Span], those: Iterable[Span]) -> int:
     return covered(first) + covered(second) - covered([*first, *second])
 
 
-def _local(backward: Iterable[Span], waits: list[Span]) -> float:
-    """Seconds from the begin of backward to its first collective; NaN without one."""
-    firsts = [min(inside) - begin for begin, end in backward if (inside := [b for b, _ in waits if begin <= b < end])]
-    return sum(firsts) * _NS if firsts else math.nan
+def _own(backward: Iterable[Span], waits: Sequence[Span]) -> float:
+    """Seconds of backward that are no wait; NaN where no collective begins in it.
+
+    DDP starts its collectives while backward goes on: from the first to the last of a chain that overlaps, backward
+    computes, and waits from then on until the chain ends.
+    """
+    total, found = 0, False
+    for begin, end in backward:
+        at, last = begin, 0
+        for first, until in sorted(span for span in waits if begin <= span[0] < end):
+            found = True
+            total += first - at if first >= at else first - last
+            last, at = first, max(at, until)
+        total += max(0, end - at)
+    return total * _NS if found else math.nan

@@ -22,7 +22,7 @@ STEPS_MIN = 2_000
 
 TIMES = (
     "time", "period", "data", "forward", "backward", "optimizer", "save", "communication", "forward_own",
-    "backward_local",
+    "backward_own",
 )  # fmt: skip
 """Columns in seconds; see `Step`."""
 _WHOLE = ("number", "begin", "end", "nth", "first", "count")
@@ -38,7 +38,7 @@ class Step(msgspec.Struct, gc=False):
         period: from the end of the step before to the end of this one; `time` where there is none before.
         data, forward, backward, optimizer, save, communication: covered by ranges of that kind.
         forward_own: `forward` without the collectives in it.
-        backward_local: from the begin of backward to its first collective; NaN where none is in it.
+        backward_own: `backward` without the waits for collectives in it; NaN where none is in it.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Step(msgspec.Struct, gc=False):
     save: float = 0.0
     communication: float = 0.0
     forward_own: float = 0.0
-    backward_local: float = math.nan
+    backward_own: float = math.nan
 
 
 Collective = tuple[int, int, float]

@@ -1,0 +1,193 @@
+"""Who is slow, and why. Pure functions on frozen values; the thresholds stand in `excesses` and `saving`.
+
+In synchronous training all ranks have the same step time, for the fast ones wait in the collective for the slow one.
+So two things tell: what a rank does on its own and the others do faster (`own`), and, where communication is marked,
+who comes last to the collectives (`lateness`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from .excesses import (
+    MIN_BLOCKS,
+    MIN_CERTAINTY,
+    MIN_SHARE,
+    MIN_STANDING_OF_MANY,
+    Excess,
+    measure,
+    proven,
+)
+from .own import own_excess, unmarked_excess
+from .robust import median
+from .sample import Sample
+from .saving import Saving, judge_saving
+from .trends import trend
+from .verdict import Cause, Slow, Verdict
+from .words import ms, percent
+
+MIN_STEPS = 10
+"""Steps that all ranks have in common after the warm-up; with fewer nobody is judged."""
+EXPLAINS = 0.5
+"""Share of a rank's lateness that its data or its computing must make up to be the cause."""
+CONTRADICTS = 0.3
+"""A rank that takes longer on its own, but is late by less than this share of it, does not hold the others up."""
+CAP_OF_TWO, CAP_CONTRADICTED = 0.7, 0.5
+"""Confidence at most, with two ranks and where nobody waits for the rank."""
+
+
+def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
+    """The verdict on a job.
+
+    Args:
+        samples: ranks that do the same work, side by side (`sample.samples`).
+        savings: per rank, its saves.
+    """
+    slow: list[Slow] = []
+    notes: list[str] = []
+    unjudged: list[str] = []
+    for sample in samples:
+        why = _why_not(sample)
+        unjudged += why
+        if sample.count >= MIN_STEPS:
+            notes += trend(sample.own)
+        if len(sample.ranks) > 1 and sample.count >= MIN_STEPS:
+            slow += _slow(sample)
+            notes += _hints(sample)
+    saving, saving_notes = judge_saving(savings, max((sample.usual for sample in samples), default=0.0))
+    slow += saving
+    counted = [sample for sample in samples if sample.count]
+    return Verdict(
+        tuple(sorted(slow, key=lambda item: (-item.confidence, item.rank))),
+        (*notes, *saving_notes),
+        tuple(unjudged),
+        min((sample.count for sample in counted), default=0),
+        min((sample.first for sample in counted), default=0),
+        max((sample.last for sample in counted), default=0),
+    )
+
+
+def _why_not(sample: Sample) -> list[str]:
+    found = [f"rank {rank} has too few of the steps that the others have, and is left out" for rank in sample.left_out]
+    names = _named(sample.ranks)
+    if sample.count < MIN_STEPS:
+        found.append(f"{names}: {sample.count} steps in common after the warm-up; {MIN_STEPS} are needed to judge")
+    elif len(sample.ranks) == 1:
+        found.append(f"{names} has nobody to be compared with: only its saves and its own past are judged")
+    elif len(sample.ranks) == 2:
+        found.append(f"{names}: of two ranks nobody tells which one is the usual; only large differences are named")
+    return found
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}" if ranks else "all ranks"
+
+
+def _slow(sample: Sample) -> list[Slow]:
+    usual, ranks = sample.usual, sample.ranks
+    own = own_excess(sample.own)
+    found: dict[Cause, list[Excess]] = {"data": measure(own["data"], ranks, usual)}
+    found["compute"] = measure(own["compute"], ranks, usual)
+    if sample.late is not None and len(sample.late) >= MIN_BLOCKS:
+        found["communication"] = measure(sample.late.columns["late"], ranks, usual)
+    accepted = {cause: _accepted(items) for cause, items in found.items()}
+    named = sorted(set().union(*accepted.values()))
+    return [slow for rank in named if (slow := _of_rank(sample, rank, found, accepted)) is not None]
+
+
+def _accepted(found: Sequence[Excess]) -> set[int]:
+    """Ranks that are named for this. Where several are slow, each stands out less; where most are, nobody is."""
+    ranks = len(found)
+    wide = {item.rank for item in found if proven(item, ranks, others=1)}
+    if len(wide) > 1:
+        return wide if 2 * len(wide) <= ranks else set()
+    return {item.rank for item in found if proven(item, ranks)}
+
+
+def _of_rank(
+    sample: Sample, rank: int, found: Mapping[Cause, Sequence[Excess]], accepted: Mapping[Cause, set[int]]
+) -> Slow | None:
+    """None: it is late because it saves, which `saving` judges."""
+    mine = {cause: items[sample.ranks.index(rank)] for cause, items in found.items()}
+    late = mine.get("communication")
+    own: Cause = "data" if mine["data"].seconds >= mine["compute"].seconds else "compute"
+    is_late = rank in accepted.get("communication", ())
+    if late is not None and is_late and mine[own].seconds < EXPLAINS * late.seconds:
+        if sample.saves[sample.ranks.index(rank)] >= EXPLAINS * late.seconds:
+            return None
+        explained = sum(max(0.0, mine[cause].seconds) for cause in ("data", "compute"))
+        return _named_slow(sample, "communication", late, late.seconds - explained, _of_lateness(late, mine[own]))
+    if not is_late and rank not in accepted[own]:
+        own = "compute" if own == "data" else "data"
+    held_up = late is None or late.seconds >= CONTRADICTS * mine[own].seconds
+    evidence = [*_of_own(sample, own, mine[own]), *_of_waiting(late, held_up)]
+    slow = _named_slow(sample, own, mine[own], mine[own].seconds, evidence)
+    return slow if held_up else msgspec.structs.replace(slow, confidence=min(slow.confidence, CAP_CONTRADICTED))
+
+
+def _named_slow(sample: Sample, cause: Cause, found: Excess, lost: float, evidence: Sequence[str]) -> Slow:
+    blocks = sample.late if cause == "communication" and sample.late is not None else sample.own
+    since = blocks.steps[found.since] if found.since else None
+    confidence = min(confidence_of(found), CAP_OF_TWO if len(sample.ranks) == 2 else 1.0)
+    chance = (
+        f"slowest of {len(sample.ranks)} in {percent(found.largest)} of {found.blocks} blocks of {blocks.size} steps, "
+        f"{found.single:.1f} standard deviations of a block above the others"
+    )
+    return Slow(found.rank, cause, round(confidence, 2), lost, lost / sample.usual, since, (*evidence, chance))
+
+
+def confidence_of(found: Excess) -> float:
+    """0.5 at the thresholds, towards 0.95 where all evidence is far beyond them."""
+    strength = (found.share - MIN_SHARE) / (3 * MIN_SHARE)
+    clarity = (found.standing - MIN_STANDING_OF_MANY) / (1 - MIN_STANDING_OF_MANY)
+    certainty = (found.certainty - MIN_CERTAINTY) / (4 * MIN_CERTAINTY)
+    return 0.5 + 0.15 * sum(min(1.0, max(0.0, part)) for part in (strength, clarity, certainty))
+
+
+_PHASES = {"forward_own": "forward", "backward": "backward", "optimizer": "optimizer"}
+
+
+def _of_own(sample: Sample, cause: Cause, found: Excess) -> list[str]:
+    if cause == "data":
+        mine, others = _usual_of(sample, "data", found)
+        return [f"waits {ms(mine)} per step for data, the others {ms(others)}"]
+    parts = [(name, *_usual_of(sample, column, found)) for column, name in _PHASES.items()]
+    longer = [f"{name} {ms(mine)}, the others {ms(others)}" for name, mine, others in parts if mine > others]
+    return [f"computes {ms(found.seconds)} longer per step" + (f": {'; '.join(longer)}" if longer else "")]
+
+
+def _usual_of(sample: Sample, column: str, found: Excess) -> tuple[float, float]:
+    """Median seconds per step of the rank and of the others, since it is slow."""
+    rows = [median(row[found.since :]) for row in sample.own.columns[column]]
+    place = sample.ranks.index(found.rank)
+    return rows[place], median([row for at, row in enumerate(rows) if at != place])
+
+
+def _of_lateness(late: Excess, own: Excess) -> list[str]:
+    return [
+        f"comes {ms(late.seconds)} later per step to its collectives than the others, who wait for it",
+        f"data and computing explain {ms(max(0.0, own.seconds))} of it: the rest passes outside of all marks",
+    ]
+
+
+def _of_waiting(late: Excess | None, held_up: bool) -> list[str]:
+    if late is None:
+        return []
+    if held_up:
+        return [f"the others wait {ms(late.seconds)} per step for it in collectives"]
+    return [f"but comes only {ms(max(0.0, late.seconds))} per step late to collectives: it holds up nobody"]
+
+
+def _hints(sample: Sample) -> list[str]:
+    """Who loses time outside of all marks while the collectives are unmarked: no verdict, but where to look."""
+    if sample.late is not None or len(sample.ranks) < 3:
+        return []
+    found = measure(unmarked_excess(sample.own), sample.ranks, sample.usual)
+    return [
+        f"rank {item.rank} spends {ms(item.seconds)} per step more than the others outside of all marks, and the "
+        "others seem to wait for it; with communication marks it can be judged: lastgasp switch comm=on"
+        for item in found
+        if item.rank in _accepted(found)
+    ]

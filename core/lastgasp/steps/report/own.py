@@ -1,0 +1,82 @@
+"""What each rank takes longer than the others, in what it does on its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .robust import excess
+from .sample import Blocks, Matrix
+
+
+def own_excess(blocks: Blocks) -> dict[str, Matrix]:
+    """Excess over the other ranks, block by block: `data` and `compute`; seconds per step.
+
+    In synchronous training all steps take as long as the slowest rank's, since the others wait for it: in DDP within
+    backward, with sharded optimizers also there. So a phase only counts as far as it is no wait for others:
+
+    - data: as it is.
+    - forward, without the collectives in it: less what the rank was ahead after its data (DDP's forward may wait for
+      another rank's buffers).
+    - backward, without the waits where its collectives are marked. Else only as far as everything up to the end of
+      backward is longer as well, and with three ranks at least: a wait in it only makes up for something.
+    - optimizer: less what the rank was ahead after data and forward.
+
+    Args:
+        blocks: with the columns of `sample.COLUMNS`, of two ranks at least.
+    """
+    get = blocks.columns.__getitem__
+    data, forward, optimizer = (over_others(get(name)) for name in ("data", "forward_own", "optimizer"))
+    backward = _backward(blocks)
+
+    def added(d: float, f: float, b: float, o: float) -> float:
+        return _discounted(f, d) + b + _discounted(o, d + f)
+
+    return {"data": data, "compute": _map(added, data, forward, backward, optimizer)}
+
+
+def _backward(blocks: Blocks) -> Matrix:
+    get = blocks.columns.__getitem__
+    local, whole = get("backward_own"), get("backward")
+    if not any(math.isnan(value) for row in local for value in row):
+        return over_others(local)
+    if len(whole) < 3:
+        return _map(lambda value: 0.0, whole)
+    until = _map(lambda d, f, b: d + f + b, get("data"), get("forward"), whole)
+    return _map(lambda b, u: max(0.0, min(b, u)), over_others(whole), over_others(until))
+
+
+def unmarked_excess(blocks: Blocks) -> Matrix:
+    """What each rank spends outside of all marks more than the others; needs three ranks at least.
+
+    Less what the rank was ahead in data, forward and optimizer: then it waits there for the others.
+    """
+    get = blocks.columns.__getitem__
+    parts = [get(name) for name in ("data", "forward", "backward", "optimizer")]
+    rest = over_others(_map(lambda whole, *marked: whole - sum(marked), get("period"), *parts))
+    own = over_others(_map(lambda d, f, o: d + f + o, parts[0], parts[1], parts[3]))
+    return _map(_discounted, rest, own)
+
+
+def over_others(matrix: Matrix) -> Matrix:
+    """What each rank has more than the median of the others, block by block.
+
+    Ranks that have none of it at all are not compared: with tensor parallelism only the first rank of a group loads
+    data. Theirs is 0.
+    """
+    present = [place for place, row in enumerate(matrix) if any(row)]
+    result = [tuple(0.0 for _ in row) for row in matrix]
+    if len(present) > 1:
+        columns = [excess(values) for values in zip(*(matrix[place] for place in present), strict=True)]
+        for place, row in zip(present, zip(*columns, strict=True), strict=True):
+            result[place] = row
+    return tuple(result)
+
+
+def _discounted(value: float, before: float) -> float:
+    """A positive excess less what the rank was ahead: it may have waited for the others. Never below 0 by that."""
+    return max(min(value, 0.0), value + min(before, 0.0))
+
+
+def _map(function: Callable[..., float], *matrices: Matrix) -> Matrix:
+    return tuple(tuple(map(function, *rows)) for rows in zip(*matrices, strict=True))
