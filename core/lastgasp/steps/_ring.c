@@ -322,7 +322,10 @@ mark_cancel_method(Mark *self, PyObject *Py_UNUSED(ignored))
     Open *entry = innermost(self);
     if (entry == NULL)
         Py_RETURN_FALSE;
-    take_out(self, entry);
+    if (entry->inner > 0)
+        entry->inner -= 1;
+    else
+        take_out(self, entry);
     Py_RETURN_TRUE;
 }
 
@@ -366,8 +369,13 @@ mark_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyTypeObject **ring_type = PyType_GetModuleState(type);
     PyObject *ring;
     unsigned int name, bit;
-    if (ring_type == NULL
-        || !PyArg_ParseTupleAndKeywords(args, kwargs, "O!II:Mark", names, *ring_type, &ring, &name, &bit))
+    if (ring_type == NULL)
+        return NULL;
+    if (*ring_type == NULL) { /* the interpreter is ending */
+        PyErr_SetString(PyExc_RuntimeError, "the module lastgasp.steps._ring was taken down");
+        return NULL;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!II:Mark", names, *ring_type, &ring, &name, &bit))
         return NULL;
     Mark *self = (Mark *)type->tp_alloc(type, 0);
     if (self == NULL)

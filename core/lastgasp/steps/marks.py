@@ -107,6 +107,7 @@ class Marks:
         """
         if capacity <= 0 or capacity.bit_count() != 1:
             raise ConfigError("capacity", capacity, "a power of two", "Leave it out for 16384.")
+        directory = _fitting(directory)
         header = {"rank": rank, "world_size": world_size, "mask": _checked(mask), "device": device}
         marks = cls(ringfile.create(header, capacity))
         marks.set_directory(directory)
@@ -220,8 +221,7 @@ class Marks:
         Raises:
             ConfigError: longer than a path can be.
         """
-        if len(os.fsencode(directory)) > layout.DIRECTORY_MAX:
-            raise ConfigError("directory", directory, f"at most {layout.DIRECTORY_MAX} bytes", "Use a shorter path.")
+        directory = _fitting(directory)
         with self._lock:
             if not self._closed:
                 self._view.directory = directory
@@ -287,6 +287,12 @@ def _checked(mask: int) -> int:
     if not isinstance(mask, int) or mask & ~bits.ALL:
         raise ConfigError("mask", mask, f"a set of bits, 0 to {bits.ALL}", "See lastgasp.steps.bits.")
     return mask
+
+
+def _fitting(directory: str) -> str:
+    if len(os.fsencode(directory)) > layout.DIRECTORY_MAX:
+        raise ConfigError("directory", directory, f"at most {layout.DIRECTORY_MAX} bytes", "Use a shorter path.")
+    return directory
 
 
 _live: WeakSet[Marks] = WeakSet()

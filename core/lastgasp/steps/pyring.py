@@ -60,13 +60,15 @@ class Ring:
 
     def detach(self) -> None:
         """Let go of the memory; the marks are off for good."""
-        self.masks, self.memory = _NOTHING, None
+        self.masks, self.memory, self.places = _NOTHING, None, []
         self.words = memoryview(bytearray(layout.PAGE)).cast("Q")
 
     def take_id(self) -> int:
         """The next range's id, for a row of one's own; 0 where the memory was let go of."""
-        words = self.words
-        number = words[_NEXT_ID]  # as one
+        words = self.words  # as one
+        if self.memory is None:
+            return 0
+        number = words[_NEXT_ID]
         words[_NEXT_ID] = number + 1  # so far
         return number
 
@@ -152,6 +154,8 @@ class Mark:
             self._open += 1
 
     def _has_room(self) -> bool:
+        opened = _own.opened
+        opened[1:] = [entry for entry in opened[1:] if entry[0]._ring.memory is not None]
         if self._depth() < DEPTH:
             return True
         self._ring.words[_DROPPED] += 1

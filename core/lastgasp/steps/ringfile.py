@@ -103,9 +103,13 @@ def _create_in(place: Path, header: Mapping[str, int], capacity: int) -> RingFil
         temporary.unlink(missing_ok=True)
         file.close()
         raise
-    status = os.fstat(file.fileno())
-    ring.own[status.st_dev, status.st_ino] = mapping
+    ring.own[_key(file)] = mapping
     return RingFile(mapping, path, file)
+
+
+def _key(file: io.FileIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _open_private(path: str, flags: int) -> int:
