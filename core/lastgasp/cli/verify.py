@@ -11,11 +11,11 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from lastgasp.checkpoint import SingleFile, Verdict, candidates, progress_bar
+from lastgasp.checkpoint import Verdict, progress_bar
 from lastgasp.checkpoint import verify as verify_one
-from lastgasp.errors import ConfigError
 
 from ._console import console
+from ._layouts import find, nothing_in
 
 State = Literal["good", "damaged", "no manifest", "unreadable"]
 _STYLE = {"good": "green", "damaged": "bold red", "no manifest": "yellow", "unreadable": "red"}
@@ -90,15 +90,12 @@ def examine(directory: Path) -> Report:
     Raises:
         ConfigError: there is none, or the directory cannot be listed.
     """
-    layout = SingleFile()
-    found = candidates([directory], layout)
+    found = find(directory)
     quarantined = sorted(str(path) for path in directory.glob("*.corrupt*") if path.suffix != ".json")
     if not found and not quarantined:
-        raise ConfigError(
-            "DIR", str(directory), f"a directory with *{layout.suffix} files", "Give the checkpoint directory."
-        )
+        raise nothing_in(directory)
     rows = []
-    for candidate in found:
+    for _, layout, candidate in found:
         with progress_bar(f"verify {candidate.path.name}") as progress:
             verdict = verify_one(candidate.path, layout, progress=progress)
         rows.append(_row(verdict, candidate.step))

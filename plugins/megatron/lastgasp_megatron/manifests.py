@@ -6,18 +6,15 @@ tracker; a crash in between leaves the older checkpoints as the newest good ones
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from lastgasp._fs import fsync_dir, locked, write_atomically
-from lastgasp.checkpoint import DirectoryLayout, FileEntry, Provenance, World, candidates, digest_file
-from lastgasp.checkpoint.layout import next_path
-from lastgasp.checkpoint.manifest import Kind, Manifest, build, encode
+from lastgasp.checkpoint import DirectoryLayout, FileEntry, Provenance, World, candidates
+from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manifest
+from lastgasp.checkpoint.manifest import Kind
 from lastgasp.errors import CheckpointError, LastgaspError
 from lastgasp.gasp.stand import Stand
 from lastgasp.ports import Gather
@@ -83,49 +80,15 @@ class Manifests:
         problem = ""
         if self._place.rank == 0:
             try:
-                newest = newest_name(checkpoint)
-                write_manifest(checkpoint, provenance(self._place, iteration, "periodic", newest), _join(payloads))
+                made_by = provenance(self._place, iteration, "periodic", newest_name(checkpoint))
+                write_manifest(checkpoint, LAYOUT, made_by, _join(payloads))
+                remove_orphans(checkpoint.parent, LAYOUT)  # --save-retain-interval removes checkpoints
                 write_tracker(checkpoint.parent, iteration)
             except (OSError, LastgaspError) as error:
                 problem = str(error)
         said = self._gather(f"manifest/{self._number}/done", problem.encode())
         if any(said):
             raise CheckpointError(b"; ".join(filter(None, said)).decode())
-
-
-def write_manifest(checkpoint: Path, provenance: Provenance, entries: Sequence[FileEntry]) -> Manifest:
-    """Put the manifest of files that lie in place already beside `checkpoint`, durably. Orphans are removed.
-
-    Raises:
-        CheckpointError: the entries are not the files of the checkpoint.
-        OSError: the disk refused.
-    """
-    found = {name for name in LAYOUT.files(checkpoint) if not _hidden(name)}
-    named = {entry.path for entry in entries}
-    if found != named or not found:
-        raise CheckpointError(
-            f"{checkpoint}: files changed while they were read: {sorted(found ^ named)[:5]}. Is another job "
-            "writing there, or do the ranks see different disks?"
-        )
-    manifest = build(provenance, tuple(sorted(entries, key=lambda entry: entry.path)))
-    path = LAYOUT.manifest_path(checkpoint)
-    with locked(checkpoint.parent):
-        next_path(path).unlink(missing_ok=True)
-        write_atomically(path, encode(manifest))
-        _remove_orphans(checkpoint.parent)
-    return manifest
-
-
-def read_entries(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[FileEntry]:
-    """Make every i-th of n files durable and digest it, for `share` (i, n). Raises OSError."""
-    files = sorted((name, path) for name, path in LAYOUT.files(checkpoint).items() if not _hidden(name))
-    entries = []
-    for name, path in files[share[0] :: share[1]]:
-        _sync(path)
-        entries.append(digest_file(path, name))
-    for folder in {path.parent for _, path in files}:
-        fsync_dir(folder)
-    return entries
 
 
 def newest_name(checkpoint: Path) -> str | None:
@@ -136,7 +99,7 @@ def newest_name(checkpoint: Path) -> str | None:
 
 def _read_share(checkpoint: Path, share: tuple[int, int]) -> _Part:
     try:
-        return _Part(read_entries(checkpoint, share))
+        return _Part(read_entries(checkpoint, LAYOUT, share))
     except OSError as error:
         return _Part([], f"rank {share[0]}: {error}")
 
@@ -147,20 +110,3 @@ def _join(payloads: Sequence[bytes]) -> list[FileEntry]:
     if problems:
         raise CheckpointError("; ".join(problems))
     return [entry for part in parts for entry in part.entries]
-
-
-def _remove_orphans(directory: Path) -> None:
-    """Manifests whose checkpoint was removed, by --save-retain-interval or by a person."""
-    for manifest in directory.glob(f"{LAYOUT.pattern}.manifest.json"):
-        if not manifest.with_name(manifest.name.removesuffix(".manifest.json")).exists():
-            manifest.unlink(missing_ok=True)
-
-
-def _hidden(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(".") and not name.endswith("/.metadata")
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with contextlib.closing(os.fdopen(fd, "rb", buffering=0)):
-        os.fsync(fd)

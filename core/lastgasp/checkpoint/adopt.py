@@ -1,0 +1,81 @@
+"""Manifests for checkpoints that somebody else has written, in place: files are made durable and read back.
+
+What is proved is what landed on disk; whether that is what was in memory, nobody can tell any more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lastgasp._fs import fsync_dir, locked, write_atomically
+from lastgasp.errors import CheckpointError
+from lastgasp.ports import Layout
+
+from .digest import digest_file
+from .layout import MANIFEST_SUFFIX, next_path
+from .manifest import FileEntry, Manifest, Provenance, build, encode
+
+
+def read_entries(checkpoint: Path, layout: Layout, share: tuple[int, int] = (0, 1)) -> list[FileEntry]:
+    """Make every i-th of n files durable and digest it, for `share` (i, n). Raises OSError."""
+    files = sorted(data_files(checkpoint, layout).items())
+    entries = []
+    for name, path in files[share[0] :: share[1]]:
+        _sync(path)
+        entries.append(digest_file(path, name))
+    for folder in sorted({path.parent for _, path in files}):
+        fsync_dir(folder)
+    return entries
+
+
+def write_manifest(checkpoint: Path, layout: Layout, provenance: Provenance, entries: Sequence[FileEntry]) -> Manifest:
+    """Put the manifest beside `checkpoint`, durably; one that stood there is replaced.
+
+    Raises:
+        CheckpointError: the entries are not the files of the checkpoint.
+        OSError: the disk refused.
+    """
+    found, named = set(data_files(checkpoint, layout)), {entry.path for entry in entries}
+    if found != named or not found:
+        raise CheckpointError(
+            f"{checkpoint}: its files are not those that were read: {sorted(found ^ named)[:5] or 'none at all'}. "
+            "Is another job writing there, or do the ranks see different disks?"
+        )
+    manifest = build(provenance, tuple(sorted(entries, key=lambda entry: entry.path)))
+    path = layout.manifest_path(checkpoint)
+    with locked(checkpoint.parent):
+        next_path(path).unlink(missing_ok=True)
+        write_atomically(path, encode(manifest))
+    return manifest
+
+
+def remove_orphans(directory: Path, layout: Layout) -> list[Path]:
+    """Remove manifests whose checkpoint is gone: somebody who knows nothing of manifests has removed it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    gone = [path for path in layout.discover(directory) if not path.exists()]
+    for path in gone:
+        layout.manifest_path(path).unlink(missing_ok=True)
+    return gone
+
+
+def data_files(checkpoint: Path, layout: Layout) -> dict[str, Path]:
+    """The files that belong into its manifest: hidden ones are nobody's data, but for torch's `.metadata`."""
+    found = layout.files(checkpoint)
+    return {name: path for name, path in found.items() if not _hidden(name.rpartition("/")[2])}
+
+
+def _hidden(name: str) -> bool:
+    return (name.startswith(".") and name != ".metadata") or name.endswith(MANIFEST_SUFFIX)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,120 @@
+"""`lastgasp manifest DIR`: manifests for checkpoints that were written without lastgasp."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+
+from lastgasp.checkpoint import Candidate, Provenance
+from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
+from lastgasp.errors import CheckpointError
+from lastgasp.ports import Layout
+
+from ._layouts import find, nothing_in
+
+State = Literal["written", "present", "refused"]
+TRACKER = "latest_checkpointed_iteration.txt"
+JOB = "lastgasp manifest"
+"""The job in these manifests: whose checkpoints they are, nobody wrote down."""
+
+EPILOG = """
+\b
+Examples:
+  lastgasp manifest ckpts
+  lastgasp verify ckpts
+
+\b
+Exit codes:
+  0  every checkpoint has a manifest now
+  1  at least one was refused: it is not whole
+  2  wrong usage, or DIR holds no checkpoint
+"""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What was done about one checkpoint, and why not more."""
+
+    path: str
+    step: int | None
+    state: State
+    reason: str = ""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of lines.")
+def manifest(directory: Path, as_json: bool) -> None:
+    """Give every checkpoint in DIR that has no manifest one, from the bytes that are there now.
+
+    From then on a change of them is seen. Those that can be told not to be whole are refused: files of torch.save
+    with a wrong checksum, and iterations behind Megatron's tracker, whose save was not finished. Nothing else is
+    changed, and checkpoints that have a manifest are left alone.
+    """
+    rows = adopt_all(directory)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode({"directory": str(directory), "checkpoints": rows})))
+    else:
+        for row in rows:
+            click.echo(f"{row.state:8} {Path(row.path).name}{': ' if row.reason else ''}{row.reason}")
+    sys.exit(int(any(row.state == "refused" for row in rows)))
+
+
+def adopt_all(directory: Path) -> list[Row]:
+    """Do it for all checkpoints in `directory`, newest first.
+
+    Raises:
+        ConfigError: there is none, or the directory cannot be listed.
+    """
+    rows = [_adopt(name, layout, candidate) for name, layout, candidate in find(directory.absolute())]
+    if not rows:
+        raise nothing_in(directory)
+    return rows
+
+
+def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
+    path, step = candidate.path, candidate.step
+    if layout.manifest_path(path).exists():
+        return Row(str(path), step, "present", "" if candidate.problem is None else candidate.problem)
+    try:
+        reason = _not_whole(layout, candidate)
+        if not reason:
+            made_by = Provenance(format=name, step=step or 0, kind="periodic", job=JOB)
+            write_manifest(path, layout, made_by, read_entries(path, layout))
+    except (OSError, CheckpointError) as error:
+        reason = str(error)
+    return Row(str(path), step, "refused" if reason else "written", reason)
+
+
+def _not_whole(layout: Layout, candidate: Candidate) -> str:
+    """Why the checkpoint is not what its writer meant to write, as far as that can be told; else empty."""
+    if candidate.step is None:
+        return "its name tells no step"
+    latest = _tracked(candidate.path.parent)
+    if candidate.path.is_dir() and latest is not None and candidate.step > latest:
+        return f"{TRACKER} says {latest}: its save was not finished"
+    for name, path in sorted(data_files(candidate.path, layout).items()):
+        if path.suffix in (".pt", ".ckpt") and (problem := _zip_problem(path)):
+            return f"{name}: {problem}"
+    return ""
+
+
+def _tracked(directory: Path) -> int | None:
+    try:
+        text = (directory / TRACKER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _zip_problem(path: Path) -> str:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        return f"is no whole file of torch.save: {error}"
+    return f"record {bad} has a wrong checksum" if bad else ""
