@@ -26,7 +26,7 @@ from .sample import Sample
 from .saving import Saving, judge_saving
 from .trends import trend
 from .verdict import Cause, Slow, Verdict
-from .words import ms, percent
+from .words import ms, numbers, percent
 
 MIN_STEPS = 10
 """Steps that all ranks have in common after the warm-up; with fewer nobody is judged."""
@@ -71,7 +71,7 @@ def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
 
 def _why_not(sample: Sample) -> list[str]:
     found = [f"rank {rank} has too few of the steps that the others have, and is left out" for rank in sample.left_out]
-    names = _named(sample.ranks)
+    names = numbers(sample.ranks) if sample.ranks else "all ranks"
     if sample.count < MIN_STEPS:
         found.append(f"{names}: {sample.count} steps in common after the warm-up; {MIN_STEPS} are needed to judge")
     elif len(sample.ranks) == 1:
@@ -79,10 +79,6 @@ def _why_not(sample: Sample) -> list[str]:
     elif len(sample.ranks) == 2:
         found.append(f"{names}: of two ranks nobody tells which one is the usual; only large differences are named")
     return found
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}" if ranks else "all ranks"
 
 
 def _slow(sample: Sample) -> list[Slow]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from .verdict import Slow, Verdict
+
 
 def ms(seconds: float) -> str:
     """A duration with a unit that fits: `12.3 ms`, `4.56 s`, `0.8 ms`."""
@@ -16,3 +20,44 @@ def ms(seconds: float) -> str:
 def percent(share: float) -> str:
     """`12 %`; `0.4 %` where it is little."""
     return f"{share * 100:.{0 if share >= 0.1 or share == 0 else 1}f} %"
+
+
+_MEANING = {
+    "data": "waits for its data",
+    "compute": "computes longer",
+    "communication": "comes late to collectives",
+}
+
+
+def headline(slow: Slow) -> str:
+    """`rank 2 waits for its data: 20.1 ms per step more than the others, 36 % of a step, since step 120`."""
+    since = f", since step {slow.since_step}" if slow.since_step is not None else ""
+    if slow.cause == "checkpoint":
+        return f"rank {slow.rank} saves slowly: {ms(slow.lost_s)} a save, {percent(slow.lost_share)} of the time{since}"
+    return (
+        f"rank {slow.rank} {_MEANING[slow.cause]}: {ms(slow.lost_s)} per step more than the others, "
+        f"{percent(slow.lost_share)} of a step{since}"
+    )
+
+
+def conclusion(verdict: Verdict, ranks: int) -> str:
+    """One line on the whole job."""
+    if verdict.slow:
+        slow = sorted({item.rank for item in verdict.slow})
+        return f"Slow: {numbers(slow)} of {ranks}."
+    if not verdict.steps:
+        return "Nobody was judged."
+    steps = f"{verdict.steps:,} steps ({verdict.first} to {verdict.last})"
+    return f"Nobody is slow: {ranks} ranks over {steps}." if ranks > 1 else f"Nothing is wrong to see in {steps}."
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-3, 7`."""
+    parts, first = [], 0
+    ordered = sorted(ranks)
+    for place in range(1, len(ordered) + 1):
+        if place == len(ordered) or ordered[place] != ordered[place - 1] + 1:
+            low, high = ordered[first], ordered[place - 1]
+            parts.append(f"{low}" if low == high else f"{low}-{high}")
+            first = place
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(parts)}"
