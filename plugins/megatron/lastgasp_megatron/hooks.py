@@ -113,6 +113,7 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
+        run.state.iteration_begin()
         run.moved("forward")
         result = call(*args, **kwargs)
         run.state.iteration_end()

@@ -86,12 +86,12 @@ class GptJob:
         """(rank, completed iterations) -> for each time that it was trained the losses of its micro-batches."""
         found: dict[tuple[int, int], list[list[str]]] = {}
         for path in sorted((self.folder / "losses").glob("rank-*.txt")):
-            rank, before = int(path.stem.split("-")[1]), -1
+            rank, before = int(path.stem.split("-")[1]), ("", "")
             for line in path.read_text().splitlines():
-                iteration, loss = line.split()
+                process, iteration, loss = line.split()
                 times = found.setdefault((rank, int(iteration)), [])
-                if before != int(iteration):
+                if before != (process, iteration):
                     times.append([])
                 times[-1].append(loss)
-                before = int(iteration)
+                before = process, iteration
         return found

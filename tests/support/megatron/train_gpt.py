@@ -1,7 +1,7 @@
 """A tiny GPT through the real `megatron.training.pretrain`: what a user's `pretrain_gpt.py` does, on a CPU.
 
 No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss appends a line per micro-batch to
-`rank-R.txt` there: completed iterations and the exact loss.
+`rank-R.txt` there: process, completed iterations and the exact loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
     if os.environ.get("LOSSES_DIR"):
         args = get_args()
         with Path(os.environ["LOSSES_DIR"], f"rank-{args.rank}.txt").open("a") as log:
-            log.write(f"{args.curr_iteration} {float(loss).hex()}\n")
+            log.write(f"{os.getpid()} {args.curr_iteration} {float(loss).hex()}\n")
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 

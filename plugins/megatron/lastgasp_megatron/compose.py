@@ -1,0 +1,113 @@
+"""The content of `model_optim_rng.pt`, built as Megatron's `generate_state_dict` builds it, from local state only."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lastgasp.errors import NotSaveable
+from lastgasp_megatron.small import native
+from lastgasp_megatron.steps import Boundary, is_stub, only
+from lastgasp_megatron.topology import Shard
+
+log = logging.getLogger("lastgasp")
+
+
+class Composer:
+    """Builds the state of one rank's part of the model.
+
+    Args:
+        args, model, optimizer: Megatron's; `model` is the list of its chunks.
+        rank: this rank.
+    """
+
+    def __init__(self, args: Any, model: list[Any], optimizer: Any, shard: Shard, rank: int) -> None:
+        self._args, self._model, self._optimizer = args, model, optimizer
+        self._shard, self._rank = shard, rank
+        self._begun = int(getattr(args, "iteration", 0) or 0)
+
+    def compose(self, boundary: Boundary, weights: Mapping[int, Tensor], small: Mapping[int, bytes]) -> dict[str, Any]:
+        """All of it.
+
+        Args:
+            boundary: the step.
+            weights: id of a parameter -> its value, where the live one may be of another step.
+            small: random states by rank.
+
+        Raises:
+            NotSaveable: this rank's random state of the step is not known.
+        """
+        state: dict[str, Any] = {"args": self._arguments(boundary), "checkpoint_version": 3.0}
+        state["iteration"] = boundary.step
+        for index, chunk in enumerate(self._model):
+            name = "model" if len(self._model) == 1 else f"model{index}"
+            state[name] = _weights(chunk.state_dict_for_save_checkpoint(keep_vars=True), weights)
+        if not is_stub(self._optimizer):
+            state["optimizer"] = self._optimizer_state(boundary)
+        if boundary.scheduler is not None:
+            state["opt_param_scheduler"] = boundary.scheduler
+        if not getattr(self._args, "no_save_rng", False):
+            state["rng_state"] = self._random(small)
+        state["num_floating_point_operations_so_far"] = self._operations(boundary.step)
+        return state
+
+    def _arguments(self, boundary: Boundary) -> Any:
+        args = copy.copy(self._args)
+        args.consumed_train_samples, args.skipped_train_samples = boundary.consumed, boundary.skipped
+        return args
+
+    def _optimizer_state(self, boundary: Boundary) -> Any:
+        found = self._optimizer.state_dict()
+        if boundary.scaler is not None:
+            target = found[0] if isinstance(found, list) else found
+            target["grad_scaler"] = boundary.scaler
+        return found
+
+    def _random(self, small: Mapping[int, bytes]) -> list[dict[str, Any]]:
+        """One element, or one per data parallel rank where each has its own (--data-parallel-random-init)."""
+        own = small.get(self._rank)
+        if not own:
+            raise NotSaveable(f"the random state of rank {self._rank} is not known for this step")
+        if not getattr(self._args, "data_parallel_random_init", False):
+            return [native(own)]
+        missing = [rank for rank in self._shard.data_ranks if not small.get(rank)]
+        if missing:
+            log.warning("the random state of ranks %s was out of reach: they get that of rank %d", missing, self._rank)
+        return [native(small.get(rank) or own) for rank in self._shard.data_ranks]
+
+    def _operations(self, step: int) -> float:
+        """What Megatron counts for its log; it keeps the number in a local variable."""
+        before = float(getattr(self._args, "num_floating_point_operations_so_far", 0) or 0)
+        try:
+            from megatron.training.training import num_floating_point_operations
+
+            count: Callable[..., Any] = num_floating_point_operations
+            return before + (step - self._begun) * float(count(self._args, self._args.global_batch_size))
+        except Exception:  # a log figure is not worth a step
+            log.exception("the number of floating point operations is not known")
+            return before
+
+
+def _weights(state: Mapping[str, Any], weights: Mapping[int, Tensor]) -> dict[str, Any]:
+    """A model's state with the given values in place of live parameters."""
+    return {
+        key: weights.get(id(value), value.detach()) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def file_in_checkpoint(step: int) -> str:
+    """Where this rank's file lies, relative to the directory of checkpoints; the names are Megatron's own."""
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    return Path(get_checkpoint_name("", step)).as_posix()
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether the optimizer's state is cut into slices."""
+    return hasattr(only(optimizer), "gbuf_ranges")

@@ -1,0 +1,146 @@
+"""The distributed optimizer's state: this rank's slice, and how the slices of live holders come together.
+
+Each holder writes its slice to a file of the shared checkpoint directory; the holder of slice 0 waits for the others
+and makes Megatron's own `distrib_optim.pt` of them (`merge`). No collective: any of the ranks may be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lastgasp import _clock
+from lastgasp.errors import DeadlineExceeded, NotSaveable
+from lastgasp.pytorch.io import without_crc32
+from lastgasp.topology import Place
+from lastgasp_megatron.topology import Shard
+
+Bucket = dict[str, Tensor]
+Slice = list[dict[Any, list[Bucket]]]
+"""Per buffer: (parameter dtype, gradient dtype) -> per bucket: "param" and the optimizer's tensors, fp32, 1-D."""
+
+POLL = 0.002
+"""Seconds between two looks for the slices of others."""
+
+
+def state_keys(optimizer: Any) -> tuple[str, ...]:
+    """The names of the tensors per parameter: fp32 weights first."""
+    return ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+
+
+def slice_of(optimizer: Any, parts: int) -> Slice:
+    """This rank's slice, copied to the CPU: what `get_parameter_state_dp_zero` would send to rank 0.
+
+    Args:
+        optimizer: a DistributedOptimizer; parts: ranks that share its state.
+
+    Raises:
+        NotSaveable: no step has been made, so that there is no optimizer state yet.
+    """
+    keys = state_keys(optimizer)
+    return [
+        {
+            kind: [
+                _bucket(optimizer, keys, ranges, bucket.grad_data.numel() // parts)
+                for ranges, bucket in zip(all_ranges, buffer.buckets, strict=True)
+            ]
+            for kind, all_ranges in kinds.items()
+        }
+        for kinds, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True)
+    ]
+
+
+def _bucket(optimizer: Any, keys: tuple[str, ...], ranges: Any, size: int) -> Bucket:
+    found = {key: torch.zeros(size, dtype=torch.float32, device="cpu") for key in keys}
+    for param, where in ranges["param_map"].items():
+        local = where["gbuf_local"]
+        tensors = _tensors(optimizer, param)
+        for key in keys:
+            if key not in tensors:
+                raise NotSaveable(f"the optimizer has no {key!r} yet: no step was made")
+            found[key][local.start : local.end].copy_(tensors[key].detach().view(-1))
+    return found
+
+
+def _tensors(optimizer: Any, param: Any) -> dict[str, Tensor]:
+    group, index = optimizer.model_param_group_index_map[param]
+    main = optimizer.optimizer.param_groups[group]["params"][index]
+    found: dict[str, Tensor] = {"param": main} | optimizer.optimizer.state.get(main, {})
+    return found
+
+
+class Exchange:
+    """Where the slices of one gasp meet: a hidden folder of the checkpoint directory.
+
+    Args:
+        directory: the checkpoint directory, shared by all ranks.
+    """
+
+    def __init__(self, directory: Path, place: Place, shard: Shard, seconds: float) -> None:
+        self._directory, self._shard, self._seconds = directory, shard, seconds
+        self._job = f".gasp-{xxhash.xxh3_64_hexdigest(place.job.encode())}-"
+        self._attempt = place.attempt
+
+    def folder(self, step: int) -> Path:
+        """Of this job, attempt and step: what lies there was written at this very state."""
+        return self._directory / f"{self._job}{self._attempt}-{step}"
+
+    def clear_older(self) -> None:
+        """Remove what earlier attempts of this job left. Never raises."""
+        with contextlib.suppress(OSError):
+            for folder in self._directory.glob(f"{self._job}*"):
+                if int(folder.name.removeprefix(self._job).split("-")[0]) < self._attempt:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def put(self, step: int, found: Slice) -> int:
+        """Write this rank's slice; returns its bytes. It is whole or not there. Raises OSError."""
+        path = self._path(step, self._shard.part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+        with without_crc32():
+            torch.save(found, temp)
+        size = temp.stat().st_size
+        temp.replace(path)
+        return size
+
+    def take(self, step: int, part: int, stopped: Callable[[], bool]) -> Slice:
+        """The slice that another rank writes; waits for it.
+
+        Raises:
+            DeadlineExceeded: it did not come.
+            NotSaveable: `stopped` became true meanwhile.
+        """
+        path, deadline = self._path(step, part), _clock.monotonic() + self._seconds
+        while _clock.monotonic() < deadline:
+            if stopped():
+                raise NotSaveable(f"the save of step {step} was called off")
+            with contextlib.suppress(FileNotFoundError):
+                found: Slice = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+                return found
+            time.sleep(POLL)
+        raise DeadlineExceeded(
+            f"{path.name} of step {step}", self._seconds, "Does its rank see the same checkpoint directory?"
+        )
+
+    def drop(self, step: int) -> None:
+        """Remove this rank's slice. Never raises."""
+        with contextlib.suppress(OSError):
+            self._path(step, self._shard.part).unlink()
+            self.folder(step).rmdir()
+
+    def close(self, step: int) -> None:
+        """The checkpoint is published: nobody needs the slices. Never raises."""
+        shutil.rmtree(self.folder(step), ignore_errors=True)
+
+    def _path(self, step: int, part: int) -> Path:
+        return self.folder(step) / f"{self._shard.name}{part}.pt"

@@ -1,0 +1,199 @@
+"""The state of a Megatron run as the engine's port (ports.StateSource): genuine `iter_*` directories, format torch."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lastgasp._fs import DISK, fsync_dir
+from lastgasp.checkpoint import FileEntry, Manifest, Staged, apply
+from lastgasp.checkpoint.pairing import read_pair
+from lastgasp.config import GaspConfig
+from lastgasp.errors import LastgaspError, NotSaveable
+from lastgasp.ports import SaveResult
+from lastgasp.pytorch.io import save_verified
+from lastgasp.testing import faults
+from lastgasp.topology import Place
+from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
+from lastgasp_megatron.manifests import LAYOUT, newest_name, provenance
+from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
+from lastgasp_megatron.shards import Exchange, slice_of
+from lastgasp_megatron.small import RandomState
+from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
+from lastgasp_megatron.topology import Shard
+from lastgasp_megatron.tracker import checkpoint_path, write_tracker
+
+log = logging.getLogger("lastgasp")
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What the rank that publishes must know of another's files."""
+
+    folder: str
+    entries: tuple[FileEntry, ...]
+
+
+_PARTS = msgspec.json.Decoder(_Part)
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """What one rank has written. `staged` is None where it only had a slice for others."""
+
+    step: int
+    target: Path
+    nbytes: int
+    staged: Staged | None
+    part: bytes = b""
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint will stand."""
+        return str(self.target)
+
+    @property
+    def first_byte_ns(self) -> int:
+        """Wall-clock time of the first byte, ns since the epoch; 0 where it is not known."""
+        return (self.staged.first_byte_ns or 0) if self.staged is not None else 0
+
+
+class MegatronSource:
+    """Called by the engine's threads while the training thread is parked, stuck or waiting.
+
+    Args:
+        steps, random: what the training thread records; composer: builds a rank's file.
+        optimizer: Megatron's.
+    """
+
+    def __init__(
+        self, steps: Steps, random: RandomState, composer: Composer, optimizer: Any, where: tuple[Place, Shard]
+    ) -> None:
+        self._steps, self._random, self._composer, self._optimizer = steps, random, composer, only(optimizer)
+        self.place, self._shard = where
+        self.rank = self.place.rank
+        self._orders = itertools.count(1)
+        self._order = 0
+
+    def configure(self, config: GaspConfig) -> MegatronSource:
+        """Where to write, and how."""
+        self._config = config
+        self._exchange = Exchange(config.directory, self.place, self._shard, config.save_timeout)
+        if self.rank == 0:
+            self._exchange.clear_older()
+        return self
+
+    @property
+    def box(self) -> int:
+        """The black box's descriptor."""
+        return self._random.recorder.fd
+
+    def capture(self, step: int) -> bytes:
+        """This rank's random state of `step`; empty when it is no longer known."""
+        return self._random.read(step)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SavedShard:
+        """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
+        self._order = order = next(self._orders)
+        boundary = self._require(step)
+        small = {rank: data for rank, data in small.items() if data} | {self.rank: self._random.read(step)}
+        target = checkpoint_path(self._config.directory, step)
+        slices = is_distributed(self._optimizer) and not is_stub(self._optimizer)
+        if slices and self._shard.part > 0:
+            return self._save_slice(boundary, target)
+        staged = Staged(target, LAYOUT, sha256=self._config.sha256)
+        try:
+            weights = self._save_merged(boundary, staged, order) if slices else weights_of_masters(self._optimizer)
+            save_verified(self._composer.compose(boundary, weights, small), staged, file_in_checkpoint(step))
+            faults.fire_at("gasp_save", step)
+            folder, entries = staged.sealed()
+            self._require(step)
+        except BaseException:
+            staged.discard()
+            raise
+        return SavedShard(step, target, staged.nbytes, staged, msgspec.json.encode(_Part(str(folder), entries)))
+
+    def _require(self, step: int) -> Boundary:
+        steps = self._steps
+        boundary = steps.boundary
+        if steps.inside:
+            raise NotSaveable(f"the update after step {steps.step} has begun; step {step} is gone")
+        if boundary.step != step:
+            raise NotSaveable(f"this rank stands on step {boundary.step}, not on {step}")
+        if boundary.adam != steps.counted():
+            raise NotSaveable(f"the optimizer has made {steps.counted()} updates, not {boundary.adam}")
+        return boundary
+
+    def _save_slice(self, boundary: Boundary, target: Path) -> SavedShard:
+        found = slice_of(self._optimizer, self._shard.parts)
+        self._require(boundary.step)
+        nbytes = self._exchange.put(boundary.step, found)
+        faults.fire_at("gasp_save", boundary.step)
+        return SavedShard(boundary.step, target, nbytes, None)
+
+    def _save_merged(self, boundary: Boundary, staged: Staged, order: int) -> dict[int, Tensor]:
+        """Write `distrib_optim.pt`; returns the weights that follow from it."""
+        step, others = boundary.step, range(1, self._shard.parts)
+        slices = [slice_of(self._optimizer, self._shard.parts)]
+        self._require(step)
+        slices += [self._exchange.take(step, part, lambda: self._order != order) for part in others]
+        state = merged(self._optimizer, slices)
+        name = file_in_checkpoint(step).rpartition("/")[0] + "/distrib_optim.pt"
+        save_verified(state, staged, name)
+        return weights_of_merged(self._optimizer, state)
+
+    # -- publishing -------------------------------------------------------------------------------
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+        """Bring all savers' files together and make them visible; then the tracker, then remove older gasps."""
+        assert isinstance(result, SavedShard)
+        staged = result.staged or Staged(result.target, LAYOUT, sha256=self._config.sha256)
+        for rank, data in sorted(parts.items()):
+            if data and (rank != self.rank or result.staged is None):
+                part = _PARTS.decode(data)
+                staged.adopt(Path(part.folder), part.entries)
+        self._make_room(result)
+        staged.publish(provenance(self.place, result.step, "gasp", newest_name(result.target)))
+        write_tracker(self._config.directory, result.step)
+        self._exchange.close(result.step)
+        self._prune(result)
+
+    def _make_room(self, result: SavedShard) -> None:
+        """Move away what stands there and is not this very step: a save that a fault cut short, another job's."""
+        found = read_pair(result.target, LAYOUT) if result.target.exists() else None
+        ours = isinstance(found, Manifest) and (found.job, found.step) == (self.place.job, result.step)
+        if found is None or ours:
+            return
+        aside = next(
+            path
+            for number in itertools.count(1)
+            if not (path := result.target.with_name(f".{result.target.name}.aside-{number}")).exists()
+        )
+        log.warning("%s was there already: moved to %s", result.target, aside.name)
+        DISK.rename(result.target, aside)
+        LAYOUT.manifest_path(result.target).unlink(missing_ok=True)
+        fsync_dir(result.target.parent)
+
+    def _prune(self, result: SavedShard) -> None:
+        config = self._config
+        job = self.place.job if config.resume == "never" else None
+        try:
+            apply([config.directory], LAYOUT, config.keep, job=job, protected=[result.target])
+        except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
+            log.warning("old checkpoints could not be removed: %s", error)
+
+    def discard(self, result: SaveResult) -> None:
+        """Remove what was written."""
+        assert isinstance(result, SavedShard)
+        if result.staged is not None:
+            result.staged.discard()
+        else:
+            self._exchange.drop(result.step)

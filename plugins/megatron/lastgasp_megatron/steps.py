@@ -1,0 +1,209 @@
+"""What a step is: one iteration of Megatron's, complete as soon as the inner optimizer's step is done.
+
+The truth is Adam's step (facts/megatron.md §3): between it and the end of the iteration there are collectives, the
+scheduler and the counters, all of which follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What belongs to a completed step besides tensors and random state.
+
+    Args:
+        step: completed iterations.
+        consumed, skipped: training samples.
+        scheduler: state of the parameter scheduler, None without one.
+        scaler: state of the loss scaler, None without one.
+        adam: what the inner optimizer counts; None when it cannot be told.
+    """
+
+    step: int
+    consumed: int
+    skipped: int
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, Any] | None
+    adam: int | None
+
+
+class Steps:
+    """Counts completed steps. The training thread calls everything; others read `boundary` and `inside`.
+
+    Args:
+        args, optimizer, scheduler: Megatron's.
+        capture: records the random state for a step; `settled` is False just before its update.
+        updating: called before parameters change; may raise, and then they do not.
+        step_end: called when a step is complete.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        capture: Callable[[int, bool], None],
+        updating: Callable[[], None],
+        step_end: Callable[[int], None],
+    ) -> None:
+        self._args, self._scheduler = args, scheduler
+        self._optimizer = optimizer
+        self.inner = inner_of(optimizer)
+        self._capture, self._updating, self._step_end = capture, updating, step_end
+        self.step = int(getattr(args, "iteration", 0) or 0)
+        self.inside = False
+        self._counted = self._tried = False
+        self._undo: list[Undo] = []
+        self.boundary = self._now(self.step)
+
+    def install(self) -> None:
+        """Watch the two optimizers. Idempotent."""
+        if self._undo:
+            return
+        self._undo.append(wrap(self._optimizer, "step", self._outer_step))
+        if self.inner is not None:
+            self._undo.append(wrap(self.inner, "step", self._inner_step))
+
+    def uninstall(self) -> None:
+        """Put everything back. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    # -- the hot path -----------------------------------------------------------------------------
+
+    def iteration_begin(self) -> None:
+        """The next iteration starts: what belongs to the completed step is settled now."""
+        self._counted = self._tried = False
+        begun = getattr(self._args, "curr_iteration", None)
+        if begun is not None and begun > self.step:  # --iterations-to-skip: counted without an update
+            self._settle(int(begun))
+            self._step_end(self.step)
+        else:
+            self._settle(self.step)
+
+    def iteration_end(self) -> None:
+        """`train_step` has returned. One that left the weights alone (loss scale) counts, too."""
+        if self._tried and not self._counted:
+            self._capture(self.step + 1, True)
+            self._complete(updated=False)
+
+    def _settle(self, step: int) -> None:
+        self._capture(step, True)
+        self.boundary = self._now(step)
+        self.step = step
+
+    def _outer_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._tried = True
+        return result
+
+    def _inner_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._capture(self.step + 1, False)
+        self._updating()
+        self.inside = True
+        result = original(*args, **kwargs)
+        self._complete(updated=True)
+        return result
+
+    def _complete(self, updated: bool) -> None:
+        self.boundary = self._following(updated)
+        self.step = self.boundary.step
+        self._counted = True
+        self.inside = False
+        self._step_end(self.step)
+
+    def counted(self) -> int | None:
+        """What the inner optimizer counts now."""
+        return adam_step(self.inner)
+
+    # -- what belongs to it -----------------------------------------------------------------------
+
+    def _now(self, step: int) -> Boundary:
+        """Between two iterations all counters agree."""
+        args, scheduler = self._args, self._scheduler
+        return Boundary(
+            step=step,
+            consumed=int(getattr(args, "consumed_train_samples", 0) or 0),
+            skipped=int(getattr(args, "skipped_train_samples", 0) or 0),
+            scheduler=scheduler.state_dict() if scheduler is not None else None,
+            scaler=self._scaler(),
+            adam=self.counted(),
+        )
+
+    def _following(self, updated: bool) -> Boundary:
+        """The step under way, as it will be when the iteration has ended: the counters follow later."""
+        before, samples = self.boundary, self._samples()
+        scheduler = before.scheduler
+        if scheduler is not None and updated:
+            scheduler = scheduler | {"num_steps": scheduler["num_steps"] + samples}
+        return Boundary(
+            before.step + 1, before.consumed + samples, before.skipped, scheduler, self._scaler(), self.counted()
+        )
+
+    def _samples(self) -> int:
+        """Samples of one iteration, as `train_step` counts them for the scheduler."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        args = self._args
+        ranks = int(args.data_parallel_size) * int(getattr(args, "gtp_weight_remat_size", 1) or 1)
+        return int(get_num_microbatches()) * int(args.micro_batch_size) * ranks
+
+    def _scaler(self) -> dict[str, Any] | None:
+        scaler = getattr(only(self._optimizer), "grad_scaler", None)
+        return dict(scaler.state_dict()) if scaler is not None else None
+
+
+def only(optimizer: Any) -> Any:
+    """The one real optimizer in Megatron's chain, or the one that is no chain."""
+    chain = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not is_stub(one)]
+    return chain[0] if chain else optimizer
+
+
+def is_stub(optimizer: Any) -> bool:
+    """It stands for no parameters at all."""
+    return bool(getattr(optimizer, "is_stub_optimizer", False))
+
+
+def inner_of(optimizer: Any) -> Any:
+    """torch's optimizer inside, or None where this rank trains nothing."""
+    one = only(optimizer)
+    return None if is_stub(one) else one.optimizer
+
+
+def adam_step(inner: Any) -> int | None:
+    """How many updates the inner optimizer has made; None when it cannot be told without waiting for a device."""
+    if inner is None:
+        return None
+    counted = next((group["step"] for group in inner.param_groups if "step" in group), None)
+    if counted is None:
+        counted = next((state["step"] for state in inner.state.values() if "step" in state), None)
+    if counted is None or getattr(getattr(counted, "device", None), "type", "cpu") != "cpu":
+        return None
+    return int(counted)
+
+
+def wrap(owner: Any, name: str, around: Callable[[Callable[..., Any], Any, Any], Any]) -> Undo:
+    """Put `around(original, args, kwargs)` in front of a method of this one object; returns the way back."""
+    original, own = getattr(owner, name), name in vars(owner)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(original, args, kwargs)
+
+    setattr(owner, name, method)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not method:
+            return  # somebody wrapped it later, and keeps ours inside
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+    return undo
