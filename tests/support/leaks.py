@@ -52,7 +52,7 @@ def snapshot(mark: str) -> Snapshot:
         handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
         wakeup_fd=_wakeup_fd(),
         processes=_processes(mark),
-        shared=frozenset(p.name for p in Path("/dev/shm").glob("lastgasp*")),
+        shared=_shared(mark),
     )
 
 
@@ -95,9 +95,21 @@ def clean_up(before: Snapshot, mark: str) -> None:
         signal.set_wakeup_fd(before.wakeup_fd)
     for pid in set(_processes(mark)) - set(before.processes):
         _kill(pid)
-    for path in Path("/dev/shm").glob("lastgasp*"):
-        if path.name not in before.shared:
-            path.unlink(missing_ok=True)
+    for name in _shared(mark) - before.shared:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def _shared(mark: str) -> frozenset[str]:
+    """Our files in shared memory, but those of living processes that are not the test's: other jobs of this machine."""
+    ours = {os.getpid(), *_processes(mark)}
+    names = [path.name for path in Path("/dev/shm").glob("lastgasp*")]
+    return frozenset(name for name in names if (pid := _owner(name)) in ours or not Path(f"/proc/{pid}").exists())
+
+
+def _owner(name: str) -> int:
+    """The pid in `lastgasp-marks-UID-PID-RANDOM` (steps/ringfile.py); 0 in another name."""
+    parts = name.split("-")
+    return int(parts[3]) if parts[:2] == ["lastgasp", "marks"] and len(parts) > 3 and parts[3].isdigit() else 0
 
 
 def _changed(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
