@@ -29,7 +29,7 @@ class Ring(Protocol):
 
 
 def choose() -> ModuleType:
-    """The module with `Ring` and `Mark`: `_ring`, or `pyring`, which is some four times slower (said once)."""
+    """The module with `Ring` and `Mark`: `_ring`, or `pyring`, which is about ten times slower (said once)."""
     return pyring if os.environ.get(SWITCH) == "1" else _compiled() or pyring
 
 
@@ -41,7 +41,7 @@ def _compiled() -> ModuleType | None:
             raise ImportError(f"it was built for version {module.LAYOUT} of the ring, this is {layout.VERSION}")
     except ImportError as error:
         log.info(
-            "step marks are written by Python, at some 0.4 us each instead of 0.1: the extension is not there "
+            "step marks are written by Python, at about 1 us each instead of 0.1: the extension is not there "
             "(%s). Install lastgasp where there is a C compiler to get it.",
             error,
         )

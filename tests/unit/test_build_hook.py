@@ -1,0 +1,153 @@
+"""Wheels and editable installs with a C compiler, without one, and with one that fails (`hatch_build.py`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = f"_ring{sysconfig.get_config_var('EXT_SUFFIX')}"
+USE = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+sys.path.insert(0, sys.argv[1])
+from lastgasp.steps import ringfile
+from lastgasp.steps.marks import Marks
+from pathlib import Path
+ringfile.places = lambda: [Path(sys.argv[2])]
+for _ in range(2):
+    marks = Marks.open(rank=0, world_size=1)
+    with marks.mark("forward"):
+        pass
+    assert marks.head == 1
+    marks.close(remove=True)
+print(type(marks.mark("forward")).__module__)
+"""
+
+pytestmark = pytest.mark.skipif(
+    subprocess.run([sys.executable, "-c", "import hatchling"], capture_output=True, check=False).returncode != 0,
+    reason="hatchling is not installed: pip install 'lastgasp[dev]'",
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout without git, and without what was built in this one."""
+    root = tmp_path / "tree"
+    for folder in ("core", "plugins", "examples"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", ".*")
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def build(tree: Path, target: str, **environ: str) -> tuple[Path, str]:
+    """Build one target; returns the file and what was said."""
+    out = tree.parent / "dist"
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)],
+        cwd=tree, env={**os.environ, "CC": "", **environ}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.iterdir()
+    return built, done.stdout + done.stderr
+
+
+def use(folder: Path, scratch: Path) -> list[str]:
+    """What a process says that marks with the package in `folder`."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LASTGASP_PURE_PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(folder), str(scratch)],
+        env=environ, cwd=scratch, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def unpacked(wheel: Path) -> Path:
+    """A folder with its contents."""
+    folder = wheel.parent.parent / "unpacked"
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def names(wheel: Path) -> list[str]:
+    """Files of `steps/` in it that are no Python."""
+    found = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lastgasp/steps/")]
+    return [Path(name).name for name in found if not name.endswith((".py", ".pyi"))]
+
+
+def test_a_wheel_has_the_extension_and_says_for_what_it_was_built(tree: Path, tmp_path: Path) -> None:
+    if not shutil.which(sysconfig.get_config_var("CC").split()[0]):
+        pytest.skip("no C compiler")
+    wheel, _ = build(tree, "wheel:standard")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{tag}-{tag}-linux_" in wheel.name
+    assert names(wheel) == [LIBRARY]
+    assert use(unpacked(wheel), tmp_path) == ["lastgasp.steps._ring"]
+    assert list(tree.rglob("*.so")) == []
+
+
+@pytest.mark.parametrize("kind", ["missing", "fails", "no header", "asked for"])
+def test_a_wheel_without_it_is_for_any_machine_and_python_writes_the_marks(
+    tree: Path, tmp_path: Path, kind: str
+) -> None:
+    environ = {
+        "missing": {"CC": "/nonexistent/cc"},
+        "fails": {"CC": "false"},
+        "no header": {"CFLAGS": "-DPy_PYTHON_H -nostdinc"},
+        "asked for": {"LASTGASP_PURE_PYTHON": "1"},
+    }[kind]
+    wheel, said = build(tree, "wheel:standard", **environ)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert names(wheel) == []
+    assert said.count("step marks will be written by Python") == 1
+    *told, module = use(unpacked(wheel), tmp_path)
+    assert module == "lastgasp.steps.pyring"
+    assert len(told) == 1
+    assert told[0].startswith("INFO step marks are written by Python")
+
+
+def test_an_editable_install_builds_beside_the_source_and_removes_what_does_not_fit_any_more(
+    tree: Path, tmp_path: Path
+) -> None:
+    old = tree / "core/lastgasp/steps" / LIBRARY
+    old.write_bytes(b"of an older source")
+    wheel, _ = build(tree, "wheel:editable", CC="false")
+    assert not old.exists()
+    wheel.unlink()
+    if not shutil.which(sysconfig.get_config_var("CC").split()[0]):
+        pytest.skip("no C compiler")
+    build(tree, "wheel:editable")
+    assert [path.name for path in tree.rglob("*.so*")] == [LIBRARY]
+    assert use(tree / "core", tmp_path) == ["lastgasp.steps._ring"]
+
+
+def test_a_source_distribution_has_the_source_and_the_hook_but_nothing_built(tree: Path, tmp_path: Path) -> None:
+    (tree / "core/lastgasp/steps" / LIBRARY).write_bytes(b"")
+    archive, _ = build(tree, "sdist")
+    shutil.unpack_archive(archive, tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert (source / "core/lastgasp/steps/_ring.c").exists()
+    assert (source / "hatch_build.py").exists()
+    assert list(source.rglob("*.so")) == []
+
+
+def test_the_extension_compiles_without_a_warning(tmp_path: Path) -> None:
+    compiler = shutil.which(sysconfig.get_config_var("CC").split()[0])
+    if not compiler:
+        pytest.skip("no C compiler")
+    command = [
+        compiler, "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-c",
+        f"-I{sysconfig.get_path('include')}", str(ROOT / "core/lastgasp/steps/_ring.c"), "-o", str(tmp_path / "o"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
