@@ -63,7 +63,7 @@ def recover_orphans(timeout: float = TIMEOUT_S) -> list[Recovered]:
     Args:
         timeout: seconds. A disk that hangs takes no longer; what is done later is not in the answer.
     """
-    if next(ringfile.ring_files(), None) is None and not _unfinished():
+    if not _listing():
         return []
     done: list[Recovered] = []
     worker = threading.Thread(target=_recover_all, args=(done, timeout), name="lastgasp-recover", daemon=True)
@@ -86,23 +86,31 @@ def _recover_all(done: list[Recovered], timeout: float) -> None:
     if not _one.acquire(timeout=timeout):
         return
     try:
-        for path in _unfinished():
-            path.unlink(missing_ok=True)
-        for path in ringfile.ring_files():
-            recovered = _recover(path)
-            if recovered is not None:
+        for path in _listing():
+            if path.name.startswith("."):
+                _remove_stale(path)
+            elif (recovered := _recover(path)) is not None:
                 _tell(recovered)
                 done.append(recovered)
-    except OSError as error:
-        log.warning("no step marks of dead processes could be looked for: %s", error)
     finally:
         _one.release()
 
 
-def _unfinished() -> list[Path]:
-    """Rings of processes that died while they made them."""
-    found = [p for place in ringfile.places() for p in place.glob(f".{ringfile.PREFIX}-{os.getuid()}-*") if _mine(p)]
-    return [path for path in found if _clock.wall_ns() - path.lstat().st_mtime_ns > STALE_S * 1e9]
+def _listing() -> list[Path]:
+    """All ring files of this user, and (with a dot in front) those that are not finished."""
+    prefixes = tuple(f"{dot}{ringfile.PREFIX}-{os.getuid()}-" for dot in ("", "."))
+    found = []
+    for place in dict.fromkeys(ringfile.places()):
+        with contextlib.suppress(OSError):
+            found += sorted(place / name for name in os.listdir(place) if name.startswith(prefixes))
+    return found
+
+
+def _remove_stale(path: Path) -> None:
+    """A ring whose process died while it made it."""
+    with contextlib.suppress(OSError):
+        if _mine(path) and _clock.wall_ns() - path.lstat().st_mtime_ns > STALE_S * 1e9:
+            path.unlink()
 
 
 def _mine(path: Path) -> bool:
