@@ -66,7 +66,8 @@ class Chooser:
         """The checkpoint to load, verified; None where Megatron shall do what it does by itself."""
         asked, resume = self._asked(), self._options.gasp.resume
         if self._place.attempt > 0 and (asked is not None or self._finetune):
-            agreement = self._agree(self._folders(), own=True)  # a restart goes on from what the job has saved
+            # A restart goes on from what the job has saved; where it started from counts only after that.
+            agreement = self._agree(self._folders() if asked is not None else self._folders()[1:], own=True)
             if agreement.chosen is not None:
                 self._args.finetune = False
                 return agreement.chosen.path

@@ -1,0 +1,370 @@
+"""Which iteration Megatron is made to load: every damage of facts/megatron.md §2, on two ranks that agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.gasp.stand import Stand
+from lastgasp.ports import Gather
+from lastgasp.testing import corrupt
+from lastgasp.topology import Place, data_parallel
+from lastgasp_megatron.args import options_of
+from lastgasp_megatron.exits import NotLoaded, around_load
+from lastgasp_megatron.manifests import Manifests
+from lastgasp_megatron.reload import Chooser
+from lastgasp_megatron.save import Saver
+from lastgasp_megatron.tracker import NAME, Tracker, checkpoint_path, read_tracker
+from support.checkpoint_kit import as_ranks
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
+
+Damage = Callable[[Path], object]
+
+
+def place(rank: int, attempt: int = 0, job: str = "job") -> Place:
+    return Place(rank=rank, world_size=2, replicas=data_parallel(2), attempt=attempt, job=job)
+
+
+def write_torch(directory: Path, step: int) -> Path:
+    """An iteration as Megatron's format torch has it, without a manifest."""
+    folder = checkpoint_path(directory, step) / "mp_rank_00"
+    folder.mkdir(parents=True)
+    for number, name in enumerate(("model_optim_rng.pt", "distrib_optim.pt")):
+        torch.save({"iteration": step, "weight": torch.arange(5000.0) + step + number}, folder / name)
+    return folder.parent
+
+
+def write_torch_dist(directory: Path, step: int) -> Path:
+    """As format torch_dist."""
+    import torch.distributed.checkpoint as dcp
+
+    path = checkpoint_path(directory, step)
+    path.mkdir(parents=True)
+    dcp.save({"weight": torch.arange(5000.0) + step}, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
+    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return path
+
+
+def track(directory: Path, step: object) -> None:
+    (directory / NAME).write_text(str(step))
+
+
+def commit(directory: Path, step: int, job: str = "job") -> None:
+    """What both ranks do after a save."""
+    stands = [Stand(), Stand()]
+
+    def body(rank: int, gather: Gather) -> bool:
+        return Manifests(place(rank, job=job), gather, stands[rank]).commit(directory, step)
+
+    assert as_ranks(2, body) == [True, True]
+    assert [stand.durable for stand in stands] == [step, step]
+
+
+def shelf(directory: Path, write: Callable[[Path, int], Path] = write_torch, manifests: bool = True) -> Path:
+    """Iterations 10 and 20; the tracker says 20."""
+    for step in (10, 20):
+        write(directory, step)
+        track(directory, step)
+        if manifests:
+            commit(directory, step)
+    return directory
+
+
+@dataclass
+class Chosen:
+    """What Megatron was told, the same on both ranks."""
+
+    load: str | None
+    ckpt_step: int | None
+    resumed: int
+    finetune: bool = False
+    tracker: Tracker = field(default_factory=lambda: Tracker("missing"))
+
+
+def choose(directory: Path, attempt: int = 0, job: str = "job", **given: Any) -> Chosen:
+    """Let two ranks agree; returns what they set."""
+
+    def body(rank: int, gather: Gather) -> Chosen:
+        args = SimpleNamespace(**{"load": str(directory), "save": str(directory), "ckpt_step": None} | given)
+        chooser = Chooser(args, options_of(args), place(rank, attempt, job), gather)
+        chooser.steer()
+        said = Chosen(args.load, args.ckpt_step, chooser.resumed, getattr(args, "finetune", False))
+        chooser.done()
+        assert args.ckpt_step == given.get("ckpt_step")
+        return said
+
+    first, second = as_ranks(2, body)
+    assert first == second
+    first.tracker = read_tracker(Path(first.load or directory))
+    return first
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LASTGASP_")]:
+        if name != "LASTGASP_TEST_MARK":
+            monkeypatch.delenv(name)
+
+
+def model(directory: Path) -> Path:
+    return checkpoint_path(directory, 20) / "mp_rank_00/model_optim_rng.pt"
+
+
+def optimizer(directory: Path) -> Path:
+    return checkpoint_path(directory, 20) / "mp_rank_00/distrib_optim.pt"
+
+
+TORCH: dict[str, tuple[Damage, int]] = {
+    "model truncated": (lambda d: corrupt.truncate(model(d), 3000), 10),
+    "model empty": (lambda d: corrupt.empty(model(d)), 10),
+    "optimizer truncated": (lambda d: corrupt.truncate(optimizer(d), 3000), 10),
+    "bit of the model": (lambda d: corrupt.flip_bit(model(d), 9000, 3), 10),
+    "bit of the optimizer": (lambda d: corrupt.flip_bit(optimizer(d), 9000, 3), 10),
+    "tracker empty": (lambda d: corrupt.empty(d / NAME), 20),
+    "tracker missing": (lambda d: corrupt.drop(d / NAME), 20),
+    "iteration missing": (lambda d: shutil.rmtree(checkpoint_path(d, 20)), 10),
+    "manifest damaged": (lambda d: corrupt.truncate(d / "iter_0000020.manifest.json", 50), 10),
+}
+DIST: dict[str, tuple[Damage, int]] = {
+    "data truncated": (lambda d: corrupt.truncate(next(checkpoint_path(d, 20).glob("*.distcp")), 3000), 10),
+    "bit of the data": (lambda d: corrupt.flip_bit(next(checkpoint_path(d, 20).glob("*.distcp")), 9000, 3), 10),
+    "data missing": (lambda d: corrupt.drop(next(checkpoint_path(d, 20).glob("*.distcp"))), 10),
+    "metadata truncated": (lambda d: corrupt.truncate(checkpoint_path(d, 20) / ".metadata", 50), 10),
+    "metadata missing": (lambda d: corrupt.drop(checkpoint_path(d, 20) / ".metadata"), 10),
+    "metadata.json missing": (lambda d: corrupt.drop(checkpoint_path(d, 20) / "metadata.json"), 10),
+}
+ROWS = [(write_torch, name, *row) for name, row in TORCH.items()]
+ROWS += [(write_torch_dist, name, *row) for name, row in DIST.items()]
+SEEN_WITHOUT = {"bit of the data", "manifest damaged"}
+"""Not to be told without a manifest."""
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "damage", "step"), ROWS, ids=[f"{w.__name__[6:]}: {n}" for w, n, _, _ in ROWS]
+)
+@pytest.mark.parametrize("manifests", [True, False], ids=["manifest", "no manifest"])
+def test_every_damage_leads_to_the_newest_good_iteration(
+    write: Callable[[Path, int], Path], name: str, damage: Damage, step: int, manifests: bool, tmp_path: Path
+) -> None:
+    if not manifests and name in SEEN_WITHOUT:
+        pytest.skip("cannot be told without a manifest")
+    shelf(tmp_path, write, manifests)
+    damage(tmp_path)
+    chosen = choose(tmp_path)
+    assert (chosen.load, chosen.ckpt_step, chosen.resumed) == (str(tmp_path), step, step)
+    assert chosen.tracker == Tracker("iteration", step)
+
+
+def test_undamaged_the_newest_is_loaded_and_the_tracker_left_alone(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    before = (tmp_path / NAME).stat().st_mtime_ns
+    assert choose(tmp_path).ckpt_step == 20
+    assert (tmp_path / NAME).stat().st_mtime_ns == before
+
+
+def test_proven_damage_is_moved_away_with_its_reason(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    corrupt.flip_bit(model(tmp_path), 9000, 3)
+    choose(tmp_path)
+    assert (tmp_path / "iter_0000020.corrupt").is_dir()
+    assert "content differs from its digest" in (tmp_path / "iter_0000020.corrupt.reason.json").read_text()
+
+
+def test_nothing_good_is_an_error_that_lists_each(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    for path in tmp_path.glob("iter_*/mp_rank_00/model_optim_rng.pt"):
+        corrupt.truncate(path, 100)
+    with pytest.raises(NoGoodCheckpoint) as caught:
+        choose(tmp_path)
+    assert "iter_0000010" in str(caught.value) and "iter_0000020" in str(caught.value)
+    assert (tmp_path / "iter_0000010").is_dir()
+
+
+@pytest.mark.parametrize("text", ["", "20", "x"])
+def test_a_tracker_without_iterations_is_an_error_and_no_start_from_scratch(text: str, tmp_path: Path) -> None:
+    track(tmp_path, text)
+    with pytest.raises(NoGoodCheckpoint, match="tracker"):
+        choose(tmp_path)
+
+
+def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
+    assert choose(tmp_path / "new") == Chosen(str(tmp_path / "new"), None, 0)
+
+
+def test_without_load_the_newest_in_save_is_loaded(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    chosen = choose(tmp_path, load=None)
+    assert (chosen.load, chosen.ckpt_step) == (str(tmp_path), 20)
+
+
+def test_a_save_that_was_not_finished_is_not_loaded(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    write_torch(tmp_path, 30)
+    assert choose(tmp_path).ckpt_step == 20
+
+
+def test_a_checkpoint_without_manifest_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf(tmp_path, manifests=False)
+    assert choose(tmp_path).ckpt_step == 20
+    assert "has no manifest" in caplog.text and "lastgasp manifest" in caplog.text
+
+
+def test_require_manifest_refuses_it(tmp_path: Path) -> None:
+    shelf(tmp_path, manifests=False)
+    with pytest.raises(NoGoodCheckpoint):
+        choose(tmp_path, lastgasp_require_manifest=True)
+    commit(tmp_path, 10)
+    assert choose(tmp_path, lastgasp_require_manifest=True).ckpt_step == 10
+
+
+# -- what the user asked for -----------------------------------------------------------------------
+
+
+def test_ckpt_step_is_verified_and_leaves_the_tracker_alone(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    chosen = choose(tmp_path, ckpt_step=10)
+    assert (chosen.ckpt_step, chosen.tracker.iteration) == (10, 20)
+    corrupt.flip_bit(model(tmp_path), 9000, 3)
+    with pytest.raises(DamagedCheckpoint, match="content differs"):
+        choose(tmp_path, ckpt_step=20)
+    with pytest.raises(ConfigError, match="iter_0000015"):
+        choose(tmp_path, ckpt_step=15)
+
+
+def test_resume_names_a_path(tmp_path: Path) -> None:
+    shelf(tmp_path / "a")
+    chosen = choose(tmp_path / "b", lastgasp_resume=str(tmp_path / "a/iter_0000010"))
+    assert (chosen.load, chosen.ckpt_step) == (str(tmp_path / "a"), 10)
+
+
+def test_a_restart_goes_on_from_what_the_job_has_saved(tmp_path: Path) -> None:
+    shelf(tmp_path / "old")
+    write_torch(tmp_path / "new", 5)
+    commit(tmp_path / "new", 5)
+    given: dict[str, Any] = {"load": str(tmp_path / "old"), "save": str(tmp_path / "new"), "finetune": True}
+    first = choose(tmp_path, **given)
+    assert (first.load, first.ckpt_step, first.finetune) == (str(tmp_path / "old"), 20, True)
+    again = choose(tmp_path, attempt=1, **given)
+    assert (again.load, again.ckpt_step, again.finetune) == (str(tmp_path / "new"), 5, False)
+    other = choose(tmp_path, attempt=1, job="another", **given)
+    assert (other.load, other.ckpt_step) == (str(tmp_path / "old"), 20)
+
+
+def test_resume_never_takes_only_what_this_job_has_saved(tmp_path: Path) -> None:
+    shelf(tmp_path)
+    assert choose(tmp_path, lastgasp_resume="never", job="another").ckpt_step is None
+    assert choose(tmp_path, lastgasp_resume="never").ckpt_step == 20
+
+
+def test_a_release_checkpoint_is_megatrons_own_business(tmp_path: Path) -> None:
+    (tmp_path / "release").mkdir()
+    track(tmp_path, "release")
+    assert choose(tmp_path) == Chosen(str(tmp_path), None, 0, tracker=Tracker("release"))
+
+
+# -- saves -----------------------------------------------------------------------------------------
+
+
+def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[Stand]]:
+    """A save by both ranks, of which rank 0 writes files and tracker as Megatron does."""
+    stands, savers = [Stand(), Stand()], dict[int, Saver]()
+
+    def body(rank: int, gather: Gather) -> None:
+        args = SimpleNamespace(**{"save": str(directory)} | given)
+        saver = savers[rank] = Saver(args, rank, Manifests(place(rank), gather, stands[rank]))
+
+        def save_checkpoint(iteration: int, model: Any, release: bool = False) -> None:
+            name = saver.tracker(str(directory / NAME))
+            if rank == 0:
+                write_torch(directory, iteration)
+                assert Path(name).name != NAME
+                Path(name).write_text(str(iteration))
+            else:
+                assert Path(name).name == NAME
+            gather(f"barrier/{iteration}", b"")
+
+        saver.save(save_checkpoint, (step, None), {})
+
+    as_ranks(2, body)
+    return [savers[0], savers[1]], stands
+
+
+def test_a_save_is_followed_by_manifest_and_tracker_and_leaves_no_temporary(tmp_path: Path) -> None:
+    _, stands = _save(tmp_path, 10)
+    assert [stand.durable for stand in stands] == [10, 10]
+    assert read_tracker(tmp_path) == Tracker("iteration", 10)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lastgasp.lock") == [
+        "iter_0000010",
+        "iter_0000010.manifest.json",
+        NAME,
+    ]
+
+
+def test_manifests_of_removed_checkpoints_go_with_the_next_save(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    shutil.rmtree(tmp_path / "iter_0000010")
+    _save(tmp_path, 20)
+    assert [path.name for path in tmp_path.glob("*.manifest.json")] == ["iter_0000020.manifest.json"]
+
+
+def test_a_save_that_raises_leaves_the_tracker_and_no_temporary(tmp_path: Path) -> None:
+    track(tmp_path, 10)
+    saver = Saver(SimpleNamespace(save=str(tmp_path)), 0, Manifests(place(0), lambda *_: [], Stand()))
+
+    def save_checkpoint(iteration: int, model: Any) -> None:
+        Path(saver.tracker(str(tmp_path / NAME))).write_text("")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        saver.save(save_checkpoint, (20, None), {})
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert read_tracker(tmp_path) == Tracker("iteration", 10)
+
+
+def test_a_file_that_cannot_be_read_back_leaves_no_manifest_on_any_rank(tmp_path: Path) -> None:
+    path, stand = write_torch(tmp_path, 10), [Stand(), Stand()]
+    (path / "dangling.pt").symlink_to("nowhere")
+
+    def body(rank: int, gather: Gather) -> bool:
+        return Manifests(place(rank), gather, stand[rank]).commit(tmp_path, 10)
+
+    assert as_ranks(2, body) == [False, False]
+    assert [s.durable for s in stand] == [0, 0]
+    assert not list(tmp_path.glob("*.manifest.json"))
+
+
+# -- exits with code 0 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_silent_exit_while_loading_is_a_failure_with_the_reason(code: int | None) -> None:
+    def load() -> None:
+        try:
+            raise RuntimeError("PytorchStreamReader failed reading zip archive")
+        except RuntimeError:
+            raise SystemExit(code)  # noqa: B904
+
+    with pytest.raises(NotLoaded, match="RuntimeError: PytorchStreamReader failed") as caught:
+        around_load(load, (), {})
+    assert isinstance(caught.value, CheckpointError)
+
+
+def test_another_exit_stays_what_it_is() -> None:
+    def load() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as caught:
+        around_load(load, (), {})
+    assert caught.value.code == 3
