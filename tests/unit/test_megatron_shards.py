@@ -1,0 +1,142 @@
+"""Slices of a distributed optimizer become whole again, whatever buckets and padding; the exchange between ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lastgasp.errors import ConfigError, DeadlineExceeded, NotSaveable
+from lastgasp.topology import Place
+from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
+from lastgasp_megatron.shards import Exchange, slice_of
+from lastgasp_megatron.topology import Shard, advice, refuse_unsupported
+
+KIND = (torch.bfloat16, torch.float32)
+SIZES = (5, 6, 4)
+"""Elements of three parameters: the first two in bucket 0 (11, padded to 12), the third in bucket 1 (4)."""
+
+
+def optimizers(parts: int) -> tuple[list[torch.nn.Parameter], torch.Tensor, list[Any]]:
+    """Parameters, their fp32 weights in one row, and a stand-in optimizer for each part."""
+    params = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in SIZES]
+    weights = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(3))
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(12), numel_unpadded=11, offset=0),
+        SimpleNamespace(grad_data=torch.zeros(4), numel_unpadded=4, offset=12),
+    ]
+    index = {params[0]: (0, 5, 0), params[1]: (5, 11, 0), params[2]: (12, 16, 1)}
+    buffer = SimpleNamespace(buckets=buckets, numel_unpadded=15, param_index_map=index)
+    return params, weights, [_part(part, parts, buffer, weights) for part in range(parts)]
+
+
+def _part(part: int, parts: int, buffer: Any, weights: torch.Tensor) -> Any:
+    ranges: list[Any] = []
+    groups: dict[Any, tuple[int, int]] = {}
+    mains: list[torch.Tensor] = []
+    state: dict[Any, Any] = {}
+    for number, bucket in enumerate(buffer.buckets):
+        size = bucket.grad_data.numel() // parts
+        low, high = part * size, (part + 1) * size
+        found = {}
+        for param, (start, end, home) in buffer.param_index_map.items():
+            begin, stop = max(start - bucket.offset, low), min(end - bucket.offset, high)
+            if home != number or begin >= stop:
+                continue
+            at = begin + (0 if number == 0 else 11)
+            main = weights[at : at + stop - begin].clone()
+            found[param] = {"gbuf_local": SimpleNamespace(start=begin - low, end=stop - low)}
+            groups[param] = (0, len(mains))
+            mains.append(main)
+            state[main] = {"exp_avg": main * 2, "exp_avg_sq": main * 3}
+        ranges.append({"param_map": found})
+    inner = SimpleNamespace(param_groups=[{"params": mains}], state=state)
+    return SimpleNamespace(
+        gbuf_ranges=[{KIND: ranges}], buffers=[buffer], model_param_group_index_map=groups, optimizer=inner
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_slices_become_whole(parts: int) -> None:
+    params, weights, found = optimizers(parts)
+    state = merged(found[0], [slice_of(one, parts) for one in found])
+    world = state[0][KIND]
+    assert state["buckets_coalesced"] is True and world["numel_unpadded"] == 15
+    for key, factor in (("param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+        assert torch.equal(world[key], weights * factor), key
+    values = weights_of_merged(found[0], state)
+    expected = torch.split(weights.to(torch.bfloat16), SIZES)
+    for param, value in zip(params, expected, strict=True):
+        assert torch.equal(values[id(param)], value)
+
+
+def test_an_optimizer_that_made_no_step_is_not_saved() -> None:
+    _, _, (one,) = optimizers(1)
+    one.optimizer.state.clear()
+    with pytest.raises(NotSaveable, match="no step was made"):
+        slice_of(one, 1)
+
+
+def test_weights_come_from_their_fp32_copy() -> None:
+    model, main = torch.zeros(3, dtype=torch.bfloat16), torch.tensor([1.001, -2.3, 0.1])
+    optimizer = SimpleNamespace(float16_groups=[[model]], fp32_from_float16_groups=[[main]])
+    assert torch.equal(weights_of_masters(optimizer)[id(model)], main.to(torch.bfloat16))
+    assert weights_of_masters(SimpleNamespace()) == {}, "fp32 weights are the truth themselves"
+
+
+def exchange(directory: Path, part: int = 0, attempt: int = 0, seconds: float = 20.0) -> Exchange:
+    place = Place(rank=part, world_size=2, replicas=((0,), (1,)), attempt=attempt, job="a/b c")
+    shard = Shard(tensor=0, pipeline=0, part=part, parts=2, data_ranks=(0, 1))
+    return Exchange(directory, place, shard, seconds)
+
+
+def test_a_slice_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+    mine, other = exchange(tmp_path), exchange(tmp_path, part=1)
+    found = [{KIND: [{"param": torch.arange(3.0)}]}]
+    thread = threading.Timer(0.05, other.put, (7, found))
+    thread.start()
+    taken = mine.take(7, 1, lambda: False)
+    thread.join()
+    assert torch.equal(taken[0][KIND][0]["param"], torch.arange(3.0))
+    other.drop(7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wait_has_an_end(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"part-1\.pt of step 7"):
+        exchange(tmp_path, seconds=0.01).take(7, 1, lambda: False)
+    with pytest.raises(NotSaveable, match="called off"):
+        exchange(tmp_path).take(7, 1, lambda: True)
+
+
+def test_what_older_attempts_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    found = [{KIND: [{"param": torch.zeros(1)}]}]
+    for attempt in (0, 1):
+        exchange(tmp_path, attempt=attempt).put(7, found)
+    (tmp_path / "iter_0000007").mkdir()
+    exchange(tmp_path, attempt=1).clear_older()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [exchange(tmp_path, attempt=1).folder(7).name, "iter_0000007"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [("num_experts", 4, "experts"), ("use_torch_fsdp2", True, "distributed"), ("expert_model_parallel_size", 2, "1")],
+)
+def test_what_cannot_be_saved_is_refused(option: str, value: object, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        refuse_unsupported(SimpleNamespace(**{option: value}))
+    refuse_unsupported(SimpleNamespace(num_experts=None))
+
+
+def test_advice_names_the_flag_and_its_cost() -> None:
+    args = SimpleNamespace(use_distributed_optimizer=True, data_parallel_size=4)
+    text = advice(((0,), (1,), (2,), (3,)), args, 12 << 20)
+    assert (
+        "4 of 4 shards" in text and "--num-distributed-optimizer-instances 2" in text and "12 MiB more per rank" in text
+    )
+    assert advice(((0, 2), (1, 3)), args, 12 << 20) == ""
+    assert "More data parallel ranks" in advice(((0,), (1,)), SimpleNamespace(data_parallel_size=1), 1)

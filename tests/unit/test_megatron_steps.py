@@ -1,0 +1,166 @@
+"""What counts as a step of Megatron's, with stand-ins for its optimizer and scheduler."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lastgasp_megatron.steps import Steps, wrap
+
+
+class Inner:
+    """As apex's FusedAdam: the step is in the group."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "step": 0}]
+        self.state: dict[Any, Any] = {}
+        self.fail = False
+
+    def step(self) -> None:
+        self.param_groups[0]["step"] += 1
+        if self.fail:
+            raise RuntimeError("half of it")
+
+
+class Scaler:
+    def __init__(self) -> None:
+        self.scale = 8.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+
+class Optimizer:
+    """As MixedPrecisionOptimizer: an overflow leaves the weights alone and halves the scale."""
+
+    def __init__(self) -> None:
+        self.optimizer, self.grad_scaler = Inner(), Scaler()
+        self.overflow = False
+
+    def step(self) -> bool:
+        if self.overflow:
+            self.grad_scaler.scale /= 2
+            return False
+        self.optimizer.step()
+        return True
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "max_lr": 1.0}
+
+
+class Loop:
+    """One rank's training loop: 2 micro-batches of 3 samples on 2 ranks make 12 samples an iteration."""
+
+    def __init__(self) -> None:
+        self.args = SimpleNamespace(
+            iteration=0, curr_iteration=0, consumed_train_samples=0, skipped_train_samples=0,
+            data_parallel_size=2, micro_batch_size=3,
+        )  # fmt: skip
+        self.optimizer, self.scheduler = Optimizer(), Scheduler()
+        self.said: list[str] = []
+        self.steps = Steps(
+            self.args, self.optimizer, self.scheduler,
+            capture=lambda step, settled: self.said.append(f"capture {step}{'' if settled else ' before'}"),
+            updating=lambda: self.said.append("updating"),
+            step_end=lambda step: self.said.append(f"end {step}"),
+        )  # fmt: skip
+        self.steps.install()
+
+    def iteration(self, overflow: bool = False) -> None:
+        self.steps.iteration_begin()
+        self.optimizer.overflow = overflow
+        if self.optimizer.step():
+            self.scheduler.num_steps += 12
+        self.steps.iteration_end()
+        self.args.consumed_train_samples += 12
+        self.args.curr_iteration += 1
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
+    batches = ModuleType("megatron.core.num_microbatches_calculator")
+    vars(batches)["get_num_microbatches"] = lambda: 2
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, batches.__name__, batches)
+    return Loop()
+
+
+def test_a_step_is_complete_when_the_inner_step_is_done(loop: Loop) -> None:
+    loop.steps.iteration_begin()
+    loop.said.clear()
+    loop.optimizer.step()
+    assert loop.said == ["capture 1 before", "updating", "end 1"]
+    boundary = loop.steps.boundary
+    assert (boundary.step, boundary.consumed, boundary.adam) == (1, 12, 1)
+    assert boundary.scheduler == {"num_steps": 12, "max_lr": 1.0}, "the scheduler itself steps later"
+    assert not loop.steps.inside
+
+
+def test_the_counters_that_follow_are_those_that_were_foretold(loop: Loop) -> None:
+    for overflow in (False, True, False):
+        loop.iteration(overflow)
+        foretold = loop.steps.boundary
+        loop.steps.iteration_begin()
+        assert loop.steps.boundary == foretold
+
+
+def test_an_overflow_counts_as_an_iteration_with_its_own_scale(loop: Loop) -> None:
+    loop.iteration(overflow=True)
+    boundary = loop.steps.boundary
+    assert (boundary.step, boundary.adam, boundary.consumed, boundary.scaler) == (1, 0, 12, {"scale": 4.0})
+    assert boundary.scheduler == {"num_steps": 0, "max_lr": 1.0}
+    assert "updating" not in loop.said and loop.said[-1] == "end 1"
+
+
+def test_the_scale_of_an_overflow_that_is_under_way_is_not_that_of_the_step_before(loop: Loop) -> None:
+    loop.iteration()
+    loop.steps.iteration_begin()
+    loop.optimizer.overflow = True
+    loop.optimizer.step()
+    assert loop.steps.boundary.scaler == {"scale": 8.0}
+
+
+def test_iterations_that_are_skipped_count(loop: Loop) -> None:
+    loop.iteration()
+    loop.args.curr_iteration, loop.args.consumed_train_samples = 3, 36
+    loop.steps.iteration_begin()
+    assert (loop.steps.step, loop.steps.boundary.consumed, loop.said[-1]) == (3, 36, "end 3")
+
+
+def test_an_iteration_without_an_attempt_at_an_update_does_not_count(loop: Loop) -> None:
+    loop.steps.iteration_begin()
+    loop.steps.iteration_end()
+    assert loop.steps.step == 0
+
+
+def test_an_exception_inside_the_inner_step_leaves_the_state_between_two(loop: Loop) -> None:
+    loop.iteration()
+    loop.optimizer.optimizer.fail = True
+    with pytest.raises(RuntimeError, match="half"):
+        loop.iteration()
+    assert loop.steps.inside and loop.steps.step == 1
+
+
+def test_everything_is_put_back(loop: Loop) -> None:
+    loop.steps.uninstall()
+    assert "step" not in vars(loop.optimizer) and "step" not in vars(loop.optimizer.optimizer)
+
+
+def test_a_wrapper_below_a_later_one_is_left_in_place() -> None:
+    owner = SimpleNamespace(call=lambda: 1)
+    undo = wrap(owner, "call", lambda original, args, kwargs: original() + 1)
+    later = wrap(owner, "call", lambda original, args, kwargs: original() + 10)
+    undo()
+    assert owner.call() == 12
+    later()
+    undo()
+    assert owner.call() == 1
