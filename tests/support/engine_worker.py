@@ -2,6 +2,7 @@
 
 step N   complete step N;   update   enter the update and stay there;   raise   report an exception
 stuck    block the main thread in a C call for ever;   done   leave normally
+loop F   take marked steps until the file F is there (option `profiling`: where the rows go)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from lastgasp import __version__
 from lastgasp.blackbox import BlackBox
@@ -25,7 +26,13 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
 from lastgasp.ports import SaveResult
 from lastgasp.session import Contact, Session
+from lastgasp.steps import bits
+from lastgasp.steps.attach import Marking
+from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
+
+COLLECTIVE = '{"streamId": "0","count": "8","dataType": "fp32","groupName": "g","opName": "HcclAllReduce"}'
+"""The name of a marked collective."""
 
 
 def say(event: str, **more: object) -> None:
@@ -101,7 +108,7 @@ def main() -> None:
     source = ToySource(rank, directory, options.get("save_seconds", 0.0), rank in options.get("failing", []))
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
     try:
-        session = Session(config, place, source, Contact.from_environment())
+        session = Session(config, place, source, Contact.from_environment(), marking(options))
     except LastgaspError as error:
         say("refused", why=str(error))
         sys.exit(2)
@@ -115,6 +122,30 @@ def main() -> None:
         leave(released.outcome)
 
 
+def marking(options: dict[str, Any]) -> Marking | None:
+    """Everything but the collectives, where the test says where the rows go."""
+    return Marking(config=MarksConfig(directory=Path(options["profiling"]))) if "profiling" in options else None
+
+
+def loop(end: Path, session: Session, source: ToySource) -> None:
+    """Steps with one range of each kind, hundreds a second, until `end` is there."""
+    assert session.recorder is not None
+    marks, step = session.recorder.marks, session.stand.step
+    collective = marks.define(COLLECTIVE, domain="communication", bit=bits.COMM, stream=True)
+    kinds = [marks.mark("dataloader"), marks.mark("forward"), collective, marks.mark("save_checkpoint")]
+    while not end.exists():
+        step += 1
+        marks.step_begin(step)
+        for kind in kinds:
+            with kind:
+                time.sleep(0.0002)
+        session.updating()
+        source.note(step)
+        session.step_end(step)
+        marks.step_end()
+    say("looped", step=step, written=session.recorder.close(), wall_offset=marks.wall_offset, dropped=marks.dropped)
+
+
 def obey(words: list[str], session: Session, source: ToySource) -> None:
     """Carry out one line."""
     if words[0] == "step":
@@ -122,6 +153,8 @@ def obey(words: list[str], session: Session, source: ToySource) -> None:
         source.note(int(words[1]))
         session.step_end(int(words[1]))
         say("stepped", step=int(words[1]))
+    elif words[0] == "loop":
+        loop(Path(words[1]), session, source)
     elif words[0] == "update":
         session.updating()
         say("updating")

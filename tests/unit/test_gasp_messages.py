@@ -111,7 +111,7 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
     ints = {f.name: BOUNDS for f in msgspec.structs.fields(kind) if f.type is int}
     faults = st.builds(Fault, step=BOUNDS, rank=BOUNDS, seen_ns=BOUNDS, cause=st.text())
     cards = st.builds(WorkerCard, rank=BOUNDS, pid=BOUNDS, started_ns=BOUNDS)
-    rows = st.builds(RankRow, rank=BOUNDS, step=BOUNDS, marks=st.none() | BOUNDS, card=st.none() | cards)
+    rows = st.builds(RankRow, rank=BOUNDS, step=st.none() | BOUNDS, marks=st.none() | BOUNDS, card=st.none() | cards)
     results = st.builds(SwitchResult, rank=BOUNDS, mask=st.none() | BOUNDS)
     more: dict[str, Any] = {
         "replicas": st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -27,6 +28,15 @@ from lastgasp.steps import bits
 from lastgasp.steps.bits import ALL, COMM, DEFAULT_ON, STEP
 from support.fake_controller import STARTED_S, FakeController
 from support.switch_job import JobHere, hello, job_here
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
 
 # -- the table -------------------------------------------------------------------------------------
 
@@ -84,6 +94,16 @@ def test_the_next_attempt_begins_with_an_empty_table() -> None:
         assert (table.attempt, [row.state for row in table.rows]) == (1, ["running", "awaited"])
         assert table.rows[0].card is None
         job.until(lambda t: t.rows[0].state == "dead")
+
+
+def test_a_rank_of_the_attempt_before_does_not_speak_for_that_of_this_one() -> None:
+    with job_here(2) as job, closing(Link(job.address, job.token, hello(0, 2, attempt=1))):
+        old = job.ranks[0].link
+        with contextlib.suppress(OSError):
+            old.send(m.Status(step=99, durable=99, tick=1, phase="data"))
+            old.send(m.Goodbye())
+        until(lambda: not job.ranks[0].processor.led)
+        assert (job.table().rows[0].state, job.table().rows[0].step) == ("running", None)
 
 
 def test_a_rank_learns_when_its_controller_started() -> None:
@@ -330,13 +350,8 @@ def test_so_many_operators_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_here(1) as job:
         with job.operator(), job.operator(), pytest.raises(ControlError, match="2 operators are connected already"):
             job.operator()
-        deadline = time.monotonic() + 20
-        while True:  # the places of those that have gone are free again
-            try:
-                job.table()
-                break
-            except ControlError:
-                assert time.monotonic() < deadline
+        until(lambda: job.controller._controller._service._operators == 0)
+        job.table()
 
 
 def test_an_operator_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,8 +146,8 @@ def _cells(row: RankRow) -> list[str]:
     state = f"[{_STYLE[row.state]}]{row.state}[/]" + (f": {escape(row.why)}" if row.why else "")
     heard = "-" if row.heard_s is None else f"{row.heard_s:.1f} s"
     who = ["-", "-", "-"] if card is None else [escape(card.node), str(card.pid), escape(card.device) or "-"]
-    there = row.state != "awaited"
-    return [str(row.rank), *who, state, str(row.step) if there else "-", row.phase or "-", marks_text(row.marks), heard]
+    step = "-" if row.step is None else str(row.step)
+    return [str(row.rank), *who, state, step, row.phase or "-", marks_text(row.marks), heard]
 
 
 def _versions(row: RankRow) -> str:

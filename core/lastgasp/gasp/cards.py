@@ -36,7 +36,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """The evidence of a death."""
     card: WorkerCard | None = None
     """None until it has registered."""
-    step: int = 0
+    step: int | None = None
+    """The last step that it is known to have completed; None until its training has begun."""
     phase: str = ""
     marks: int | None = None
     """The marks that are on (`steps.bits`), at its last heartbeat; None where nothing is marked."""

@@ -123,7 +123,7 @@ class Controller:
             if isinstance(hello, m.Operator):
                 await self._service.serve(reader, writer)
             else:
-                await self._listen(hello.rank, reader)
+                await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
             # A rank that ends is no news here; the machine has its own word on that.
             level = logging.DEBUG if self._known(writer) else logging.WARNING
@@ -215,9 +215,13 @@ class Controller:
         if peer is not None and peer.box >= 0:
             os.close(peer.box)
 
-    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+    async def _listen(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            self._heard(rank, m.from_rank(await _read(reader, m.MAX_FRAME)))
+            message = m.from_rank(await _read(reader, m.MAX_FRAME))
+            peer = self._peers.get(rank)
+            if peer is None or peer.writer is not writer:
+                return  # a process of an earlier attempt must not speak for the one of this
+            self._heard(rank, message)
 
     def _heard(self, rank: int, message: m.FromRank) -> None:
         generation = self.generation

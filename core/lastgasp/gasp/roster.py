@@ -58,7 +58,7 @@ class Roster:
             state=rank_state(member),
             why=member.gone,
             card=entry.card,
-            step=member.step,
+            step=member.step if member.step >= 0 else None,
             phase=status.phase if status is not None else "",
             marks=status.marks if status is not None and status.marks >= 0 else None,
             heard_s=round(now - entry.heard, 3),
