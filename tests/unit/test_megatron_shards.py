@@ -69,7 +69,7 @@ def test_slices_become_whole(parts: int) -> None:
     for key, factor in (("param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
         assert torch.equal(world[key], weights * factor), key
     values = weights_of_merged(found[0], state)
-    expected = torch.split(weights.to(torch.bfloat16), SIZES)
+    expected = torch.split(weights.to(torch.bfloat16), list(SIZES))
     for param, value in zip(params, expected, strict=True):
         assert torch.equal(values[id(param)], value)
 

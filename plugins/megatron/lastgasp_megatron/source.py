@@ -22,6 +22,7 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.testing import faults
 from lastgasp.topology import Place
 from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
+from lastgasp_megatron.devices import Device
 from lastgasp_megatron.manifests import LAYOUT, newest_name, provenance
 from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
 from lastgasp_megatron.shards import Exchange, slice_of
@@ -81,13 +82,12 @@ class MegatronSource:
         self._orders = itertools.count(1)
         self._order = 0
 
-    def configure(self, config: GaspConfig) -> MegatronSource:
-        """Where to write, and how."""
-        self._config = config
+    def configure(self, config: GaspConfig, device: Device) -> None:
+        """Where to write and how; where the weights are."""
+        self._config, self._device = config, device
         self._exchange = Exchange(config.directory, self.place, self._shard, config.save_timeout)
         if self.rank == 0:
             self._exchange.clear_older()
-        return self
 
     @property
     def box(self) -> int:
@@ -102,6 +102,10 @@ class MegatronSource:
 
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SavedShard:
         """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
+        with self._device.reading():
+            return self._save(step, small)
+
+    def _save(self, step: int, small: Mapping[int, bytes]) -> SavedShard:
         self._order = order = next(self._orders)
         boundary = self._require(step)
         small = {rank: data for rank, data in small.items() if data} | {self.rank: self._random.read(step)}

@@ -12,6 +12,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
 from lastgasp.topology import Place, ReplicaGroups
 from lastgasp_megatron.compose import Composer, is_distributed
+from lastgasp_megatron.devices import Device
 from lastgasp_megatron.small import RandomState
 from lastgasp_megatron.source import MegatronSource
 from lastgasp_megatron.steps import Steps, is_stub, only
@@ -53,12 +54,19 @@ class MegatronState:
         _check(optimizer)
         chunks, shard = (list(model) if isinstance(model, list | tuple) else [model]), shard_of(args)
         self._args, self._optimizer, self._place = args, optimizer, place
-        self._random = RandomState(_device(chunks))
+        self._device, self._step_end = Device(_device(chunks)), step_end
+        self._random = RandomState(self._device.device)
         self._steps = Steps(
-            args, optimizer, scheduler, capture=self._random.capture, updating=updating, step_end=step_end
+            args, optimizer, scheduler, capture=self._random.capture, updating=updating, step_end=self._ended
         )
         composer = Composer(args, chunks, optimizer, shard, place.rank)
-        self.source = MegatronSource(self._steps, self._random, composer, optimizer, (place, shard)).configure(config)
+        self.source = MegatronSource(self._steps, self._random, composer, optimizer, (place, shard))
+        self.source.configure(config, self._device)
+        self._device.mark()
+
+    def _ended(self, step: int) -> None:
+        self._device.mark()
+        self._step_end(step)
 
     @property
     def step(self) -> int:

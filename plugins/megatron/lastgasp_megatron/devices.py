@@ -1,0 +1,45 @@
+"""Reading device memory while the training thread's stream may wait for a collective that never ends.
+
+The inner optimizer's step is asynchronous on a device: when the host knows that it is issued, an event behind it is
+recorded, and a gasp reads on a stream of its own behind that event. Before the inner step Megatron itself waits for
+the gradient norm, so that nothing of a dead peer stands between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Device:
+    """The device of the weights.
+
+    Args:
+        device: "cpu" needs none of this.
+        module: torch's module of that device; looked up where left out.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        self.device = device
+        self._module = module if module is not None or device.type == "cpu" else torch.get_device_module(device)
+        self._event = self._module.Event() if self._module is not None else None
+
+    def mark(self) -> None:
+        """What was issued so far makes the step that a gasp may read. On the training thread."""
+        if self._event is not None:
+            self._event.record()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Everything in the block comes after the mark, and after nothing else of the training thread's."""
+        if self._module is None:
+            yield
+            return
+        with self._module.device(self.device), self._module.stream(self._module.Stream()):
+            stream = self._module.current_stream()
+            stream.wait_event(self._event)
+            yield
+            stream.synchronize()
