@@ -1,6 +1,6 @@
-"""Ranks that call every collective with communication marks on, and train with them on and off; they print JSON.
+"""Ranks that call every collective with communication marks on, and train with them on and off; the result is JSON.
 
-python collectives_child.py WORLD
+python collectives_child.py WORLD FOLDER
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class Rank:
         return loss
 
 
-def run(number: int, world: int, folder: str, results: Any) -> None:
+def run(number: int, world: int, folder: Path) -> None:
     """One process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=world)
@@ -168,24 +168,20 @@ def run(number: int, world: int, folder: str, results: Any) -> None:
     found["switched"] = rank.train(lambda step: bits.COMM * (step // 2 % 2))
     rank.calls.close()
     rank.marks.close(remove=True)
-    results.put((number, found))
+    (folder / f"{number}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Start the ranks, print what each found."""
-    world = int(sys.argv[1])
+    """Start the ranks; each writes down what it found."""
+    world, folder = int(sys.argv[1]), Path(sys.argv[2])
     context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run, args=(n, world, folder, results)) for n in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-            if process.exitcode:
-                sys.exit(f"a rank ended with {process.exitcode}")
-    print(json.dumps(dict(sorted(results.get() for _ in ranks))))
+    ranks = [context.Process(target=run, args=(n, world, folder)) for n in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ from typing import Any
 import pytest
 
 from frameworks.collectives_child import SECONDS
+from lastgasp.testing.jobs import run_job
+
+pytestmark = pytest.mark.fault
 
 ROOT = Path(__file__).parent.parent.parent
 CHILD = Path(__file__).parent / "collectives_child.py"
@@ -20,19 +22,15 @@ DEFAULT = "0"
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a job of two, and of three, found."""
     path = os.pathsep.join(str(ROOT / p) for p in ("core", "plugins/lightning", "tests"))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(
-        [sys.executable, "-W", "ignore", str(CHILD), str(request.param)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert job.returncode == 0, job.stderr[-4000:]
-    return list(json.loads(job.stdout).values())
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", str(CHILD), str(request.param), str(folder)]
+    job = run_job(command, folder / "log", timeout=110, environ=environ)
+    assert job.ok, job.output[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 
 def test_groups_are_those_of_this_rank(ranks: list[dict[str, Any]]) -> None:
