@@ -16,23 +16,20 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.steps import bits
-from lastgasp.steps.recorder import RecorderOptions, StepRecorder
-from lastgasp_lightning.boundary import reorder
-from lastgasp_lightning.marks import LightningMarks
+from lastgasp import _fs
+from lastgasp_lightning import LastGasp
 
 WORLD = 4
 CAUSES = ("data", "compute", "communication", "checkpoint", "healthy")
@@ -126,70 +123,39 @@ class Work(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class Disk(TorchCheckpointIO):
-    """Writes checkpoints; slowly where this rank is the victim."""
+class SlowDisk(_fs.Disk):
+    """Takes its time before what it was given is on it."""
 
-    def __init__(self, fit: Fit) -> None:
-        self._fit = fit
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """As Lightning does, and then the disk takes its time."""
-        super().save_checkpoint(checkpoint, path, storage_options)
-        if self._fit.slows("checkpoint"):
-            time.sleep(DISK_S)
+    def fsync(self, fd: int) -> None:
+        """Twice a save: the checkpoint and its manifest."""
+        time.sleep(DISK_S / 2)
+        super().fsync(fd)
 
 
-class Marking(Callback):
-    """Marks the fit, as LastGasp does, without the rest of it."""
-
-    def __init__(self, fit: Fit, out: Path) -> None:
-        self._options = RecorderOptions(
-            rank=dist.get_rank(),
-            world_size=WORLD,
-            base=out,
-            task=fit.task,
-            mask=bits.ALL if fit.comm else bits.DEFAULT_ON,
-            framework="lightning",
-            switch_path=out / "no-switch",
-        )
-        self._recorder: StepRecorder
-        self._marks: LightningMarks
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stand before ModelCheckpoint, as LastGasp does."""
-        reorder(trainer, self)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Patch."""
-        self._recorder = StepRecorder.open(self._options)
-        self._recorder.set_groups(process_groups())
-        self._marks = LightningMarks(trainer, self._recorder.marks)
-        self._marks.install()
-
-    def on_before_optimizer_step(self, trainer: Trainer, *args: object) -> None:
-        """The update begins."""
-        self._marks.update_begins()
-
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-        """The step ends."""
-        self._marks.step_end(trainer.global_step)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put everything back, write the rest."""
-        self._marks.close()
-        if not self._recorder.close():
-            raise OSError(f"the rows of rank {self._options.rank} could not be written")
+@contextmanager
+def disk(slow: bool) -> Iterator[None]:
+    """Until the end every durable byte of this process goes to this disk."""
+    if slow:
+        vars(_fs.DISK)["fsync"] = SlowDisk().fsync
+    try:
+        yield
+    finally:
+        vars(_fs.DISK).clear()
 
 
 def train(fit: Fit, out: Path, scratch: Path) -> None:
     """One fit on this rank."""
     seed_everything(fit.seed * WORLD + dist.get_rank(), verbose=False)
-    saves = ModelCheckpoint(scratch / fit.task, every_n_train_steps=SAVE_EVERY, save_top_k=1)
+    folder = scratch / fit.task
+    os.environ["MINDX_TASK_ID"] = fit.task
+    saves = ModelCheckpoint(folder, every_n_train_steps=SAVE_EVERY, save_top_k=1)
+    ours = LastGasp(folder, resume="never", marks="all" if fit.comm else True, profiling_dir=out)
     trainer = Trainer(
         accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Marking(fit, out), saves], plugins=[Disk(fit)],
+        enable_model_summary=False, callbacks=[saves, ours],
     )  # fmt: skip
-    trainer.fit(Work(fit), DataLoader(Items(fit), batch_size=BATCH, shuffle=True))
+    with disk(slow=fit.slows("checkpoint")):
+        trainer.fit(Work(fit), DataLoader(Items(fit), batch_size=BATCH, shuffle=True))
 
 
 def rank(number: int, fits: list[Fit], out: Path, scratch: Path) -> None:
