@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("lastgasp.cli.run:run", "Start a job whose survivors save when a rank dies (torchrun's options)."),
     "verify": ("lastgasp.cli.verify:verify", "Check every checkpoint in a directory against its digests."),
     "manifest": ("lastgasp.cli.manifest:manifest", "Give checkpoints that were written without lastgasp a manifest."),
+    "report": ("lastgasp.cli.report:report", "Show what steps are spent on, who is slow, and why; also live."),
     "incident": ("lastgasp.cli.incident:incident", "Show the last incident and draw its timeline."),
     "ps": ("lastgasp.cli.ps:ps", "List the running jobs of this machine and their ranks."),
     "switch": ("lastgasp.cli.switch:switch", "Turn step marks on and off in a running job, rank by rank."),
@@ -27,6 +28,7 @@ Examples:
   lastgasp run --nproc-per-node 2 train.py --dir ckpts
   lastgasp verify ckpts
   lastgasp manifest old_ckpts
+  lastgasp report ckpts --html report.html
   lastgasp incident ckpts --png timeline.png
   lastgasp ps
   lastgasp switch --ranks 0,3-5 step=on comm=off

@@ -27,6 +27,8 @@ MIN_PART, PARTS = 0.5, 4
 job on the machine, is not the rank's own slowness."""
 MIN_BLOCKS = 8
 """Fewer prove nothing: an equal rank is the slowest of four in eight blocks out of eight once in 65,000 jobs."""
+LATER_BLOCKS, LATER_SHARE, LATER_CERTAINTY = 12, 0.15, 6.0
+"""The same for a rank that has become slow: the window is chosen to show it, so more is asked of it."""
 BEFORE = 0.3
 """Slow since a step: before it the excess was at most this share of that after it."""
 ERROR_OF_MEDIAN = 1.2533
@@ -70,11 +72,12 @@ def proven(found: Excess, ranks: int, others: int = 0) -> bool:
         ranks: how many are compared.
         others: how many others are slow as well.
     """
+    least = LATER_SHARE if found.since else MIN_SHARE
     return (
-        found.blocks >= MIN_BLOCKS
-        and found.share >= (MIN_SHARE if ranks > 2 else MIN_SHARE_OF_TWO)
+        found.blocks >= (LATER_BLOCKS if found.since else MIN_BLOCKS)
+        and found.share >= (least if ranks > 2 else MIN_SHARE_OF_TWO)
         and found.single >= MIN_SINGLE
-        and found.certainty >= MIN_CERTAINTY
+        and found.certainty >= (LATER_CERTAINTY if found.since else MIN_CERTAINTY)
         and found.standing >= (MIN_STANDING_OF_MANY if others else MIN_STANDING)
         and found.steady >= MIN_PART
     )

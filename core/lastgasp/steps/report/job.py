@@ -95,7 +95,7 @@ class JobReader:
     def read(self, progress: Progress | None = None) -> None:
         """Take in all rows that have been written since the last call."""
         self._look()
-        total, done = sum(_size(reader.directory) for reader, _ in self._readers.values()), self.nbytes
+        total, done = sum(size_of(reader.directory) for reader, _ in self._readers.values()), self.nbytes
 
         def tell(nbytes: int) -> None:
             nonlocal done
@@ -137,7 +137,8 @@ class JobReader:
         return RankData(rank, fold.table, fold.counts, reader.unreadable, fold.dropped, information, groups)
 
 
-def _size(directory: Path) -> int:
+def size_of(directory: Path) -> int:
+    """Bytes of a rank's files."""
     total = 0
     for path in data_files(directory):
         try:

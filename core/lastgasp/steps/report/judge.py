@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from .excesses import (
     MIN_BLOCKS,
     MIN_CERTAINTY,
@@ -32,10 +30,11 @@ MIN_STEPS = 10
 """Steps that all ranks have in common after the warm-up; with fewer nobody is judged."""
 EXPLAINS = 0.5
 """Share of a rank's lateness that its data or its computing must make up to be the cause."""
-CONTRADICTS = 0.3
-"""A rank that takes longer on its own, but is late by less than this share of it, does not hold the others up."""
-CAP_OF_TWO, CAP_CONTRADICTED = 0.7, 0.5
-"""Confidence at most, with two ranks and where nobody waits for the rank."""
+CORROBORATES = 0.3
+"""Share of a rank's excess that the others must be seen to wait for it, to be worth saying. Where they are not, it
+says nothing: DDP's own all-reduces may be unmarked, and hide it."""
+CAP_OF_TWO = 0.7
+"""Confidence at most with two ranks."""
 
 
 def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
@@ -117,10 +116,8 @@ def _of_rank(
         return _named_slow(sample, "communication", late, late.seconds - explained, _of_lateness(late, mine[own]))
     if not is_late and rank not in accepted[own]:
         own = "compute" if own == "data" else "data"
-    held_up = late is None or late.seconds >= CONTRADICTS * mine[own].seconds
-    evidence = [*_of_own(sample, own, mine[own]), *_of_waiting(late, held_up)]
-    slow = _named_slow(sample, own, mine[own], mine[own].seconds, evidence)
-    return slow if held_up else msgspec.structs.replace(slow, confidence=min(slow.confidence, CAP_CONTRADICTED))
+    evidence = [*_of_own(sample, own, mine[own]), *_of_waiting(sample, mine[own], late)]
+    return _named_slow(sample, own, mine[own], mine[own].seconds, evidence)
 
 
 def _named_slow(sample: Sample, cause: Cause, found: Excess, lost: float, evidence: Sequence[str]) -> Slow:
@@ -168,12 +165,13 @@ def _of_lateness(late: Excess, own: Excess) -> list[str]:
     ]
 
 
-def _of_waiting(late: Excess | None, held_up: bool) -> list[str]:
-    if late is None:
-        return []
-    if held_up:
-        return [f"the others wait {ms(late.seconds)} per step for it in collectives"]
-    return [f"but comes only {ms(max(0.0, late.seconds))} per step late to collectives: it holds up nobody"]
+def _of_waiting(sample: Sample, own: Excess, late: Excess | None) -> list[str]:
+    if late is not None and late.seconds >= CORROBORATES * own.seconds:
+        return [f"the others wait {ms(late.seconds)} per step for it in marked collectives"]
+    mine, others = _usual_of(sample, "backward", own)
+    if others - mine >= CORROBORATES * own.seconds:
+        return [f"the others wait for it: their backward takes {ms(others)}, its own {ms(mine)}"]
+    return []
 
 
 def _hints(sample: Sample) -> list[str]:

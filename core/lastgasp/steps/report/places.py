@@ -117,3 +117,12 @@ def last_time(path: Path) -> int:
         except msgspec.DecodeError:
             continue
     return 0
+
+
+def first_time(path: Path) -> int:
+    """Time of the first row of a file, ns since the epoch; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.readline(TAIL), type=_Time).Timestamp
+    except (OSError, msgspec.DecodeError):
+        return 0

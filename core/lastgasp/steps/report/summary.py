@@ -10,7 +10,7 @@ import msgspec
 from .job import Job, RankData
 from .judge import judge
 from .robust import quantile
-from .sample import samples
+from .sample import Sample
 from .saving import saving_of
 from .verdict import Verdict
 from .words import numbers
@@ -95,15 +95,16 @@ class Report(msgspec.Struct, frozen=True):
     version: int = VERSION
 
 
-def summarise(job: Job, directory: Path, last: int | None = None) -> Report:
+def summarise(job: Job, directory: Path, found: Sequence[Sample], last: int | None = None) -> Report:
     """The report on a job.
 
     Args:
         directory: as the user gave it.
+        found: `samples(job, last)`.
         last: only so many of the newest steps.
     """
     rows = tuple(_row(data, last) for data in job.ranks.values())
-    verdict = judge(samples(job, last), [saving_of(data, last) for data in job.ranks.values()])
+    verdict = judge(found, [saving_of(data, last) for data in job.ranks.values()])
     world = max((data.information.world_size for data in job.ranks.values()), default=0)
     remarks = tuple(_remarks(job, rows, world))
     place = job.place
@@ -168,9 +169,7 @@ def _losses(job: Job, rows: Sequence[RankRow]) -> list[str]:
         "{} marks were dropped: the ring was full": sum(row.dropped for row in rows),
         "{} steps were made again after a resume and count once": sum(row.undone for row in rows),
         "{} lines could not be read (cut off or damaged) and were left out": sum(row.unreadable for row in rows),
-        "{} rows have no beginning (older files have been removed) and were left out": sum(
-            row.unbegun for row in rows
-        ),
+        "{} rows have no beginning (older files have been removed) and were left out": sum(row.unbegun for row in rows),
         "{} steps were thinned out of the older half to bound memory": sum(
             data.table.thinned for data in job.ranks.values()
         ),
