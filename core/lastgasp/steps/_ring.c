@@ -432,8 +432,6 @@ static PyMethodDef mark_methods[] = {
 static PyMemberDef mark_members[] = {
     {"value", T_LONGLONG, offsetof(Mark, value), 0, PyDoc_STR("Printed in place of {}; taken by begin().")},
     {"name", T_UINT, offsetof(Mark, name), READONLY, PyDoc_STR("Slot of the name in the ring.")},
-    {"__enter__", T_OBJECT_EX, offsetof(Mark, enter), READONLY, NULL},
-    {"__exit__", T_OBJECT_EX, offsetof(Mark, leave), READONLY, NULL},
     {"bit", T_UINT, offsetof(Mark, bit), READONLY, PyDoc_STR("Which bit of the mask switches it.")},
     {NULL, 0, 0, 0, NULL},
 };
@@ -459,20 +457,27 @@ static PyType_Spec mark_spec = {
 /* --------------------------------------------------------------------------------------------------- Bound */
 
 /* `with` looks its two methods up in the type and binds them, which makes and frees two objects: half of what a
- * mark costs that is switched off. So each mark keeps them bound. Through an instance this descriptor hands them
- * out, as the member that it wraps does; taken from the class and called, as contextlib.ExitStack does, it is
- * the plain method, which the member alone would not be. */
+ * mark costs that is switched off. So each mark keeps them bound. Through a mark this descriptor hands them out;
+ * taken from the class and called, as contextlib.ExitStack does, it is the plain method. */
 typedef struct {
     PyObject_HEAD
-    PyObject *member;
+    PyTypeObject *owner;
+    size_t offset;
 } Bound;
 
 static PyObject *
-bound_get(Bound *self, PyObject *mark, PyObject *type)
+bound_get(Bound *self, PyObject *mark, PyObject *Py_UNUSED(type))
 {
     if (mark == NULL)
         return Py_NewRef(self);
-    return Py_TYPE(self->member)->tp_descr_get(self->member, mark, type);
+    if (unlikely(Py_TYPE(mark) != self->owner))
+        return PyErr_Format(PyExc_TypeError, "a mark is needed, not %R", mark);
+    PyObject *method = *(PyObject **)((char *)mark + self->offset);
+    if (unlikely(method == NULL)) { /* the garbage collector has taken the mark apart */
+        PyErr_SetString(PyExc_AttributeError, "the mark is gone");
+        return NULL;
+    }
+    return Py_NewRef(method);
 }
 
 static PyObject *
@@ -494,14 +499,14 @@ static int
 bound_traverse(Bound *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(self->member);
+    Py_VISIT(self->owner);
     return 0;
 }
 
 static int
 bound_clear(Bound *self)
 {
-    Py_CLEAR(self->member);
+    Py_CLEAR(self->owner);
     return 0;
 }
 
@@ -531,17 +536,14 @@ static PyType_Spec bound_spec = {
     .slots = bound_slots,
 };
 
-/* Puts a Bound in the place of the mark type's member of that name. */
 static int
-keep_bound(PyTypeObject *bound_type, PyObject *mark_type, const char *name)
+keep_bound(PyTypeObject *bound_type, PyObject *mark_type, const char *name, size_t offset)
 {
-    PyObject *member = PyObject_GetAttrString(mark_type, name);
-    Bound *bound = member == NULL ? NULL : (Bound *)bound_type->tp_alloc(bound_type, 0);
-    if (bound == NULL) {
-        Py_XDECREF(member);
+    Bound *bound = (Bound *)bound_type->tp_alloc(bound_type, 0);
+    if (bound == NULL)
         return -1;
-    }
-    bound->member = member;
+    bound->owner = (PyTypeObject *)Py_NewRef(mark_type);
+    bound->offset = offset;
     int failed = PyObject_SetAttrString(mark_type, name, (PyObject *)bound);
     Py_DECREF(bound);
     return failed;
@@ -567,8 +569,8 @@ add_mark_type(PyObject *module)
     PyObject *mark_type = PyType_FromModuleAndSpec(module, &mark_spec, NULL);
     PyObject *bound_type = PyType_FromModuleAndSpec(module, &bound_spec, NULL);
     int failed = mark_type == NULL || bound_type == NULL
-        || keep_bound((PyTypeObject *)bound_type, mark_type, "__enter__") < 0
-        || keep_bound((PyTypeObject *)bound_type, mark_type, "__exit__") < 0
+        || keep_bound((PyTypeObject *)bound_type, mark_type, "__enter__", offsetof(Mark, enter)) < 0
+        || keep_bound((PyTypeObject *)bound_type, mark_type, "__exit__", offsetof(Mark, leave)) < 0
         || PyModule_AddType(module, (PyTypeObject *)mark_type) < 0;
     Py_XDECREF(bound_type);
     Py_XDECREF(mark_type);
