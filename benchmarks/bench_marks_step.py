@@ -2,14 +2,14 @@
 
 One process and one fit, so that the two share memory, caches and clock. Each epoch of a few steps is a block, with
 marks or without: the recorder is opened and the loop patched at its start, and all put back after it. Blocks come in
-pairs, the order within a pair changes, and a pair's difference is one sample. Of a block the median step counts.
+pairs, the order within a pair changes, and a pair's difference is one sample. Of a block the mean step counts, so
+that the flusher's turns are in it.
 The CPU time of the training thread is there as well: it hardly sees what else the machine does.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import random
 import statistics
@@ -18,10 +18,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader, Subset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from benchmarks.harness import Measure, Options
 from lastgasp.steps import bits
@@ -31,17 +33,20 @@ from lastgasp_lightning.marks import LightningMarks
 EXAMPLE = Path(__file__).parent.parent / "examples/lightning_digits/train.py"
 PAIRS, STEPS, BATCH, SKIP = 400, 12, 32, 2
 """Pairs of blocks, steps of a block, images of a batch, and first steps of a block that do not count."""
+BARE_PAIRS, BARE_STEPS = 400, 40
 TARGET_PERCENT = 0.5
 RESAMPLES = 4000
 Step = tuple[float, float]
 """ns: wall, CPU of the training thread."""
+Pair = tuple[Step, Step]
+"""A block with marks, and the one beside it without."""
 
 
 class Toggled(Callback):
     """Marks every other epoch, and times all steps.
 
     Attributes:
-        marked, bare: the median step of each block, in ns of wall time and of CPU time.
+        marked, bare: the mean step of each block, in ns of wall time and of CPU time.
         ranges: how many were marked.
     """
 
@@ -85,32 +90,67 @@ class Toggled(Callback):
             self.ranges += self._recorder.marks.head
             self._marks = self._recorder = None
             block = self.marked
-        pairs = list(itertools.pairwise(self._ends[SKIP:]))
-        wall, cpu = (statistics.median(b[clock] - a[clock] for a, b in pairs) for clock in (0, 1))
-        block.append((wall, cpu))
+        first, last, steps = self._ends[SKIP], self._ends[-1], len(self._ends) - SKIP - 1
+        block.append(((last[0] - first[0]) / steps, (last[1] - first[1]) / steps))
+
+
+class Bare(LightningModule):
+    """A model so small that a step is almost only Lightning: there the marks' own time can be told from noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """The mean of the outputs."""
+        loss: Tensor = self.net(batch[0]).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def measure(options: Options) -> list[Measure]:
     """Step time without marks, and what they add, with a 95 % confidence interval of the median."""
-    callback = fit(4 if options.quick else PAIRS, 8 if options.quick else STEPS, options.folder)
-    pairs = list(zip(callback.marked, callback.bare, strict=True))[1:]
-    return [found for clock, name in enumerate(("wall", "CPU")) for found in _report(name, clock, pairs)]
+    quick, example = options.quick, load(EXAMPLE)
+    pairs, steps = (4, 8) if quick else (PAIRS, STEPS)
+    images = Subset(example.digits(), range(steps * BATCH))
+    blocks = fit(example.Digits(), images, (pairs, steps), options.folder / "example")
+    found = [one for clock, name in enumerate(("wall", "CPU")) for one in _report(name, clock, blocks)]
+    pairs, steps = (4, 8) if quick else (BARE_PAIRS, BARE_STEPS)
+    ones = TensorDataset(torch.ones(steps * BATCH, 4))
+    bare = fit(Bare(), ones, (pairs, steps), options.folder / "bare")
+    return [*found, *_of_bare(bare, statistics.median(off[0] for _, off in blocks))]
 
 
-def _report(name: str, clock: int, pairs: Sequence[tuple[Step, Step]]) -> list[Measure]:
+def _report(name: str, clock: int, pairs: Sequence[Pair]) -> list[Measure]:
     added = [100 * (on[clock] / off[clock] - 1) for on, off in pairs]
     low, high = interval(added)
     return [
         Measure(name=f"{name}: step without marks", unit="ms", samples=[off[clock] / 1e6 for _, off in pairs]),
-        Measure(name=f"{name}: marks add", unit="us", samples=[(on[clock] - off[clock]) / 1e3 for on, off in pairs]),
         Measure(name=f"{name}: marks add to a step", unit="%", samples=added, target=TARGET_PERCENT),
         Measure(name=f"{name}: 95 % interval of this median, from", unit="%", samples=[low]),
         Measure(name=f"{name}: 95 % interval of this median, to", unit="%", samples=[high], target=TARGET_PERCENT),
     ]
 
 
-def fit(pairs: int, steps: int, folder: Path) -> Toggled:
-    """The whole run.
+def _of_bare(pairs: Sequence[Pair], step: float) -> list[Measure]:
+    """What they add to a bare step, and what part that is of the example's step (ns)."""
+    added = [(on[0] - off[0]) / 1e3 for on, off in pairs]
+    low, high = interval(added)
+    share = [100 * 1e3 * us / step for us in added]
+    return [
+        Measure(name="bare model: step without marks", unit="us", samples=[off[0] / 1e3 for _, off in pairs]),
+        Measure(name="bare model: marks add", unit="us", samples=added),
+        Measure(name="bare model: 95 % interval of this median, from", unit="us", samples=[low]),
+        Measure(name="bare model: 95 % interval of this median, to", unit="us", samples=[high]),
+        Measure(name="bare model: as part of the example's step", unit="%", samples=share, target=TARGET_PERCENT),
+    ]
+
+
+def fit(model: LightningModule, data: Any, shape: tuple[int, int], folder: Path) -> list[Pair]:
+    """The whole run: so many pairs of blocks of so many steps; the first pair does not count.
 
     Raises:
         RuntimeError: marks were not made where they should have been.
@@ -119,16 +159,16 @@ def fit(pairs: int, steps: int, folder: Path) -> Toggled:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
-    example, callback = load(EXAMPLE), Toggled(folder)
-    data = Subset(example.digits(), range(steps * BATCH))
+    pairs, steps = shape
+    callback = Toggled(folder)
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=2 * pairs, callbacks=[callback], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(example.Digits(), DataLoader(data, batch_size=BATCH, shuffle=True))
+    trainer.fit(model, DataLoader(data, batch_size=BATCH, shuffle=True))
     if callback.ranges != 5 * pairs * steps:
         raise RuntimeError(f"{callback.ranges} ranges were marked instead of {5 * pairs * steps}")
-    return callback
+    return list(zip(callback.marked, callback.bare, strict=True))[1:]
 
 
 def load(script: Path) -> ModuleType:
