@@ -149,7 +149,10 @@ class Run:
             stand.broken = f"{cause_of(error)}: raised inside the update, so the state is between two steps"
         if not stand.inside:
             stand.broken = ""
-        return self.session.fault(kind_of(error), cause_of(error))
+        outcome = self.session.fault(kind_of(error), cause_of(error))
+        if outcome.ending == "gave_up" and self.state.advice:
+            log.error("%s", self.state.advice)
+        return outcome
 
     def _leave(self, outcome: Release) -> None:
         if launched():

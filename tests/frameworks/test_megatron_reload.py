@@ -1,0 +1,147 @@
+"""Real Megatron jobs that start over damaged checkpoints: the newest good iteration, or an exit that is no success."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.checkpoint import DirectoryLayout, candidates, verify
+from lastgasp.testing import corrupt
+from lastgasp.testing.jobs import Finished
+from support.megatron import place
+from support.megatron.job import DIST_OPT, GptJob
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
+]
+
+LIMIT = 400.0
+"""Seconds for one job on a loaded machine; 25 on an idle one."""
+LAYOUT = DirectoryLayout("iter_*")
+LAUNCH = ("--framework", "megatron")
+FLAGS = {
+    "torch": f"--bf16 {DIST_OPT}",
+    "torch_dist": f"--bf16 {DIST_OPT} --ckpt-format torch_dist",
+    "async": f"--bf16 {DIST_OPT} --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker",
+}
+Damage = Callable[[Path], object]
+ITERATION = "iter_0000020"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def job(folder: Path, kind: str, last: int) -> GptJob:
+    """Saves at 10 and 20 and at its end."""
+    return GptJob(folder=folder, flags=FLAGS[kind], last=last, launcher="run", launch_options=LAUNCH)
+
+
+@pytest.fixture(scope="module")
+def shelves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of iterations 10 and 20 by format, written once."""
+    return _Shelves(tmp_path_factory.mktemp("shelves"))
+
+
+class _Shelves(dict[str, Path]):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, kind: str) -> Path:
+        made = job(self._folder / kind, kind, 20)
+        done = made.run(timeout=LIMIT)
+        assert done.ok, done.output[-4000:]
+        found = candidates([made.checkpoints], LAYOUT)
+        assert [(c.step, verify(c.path, LAYOUT).ok) for c in found] == [(20, True), (10, True)]
+        self[kind] = made.checkpoints
+        return self[kind]
+
+
+def start(shelf: Path, folder: Path, kind: str, damage: Damage) -> tuple[GptJob, Finished]:
+    """A job on a damaged copy."""
+    shutil.copytree(shelf, folder / "ckpt")
+    damage(folder / "ckpt")
+    again = job(folder, kind, 22)
+    return again, again.run(timeout=LIMIT)
+
+
+def _file(name: str) -> Callable[[Path], Path]:
+    return lambda directory: directory / ITERATION / name
+
+
+MODEL, OPTIMIZER = _file("mp_rank_00/model_optim_rng.pt"), _file("mp_rank_00/distrib_optim.pt")
+FIRST, SECOND = _file("__0_0.distcp"), _file("__1_0.distcp")
+ROWS: dict[tuple[str, str], tuple[Damage, int]] = {
+    ("torch", "model empty"): (lambda d: corrupt.empty(MODEL(d)), 10),
+    ("torch", "model truncated"): (lambda d: corrupt.truncate(MODEL(d), 5000), 10),
+    ("torch", "optimizer truncated"): (lambda d: corrupt.truncate(OPTIMIZER(d), 5000), 10),
+    ("torch", "bit of the model"): (lambda d: corrupt.flip_bit(MODEL(d), 30_000, 3), 10),
+    ("torch", "bit of the optimizer"): (lambda d: corrupt.flip_bit(OPTIMIZER(d), 30_000, 3), 10),
+    ("torch", "tracker empty"): (lambda d: corrupt.empty(d / TRACKER), 20),
+    ("torch", "tracker missing"): (lambda d: corrupt.drop(d / TRACKER), 20),
+    ("torch", "iteration missing"): (lambda d: shutil.rmtree(d / ITERATION), 10),
+    ("torch_dist", "data truncated"): (lambda d: corrupt.truncate(FIRST(d), 5000), 10),
+    ("torch_dist", "bit of the data"): (lambda d: corrupt.flip_bit(FIRST(d), 20_000, 3), 10),
+    ("torch_dist", "data missing"): (lambda d: corrupt.drop(SECOND(d)), 10),
+    ("torch_dist", "metadata truncated"): (lambda d: corrupt.truncate(_file(".metadata")(d), 100), 10),
+    ("torch_dist", "metadata missing"): (lambda d: corrupt.drop(_file(".metadata")(d)), 10),
+    ("torch_dist", "metadata.json missing"): (lambda d: corrupt.drop(_file("metadata.json")(d)), 10),
+}
+DEFAULT = [("torch", "bit of the optimizer"), ("torch", "tracker empty")]
+
+
+def _check(shelves: dict[str, Path], folder: Path, row: tuple[str, str]) -> None:
+    kind, (damage, step) = row[0], ROWS[row]
+    again, done = start(shelves[kind], folder, kind, damage)
+    assert done.ok, done.output[-4000:]
+    assert {iteration for _, iteration in again.losses()} == set(range(step, 22))
+    assert {rank for rank, _ in again.losses()} == {0, 1}
+    assert (again.checkpoints / TRACKER).read_text() == "22"
+    assert verify(again.checkpoints / "iter_0000022", LAYOUT).ok
+
+
+@pytest.mark.parametrize("row", DEFAULT, ids=": ".join)
+def test_damage(row: tuple[str, str], shelves: dict[str, Path], tmp_path: Path) -> None:
+    _check(shelves, tmp_path, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in DEFAULT], ids=": ".join)
+def test_other_damage(row: tuple[str, str], shelves: dict[str, Path], tmp_path: Path) -> None:
+    _check(shelves, tmp_path, row)
+
+
+@pytest.mark.full
+def test_nothing_good_is_no_success_and_nothing_is_trained(shelves: dict[str, Path], tmp_path: Path) -> None:
+    def spoil(directory: Path) -> None:
+        for path in directory.glob("iter_*/mp_rank_00/model_optim_rng.pt"):
+            corrupt.truncate(path, 100)
+
+    again, done = start(shelves["torch"], tmp_path, "torch", spoil)
+    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert "NoGoodCheckpoint" in done.output
+    assert again.losses() == {}
+    assert (again.checkpoints / ITERATION).is_dir()
+
+
+@pytest.mark.full
+def test_plain_megatron_goes_on_from_a_repaired_directory(shelves: dict[str, Path], tmp_path: Path) -> None:
+    _check(shelves, tmp_path / "ours", ("torch", "model empty"))
+    shutil.rmtree(tmp_path / "ours/losses")
+    plain = GptJob(folder=tmp_path / "ours", flags=FLAGS["torch"], last=24)
+    done = plain.run(timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert {iteration for _, iteration in plain.losses()} == {22, 23}
+
+
+@pytest.mark.full
+def test_async_saves_get_their_manifests_when_they_are_finalized(tmp_path: Path) -> None:
+    made = job(tmp_path, "async", 20)
+    done = made.run(timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    found = candidates([made.checkpoints], LAYOUT)
+    assert [(c.step, verify(c.path, LAYOUT).ok) for c in found] == [(20, True), (10, True)]
+    assert (made.checkpoints / TRACKER).read_text() == "20"
