@@ -24,7 +24,7 @@ from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.stand import Stand, exit_code
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import StateSource
-from lastgasp.steps.attach import Marking, Switch, no_mark, no_step, open_recorder
+from lastgasp.steps.attach import Marking, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
 from lastgasp.topology import Place, host_identity
@@ -116,7 +116,7 @@ class Session:
         if self.recorder is not None:
             marks = self.recorder.marks
             self.mark, self.step = marks.mark, marks.step
-            self.on_switch(Switch(marks))
+            self.on_switch(marks.switch)
 
     def _hello(self) -> m.Hello:
         config, place = self.config, self.place

@@ -90,8 +90,11 @@ def _functions(tree: ast.AST) -> Iterator[Function]:
 
 
 def _parameters(function: Function) -> list[ast.arg]:
+    """Those that count: not the options of a constructor, which are named at the call and may be left out."""
+    options = {a.arg for a, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if default}
     given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    return [a for a in given if a.arg not in ("self", "cls")]
+    left_out = {"self", "cls"} | (options if function.name == "__init__" else set())
+    return [a for a in given if a.arg not in left_out]
 
 
 def _public(tree: ast.Module | ast.ClassDef) -> Iterator[Function | ast.ClassDef]:

@@ -18,6 +18,7 @@ from lastgasp.steps.drain import Drain
 from lastgasp.steps.flusher import Flusher
 from lastgasp.steps.marks import Marks
 from lastgasp.steps.rankfiles import FILE_MAX, RankFiles, profiling_files
+from lastgasp.steps.recorder import RecorderOptions, StepRecorder
 from lastgasp.steps.rows import Renderer
 from support import taskd_reader
 
@@ -411,3 +412,21 @@ def test_a_forked_child_flushes_nothing_of_its_parent(flusher: Flusher, marks: M
     assert os.waitpid(pid, 0)[1] == 0
     assert flusher.flush(LIMIT)
     assert steps(files) == [1]
+
+
+def test_a_command_that_comes_while_the_switch_file_is_read_stays(tmp_path: Path) -> None:
+    options = RecorderOptions(rank=0, world_size=1, base=tmp_path, task="t", mask=bits.STEP, period=0.01)
+    with StepRecorder.open(options) as recorder:
+        marks, asked = recorder.marks, threading.Event()
+
+        def poll(mask: int) -> int | None:
+            if asked.is_set():
+                return None
+            marks.switch(bits.COMM, 0)  # the command
+            asked.set()
+            return mask | bits.SAVE  # the file
+
+        recorder._flusher._poll = poll
+        assert asked.wait(30)
+        assert recorder.flush(30)
+        assert marks.mask == bits.STEP | bits.COMM | bits.SAVE

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lastgasp.topology import Place
 
-from .marks import Marks
 from .places import profiling_base, task_id
 from .recorder import RecorderOptions, StepRecorder
 from .settings import MarksConfig
@@ -84,15 +83,3 @@ def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Pa
     )
     return StepRecorder.open(options)
 
-
-class Switch:
-    """What `lastgasp switch` calls on a rank."""
-
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
-
-    def __call__(self, on: int, off: int) -> int:
-        """Turn marks on and off (masks of `bits`); returns what is on now."""
-        if on or off:
-            self._marks.mask = (self._marks.mask & ~off) | on
-        return self._marks.mask

@@ -131,9 +131,11 @@ class Flusher:
         if self._poll is None or _clock.monotonic() < self._next_poll:
             return
         self._next_poll = _clock.monotonic() + SWITCH_PERIOD_S
-        mask = self._poll(self._marks.mask)
+        before = self._marks.mask
+        mask = self._poll(before)
         if mask is not None:
-            self._marks.mask = mask
+            # Only what the file changed: a command may have come while it was read.
+            self._marks.switch(mask & ~before, before & ~mask)
             log.info("the switch file sets the step marks: %s", bits.describe(mask))
 
     def _age(self) -> None:

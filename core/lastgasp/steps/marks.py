@@ -129,6 +129,17 @@ class Marks:
             if not self._closed:
                 self._view["mask"] = value
 
+    def switch(self, on: int, off: int) -> int:
+        """Turn marks on and off (`bits`), those that are in neither stay; from any thread.
+
+        Returns:
+            What is on now.
+        """
+        with self._lock:
+            if not self._closed:
+                self._view["mask"] = (self._view["mask"] & ~_checked(off)) | _checked(on)
+            return self.mask
+
     def define(self, text: str, *, domain: str = "default", bit: int, stream: bool) -> Mark:
         """The mark of that name and kind, always the same object; `other` of its kind once 496 names are in use.
 
