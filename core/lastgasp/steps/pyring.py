@@ -99,14 +99,13 @@ class Mark:
     def __enter__(self) -> None:
         ring = self._ring
         if ring.masks[_MASK] & self.bit:
-            opened = _own.opened
-            if len(opened) > DEPTH and not self._has_room():
+            if self._open >= DEPTH and not self._has_room():
                 return
             words = ring.words  # as one
             number = words[_NEXT_ID]
             words[_NEXT_ID] = number + 1
             self._open += 1  # so far
-            opened.append((self, number, self.value, monotonic_ns()))
+            _own.opened.append((self, number, self.value, monotonic_ns()))
         elif self._open:
             self._begin_unrecorded()
 
@@ -121,7 +120,15 @@ class Mark:
         else:
             _, number, value, begin = self._take_out()
         if number:
-            self._ring.write(_pack(begin, end, number, value, self.name, opened[0][1]))
+            record = _pack(begin, end, number, value, self.name, opened[0][1])
+            ring = self._ring
+            words = ring.words
+            head = words[_HEAD]  # as one
+            if head - words[_TAIL] <= ring.wrap and ring.memory is not None:
+                ring.memory[ring.places[head & ring.wrap]] = record
+                words[_HEAD] = head + 1  # so far
+            else:
+                ring.write(record)
 
     begin = __enter__
 
