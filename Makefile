@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+MEGATRON := $(VENV)/.megatron
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
@@ -22,6 +23,11 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py core/lastgasp/steps/_rin
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# 2 MB, kept out of site-packages; the demo does without. The folder has the version in its name.
+$(MEGATRON): constraints.txt tests/support/megatron/place.py | $(STAMP)
+	cd tests && ../$(BIN)/python -m support.megatron.place
+	@touch $@
+
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
 	$(BIN)/lastgasp demo --out $(OUT)
 
@@ -30,16 +36,19 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## lint, then all tests but the full matrix
+# What is skipped without Megatron must not be skipped where it is fetched.
+test test-full: export TESTS_NEED_MEGATRON := 1
+
+test: lint $(MEGATRON)  ## lint, then all tests but the full matrix
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
 
 test-fast: $(STAMP)  ## the tests of a few seconds
 	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)
 
-test-full: lint  ## everything, the whole fault matrix included (long)
+test-full: lint $(MEGATRON)  ## everything, the whole fault matrix included (long)
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP)  ## the measurements behind the README's table
+bench: $(STAMP) $(MEGATRON)  ## the measurements behind the README's table
 	$(BIN)/python -m benchmarks
 
 clean:  ## remove the environment and what the tests leave
