@@ -35,6 +35,8 @@ CORROBORATES = 0.3
 says nothing: DDP's own all-reduces may be unmarked, and hide it."""
 CAP_OF_TWO = 0.7
 """Confidence at most with two ranks."""
+WILD = 10.0
+"""More standard deviations say no more."""
 
 
 def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
@@ -124,9 +126,10 @@ def _named_slow(sample: Sample, cause: Cause, found: Excess, lost: float, eviden
     blocks = sample.late if cause == "communication" and sample.late is not None else sample.own
     since = blocks.steps[found.since] if found.since else None
     confidence = min(confidence_of(found), CAP_OF_TWO if len(sample.ranks) == 2 else 1.0)
+    above = f"{found.single:.1f}" if found.single < WILD else f"more than {WILD:.0f}"
     chance = (
-        f"slowest of {len(sample.ranks)} in {percent(found.largest)} of {found.blocks} blocks of {blocks.size} steps, "
-        f"{found.single:.1f} standard deviations of a block above the others"
+        f"slowest of {len(sample.ranks)} in {percent(found.largest)} of {found.blocks} blocks of {blocks.size} steps; "
+        f"{above} standard deviations of a block above the others"
     )
     return Slow(found.rank, cause, round(confidence, 2), lost, lost / sample.usual, since, (*evidence, chance))
 

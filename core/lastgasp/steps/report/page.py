@@ -18,6 +18,8 @@ LINES_MAX, POINTS = 64, 240
 """Ranks drawn as lines, and points of each."""
 STRIPES_MAX, CELLS = 64, 6000
 """Ranks drawn as stripes, and cells of all together: 6000 make a file of half a MB."""
+FULL_COLOUR = 0.25
+"""Share of a step that has the full colour at least: noise stays pale."""
 
 
 def render_page(report: Report, job: Job, found: Sequence[Sample], last: int | None = None) -> str:
@@ -104,13 +106,17 @@ def _bars(report: Report, slow: Sequence[int]) -> str:
 def _stripes(found: Sequence[Sample], slow: Sequence[int]) -> list[str]:
     parts: list[str] = []
     for sample in found:
-        if len(sample.ranks) > 1 and len(sample.own) and sample.usual > 0:
-            own = own_excess(sample.own)
-            parts.append(_heat("Waiting for data", own["data"], sample.own, sample, slow))
-            parts.append(_heat("Computing", own["compute"], sample.own, sample, slow))
-            if sample.late is not None:
-                late = sample.late.columns["late"]
-                parts.append(_heat("Coming late to collectives", late, sample.late, sample, slow))
+        if len(sample.ranks) < 2 or not len(sample.own) or sample.usual <= 0:
+            continue
+        own = own_excess(sample.own)
+        plots = [("Waiting for data", own["data"], sample.own), ("Computing", own["compute"], sample.own)]
+        if sample.late is not None:
+            plots.append(("Coming late to collectives", sample.late.columns["late"], sample.late))
+        stripes = [(title, *_stripe(matrix, blocks, sample, slow)) for title, matrix, blocks in plots]
+        values = [abs(value) for _, rows, _ in stripes for row in rows.values() for value in row]
+        full = max(FULL_COLOUR, quantile(values, 0.98))
+        names = [f"rank {rank}" for rank in slow]
+        parts += [f"<h3>{title}</h3>{svg.heat(rows, steps, names, full)}" for title, rows, steps in stripes]
     key = (
         '<p class="legend"><span><i class="k-hot"></i>longer than the others</span>'
         '<span><i class="k-cold"></i>less long</span></p>'
@@ -118,7 +124,10 @@ def _stripes(found: Sequence[Sample], slow: Sequence[int]) -> list[str]:
     return ["<h2>Compared with the other ranks</h2>", key, *parts] if parts else []
 
 
-def _heat(title: str, matrix: Matrix, blocks: Blocks, sample: Sample, slow: Sequence[int]) -> str:
+def _stripe(
+    matrix: Matrix, blocks: Blocks, sample: Sample, slow: Sequence[int]
+) -> tuple[dict[str, list[float]], list[int]]:
+    """Name -> shares of a step, and the first step of each column."""
     order = sorted(range(len(matrix)), key=lambda at: (sample.ranks[at] not in slow, -abs(median(matrix[at]))))
     shown = sorted(order[:STRIPES_MAX])
     size = -(-len(blocks) * len(shown) // CELLS)
@@ -127,9 +136,7 @@ def _heat(title: str, matrix: Matrix, blocks: Blocks, sample: Sample, slow: Sequ
         f"rank {sample.ranks[at]}": [median(matrix[at][begin : begin + size]) / sample.usual for begin in begins]
         for at in shown
     }
-    steps = [blocks.steps[begin] for begin in begins]
-    plot = svg.heat(rows, steps, [f"rank {rank}" for rank in slow], title)
-    return f"<h3>{escape(title)}</h3>{plot}"
+    return rows, [blocks.steps[begin] for begin in begins]
 
 
 _HEAD = ("rank", "host", "steps", "p50", "p90", "p99", *PHASES, "rest", "in collectives", "saves", "dropped marks")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .words import ms, percent
+from .words import percent
 
 WIDTH, LEFT, RIGHT = 960, 64, 76
 INNER = WIDTH - LEFT - RIGHT
@@ -28,17 +29,18 @@ class Line:
 
 
 def lines(lines: Sequence[Line], top: float, height: int = 260) -> str:
-    """Lines over steps; y from 0 to `top` seconds."""
+    """Lines over steps; y from 0 to `top` seconds, or a little more for round ticks."""
     xs = [x for line in lines for x, _ in line.points]
     if not xs or top <= 0:
         return ""
     low, high = min(xs), max(max(xs), min(xs) + 1)
-    inner = height - 40
+    inner, tick = height - 40, _tick(top / 5)
+    top = tick * math.ceil(top / tick - 1e-9)
 
     def at(x: float, y: float) -> str:
         return f"{LEFT + (x - low) / (high - low) * INNER:.1f},{10 + inner * (1 - min(y, top) / top):.1f}"
 
-    parts = [_y_axis(top, inner), *_x_axis(low, high, height)]
+    parts = [_y_axis(top, tick, inner), *_x_axis(low, high, height)]
     for line in sorted(lines, key=lambda item: item.marked):
         kind = "line marked" if line.marked else "line"
         points = " ".join(at(x, y) for x, y in line.points)
@@ -49,12 +51,19 @@ def lines(lines: Sequence[Line], top: float, height: int = 260) -> str:
     return _svg(height, "Time of a step over the steps, a line per rank", parts)
 
 
-def _y_axis(top: float, inner: int) -> str:
+def _tick(least: float) -> float:
+    """The next of 1, 2, 5, 10 ... from `least` on."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _y_axis(top: float, tick: float, inner: int) -> str:
     parts = []
-    for part in (0, 0.25, 0.5, 0.75, 1):
-        y = 10 + inner * (1 - part)
+    for number in range(round(top / tick) + 1):
+        y = 10 + inner * (1 - number * tick / top)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + INNER}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{ms(part * top) if part else 0}</text>')
+        label = f"{number * tick * 1e3:g} ms" if top < 1 else f"{number * tick:g} s"
+        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{label if number else 0}</text>')
     return "".join(parts)
 
 
@@ -96,13 +105,18 @@ def legend(phases: Sequence[str]) -> str:
     return f'<p class="legend">{"".join(squares)}</p>'
 
 
-def heat(rows: Mapping[str, Sequence[float]], steps: Sequence[int], marked: Sequence[str], what: str) -> str:
-    """A stripe per rank: where it takes longer than the others (warm) or less long (cold), as shares of a step."""
+def heat(rows: Mapping[str, Sequence[float]], steps: Sequence[int], marked: Sequence[str], full: float) -> str:
+    """A stripe per rank: where it takes longer than the others (warm) or less long (cold), as shares of a step.
+
+    Args:
+        rows: name -> values.
+        steps: the first step of each column.
+        marked: names of slow ranks.
+        full: the share that has the full colour.
+    """
     columns = len(steps)
     if not columns:
         return ""
-    strongest = sorted(abs(value) for row in rows.values() for value in row)
-    full = max(0.2, strongest[int(0.98 * (len(strongest) - 1))])
     width, tall = INNER / columns, 16 if len(rows) <= 32 else 8
     parts = []
     for place, (name, row) in enumerate(rows.items()):
@@ -119,7 +133,11 @@ def heat(rows: Mapping[str, Sequence[float]], steps: Sequence[int], marked: Sequ
                     f"<title>{escape(name)}, from step {steps[at]:,}: {value * 100:+.0f} %</title></rect>"
                 )
     height = len(rows) * (tall + 2) + 30
-    return _svg(height, what, [*parts, *_x_axis(steps[0], steps[-1], height)])
+    return _svg(
+        height,
+        "Longer or less long than the other ranks, a stripe per rank",
+        [*parts, *_x_axis(steps[0], steps[-1], height)],
+    )
 
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:
