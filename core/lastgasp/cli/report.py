@@ -23,6 +23,7 @@ from lastgasp.steps.report.sample import samples
 from lastgasp.steps.report.summary import Report, summarise
 from lastgasp.steps.report.tables import render
 from lastgasp.steps.report.trace import write_trace
+from lastgasp.steps.report.words import numbers
 
 from ._console import console
 
@@ -131,10 +132,11 @@ def _chosen(text: str | None, place: Place) -> set[int] | None:
         low, dash, high = part.partition("-")
         if not low.strip().isdecimal() or (dash and not high.strip().isdecimal()):
             raise ConfigError("--rank", text, "ranks such as 0,4-7", "Leave it out for all.")
-        found.update(rank for rank in place.ranks if int(low) <= rank <= int(high if dash else low))
-    if not found:
-        there = ", ".join(map(str, place.ranks))
-        raise ConfigError("--rank", text, f"some of {there}", "Leave it out for all.")
+        part_of = {rank for rank in place.ranks if int(low) <= rank <= int(high if dash else low)}
+        if not part_of:
+            there = numbers(list(place.ranks))
+            raise ConfigError("--rank", text, f"some of {there}", f"{part.strip()} has no files. Leave it out for all.")
+        found |= part_of
     return found
 
 

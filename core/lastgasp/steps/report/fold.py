@@ -158,7 +158,10 @@ class _Process:
     def part(self, kind: str, found: Range, collective: int = -1) -> None:
         """A range that is part of a step."""
         if found.host_begin < self._closed_until:
-            self._table.add(kind, found.host_begin, (found.end - found.begin) * _NS)
+            seconds = (found.end - found.begin) * _NS
+            number = self._table.add(kind, found.host_begin, seconds)
+            if kind == "save" and number is not None:
+                self._table.add_save(number, found.begin, seconds)
             return
         self._pending.append((kind, found, collective))
         if len(self._pending) > PENDING_MAX:
@@ -172,6 +175,8 @@ class _Process:
         self._series = series
         if self._held is not None:
             self._complete(*self._held, found.host_begin)
+            if number <= self._held[0]:  # a restart with the same pid, as containers give it
+                self._made, self._before = 0, None
         self._held = number, found
 
     def end(self) -> None:

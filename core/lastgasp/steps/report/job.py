@@ -109,8 +109,9 @@ class JobReader:
         self.nbytes = sum(reader.nbytes for reader, _ in self._readers.values())
 
     def end(self) -> None:
-        """No more rows will come: ranges that are open, and each rank's newest step, are closed."""
-        for _, fold in self._readers.values():
+        """No more rows will come: half a last line, ranges that are open, and each rank's newest step are closed."""
+        for reader, fold in self._readers.values():
+            reader.end()
             fold.end()
 
     def job(self) -> Job:

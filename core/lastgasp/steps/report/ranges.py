@@ -13,7 +13,8 @@ HOST_BEGIN, HOST_END, STREAM_BEGIN, STREAM_END = 2, 4, 16, 32
 """Values of Flag; 1 and 8 are instants, which take no time (facts/taskd.md §6)."""
 _BEGINS, _ENDS = (HOST_BEGIN, STREAM_BEGIN), (HOST_END, STREAM_END)
 OPEN_MAX = 256
-"""Ids open at once; TaskD's own reader expects about 100 (facts/taskd.md §7). The oldest are given up beyond."""
+"""Ids open at once; TaskD's own reader expects about 100 (facts/taskd.md §7). Beyond it the oldest are given up that
+only wait for their device's rows; without such ones the oldest of all."""
 PROCESSES_MAX = 4
 """Processes of one rank whose ranges may be open at once: a restart's rows may overlap with recovered ones."""
 
@@ -137,8 +138,8 @@ class RangeFold:
         return table
 
     def _give_up(self, opened: dict[int, Range]) -> None:
-        oldest = [opened.pop(key) for key in list(opened)[: OPEN_MAX // 2]]
-        self._close(oldest)
+        ended = [key for key, found in opened.items() if found.host_end]
+        self._close([opened.pop(key) for key in (ended or list(opened))[: OPEN_MAX // 2]])
 
     def _close(self, ranges: Iterable[Range]) -> None:
         for found in ranges:

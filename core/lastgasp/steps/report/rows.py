@@ -74,6 +74,11 @@ class RankReader:
                 self._name, self._offset, self._rest = path.name, 0, b""
             yield from self._file(path, progress)
 
+    def end(self) -> None:
+        """Nothing will be appended: what has no end of line by now was cut off."""
+        self.unreadable += bool(self._rest)
+        self._rest = b""
+
     def _file(self, path: Path, progress: Callable[[int], object]) -> Iterator[list[Row]]:
         try:
             with path.open("rb") as file:

@@ -119,7 +119,7 @@ def _row(data: RankData, last: int | None) -> RankRow:
     return RankRow(
         rank=data.rank,
         host=data.information.host,
-        steps=len(table) - first + table.thinned,
+        steps=len(table) - first + (table.thinned if last is None else 0),
         first_step=table.numbers[first] if len(table) else None,
         last_step=table.numbers[-1] if len(table) else None,
         step_s=_percentiles(table.times("time")[first:]) if len(table) else None,

@@ -150,11 +150,17 @@ class StepTable:
         if len(self._saves) > SAVES_MAX:
             del self._saves[: SAVES_MAX // 2]
 
-    def add(self, column: str, begin: int, seconds: float) -> None:
-        """More of a kind for the step that went on at `begin`, which has been taken in before; none: no change."""
+    def add(self, column: str, begin: int, seconds: float) -> int | None:
+        """More of a kind for the step that went on at `begin`, which has been taken in before.
+
+        Returns:
+            The step's number; None where there is no such step.
+        """
         place = bisect_right(self._whole["begin"], begin) - 1
-        if place >= 0:
-            self._times[column][place] += seconds
+        if place < 0:
+            return None
+        self._times[column][place] += seconds
+        return self.numbers[place]
 
     def _put(self, place: int, step: Step, collectives: Iterable[Collective]) -> None:
         self.seen += 1
