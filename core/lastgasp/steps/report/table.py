@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 STEPS_MAX = 100_000
-"""Steps kept per rank, 13 MB. Beyond it the older half is thinned: every second step of it goes, chosen by a hash of
-its number, so that all ranks keep the same ones and no period (a save every 100 steps) is hit on purpose."""
+"""Steps kept per rank, 13 MB. Beyond it the older half is thinned to half or less, evenly over all that it spans:
+chosen by a hash of the number, so that all ranks keep the same ones and no period (a save every 100 steps) is hit."""
+LEVEL_MAX = 31
+"""Of thinning: one of so many steps, as a power of two, is kept."""
 COLLECTIVES_MAX = 500_000
-"""Collectives kept per rank, 10 MB. Beyond it those of the older half of the steps go."""
+"""Collectives kept per rank, 10 MB. Beyond it the older half goes."""
 SAVES_MAX = 20_000
 """Saves kept per rank, 3 MB; beyond it the older half goes."""
 ALL_STEPS_MAX = 4_000_000
@@ -78,7 +80,6 @@ class StepTable:
         self._times = {name: array("d") for name in TIMES}
         self._kinds, self._begins, self._lengths = array("q"), array("q"), array("d")
         self._saves: list[Save] = []
-        self._level = 0
         self.undone = self.thinned = self.seen = 0
 
     def __len__(self) -> int:
@@ -187,9 +188,11 @@ class StepTable:
             del times[first:last]
 
     def _thin(self) -> None:
-        half, self._level = len(self) // 2, min(self._level + 1, 31)
-        numbers = self._whole["number"]
-        keep = [place for place in range(half) if _chosen(numbers[place], self._level)]
+        half, numbers, level = len(self) // 2, self._whole["number"], 0
+        keep = list(range(half))
+        while len(keep) > half // 2 and level < LEVEL_MAX:
+            level += 1
+            keep = [place for place in keep if _chosen(numbers[place], level)]
         self.thinned += half - len(keep)
         for whole in self._whole.values():
             whole[:half] = array("q", [whole[place] for place in keep])
@@ -198,11 +201,14 @@ class StepTable:
 
     def _forget_collectives(self) -> None:
         firsts, counts = self._whole["first"], self._whole["count"]
-        half = len(self) // 2
-        for place in range(half):
+        oldest, kept = len(self), 0
+        while oldest and kept + counts[oldest - 1] <= self._collectives_max // 2:
+            oldest -= 1
+            kept += counts[oldest]
+        for place in range(oldest):
             counts[place] = 0
         kinds, begins, lengths = array("q"), array("q"), array("d")
-        for place in range(half, len(self)):
+        for place in range(oldest, len(self)):
             first, last = firsts[place], firsts[place] + counts[place]
             firsts[place] = len(kinds)
             kinds += self._kinds[first:last]
@@ -212,6 +218,7 @@ class StepTable:
 
 
 def _chosen(number: int, level: int) -> bool:
+    """One of 2**level; those of a higher level are among those of a lower one."""
     return (number * _KNUTH & 0xFFFFFFFF) >> (32 - level) == 0
 
 
