@@ -18,9 +18,9 @@ COLLECTIVES_MAX = 500_000
 """Collectives kept per rank, 10 MB. Beyond it the older half goes."""
 SAVES_MAX = 20_000
 """Saves kept per rank, 3 MB; beyond it the older half goes."""
-ALL_STEPS_MAX = 4_000_000
-"""Steps of all ranks together: with more than 40 ranks each keeps less, down to `STEPS_MIN`."""
-STEPS_MIN = 2_000
+ALL_STEPS_MAX = 1_000_000
+"""Steps of all ranks together: with more than ten ranks each keeps less, down to `STEPS_MIN`."""
+STEPS_MIN = 500
 
 TIMES = (
     "time", "period", "data", "forward", "backward", "optimizer", "save", "communication", "forward_own",
@@ -223,6 +223,6 @@ def _chosen(number: int, level: int) -> bool:
 
 
 def limits(ranks: int) -> tuple[int, int]:
-    """Steps and collectives to keep per rank, so that all ranks together stay within some 600 MB."""
+    """Steps and collectives to keep per rank, so that a report takes at most some 400 MB; 0.2 MB per rank from 2000 ranks on."""
     steps = max(STEPS_MIN, min(STEPS_MAX, ALL_STEPS_MAX // max(1, ranks)))
     return steps, steps * (COLLECTIVES_MAX // STEPS_MAX)
