@@ -128,10 +128,10 @@ def _report(name: str, clock: int, pairs: Sequence[Pair]) -> list[Measure]:
     added = [100 * (on[clock] / off[clock] - 1) for on, off in pairs]
     low, high = interval(added)
     return [
-        Measure(name=f"{name}: step without marks", unit="ms", samples=[off[clock] / 1e6 for _, off in pairs]),
-        Measure(name=f"{name}: marks add to a step", unit="%", samples=added, target=TARGET_PERCENT),
-        Measure(name=f"{name}: 95 % interval of this median, from", unit="%", samples=[low]),
-        Measure(name=f"{name}: 95 % interval of this median, to", unit="%", samples=[high], target=TARGET_PERCENT),
+        Measure(name=f"example: step without marks, {name}", unit="ms", samples=[off[clock] / 1e6 for _, off in pairs]),
+        Measure(name=f"example: marks add to a step, {name}", unit="%", samples=added, target=TARGET_PERCENT),
+        Measure(name="95 % interval of this median, from", unit="%", samples=[low]),
+        Measure(name="95 % interval of this median, to", unit="%", samples=[high], target=TARGET_PERCENT),
     ]
 
 
@@ -143,9 +143,9 @@ def _of_bare(pairs: Sequence[Pair], step: float) -> list[Measure]:
     return [
         Measure(name="bare model: step without marks", unit="us", samples=[off[0] / 1e3 for _, off in pairs]),
         Measure(name="bare model: marks add", unit="us", samples=added),
-        Measure(name="bare model: 95 % interval of this median, from", unit="us", samples=[low]),
-        Measure(name="bare model: 95 % interval of this median, to", unit="us", samples=[high]),
-        Measure(name="bare model: as part of the example's step", unit="%", samples=share, target=TARGET_PERCENT),
+        Measure(name="95 % interval of this median, from", unit="us", samples=[low]),
+        Measure(name="95 % interval of this median, to", unit="us", samples=[high]),
+        Measure(name="what marks add to a bare step, as part of the example's", unit="%", samples=share, target=TARGET_PERCENT),
     ]
 
 

@@ -2,7 +2,7 @@
 
 Hit: the victim and no other rank is named, with the right cause. Wrong: any other rank, or another cause, is named as
 well or instead. Missed: nobody is named. The rest of each job's shape stands in tests/support/slow_job.py. Half of the
-jobs have communication marks on, those that are late for collectives all of them: without, nobody could tell why.
+jobs have communication marks on, those that are late for collectives all of them: without, nobody could tell why. Half of the models have buffers.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def measure(options: Options) -> list[Measure]:
         rates.setdefault(case.cause, []).append(case.rate(verdict))
         if rates[case.cause][-1] in ("wrong", "missed"):
             print(f"{case.argument}: {[(s.rank, s.cause, s.confidence, s.evidence) for s in verdict.slow]}")
-    found = [_share(f"{cause}: hit", rates[cause], "hit") for cause in CAUSES]
+    found = [_share(f"slow by {cause}: hit", rates[cause], "hit") for cause in CAUSES]
     for what, which in (("missed", "missed"), ("a wrong rank or cause", "wrong")):
-        found += [_share(f"{cause}: {what}", rates[cause], which, target=0.0) for cause in CAUSES]
-    return [*found, _share("healthy: somebody is named", rates["healthy"], "wrong", target=0.0)]
+        found += [_share(f"slow by {cause}: {what}", rates[cause], which, target=0.0) for cause in CAUSES]
+    return [*found, _share("healthy job: somebody is named", rates["healthy"], "wrong", target=0.0)]
 
 
 def _share(name: str, rates: Sequence[str], which: str, target: float | None = None) -> Measure:

@@ -1,4 +1,7 @@
-"""Puts measured numbers into the README: the table between two comments is made from JSON documents."""
+"""Puts measured numbers into the documents: tables between two comments are made from JSON documents.
+
+The README gets what has a target, docs/benchmarks.md everything.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,30 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
-_NAMES = ("detect", "callback", "checkpoint", "restart")
+NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "report", "megatron")
+"""In the order of the tables."""
+README, ALL = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 
 
-def publish(readme: Path = ROOT / "README.md", results: Path = RESULTS) -> None:
-    """Rewrite the table of `readme` from the documents in `results`.
+def publish() -> None:
+    """Rewrite both tables.
 
     Raises:
-        ValueError: the comments are not in the README, once each and in order.
+        ValueError: the comments are not in one of the two, once each and in order.
     """
-    documents = [json.loads(path.read_text()) for name in _NAMES if (path := results / f"{name}.json").exists()]
-    head, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{readme} has no {BEGIN} ... {END}")
-    readme.write_text(f"{head}{BEGIN}\n{table(documents)}\n{END}{tail}")
+    for path, text in tables().items():
+        head, begin, rest = path.read_text().partition(BEGIN)
+        _, end, tail = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"{path} has no {BEGIN} ... {END}")
+        path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+
+
+def tables() -> dict[Path, str]:
+    """Document -> its table, from the results that are there."""
+    documents = [json.loads(path.read_text()) for name in NAMES if (path := RESULTS / f"{name}.json").exists()]
+    short = [d | {"measures": [m for m in d["measures"] if m["target"] is not None]} for d in documents]
+    return {README: table(short), ALL: table(documents)}
 
 
 def table(documents: Iterable[dict[str, Any]]) -> str:
@@ -49,6 +61,8 @@ def _row(m: dict[str, Any]) -> str:
 
 def _middle_half(samples: list[float]) -> tuple[float, float]:
     """First and third quartile: the ends of a difference between two noisy numbers say little."""
+    if len(samples) < 2:
+        return samples[0], samples[0]
     quarters = statistics.quantiles(samples, n=4, method="inclusive")
     return quarters[0], quarters[2]
 

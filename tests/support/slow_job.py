@@ -63,6 +63,11 @@ class Fit:
         return f"{self.cause}:{self.victim}:{self.seed}" + ":comm" * self.comm
 
     @property
+    def buffers(self) -> bool:
+        """Whether the model has buffers, which DDP broadcasts from rank 0 at the begin of each forward pass."""
+        return self.seed % 4 > 1
+
+    @property
     def task(self) -> str:
         """Name of its directory."""
         return f"{self.cause}-{self.victim}-{self.seed}"
@@ -93,7 +98,8 @@ class Work(LightningModule):
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self._fit = fit
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        norm = nn.BatchNorm1d(WIDTH) if fit.buffers else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU(), nn.Linear(WIDTH, 1))
         self._square = torch.randn(WIDTH, WIDTH) / WIDTH
         self._seen = torch.zeros(8)
 

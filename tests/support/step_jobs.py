@@ -30,6 +30,7 @@ class Shape:
         spikes: share of the durations that take some two to ten times as long.
         drift: standard deviation of a slow random walk per rank, which makes one rank or the other slower for a while.
         buckets: DDP's all-reduces within backward; 0: an explicit one after it.
+        buffers: DDP's forward begins with a broadcast from rank 0: it waits for all, and all wait for it.
         communication: whether collectives are marked.
         saver: who saves; None: all.
         slow: rank -> kind (`data`, `forward`, `backward`, `optimizer`, `outside`, `save`) -> seconds more.
@@ -50,6 +51,7 @@ class Shape:
     spikes: float = 0.02
     drift: float = 0.05
     buckets: int = 2
+    buffers: bool = False
     communication: bool = False
     saver: int | None = 0
     slow: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -91,7 +93,8 @@ def simulate(shape: Shape, seed: int) -> list[list[Range]]:
     chance = random.Random(seed)
     ranks = [Rank(rank, shape, chance) for rank in range(shape.ranks)]
     for step in range(1, shape.steps + 1):
-        begins = [_until_backward(rank, step) for rank in ranks]
+        begins = [_until_forward(rank, step) for rank in ranks]
+        _forward(ranks, step, shape)
         _backward(ranks, step, shape)
         for rank, begin in zip(ranks, begins, strict=True):
             rank.mark("optimizer", rank.pass_by("optimizer", step), rank.now)
@@ -102,12 +105,20 @@ def simulate(shape: Shape, seed: int) -> list[list[Range]]:
     return [rank.ranges for rank in ranks]
 
 
-def _until_backward(rank: Rank, step: int) -> int:
+def _until_forward(rank: Rank, step: int) -> int:
     begin = rank.pass_by("data", step)
     rank.mark("dataloader", begin, rank.now)
-    rank.mark("forward", rank.pass_by("forward", step), rank.now)
-    rank.pass_by("outside", step)
     return begin
+
+
+def _forward(ranks: list[Rank], step: int, shape: Shape) -> None:
+    begins = [rank.now for rank in ranks]
+    for rank, begin in zip(ranks, begins, strict=True):
+        if shape.buffers:
+            rank.now = max(begins) if rank.rank == 0 else max(begin, begins[0])
+        rank.pass_by("forward", step)
+        rank.mark("forward", begin, rank.now)
+        rank.pass_by("outside", step)
 
 
 def _backward(ranks: list[Rank], step: int, shape: Shape) -> None:

@@ -18,7 +18,7 @@ from .excesses import (
     measure,
     proven,
 )
-from .own import own_excess, unmarked_excess
+from .own import own_excess, unmarked_excess, waits_in_forward
 from .robust import median
 from .sample import Sample
 from .saving import Saving, judge_saving
@@ -106,13 +106,15 @@ def _accepted(found: Sequence[Excess]) -> set[int]:
 def _of_rank(
     sample: Sample, rank: int, found: Mapping[Cause, Sequence[Excess]], accepted: Mapping[Cause, set[int]]
 ) -> Slow | None:
-    """None: it is late because it saves, which `saving` judges."""
+    """None: it is late because it saves, which `saving` judges, or because it had to wait for another rank before."""
     mine = {cause: items[sample.ranks.index(rank)] for cause, items in found.items()}
     late = mine.get("communication")
     own: Cause = "data" if mine["data"].seconds >= mine["compute"].seconds else "compute"
     is_late = rank in accepted.get("communication", ())
     if late is not None and is_late and mine[own].seconds < EXPLAINS * late.seconds:
-        if sample.saves[sample.ranks.index(rank)] >= EXPLAINS * late.seconds:
+        place = sample.ranks.index(rank)
+        waited = median(waits_in_forward(sample.own)[place])
+        if max(sample.saves[place], waited) >= EXPLAINS * late.seconds:
             return None
         explained = sum(max(0.0, mine[cause].seconds) for cause in ("data", "compute"))
         return _named_slow(sample, "communication", late, late.seconds - explained, _of_lateness(late, mine[own]))

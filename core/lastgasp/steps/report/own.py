@@ -16,8 +16,8 @@ def own_excess(blocks: Blocks) -> dict[str, Matrix]:
     backward, with sharded optimizers also there. So a phase only counts as far as it is no wait for others:
 
     - data: as it is.
-    - forward, without the collectives in it: less what the rank was ahead after its data (DDP's forward may wait for
-      another rank's buffers).
+    - forward, without the collectives in it: less what the rank was ahead of the latest one when it began. DDP's
+      forward waits in a broadcast of rank 0's buffers: rank 0 until the latest rank takes them.
     - backward, without the waits where its collectives are marked. Else only as far as everything up to the end of
       backward is longer as well, and with three ranks at least: a wait in it only makes up for something.
     - optimizer: less what the rank was ahead after data and forward.
@@ -27,12 +27,26 @@ def own_excess(blocks: Blocks) -> dict[str, Matrix]:
     """
     get = blocks.columns.__getitem__
     data, forward, optimizer = (over_others(get(name)) for name in ("data", "forward_own", "optimizer"))
-    backward = _backward(blocks)
+    backward, ahead = _backward(blocks), _ahead_of_latest(blocks)
 
-    def added(d: float, f: float, b: float, o: float) -> float:
-        return _discounted(f, d) + b + _discounted(o, d + f)
+    def added(d: float, f: float, b: float, o: float, waits: float) -> float:
+        return _discounted(f, -waits) + b + _discounted(o, d + f)
 
-    return {"data": data, "compute": _map(added, data, forward, backward, optimizer)}
+    return {"data": data, "compute": _map(added, data, forward, backward, optimizer, ahead)}
+
+
+def waits_in_forward(blocks: Blocks) -> Matrix:
+    """How much of its forward pass's excess may be a wait for the latest rank; makes a rank late for what follows."""
+    forward = over_others(blocks.columns["forward_own"])
+    return _map(lambda f, waits: max(0.0, f) - max(0.0, _discounted(f, -waits)), forward, _ahead_of_latest(blocks))
+
+
+def _ahead_of_latest(blocks: Blocks) -> Matrix:
+    """How long before the latest rank each one begins its forward pass; all left the backward pass before together."""
+    parts = [blocks.columns[name] for name in ("period", "forward", "backward")]
+    before = _map(lambda period, forward, backward: period - forward - backward, *parts)
+    latest = tuple(map(max, zip(*before, strict=True)))
+    return tuple(tuple(last - own for last, own in zip(latest, row, strict=True)) for row in before)
 
 
 def _backward(blocks: Blocks) -> Matrix:
