@@ -6,16 +6,18 @@ import inspect
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lastgasp.config import GaspConfig, pick
 from lastgasp.errors import ConfigError
+from lastgasp.steps.settings import MarksConfig
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
 _FIELDS = ("keep", "resume", "hang_timeout", "save_timeout", "finish_timeout", "sha256")
+_MARKS = ("marks", "profiling_dir", "profiling_limit_mb")
 _HELP = {
     "dir": "where gasps and incidents go, the same on all ranks; default: LASTGASP_DIR, else --save, else --load",
     "keep": "how many gasps to keep; default 3. Megatron's own checkpoints are never removed",
@@ -24,6 +26,11 @@ _HELP = {
     "hang_timeout": "seconds without progress after which ranks count as hung; auto (default) learns it",
     "save_timeout": "seconds that a save after a fault may take; default 600",
     "finish_timeout": "seconds that a rank inside its update gets to finish it; default 10",
+    "marks": "what is marked in each step, for `lastgasp report`: 1 (default) for all but the collectives, 0 for "
+    "nothing, all, none (until `lastgasp switch`), or names out of step, forward, dataloader, save, comm, with commas",
+    "profiling_dir": "where the marks' files go; default: MindCluster's directory where there is one, else "
+    "`profiling` in that of the gasps",
+    "profiling_limit_mb": "MB that the marks' files may take; beyond it the oldest go; default 5000",
 }
 _FLAGS = {
     "sha256": "also write SHA-256 digests into manifests",
@@ -38,10 +45,12 @@ class Options:
     Args:
         gasp: the engine's configuration.
         require_manifest: whether checkpoints without a manifest are refused.
+        marks: what is marked in each step, and where that goes.
     """
 
     gasp: GaspConfig
     require_manifest: bool = False
+    marks: MarksConfig = field(default_factory=MarksConfig)
 
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
@@ -80,9 +89,16 @@ def options_of(args: Any) -> Options:
     Raises:
         ConfigError: a value that is not allowed, or no directory at all.
     """
-    given = {name: getattr(args, f"lastgasp_{name}", None) for name in _FIELDS}
+
+    def given(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(args, f"lastgasp_{name}", None) for name in names}
+
     required = pick("require_manifest", getattr(args, "lastgasp_require_manifest", None), os.environ, _flag)
-    return Options(gasp=GaspConfig.resolve(_directory(args), **given), require_manifest=bool(required))
+    return Options(
+        gasp=GaspConfig.resolve(_directory(args), **given(_FIELDS)),
+        require_manifest=bool(required),
+        marks=MarksConfig.resolve(**given(_MARKS)),
+    )
 
 
 def _directory(args: Any) -> str | Path:

@@ -113,10 +113,16 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
-        run.state.iteration_begin()
+        state, marks = run.state, run.marks
+        if marks is not None:
+            marks.step_begins()
+        state.iteration_begin()
         run.moved("forward")
+        before = state.step
         result = call(*args, **kwargs)
-        run.state.iteration_end()
+        state.iteration_end()
+        if marks is not None:
+            marks.step_ends(state.step if state.step > before else None)
         run.moved("data")
         return result
 
@@ -140,7 +146,8 @@ class Training:
         if run is None:
             return call(*args, **kwargs)
         run.moved("save")
-        result = run.saver.save(call, args, kwargs)
+        with run.save_mark:
+            result = run.saver.save(call, args, kwargs)
         run.moved("data")
         return result
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import uuid
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as distributed
 
 from lastgasp.errors import ConfigError
@@ -48,6 +51,28 @@ def connect(place: Place) -> Contact | None:
     found = start_detached(bind or _LOOPBACK) if place.rank == 0 else None
     address, token = _from_rank_0((found.address, found.token) if found is not None else ("", ""))
     return Contact(address, token)
+
+
+def device() -> torch.device:
+    """Where Megatron puts this rank's tensors."""
+    for kind in ("npu", "cuda"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return torch.empty(0, device=kind).device  # what a shim answers, too
+    return torch.device("cpu")
+
+
+def versions() -> dict[str, str]:
+    """What this worker runs, for the job's table of workers."""
+    found = {"megatron-core": _version("megatron.core"), "torch": torch.__version__}
+    return found | {name: _version(name) for name in ("mindspeed", "mindspeed_llm") if name in sys.modules}
+
+
+def _version(module: str) -> str:
+    try:
+        return str(getattr(importlib.import_module(module), "__version__", "unknown"))
+    except ImportError:
+        return "unknown"
 
 
 def _from_rank_0(value: T) -> T:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lastgasp.config import check_writable
@@ -13,12 +14,15 @@ from lastgasp.errors import NotSaveable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
 from lastgasp.ports import SaveResult, StateSource
+from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, describe, launched, leave_now
+from lastgasp.steps.attach import Marking, no_mark
 from lastgasp.testing import faults
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import cause_of, is_success, kind_of
 from lastgasp_megatron.manifests import Manifests
-from lastgasp_megatron.ranks import connect, place_of
+from lastgasp_megatron.marks import MegatronMarks
+from lastgasp_megatron.ranks import connect, device, place_of, versions
 from lastgasp_megatron.reload import Chooser
 from lastgasp_megatron.save import Saver
 from lastgasp_megatron.settings import refuse, users_handler
@@ -34,6 +38,8 @@ class LateSource:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.inner: StateSource | None = None
+        self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
+        """Marks a gasp's save."""
 
     @property
     def box(self) -> int:
@@ -51,7 +57,8 @@ class LateSource:
 
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
         """As the state says. Raises NotSaveable without one."""
-        return self._known().save(step, small, reason)
+        with self.mark:
+            return self._known().save(step, small, reason)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
         """As the state says."""
@@ -82,11 +89,16 @@ class Run:
         check_writable(self.options.gasp.directory)
         place = place_of(replicas_of(args))
         self._source, self._begun = LateSource(place.rank), False
-        self.session = Session(self.options.gasp, place, self._source, connect(place))
+        framework, local = f"megatron {versions()['megatron-core']}", int(os.environ.get("LOCAL_RANK") or 0)
+        marking = Marking(config=self.options.marks, framework=framework, device=local)
+        self.session = Session(self.options.gasp, place, self._source, connect(place), marking)
         self.moved = self.session.moved
+        self.save_mark = self._source.mark = self.session.mark("save_checkpoint")
+        self.marks: MegatronMarks | None = None
         self.chooser = Chooser(args, self.options, place, self.session.gather)
         self.saver = Saver(args, place.rank, Manifests(place, self.session.gather, self.session.stand))
         self._undo: list[Callable[[], None]] = []
+        self.session.register(str(device()), versions())
 
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """The model is built and loaded."""
@@ -103,6 +115,22 @@ class Run:
         self._source.inner = self.state.source
         self.state.install()
         self._undo += [self.state.undo, _faults(model, optimizer)]
+        self._mark(optimizer)
+
+    def _mark(self, optimizer: Any) -> None:
+        """What only measures never stops a job."""
+        recorder = self.session.recorder
+        if recorder is None:
+            return
+        try:
+            self.marks = marks = MegatronMarks(recorder.marks, device())
+            self._undo.append(marks.close)
+            marks.install(optimizer)
+            recorder.set_groups(process_groups())
+            recorder.set_device_rows(marks.device_rows)
+        except Exception as error:
+            log.warning("steps are not marked: %s", cause_of(error))
+            self.marks = None
 
     def _step_end(self, step: int) -> None:
         self.session.step_end(step)  # looked up each time: the first one is another method
@@ -110,6 +138,8 @@ class Run:
     def begin(self) -> None:
         """Training starts, or goes on from what was loaded."""
         step = int(self.state.step)
+        if self.marks is not None:
+            self.marks.place()
         self.session.begin(step, durable=step if step and step == self.chooser.resumed else 0)
         self.session.take_sigterm(users_handler(self.args))
         self._begun = True

@@ -1,0 +1,139 @@
+"""Communication marks of Megatron: torch's functions under the names that its modules gave them, and coalesced ones.
+
+`core` wraps torch.distributed's functions while the marks are on (`lastgasp.pytorch.collectives`). Megatron copies
+some of them at import, and reduces gradients inside `_coalescing_manager`, where torch only collects them. Both are
+wrapped here, at the same times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import wrapt
+from torch.distributed import distributed_c10d
+
+from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
+from lastgasp.pytorch.processgroups import key_of
+from lastgasp.pytorch.ranges import Sink
+from lastgasp_megatron.holders import Function, holders_of
+from lastgasp_megatron.steps import Undo
+
+_now = time.monotonic_ns
+_HOMES = ("megatron.", "mindspeed", "mindspeed_llm")
+_MANAGER = "_coalescing_manager"
+_COALESCED = {
+    "all_reduce": "HcclAllReduce",
+    "reduce_scatter_tensor": "HcclReduceScatter",
+    "reduce_scatter_single": "HcclReduceScatter",
+    "all_gather_into_tensor": "HcclAllGather",
+    "all_gather_single": "HcclAllGather",
+}
+"""What torch's manager can coalesce -> its name in HCCL; two of them have had two names."""
+
+
+class MegatronCommunication:
+    """Follows the switch; `look` is called once a step on the training thread, `close` at the end.
+
+    Args:
+        marks: where ranges go.
+    """
+
+    def __init__(self, marks: Sink) -> None:
+        self._names = CommunicationMarks(marks)
+        self._torch = Collectives(self._names)
+        self._undo: list[Undo] = []
+
+    def look(self) -> None:
+        """Wrap or unwrap as the switch says."""
+        if self._names.on != self._torch.installed:
+            self._torch.look()
+            if self._torch.installed:
+                self._wrap_copies()
+            else:
+                self._restore()
+
+    def close(self) -> None:
+        """Put everything back. Idempotent."""
+        self._torch.close()
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _wrap_copies(self) -> None:
+        """In Megatron's own modules only."""
+        ours: dict[int, Function] = {
+            id(function.__wrapped__): function
+            for function in vars(dist).values()
+            if isinstance(function, wrapt.FunctionWrapper)
+        }
+        originals: list[Function] = [function.__wrapped__ for function in ours.values()]
+        manager = getattr(distributed_c10d, _MANAGER, None)
+        if manager is not None:
+            originals.append(manager)
+            ours[id(manager)] = self._around_manager(manager)
+        for key, holders in holders_of(originals).items():
+            for module, name in holders:
+                if module.__name__.startswith(_HOMES):
+                    self._undo.append(_set(module, name, ours[key]))
+
+    def _around_manager(self, original: Function) -> Function:
+        @contextmanager
+        def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+            begun = _now()
+            with original(group, device, async_ops) as handle:
+                yield handle
+                collected = _collected(group)
+            if self._names.on:
+                self._put(begun, group, collected, handle if async_ops else None)
+
+        return _coalescing_manager
+
+    def _put(self, begun: int, group: Any, collected: list[Any], handle: Any) -> None:
+        if not collected:
+            return
+        name = getattr(collected[0].op, "__name__", "")
+        operation = _COALESCED.get(name, name)
+        kind = (operation, collected[0].tensor.dtype, key_of(group))
+        count = sum(_given(one).numel() for one in collected)
+        _at_end(handle, lambda: self._names.put(begun, _now(), count, kind))
+
+
+def _collected(group: Any) -> list[Any]:
+    """What torch has collected so far; nothing where this version keeps it elsewhere."""
+    state = getattr(getattr(distributed_c10d, "_world", None), "pg_coalesce_state", None) or {}
+    return list(state.get(group if group is not None else dist.group.WORLD) or ())
+
+
+def _given(one: Any) -> Any:
+    """Elements are counted as HCCL does: what each rank gives, of a reduce-scatter what it receives."""
+    scattered = getattr(one.op, "__name__", "").startswith("reduce_scatter")
+    return one.dst_tensor if scattered and one.dst_tensor is not None else one.tensor
+
+
+def _at_end(handle: Any, put: Callable[[], None]) -> None:
+    """When the last of the work is over, where it tells; else now."""
+    works = getattr(handle, "works", None)
+    if works:
+        try:
+            works[-1].get_future().add_done_callback(lambda _: put())
+            return
+        except RuntimeError:  # this backend has no futures for this operation
+            pass
+    put()
+
+
+def _set(module: Any, name: str, ours: Function) -> Undo:
+    original = vars(module)[name]
+    setattr(module, name, ours)
+
+    def undo() -> None:
+        if vars(module).get(name) is ours:
+            setattr(module, name, original)
+
+    return undo

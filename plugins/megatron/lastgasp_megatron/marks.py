@@ -1,0 +1,215 @@
+"""Step marks of a Megatron training, by itself: what a step's time goes to, without a line of the user's.
+
+A place that this version of Megatron does not have is one warning: marks never stop a job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+
+from lastgasp.pytorch.devicemarks import cuda_marks
+from lastgasp.pytorch.ranges import Range, Sink
+from lastgasp.steps.bits import BIT_OF_MARK, STEP
+from lastgasp_megatron.communication import MegatronCommunication
+from lastgasp_megatron.patches import Hook, Patches
+from lastgasp_megatron.steps import Undo, wrap
+
+log = logging.getLogger("lastgasp")
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_TRAINING = "megatron.training.training"
+_ITERATORS = ("megatron.core.rerun_state_machine", "RerunDataIterator")
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+class _Open(Protocol):
+    """What is called of a range: of a `steps.marks.Mark` (two C calls) or, on a device, of a `DeviceRange`."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def cancel(self) -> bool: ...
+
+
+class MegatronMarks:
+    """The marks of one training; the training thread's alone.
+
+    `step N`: `train_step`, where N is the iteration that it completes, as in Megatron's log. Neither validation nor
+    a save lies inside. One that completes no iteration is not marked.
+    `dataloader`: the wait for a batch of Megatron's own iterator, on ranks that have one (with tensor parallelism the
+    first of each group).
+    `forward`: `forward_step` of the schedules, from the batch on; once for each micro-batch.
+    `backward`: `backward_step` of the schedules, and `finalize_model_grads`, which waits for other ranks.
+    `optimizer`: `optimizer.step`, as Megatron's own timer of that name: also the gradient norm, and with the
+    distributed optimizer the gathering of the weights, both of which wait for other ranks.
+
+    Args:
+        marks: where they go.
+        device: what the model is on.
+    """
+
+    def __init__(self, marks: Sink, device: torch.device) -> None:
+        self._marks = marks
+        self._undo: list[Undo] = []
+        self._in_step = self._fetched = False
+        self._unseen = {"forward", "backward", "optimizer"}
+        self._device = cuda_marks(marks, device, os.environ)
+        self._step = self._step_range()
+        self._forward, self._backward, self._optimizer = map(self._stream, ("forward", "backward", "optimizer"))
+        self._dataloader: _Open = marks.define("dataloader", bit=BIT_OF_MARK["dataloader"], stream=False)
+        self._communication = MegatronCommunication(marks)
+        self._patches = Patches(
+            [
+                Hook(_SCHEDULES, "forward_step", self._around_forward, required=False),
+                Hook(_SCHEDULES, "backward_step", self._around_backward, required=False),
+                Hook(_TRAINING, "finalize_model_grads", self._around_backward, required=False),
+            ]
+        )
+
+    def _step_range(self) -> Range:
+        """Its number is known when it ends."""
+        mark = self._marks.define("step {}", bit=STEP, stream=True)
+        return self._device.range("step", mark, STEP) if self._device is not None else Range(self._marks, mark, STEP)
+
+    def _stream(self, name: str) -> _Open:
+        bit = BIT_OF_MARK[name]
+        mark: _Open = self._marks.define(name, bit=bit, stream=True)
+        return self._device.range(name, mark, bit) if self._device is not None else mark
+
+    # -- life cycle ---------------------------------------------------------------------------------------
+
+    def install(self, optimizer: Any) -> None:
+        """Find the places, once the model is set up. Idempotent.
+
+        Args:
+            optimizer: what Megatron calls `step` of.
+        """
+        if self._undo:
+            return
+        self._undo.append(self._patches.undo)
+        self._undo.append(wrap(optimizer, "step", self._around_optimizer))
+        self._undo.append(self._wrap_iterator())
+        self.place()
+        self._communication.look()
+
+    def place(self) -> None:
+        """Put back what somebody has replaced since."""
+        self._patches.place()
+
+    def close(self) -> None:
+        """Put everything back; open ranges are thrown away. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+        self._communication.close()
+        for kind in (self._step, self._forward, self._backward, self._optimizer, self._dataloader):
+            kind.cancel()
+        if self._device is not None:
+            self._device.close()
+
+    @property
+    def device_rows(self) -> Literal["host", "events"]:
+        """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
+        return "host" if self._device is None else "events"
+
+    # -- called by the hooks ------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Before `train_step`."""
+        self._in_step = True
+        self._step.begin()
+
+    def step_ends(self, step: int | None) -> None:
+        """After `train_step`; `step` is the iteration that it completed, None where it completed none."""
+        self._in_step = False
+        if step is None:
+            self._step.cancel()
+            return
+        self._step.end(step)
+        if self._device is not None:
+            self._device.settle()
+        self._communication.look()
+        if self._unseen:
+            self._warn()
+
+    def _warn(self) -> None:
+        log.warning(
+            "no marks of %s: this job does not call them where Megatron 0.12.1 to 0.19.2 does. Its other marks and "
+            "its protection are not affected.", ", ".join(sorted(self._unseen)),
+        )  # fmt: skip
+        self._unseen.clear()
+
+    # -- the places ---------------------------------------------------------------------------------------
+
+    def _around_forward(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        if not self._in_step:  # validation
+            return call(*args, **kwargs)
+        self._unseen.discard("forward")
+        self._fetched = False
+        self._forward.begin()
+        result = call(*args, **kwargs)
+        self._forward.end()
+        return result
+
+    def _around_backward(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        self._unseen.discard("backward")
+        self._backward.begin()
+        result = call(*args, **kwargs)
+        self._backward.end()
+        return result
+
+    def _around_optimizer(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        self._unseen.discard("optimizer")
+        self._optimizer.begin()
+        result = call(*args, **kwargs)
+        self._optimizer.end()
+        return result
+
+    def _around_fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+        """The forward pass is interrupted by each fetch; what comes before the first one is next to nothing."""
+        if not self._in_step:
+            return fetch(iterator)
+        forward, first = self._forward, not self._fetched
+        inside = forward.cancel() if first else True
+        if not first:
+            forward.end()
+        self._fetched = True
+        self._dataloader.begin()
+        try:
+            batch = fetch(iterator)
+        except BaseException:
+            self._dataloader.cancel()
+            raise
+        self._dataloader.end()
+        if inside:
+            forward.begin()
+        return batch
+
+    def _wrap_iterator(self) -> Undo:
+        """Python looks `__next__` up in the class, so that is where it is wrapped."""
+        module, name = _ITERATORS
+        kind = getattr(sys.modules.get(module), name, None)
+        original = vars(kind).get("__next__") if isinstance(kind, type) else None
+        if kind is None or original is None:
+            log.warning("no marks of dataloader: there is no %s.%s in this version of Megatron", module, name)
+            return _nothing
+
+        def ours(iterator: Any) -> Any:
+            return self._around_fetch(original, iterator)
+
+        setattr(kind, "__next__", ours)  # noqa: B010
+
+        def undo() -> None:
+            if vars(kind).get("__next__") is ours:
+                setattr(kind, "__next__", original)  # noqa: B010
+
+        return undo
+
+
+def _nothing() -> None:
+    """There is nothing to put back."""
