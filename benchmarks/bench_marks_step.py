@@ -35,6 +35,7 @@ PAIRS, STEPS, BATCH, SKIP = 400, 12, 32, 2
 """Pairs of blocks, steps of a block, images of a batch, and first steps of a block that do not count."""
 BARE_PAIRS, BARE_STEPS = 400, 40
 TARGET_PERCENT = 0.5
+PART = "what marks add to a bare step, as part of the example's"
 RESAMPLES = 4000
 Step = tuple[float, float]
 """ns: wall, CPU of the training thread."""
@@ -145,7 +146,7 @@ def _of_bare(pairs: Sequence[Pair], step: float) -> list[Measure]:
         Measure(name="bare model: marks add", unit="us", samples=added),
         Measure(name="95 % interval of this median, from", unit="us", samples=[low]),
         Measure(name="95 % interval of this median, to", unit="us", samples=[high]),
-        Measure(name="what marks add to a bare step, as part of the example's", unit="%", samples=share, target=TARGET_PERCENT),
+        Measure(name=PART, unit="%", samples=share, target=TARGET_PERCENT),
     ]
 
 

@@ -2,7 +2,8 @@
 
 Hit: the victim and no other rank is named, with the right cause. Wrong: any other rank, or another cause, is named as
 well or instead. Missed: nobody is named. The rest of each job's shape stands in tests/support/slow_job.py. Half of the
-jobs have communication marks on, those that are late for collectives all of them: without, nobody could tell why. Half of the models have buffers.
+jobs have communication marks on, those that are late for collectives all of them: without, nobody could tell why. Half
+of the models have buffers, as batch norm has.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ import pytest
 
 from lastgasp import cli, exitcodes
 from lastgasp.config import GaspConfig
+from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing.jobs import Finished, run_job
 from lastgasp_lightning import LastGasp
+from support.step_jobs import Shape, write
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -118,6 +120,9 @@ def test_configuration_is_that_of_the_code() -> None:
     arguments = set(inspect.signature(LastGasp.__init__).parameters) - {"self"}
     assert set(table) == arguments
     fields = {f.name: f.default for f in dataclasses.fields(GaspConfig) if f.name != "directory"}
+    marks = {"marks": True, "profiling_dir": "none", "profiling_limit_mb": MarksConfig().limit_mb}
+    assert MarksConfig() == MarksConfig.resolve(marks=True)
+    fields |= marks
     assert {"dir", *fields} == arguments
     for name, (_, variable, default, *_) in table.items():
         assert variable == f"LASTGASP_{name.upper()}"
@@ -134,10 +139,11 @@ def test_each_variable_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_variable_of_the_code_is_explained() -> None:
     sources = [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/**/*.py")]
     used = {name for path in sources for name in re.findall(r"""["'](LASTGASP_[A-Z_]*[A-Z])["']""", path.read_text())}
-    internal = {"LASTGASP_CONTROLLER_PROCESS", "LASTGASP_JOB_MARK"}
+    internal = {"LASTGASP_CONTROLLER_PROCESS", "LASTGASP_JOB_MARK", "LASTGASP_ROUND"}
     explained = set(re.findall(r"`(LASTGASP_[A-Z0-9_]+)`", README.read_text()))
     assert used - internal <= explained
     names = {f"LASTGASP_{f.name.upper()}" for f in dataclasses.fields(GaspConfig)}
+    names |= {"LASTGASP_MARKS", "LASTGASP_PROFILING_LIMIT_MB"}
     everything = used | names | {"LASTGASP_DIR"}
     assert explained <= everything
 
@@ -154,9 +160,13 @@ def test_commands_are_those_of_the_program() -> None:
     assert {cells[0] for cells in rows(README, "| command | what it does")} == {f"lastgasp {c}" for c in cli.COMMANDS}
 
 
-@pytest.mark.parametrize("name", ["README.md", "plugins/lightning/README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name: str) -> None:
-    path = ROOT / name
+DOCUMENTS = [
+    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") or part == "out" for part in path.parts)
+]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
@@ -167,7 +177,7 @@ def test_the_plugin_s_readme_names_every_module() -> None:
 
 
 def test_the_transcript_is_that_of_a_demo_that_went_well() -> None:
-    [text] = blocks(README, "text")
+    text = blocks(README, "text")[0]
     story = (ROOT / "core/lastgasp/cli/_demo.py").read_text()
     checks = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
     assert len(checks) >= 8
@@ -177,18 +187,39 @@ def test_the_transcript_is_that_of_a_demo_that_went_well() -> None:
     assert (ROOT / "assets/demo-timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_speed_table_is_that_of_the_documents() -> None:
+def test_the_report_s_transcript_is_in_the_report_s_words(tmp_path: Path) -> None:
+    for task, communication in {"without": False, "with": True}.items():
+        write(Shape(slow={2: {"data": 0.02}}, buffers=True, communication=communication), 1, tmp_path / task)
+    done = run_shell("export COLUMNS=100; lastgasp report without && lastgasp report with", tmp_path)
+    assert done.ok, done.output
+    [shown] = [text for text in blocks(README, "text") if "lastgasp report" in text]
+
+    def in_words(text: str) -> set[str]:
+        text = text.replace(" host ", " ")  # where it is known
+        return {re.sub(r"([\d.]|\s)+", " ", line).strip() for line in text.splitlines()}
+
+    told = {line for line in in_words(shown) if line.startswith(("rank", "waits", "the others", "fwd", "Slow"))}
+    assert len(told) >= 6
+    assert told <= in_words(done.output), done.output
+
+
+def test_the_transcripts_of_ps_and_switch_have_the_columns_of_the_program() -> None:
+    [shown] = [text for text in blocks(README, "text") if "lastgasp ps" in text]
+    heads = [[cell.strip() for cell in line.strip("┃").split("┃")] for line in shown.splitlines() if "┃" in line]
+    source = "".join((ROOT / f"core/lastgasp/cli/{name}.py").read_text() for name in ("ps", "switch", "_jobs"))
+    assert [len(head) for head in heads] == [9, 4]
+    assert not [name for head in heads for name in head if f'"{name}"' not in source]
+
+
+def test_the_speed_tables_are_those_of_the_results() -> None:
     done = run_job([sys.executable, "-c", _COMPARE, str(ROOT)], Path(os.devnull), timeout=60, environ=os.environ)
     assert done.returncode == 0
 
 
 _COMPARE = """
-import json, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 from benchmarks import publish
-text = publish.ROOT.joinpath("README.md").read_text()
-inside = text.partition(publish.BEGIN)[2].partition(publish.END)[0].strip()
-names = ("detect", "callback", "checkpoint", "restart")
-documents = [json.loads((publish.RESULTS / f"{n}.json").read_text()) for n in names]
-sys.exit(inside != publish.table(documents))
+inside = {p: p.read_text().partition(publish.BEGIN)[2].partition(publish.END)[0].strip() for p in publish.tables()}
+sys.exit(inside != publish.tables() or not all(inside.values()))
 """
