@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.megatron import place
 from support.megatron.job import GptJob
-from support.megatron.matrix import COVERING, SAVE_STEP, Case, all_cases, reference
+from support.megatron.matrix import COVERING, LAST, LAYOUTS, PLACES, SAVE_STEP, Case, all_cases, reference
 
 LAYOUT = DirectoryLayout("iter_*")
 LIMIT = 400.0
@@ -59,10 +60,24 @@ def check(case: Case, folder: Path, references: dict[str, GptJob]) -> None:
     expected = references[case.layout].losses()
     job, fired = case.job(folder), folder / "fired"
     done = job.run(case.environment | {"LASTGASP_FAULT_LOG": str(fired)}, timeout=LIMIT)
-    assert len(read_log(fired)) == 1, f"the fault did not fire\n{done.output[-4000:]}"
+    _check_fired(case, fired, done.output)
     assert done.returncode == 0, done.output[-6000:]
     assert done.left == ()
-    _check_saved(case, job.checkpoints, done.output)
+    step = _check_saved(case, job.checkpoints, done.output)
+    begun = job.begun_before_restart()
+    assert step in (begun, begun + 1), f"step {step} was saved, but iteration {begun} had begun"
+    _check_losses(job, expected)
+
+
+def _check_fired(case: Case, log: Path, output: str) -> None:
+    """Once, on the right rank, and where the moment's name says."""
+    fired = [(one["at_rank"], one["phase"]) for one in read_log(log)]
+    assert fired == [(case.victim, case.moment)], f"{fired}\n{output[-4000:]}"
+    if case.kind == "exception":
+        assert f"in {PLACES[case.moment]}" in output
+
+
+def _check_losses(job: GptJob, expected: dict[tuple[int, int], list[list[str]]]) -> None:
     losses = job.losses()
     assert losses.keys() == expected.keys()
     wrong = {
@@ -77,12 +92,16 @@ def _whole(times: list[list[str]], expected: list[list[str]]) -> list[list[str]]
     return [t for t in times if t not in cut]
 
 
-def _check_saved(case: Case, directory: Path, output: str) -> None:
+def _incident(directory: Path, output: str) -> Incident:
     records = [decode_incident(path.read_bytes()) for path in (directory / "incidents").glob("*.json")]
-    assert records, "no incident was recorded"
-    incident: Incident = min(records, key=lambda one: one.id)
+    assert len(records) == 1, f"{records}\n{output[-4000:]}"
+    return records[0]
+
+
+def _check_saved(case: Case, directory: Path, output: str) -> int:
+    """Returns the step that was saved."""
+    incident = _incident(directory, output)
     where = f"{incident}\n{output[-4000:]}"
-    assert len(records) == 1, where
     assert incident.ending in ("saved", "nothing_to_save"), where
     assert incident.steps_lost == 0, where
     found = candidates([directory], LAYOUT)
@@ -91,3 +110,65 @@ def _check_saved(case: Case, directory: Path, output: str) -> None:
     assert case.exact_step in (None, step), where
     assert step in [c.step for c in found], where
     assert [p.name for p in directory.iterdir() if ".tmp" in p.name or p.name.startswith(".gasp-")] == []
+    return step
+
+
+# -- torn updates ---------------------------------------------------------------------------------
+
+TORN = SAVE_STEP + 2
+"""Completed iterations when an update is torn: two after a periodic save."""
+
+
+def torn(layout: str, folder: Path, faults: list[str], flags: str = "", **environ: str) -> tuple[GptJob, str]:
+    """Run a job with `faults` at iteration `TORN`; returns it and its output. All of them must have happened."""
+    job = replace(Case(layout, "exception", "forward").job(folder), flags=f"{LAYOUTS[layout][1]} {flags}")
+    fault = ";".join(f"step={TORN},{one}" for one in faults)
+    environ |= {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(folder / "fired")}
+    done = job.run(environ, timeout=LIMIT)
+    assert len(read_log(folder / "fired")) == len(faults), done.output[-4000:]
+    assert done.ok, done.output[-6000:]
+    return job, done.output
+
+
+def test_a_rank_inside_its_update_is_waited_for(tmp_path: Path, references: dict[str, GptJob]) -> None:
+    faults = ["kind=sleep:2,rank=0,phase=update", "kind=sigkill,rank=1,phase=after_update"]
+    job, output = torn("dp2", tmp_path, faults)
+    incident = _incident(job.checkpoints, output)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", TORN + 1, 0), incident
+    assert incident.savers == [0], "rank 0 finished its update first"
+    _check_losses(job, references["dp2"].losses())
+
+
+@pytest.mark.full
+def test_the_wait_for_an_update_has_an_end(tmp_path: Path, references: dict[str, GptJob]) -> None:
+    faults = ["kind=sleep:60,rank=0,phase=update", "kind=sigkill,rank=1,phase=after_update"]
+    job, output = torn("dp2", tmp_path, faults, LASTGASP_FINISH_TIMEOUT="2")
+    _check_given_up(job, output, "update", lost=TORN - SAVE_STEP)
+    _check_losses(job, references["dp2"].losses())
+
+
+def test_ranks_on_different_steps_are_not_mixed(tmp_path: Path) -> None:
+    # Without clipping and tied embeddings, nothing makes the last stage wait for the first one's gradients.
+    faults = ["kind=sleep:2,rank=0,phase=backward", "kind=exception,rank=0,phase=backward"]
+    job, output = torn("pp2", tmp_path, faults, "--untie-embeddings-and-output-weights --clip-grad 0")
+    _check_given_up(job, output, f"not at one common step: shard 0 at [{TORN}], shard 1 at [{TORN + 1}]", lost=3)
+    again = {key: times for key, times in job.losses().items() if len(times) > 1}
+    assert {iteration for _, iteration in again} == set(range(SAVE_STEP, TORN + 1)), "not resumed from the save"
+    assert all(first == second for first, second in again.values()), "losses differ from those before the fault"
+
+
+@pytest.mark.full
+def test_an_update_that_was_left_half_way_is_not_saved(tmp_path: Path, references: dict[str, GptJob]) -> None:
+    job, output = torn("tp2", tmp_path, ["kind=exception,rank=1,phase=update"])
+    _check_given_up(job, output, "between two steps", lost=TORN + 1 - SAVE_STEP)
+    _check_losses(job, references["tp2"].losses())
+
+
+def _check_given_up(job: GptJob, output: str, reason: str, lost: int) -> None:
+    """Nothing was written but what Megatron itself saves, and what is there is good."""
+    incident = _incident(job.checkpoints, output)
+    assert incident.ending == "gave_up" and reason in incident.reason, incident
+    assert incident.steps_lost == lost, incident
+    found = candidates([job.checkpoints], LAYOUT)
+    assert all(c.step in (SAVE_STEP, 2 * SAVE_STEP, 3 * SAVE_STEP, LAST) for c in found), found
+    assert all(verify(c.path, LAYOUT).ok for c in found)

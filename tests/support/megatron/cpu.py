@@ -36,6 +36,7 @@ def apply() -> None:
         vars(typing)["override"] = lambda method: method
     for name in _STUBS:
         sys.modules[name] = _Stub(name)
+    _no_compiler()
     _factories()
     _moves()
     _cuda()
@@ -54,6 +55,19 @@ class _Stub(ModuleType):
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError("needs triton")
+
+
+def _no_compiler() -> None:
+    """Nothing is compiled here, and importing the compiler would take a second of each start."""
+
+    def uncompiled(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    setattr(torch, "compile", uncompiled)  # noqa: B010
+    for method in vars(torch.optim.Optimizer).values():
+        inner = getattr(method, "__wrapped__", None)
+        if inner is not None:  # torch._compile looks here before it imports torch._dynamo
+            setattr(inner, "__dynamo_disable", inner)
 
 
 def _always(value: Any) -> Callable[..., Any]:

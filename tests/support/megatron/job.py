@@ -95,3 +95,11 @@ class GptJob:
                 times[-1].append(loss)
                 before = process, iteration
         return found
+
+    def begun_before_restart(self) -> int:
+        """The newest iteration that any rank's first process computed a loss in, counted in completed iterations."""
+        newest = -1
+        for path in (self.folder / "losses").glob("rank-*.txt"):
+            lines = [line.split() for line in path.read_text().splitlines()]
+            newest = max(newest, *(int(iteration) for process, iteration, _ in lines if process == lines[0][0]))
+        return newest

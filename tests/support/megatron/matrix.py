@@ -14,15 +14,26 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "dp4-two-instances": (4, f"--bf16 {TWO_INSTANCES}"),
     "tp2-dp2": (4, f"--bf16 {TENSOR}"),
     "pp2-dp2": (4, f"--bf16 {PIPELINE}"),
+    "tp2": (2, f"--bf16 {TENSOR}"),
+    "pp2": (2, f"--bf16 {PIPELINE}"),
     "tp2-pp2": (4, f"--bf16 {TENSOR} {PIPELINE}"),
 }
-"""Ranks and Megatron's flags. In the last one each shard is on one rank only: only who lives can save it."""
+"""Ranks and Megatron's flags."""
+WITHOUT_REPLICAS = ("tp2", "pp2", "tp2-pp2")
+"""Each shard is on one rank only: a dead or a stopped one takes it along."""
 KINDS = ("sigkill", "sigstop", "exception", "sigterm")
 MOMENTS = ("forward", "backward", "after_update", "periodic_save")
 STEP, SAVE_STEP = 6, 8
 """Completed iterations at the fault; the one with a periodic save."""
 LAST = 28
 """20 iterations after the fault."""
+PLACES = {
+    "forward": "forward_step",
+    "backward": "finish_grad_sync",
+    "after_update": "step_with_ready_grads",
+    "periodic_save": "save_checkpoint",
+}
+"""Which of Megatron's functions is under way at each moment: the traceback of an exception names it."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,9 @@ class Case:
 
     @property
     def victim(self) -> int:
-        """The rank that it happens on: first and last take turns."""
-        first = (KINDS.index(self.kind) + MOMENTS.index(self.moment)) % 2 == 0
-        return 0 if first else LAYOUTS[self.layout][0] - 1
+        """The rank that it happens on: the first, which writes periodic saves, and the last take turns."""
+        turn = (*LAYOUTS,).index(self.layout) + KINDS.index(self.kind) + MOMENTS.index(self.moment)
+        return 0 if turn % 2 == 0 else LAYOUTS[self.layout][0] - 1
 
     @property
     def environment(self) -> dict[str, str]:
@@ -75,7 +86,7 @@ def reference(layout: str, folder: Path) -> GptJob:
 def all_cases() -> list[Case]:
     """Every combination that physics allow: a rank without a replica must live."""
     cases = [Case(*combination) for combination in itertools.product(LAYOUTS, KINDS, MOMENTS)]
-    return [case for case in cases if case.layout != "tp2-pp2" or case.kind in ("exception", "sigterm")]
+    return [case for case in cases if case.layout not in WITHOUT_REPLICAS or case.kind in ("exception", "sigterm")]
 
 
 COVERING = [

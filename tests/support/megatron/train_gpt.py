@@ -6,6 +6,7 @@ No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss app
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):  # spawned children of torch_dist's saving import this file, too
+    gc.disable()  # until everything is imported: a third of the time of a start
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from support.megatron import cpu
 
@@ -21,14 +23,22 @@ if __name__ in ("__main__", "__mp_main__"):  # spawned children of torch_dist's 
 import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    ArgumentGroupFactory,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
+gc.freeze()
+gc.enable()
+ArgumentGroupFactory._get_field_docstrings = lambda self, kind: {}  # reading sources for --help takes half a second
 vars(dataset_utils)["compile_helpers"] = lambda: None  # the wheel brings them built
+MockGPTLowLevelDataset.size = 1000  # of 100000 documents, shuffling the samples takes a second
 
 
 def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:

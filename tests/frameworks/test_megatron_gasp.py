@@ -1,0 +1,150 @@
+"""The checkpoint that survivors write is Megatron's own: equal to the one it would have written, loaded without us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.checkpoint import DirectoryLayout, verify
+from lastgasp.events import Incident, decode_incident
+from lastgasp.testing.faults import read_log
+from support.megatron import place
+from support.megatron.job import DIST_OPT, TWO_INSTANCES, GptJob
+
+LAYOUT = DirectoryLayout("iter_*")
+COMPARE = Path(__file__).parents[1] / "support" / "megatron" / "compare.py"
+FAULT, SAVED = 6, 4
+"""Completed iterations at the fault; the newest periodic save before it."""
+LAST = 12
+FLAGS = ("--framework", "megatron")
+LIMIT = 420.0
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
+]
+
+
+def fault(kind: str, rank: int, phase: str, folder: Path) -> dict[str, str]:
+    hang = {"LASTGASP_HANG_TIMEOUT": "8"} if kind == "sigstop" else {}
+    text = f"kind={kind},rank={rank},step={FAULT},phase={phase}"
+    return {"LASTGASP_FAULT": text, "LASTGASP_FAULT_LOG": str(folder / "fired")} | hang
+
+
+def incident_of(job: GptJob) -> Incident:
+    (path,) = (job.checkpoints / "incidents").glob("*.json")
+    return decode_incident(path.read_bytes())
+
+
+def file_differences(job: GptJob, one: Path, other: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(COMPARE), str(one), str(other)],
+        env=job.environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "phase"),
+    [
+        pytest.param("--bf16", "forward", marks=pytest.mark.full),
+        (f"--bf16 {TWO_INSTANCES}", "after_update"),
+        pytest.param("", "after_update", marks=pytest.mark.full),
+        pytest.param(
+            f"--bf16 {TWO_INSTANCES} --overlap-grad-reduce --overlap-param-gather", "forward", marks=pytest.mark.full
+        ),
+    ],
+    ids=["plain", "two-instances", "fp32", "overlapped"],
+)
+def test_a_gasp_is_what_megatron_would_have_saved_and_loads_without_lastgasp(
+    flags: str, phase: str, tmp_path: Path
+) -> None:
+    step = FAULT + (phase == "after_update")
+    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=step)
+    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
+    once = (*FLAGS, "--max-restarts", "0")
+    broken = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=once)
+    done = broken.run(fault("sigkill", 1, phase, tmp_path), timeout=LIMIT)
+    assert done.returncode == exitcodes.SAVED, done.output[-4000:]
+    assert len(read_log(tmp_path / "fired")) == 1
+    assert incident_of(broken).step_saved == step
+    checkpoint = broken.checkpoints / f"iter_{step:07d}"
+    assert verify(checkpoint, LAYOUT).ok
+    files = sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*.pt"))
+    stock = whole.checkpoints / checkpoint.name
+    assert files == sorted(path.relative_to(stock) for path in stock.rglob("*.pt"))
+    for path in files:
+        found = file_differences(broken, stock / path, checkpoint / path)
+        assert [line for line in found if not _expected(line)] == []
+    rest = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED)
+    assert (done := rest.run(timeout=LIMIT)).ok, done.output[-4000:]
+    losses, expected = rest.losses(), whole.losses()
+    assert losses.keys() == expected.keys()
+    assert {key: times[-1:] for key, times in losses.items()} == expected
+
+
+def _expected(line: str) -> bool:
+    """Options of this job and of that one; the state of Megatron's own error injector, which stays out of a gasp."""
+    return line.startswith(("/args/", "/rerun_state_machine"))
+
+
+def test_a_lost_shard_without_replica_is_said_with_what_would_have_saved_it(tmp_path: Path) -> None:
+    flags = f"--bf16 {DIST_OPT}"
+    job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS)
+    done = job.run(fault("sigkill", 0, "forward", tmp_path), timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    found = incident_of(job)
+    assert found.ending == "gave_up" and found.steps_lost == FAULT - SAVED
+    assert "no live holder" in found.reason
+    assert "--num-distributed-optimizer-instances 2" in done.output and "MiB more per rank" in done.output
+    again = {key: times for key, times in job.losses().items() if len(times) > 1}
+    assert {iteration for _, iteration in again} >= {SAVED, SAVED + 1}, "not resumed from the periodic checkpoint"
+    assert all(iteration >= SAVED for _, iteration in again)
+    assert all(first[: len(second)] == second[: len(first)] for first, second in again.values())
+
+
+def test_iterations_that_an_overflow_skips_are_counted_and_saved(tmp_path: Path) -> None:
+    flags = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 4 --hysteresis 1"
+    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=SAVED)
+    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
+    assert "number of skipped iterations:   1" in done.output, "nothing was skipped, so nothing is tested"
+    job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS)
+    done = job.run(fault("sigkill", 0, "backward", tmp_path), timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert incident_of(job).step_saved == FAULT
+    assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
+
+
+@pytest.mark.full
+def test_periodic_saves_in_torch_dist_and_a_gasp_in_torch_live_together(tmp_path: Path) -> None:
+    flags = "--bf16 --ckpt-format torch_dist"
+    whole = GptJob(folder=tmp_path / "whole", flags="--bf16", last=LAST, every=SAVED)
+    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
+    job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS)
+    done = job.run(fault("sigkill", 1, "forward", tmp_path), timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert incident_of(job).step_saved == FAULT
+    assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
+
+
+@pytest.mark.parametrize(
+    ("flags", "option"),
+    [
+        ("--bf16 --num-experts 2", "--num-experts"),
+        pytest.param("--bf16 --no-save-optim", "--no-save-optim", marks=pytest.mark.full),
+    ],
+)
+def test_what_survivors_could_not_save_is_refused_at_the_start(flags: str, option: str, tmp_path: Path) -> None:
+    once = (*FLAGS, "--max-restarts", "0")
+    job = GptJob(folder=tmp_path, ranks=1, flags=flags, last=LAST, launcher="run", launch_options=once)
+    done = job.run(timeout=LIMIT)
+    assert done.returncode not in (None, 0), done.output[-4000:]
+    assert "ConfigError" in done.output and f"{option}=" in done.output, done.output[-4000:]
+    assert job.losses() == {}, "it trained"
