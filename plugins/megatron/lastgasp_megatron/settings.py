@@ -38,5 +38,8 @@ def refuse(args: Any) -> None:
         )
     if getattr(args, "ckpt_format", "torch") not in ("torch", "torch_dist"):
         raise ConfigError("--ckpt-format", args.ckpt_format, "torch or torch_dist", "Use one of them.")
+    if getattr(args, "async_save", False) and getattr(args, "ckpt_format", "torch") == "torch":
+        remedy = "Use --ckpt-format torch_dist, or leave --async-save out: Megatron would stop at its first save."
+        raise ConfigError("--async-save", True, "only with --ckpt-format torch_dist", remedy)
     if not torch.distributed.is_initialized():
         raise ConfigError("torch.distributed", "not initialized", "initialize_megatron before the model", "Call it.")

@@ -21,7 +21,6 @@ if __name__ in ("__main__", "__mp_main__"):  # spawned children of torch_dist's 
     cpu.apply()
 
 import torch
-from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.enums import ModelType
@@ -37,7 +36,6 @@ from megatron.training.arguments import parse_and_validate_args
 gc.freeze()
 gc.enable()
 ArgumentGroupFactory._get_field_docstrings = lambda self, kind: {}  # reading sources for --help takes half a second
-vars(dataset_utils)["compile_helpers"] = lambda: None  # the wheel brings them built
 MockGPTLowLevelDataset.size = 1000  # of 100000 documents, shuffling the samples takes a second
 
 

@@ -1,0 +1,118 @@
+"""Options of the Megatron plugin: the parser's group, the environment, what is refused, and the README's table."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
+
+import torch.distributed
+
+from lastgasp.errors import ConfigError
+from lastgasp.steps import bits
+from lastgasp.steps.settings import MarksConfig
+from lastgasp_megatron.args import Options, add_options, around_parse_args, options_of
+from lastgasp_megatron.settings import refuse
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "plugins/megatron/README.md"
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LASTGASP_") and name != "LASTGASP_TEST_MARK"]:
+        monkeypatch.delenv(name)
+
+
+def parsed(*arguments: str) -> Options:
+    parser = add_options(add_options(ArgumentParser()))
+    parser.add_argument("--save", default="ckpts")
+    return options_of(parser.parse_args(arguments))
+
+
+def test_defaults() -> None:
+    options = parsed()
+    assert options.gasp.directory == Path("ckpts").absolute()
+    assert (options.gasp.keep, options.gasp.resume, options.require_manifest) == (3, "auto", False)
+    assert options.marks == MarksConfig()
+
+
+def test_an_option_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"KEEP": "7", "MARKS": "all", "REQUIRE_MANIFEST": "1", "DIR": "elsewhere"}.items():
+        monkeypatch.setenv(f"LASTGASP_{name}", value)
+    assert parsed().gasp.keep == 7 and parsed().marks.mask == bits.ALL and parsed().require_manifest
+    assert parsed().gasp.directory == Path("elsewhere").absolute()
+    options = parsed("--lastgasp-keep", "2", "--lastgasp-marks", "step,comm", "--lastgasp-dir", "here")
+    assert (options.gasp.keep, options.marks.mask) == (2, bits.STEP | bits.COMM)
+    assert options.gasp.directory == Path("here").absolute()
+
+
+def test_marks() -> None:
+    options = parsed("--lastgasp-marks", "0", "--lastgasp-profiling-dir", "rows", "--lastgasp-profiling-limit-mb", "9")
+    assert options.marks == MarksConfig(mask=None, directory=Path("rows").absolute(), limit_mb=9)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--lastgasp-keep", "0"), ("--lastgasp-marks", "steps"), ("--lastgasp-profiling-limit-mb", "many")],
+)
+def test_a_wrong_value_is_refused_with_its_name(option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=option.removeprefix("--lastgasp-").replace("-", "_")):
+        parsed(option, value)
+
+
+def test_no_directory_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--save"):
+        options_of(Namespace(save=None, load=None))
+
+
+def test_a_version_without_a_provider_is_called_as_it_is() -> None:
+    assert around_parse_args(lambda known: known, (3,), {}) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "args"),
+    [
+        ("--enable-high-availability", {"enable_high_availability": True}),
+        ("--non-persistent-ckpt-type", {"non_persistent_ckpt_type": "global"}),
+        ("--ckpt-format", {"ckpt_format": "zarr"}),
+        ("--async-save", {"ckpt_format": "torch", "async_save": True}),
+        ("torch.distributed", {}),
+    ],
+)
+def test_what_is_refused(option: str, args: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(option)):
+        refuse(Namespace(**args))
+
+
+def test_what_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for args in ({}, {"ckpt_format": "torch_dist", "async_save": True}, {"ckpt_format": "torch", "async_save": False}):
+        refuse(Namespace(**args))
+
+
+def test_the_readme_names_every_option_and_its_variable() -> None:
+    actions = add_options(ArgumentParser())._actions
+    options = {o for action in actions for o in action.option_strings if o.startswith("--lastgasp-")}
+    rows = re.findall(r"^\| `(--lastgasp-[a-z0-9-]+)` \| `(LASTGASP_[A-Z0-9_]+)` \|", README.read_text(), re.M)
+    assert {option for option, _ in rows} == options
+    for option, variable in rows:
+        assert variable == option.removeprefix("--").upper().replace("-", "_")
+
+
+def test_the_readme_names_every_module() -> None:
+    named = set(re.findall(r"`(\w+\.py)`", README.read_text())) - {"__init__.py", "pretrain_gpt.py"}
+    found = {path.name for path in (README.parent / "lastgasp_megatron").glob("*.py")} - {"__init__.py"}
+    assert named == found
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "examples/megatron_gpt/README.md"], ids=lambda p: p.parent.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
