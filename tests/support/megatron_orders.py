@@ -1,6 +1,7 @@
-"""One start of a training with stand-ins of Megatron 0.12.1 and MindSpeed; prints what was called, as JSON.
+"""Starts of a training with stand-ins of Megatron 0.12.1 and MindSpeed; prints what was called, as JSON.
 
-Run as a program, because it imports, patches and repatches: `megatron_orders.py ORDER`.
+Run as a program, because it imports, patches and repatches: `megatron_orders.py` runs every order, each in a child
+that is forked once torch is imported, and prints `{order: {code, stderr, hooked, called}}`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +180,7 @@ def _attributes() -> dict[str, Any]:
 
 def order_off() -> None:
     """LASTGASP=0."""
+    os.environ["LASTGASP"] = "0"
     _install()
     _pretrain("megatron.training")
 
@@ -194,15 +199,48 @@ def order_arguments() -> None:
     hooked[:] = [str(parsed.lastgasp_dir), str(parsed.lastgasp_require_manifest), str(parsed.mine)]
 
 
-def main(order: str) -> None:
-    """Run one order."""
+def orders() -> list[str]:
+    """Names of all."""
+    return [name.removeprefix("order_") for name in globals() if name.startswith("order_")]
+
+
+def _run(order: str, out: Path, err: Path) -> None:
+    """In the child: its own output files, then the order; an exception ends it as it would end a script."""
+    for path, stream in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    code = 1
+    try:
+        globals()[f"order_{order}"]()
+        log = sys.modules.get("megatron.training.log")
+        print(json.dumps({"hooked": hooked, "called": log.calls if log is not None else []}), flush=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _forked(order: str, folder: Path) -> dict[str, Any]:
+    out, err = folder / f"{order}.out", folder / f"{order}.err"
+    pid = os.fork()
+    if pid == 0:
+        _run(order, out, err)
+    _, status = os.waitpid(pid, 0)
+    lines = out.read_text().splitlines()
+    said: dict[str, Any] = json.loads(lines[-1]) if lines else {"hooked": [], "called": []}
+    return said | {"code": os.waitstatus_to_exitcode(status), "stderr": err.read_text()}
+
+
+def main() -> None:
+    """Run all."""
     sys.path.insert(0, str(STANDINS))
     sys.argv = sys.argv[:1]
+    importlib.import_module("lastgasp_megatron.hooks")
     torch.distributed.init_process_group = lambda *args, **kwargs: None
-    globals()[f"order_{order}"]()
-    log = sys.modules.get("megatron.training.log")
-    print(json.dumps({"hooked": hooked, "called": log.calls if log is not None else []}))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps({order: _forked(order, Path(folder)) for order in orders()}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
