@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
+from lastgasp.events import decode_incident
 from lastgasp.testing import corrupt
+from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished
 from support.megatron import place
-from support.megatron.job import DIST_OPT, GptJob
+from support.megatron.job import DIST_OPT, PIPELINE, TWO_INSTANCES, GptJob
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,6 +32,8 @@ FLAGS = {
     "torch": f"--bf16 {DIST_OPT}",
     "torch_dist": f"--bf16 {DIST_OPT} --ckpt-format torch_dist",
     "async": f"--bf16 {DIST_OPT} --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker",
+    "stages": f"--bf16 {PIPELINE}",
+    "integrity": f"--bf16 {DIST_OPT} --ckpt-format torch_dist --verify-integrity",
 }
 Damage = Callable[[Path], object]
 ITERATION = "iter_0000020"
@@ -60,16 +65,21 @@ class _Shelves(dict[str, Path]):
         return self[kind]
 
 
-def start(shelf: Path, folder: Path, kind: str, damage: Damage) -> tuple[GptJob, Finished]:
+def start(shelf: Path, folder: Path, flags: str, damage: Damage) -> tuple[GptJob, Finished]:
     """A job on a damaged copy."""
     shutil.copytree(shelf, folder / "ckpt")
     damage(folder / "ckpt")
-    again = job(folder, kind, 22)
+    again = GptJob(folder=folder, flags=flags, last=22, launcher="run", launch_options=LAUNCH)
     return again, again.run(timeout=LIMIT)
 
 
 def _file(name: str) -> Callable[[Path], Path]:
     return lambda directory: directory / ITERATION / name
+
+
+def _no_manifests(directory: Path) -> None:
+    for path in directory.glob("*.manifest.json"):
+        path.unlink()
 
 
 MODEL, OPTIMIZER = _file("mp_rank_00/model_optim_rng.pt"), _file("mp_rank_00/distrib_optim.pt")
@@ -89,16 +99,21 @@ ROWS: dict[tuple[str, str], tuple[Damage, int]] = {
     ("torch_dist", "metadata truncated"): (lambda d: corrupt.truncate(_file(".metadata")(d), 100), 10),
     ("torch_dist", "metadata missing"): (lambda d: corrupt.drop(_file(".metadata")(d)), 10),
     ("torch_dist", "metadata.json missing"): (lambda d: corrupt.drop(_file("metadata.json")(d)), 10),
-}
+    ("stages", "model of one stage truncated"): (
+        lambda d: corrupt.truncate(_file("mp_rank_00_001/model_optim_rng.pt")(d), 5000), 10,
+    ),
+    ("integrity", "bit of the data"): (lambda d: corrupt.flip_bit(FIRST(d), 20_000, 3), 10),
+    ("async", "bit of the data"): (lambda d: corrupt.flip_bit(SECOND(d), 20_000, 3), 10),
+}  # fmt: skip
 DEFAULT = [("torch", "bit of the optimizer"), ("torch", "tracker empty")]
 
 
 def _check(shelves: dict[str, Path], folder: Path, row: tuple[str, str]) -> None:
     kind, (damage, step) = row[0], ROWS[row]
-    again, done = start(shelves[kind], folder, kind, damage)
+    again, done = start(shelves[kind], folder, FLAGS[kind], damage)
     assert done.ok, done.output[-4000:]
     assert {iteration for _, iteration in again.losses()} == set(range(step, 22))
-    assert {rank for rank, _ in again.losses()} == {0, 1}
+    assert {rank for rank, _ in again.losses()} == ({1} if kind == "stages" else {0, 1})
     assert (again.checkpoints / TRACKER).read_text() == "22"
     assert verify(again.checkpoints / "iter_0000022", LAYOUT).ok
 
@@ -120,11 +135,36 @@ def test_nothing_good_is_no_success_and_nothing_is_trained(shelves: dict[str, Pa
         for path in directory.glob("iter_*/mp_rank_00/model_optim_rng.pt"):
             corrupt.truncate(path, 100)
 
-    again, done = start(shelves["torch"], tmp_path, "torch", spoil)
+    again, done = start(shelves["torch"], tmp_path, FLAGS["torch"], spoil)
     assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
     assert "NoGoodCheckpoint" in done.output
     assert again.losses() == {}
     assert (again.checkpoints / ITERATION).is_dir()
+
+
+@pytest.mark.full
+def test_without_manifests_it_is_loaded_with_a_warning(shelves: dict[str, Path], tmp_path: Path) -> None:
+    again, done = start(shelves["torch"], tmp_path, FLAGS["torch"], _no_manifests)
+    assert done.ok, done.output[-4000:]
+    assert "iter_0000020 has no manifest" in done.output and "lastgasp manifest" in done.output
+    assert {iteration for _, iteration in again.losses()} == {20, 21}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "option", "said"),
+    [
+        ("torch", "--lastgasp-require-manifest", "NoGoodCheckpoint"),
+        ("torch_dist", "--verify-integrity", "Integrity manifest not found"),
+    ],
+)
+def test_without_what_the_user_requires_it_is_no_success(
+    kind: str, option: str, said: str, shelves: dict[str, Path], tmp_path: Path
+) -> None:
+    again, done = start(shelves[kind], tmp_path, f"{FLAGS[kind]} {option}", _no_manifests)
+    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert said in done.output
+    assert again.losses() == {}
 
 
 @pytest.mark.full
@@ -145,3 +185,20 @@ def test_async_saves_get_their_manifests_when_they_are_finalized(tmp_path: Path)
     found = candidates([made.checkpoints], LAYOUT)
     assert [(c.step, verify(c.path, LAYOUT).ok) for c in found] == [(20, True), (10, True)]
     assert (made.checkpoints / TRACKER).read_text() == "20"
+
+
+@pytest.mark.full
+@pytest.mark.fault
+def test_helpers_of_a_killed_rank_are_ended_before_the_restart(tmp_path: Path) -> None:
+    flags = FLAGS["async"].replace(DIST_OPT, TWO_INSTANCES)
+    made = GptJob(folder=tmp_path, flags=flags, last=20, launcher="run", launch_options=LAUNCH)
+    fired = tmp_path / "fired"
+    kill = {"LASTGASP_FAULT": "kind=sigkill,rank=1,step=13,phase=forward", "LASTGASP_FAULT_LOG": str(fired)}
+    done = made.run(kill, timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert len(read_log(fired)) == 1
+    assert re.search(r"ended [1-9]\d* helper processes that dead ranks had left", done.output)
+    (record,) = (made.checkpoints / "incidents").glob("*.json")
+    assert decode_incident(record.read_bytes()).step_saved == 13
+    found = candidates([made.checkpoints], LAYOUT)
+    assert [(c.step, verify(c.path, LAYOUT).ok) for c in found] == [(20, True), (13, True), (10, True)]
