@@ -11,7 +11,7 @@ import click
 from benchmarks import publish as readme
 from benchmarks.harness import Options, run, write
 
-NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow")
+NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "megatron")
 
 
 @click.command()
@@ -27,7 +27,10 @@ NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks
 )  # fmt: skip
 @click.option("--publish", is_flag=True, help="Also put the numbers into benchmarks/results and the README's table.")
 def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None, publish: bool) -> None:
-    """Measure NAMES (all by default): detect, callback, checkpoint, restart, marks, flush, marks_step, slow."""
+    """Measure NAMES (all by default).
+
+    They are: detect, callback, checkpoint, restart, marks, flush, marks_step, slow, megatron.
+    """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")
     for name in names or NAMES:

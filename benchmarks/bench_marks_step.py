@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import random
 import statistics
 import time
 import warnings
@@ -25,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from benchmarks.harness import Measure, Options
+from benchmarks.harness import Measure, Options, interval
 from lastgasp.steps import bits
 from lastgasp.steps.recorder import RecorderOptions, StepRecorder
 from lastgasp_lightning.marks import LightningMarks
@@ -36,7 +35,6 @@ PAIRS, STEPS, BATCH, SKIP = 400, 12, 32, 2
 BARE_PAIRS, BARE_STEPS = 400, 40
 TARGET_PERCENT = 0.5
 PART = "what marks add to a bare step, as part of the example's"
-RESAMPLES = 4000
 Step = tuple[float, float]
 """ns: wall, CPU of the training thread."""
 Pair = tuple[Step, Step]
@@ -179,10 +177,3 @@ def load(script: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def interval(samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 1) -> tuple[float, float]:
-    """Bootstrap 95 % confidence interval of the median."""
-    draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(samples, k=len(samples))) for _ in range(resamples))
-    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]

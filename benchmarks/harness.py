@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,13 @@ def interleave(
             before()
             results[name].append(variants[name]())
     return results
+
+
+def interval(samples: Sequence[float], resamples: int = 4000, seed: int = 1) -> tuple[float, float]:
+    """Bootstrap 95 % confidence interval of the median."""
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(samples, k=len(samples))) for _ in range(resamples))
+    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
 
 def machine() -> dict[str, Any]:

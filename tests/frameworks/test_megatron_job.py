@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", ["", "--bf16", f"--bf16 {TWO_INSTANCES}", f"--bf16 {TENSOR}", f"--bf16 {PIPELINE}"])
 def test_a_job_resumes_bit_for_bit(flags: str, tmp_path: Path) -> None:
     whole = GptJob(folder=tmp_path / "whole", flags=flags, last=14)

@@ -81,6 +81,14 @@ def test_an_optimizer_that_made_no_step_is_not_saved() -> None:
         slice_of(one, 1)
 
 
+def test_padding_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), 7.0, **options))
+    _, weights, found = optimizers(2)
+    buckets = [bucket for one in found for bucket in slice_of(one, 2)[0][KIND]]
+    rows = torch.cat([buckets[0]["param"], buckets[2]["param"], buckets[1]["param"], buckets[3]["param"]])
+    assert torch.equal(rows, torch.cat([weights[:11], torch.zeros(1), weights[11:]]))
+
+
 def test_weights_come_from_their_fp32_copy() -> None:
     model, main = torch.zeros(3, dtype=torch.bfloat16), torch.tensor([1.001, -2.3, 0.1])
     optimizer = SimpleNamespace(float16_groups=[[model]], fp32_from_float16_groups=[[main]])
@@ -139,4 +147,6 @@ def test_advice_names_the_flag_and_its_cost() -> None:
         "4 of 4 shards" in text and "--num-distributed-optimizer-instances 2" in text and "12 MiB more per rank" in text
     )
     assert advice(((0, 2), (1, 3)), args, 12 << 20) == ""
-    assert "More data parallel ranks" in advice(((0,), (1,)), SimpleNamespace(data_parallel_size=1), 1)
+    assert "A second data parallel rank" in advice(((0,), (1,)), SimpleNamespace(data_parallel_size=1), 1)
+    args.data_parallel_size = 3
+    assert "An even number of data parallel ranks" in advice(((0,), (1,), (2,)), args, 1)

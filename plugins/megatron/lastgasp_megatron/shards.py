@@ -61,15 +61,25 @@ def slice_of(optimizer: Any, parts: int) -> Slice:
 
 
 def _bucket(optimizer: Any, keys: tuple[str, ...], ranges: Any, size: int) -> Bucket:
-    found = {key: torch.zeros(size, dtype=torch.float32, device="cpu") for key in keys}
-    for param, where in ranges["param_map"].items():
-        local = where["gbuf_local"]
+    found = {key: torch.empty(size, dtype=torch.float32, device="cpu") for key in keys}
+    places = [where["gbuf_local"] for where in ranges["param_map"].values()]
+    for start, end in _gaps([(place.start, place.end) for place in places], size):
+        for row in found.values():
+            row[start:end].zero_()
+    for param, place in zip(ranges["param_map"], places, strict=True):
         tensors = _tensors(optimizer, param)
         for key in keys:
             if key not in tensors:
                 raise NotSaveable(f"the optimizer has no {key!r} yet: no step was made")
-            found[key][local.start : local.end].copy_(tensors[key].detach().view(-1))
+            found[key][place.start : place.end].copy_(tensors[key].detach().view(-1))
     return found
+
+
+def _gaps(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """What the ranges leave of `size` elements: padding."""
+    ends = [0, *(end for _, end in sorted(ranges))]
+    starts = [*(start for start, _ in sorted(ranges)), size]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _tensors(optimizer: Any, param: Any) -> dict[str, Tensor]:

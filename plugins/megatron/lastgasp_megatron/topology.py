@@ -32,7 +32,12 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
     "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
 }
-_ONE = ("expert_model_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+# The same for sizes: those above 1 are refused. The last two follow from options of other names.
+_ONE = {
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
+    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
+}
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,9 @@ def refuse_unsupported(args: Any) -> None:
     for name, (allowed, remedy) in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(_option(name), getattr(args, name), allowed, remedy)
-    for name in _ONE:
+    for name, option in _ONE.items():
         if (getattr(args, name, None) or 1) > 1:
-            raise ConfigError(_option(name), getattr(args, name), "1", "Leave it out, or train without lastgasp.")
+            raise ConfigError(option, getattr(args, name), "1", "Leave it out, or train without lastgasp.")
 
 
 def lonely_shards(replicas: ReplicaGroups) -> int:
@@ -127,8 +132,10 @@ def advice(replicas: ReplicaGroups, args: Any, shard_bytes: int) -> str:
         return ""
     what = f"{lonely} of {len(replicas)} shards of the state are on one rank only, and are lost with it"
     data = int(getattr(args, "data_parallel_size", 1))
-    if not getattr(args, "use_distributed_optimizer", False) or data % 2:
-        return f"{what}. More data parallel ranks (an even number) would hold a copy."
+    if not getattr(args, "use_distributed_optimizer", False):
+        return f"{what}. A second data parallel rank would hold a copy."
+    if data % 2:
+        return f"{what}. An even number of data parallel ranks would allow {INSTANCES}, which keeps a second copy."
     more = shard_bytes / 2**20
     return f"{what}. {INSTANCES} would keep a second copy of each, for about {more:.4g} MiB more per rank."
 

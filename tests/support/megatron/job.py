@@ -41,6 +41,7 @@ class GptJob:
         last: the iteration after which it ends.
         every: iterations between two periodic saves.
         launcher: "torchrun" without lastgasp; "run" is `lastgasp run`.
+        script: what each rank runs.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class GptJob:
     every: int = 10
     launcher: str = "torchrun"
     launch_options: Sequence[str] = field(default=())
+    script: Path = SCRIPT
 
     @property
     def checkpoints(self) -> Path:
@@ -59,7 +61,7 @@ class GptJob:
     def command(self) -> list[str]:
         """The whole command line."""
         run = ["-m", "lastgasp", "run"] if self.launcher == "run" else ["-m", "torch.distributed.run", "--standalone"]
-        launch = [sys.executable, *run, "--nproc-per-node", str(self.ranks), *self.launch_options, str(SCRIPT)]
+        launch = [sys.executable, *run, "--nproc-per-node", str(self.ranks), *self.launch_options, str(self.script)]
         where = ["--save", str(self.checkpoints), "--load", str(self.checkpoints), "--ckpt-format", "torch"]
         ends = ["--save-interval", str(self.every), "--exit-interval", str(self.last)]
         return [*launch, *_MODEL.split(), *_TRAINING.split(), *_CPU.split(), *where, *ends, *self.flags.split()]

@@ -29,7 +29,7 @@ LAST = 28
 """20 iterations after the fault."""
 PLACES = {
     "forward": "forward_step",
-    "backward": "finish_grad_sync",
+    "backward": "finalize_model_grads",
     "after_update": "step_with_ready_grads",
     "periodic_save": "save_checkpoint",
 }
