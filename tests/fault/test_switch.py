@@ -231,14 +231,16 @@ def test_the_file_and_the_command_in_a_running_rank(tmp_path: Path) -> None:
 
 
 def test_operators_while_a_recovery_is_on(tmp_path: Path) -> None:
-    with ToyJob(tmp_path / "job", 3, save_seconds=3.0, profiling=str(tmp_path / "rows")) as job:
+    asked = tmp_path / "asked"
+    with ToyJob(tmp_path / "job", 3, save_until=str(asked), profiling=str(tmp_path / "rows")) as job:
         job.step(1)
         job.stuck(0, 1)
         with operator(job) as link:
             job.ranks[2].signal(signal.SIGKILL)
             job.ranks[0].wait_for("save")
             table = link.ranks()
-            done = link.switch(None, COMM, 0, wait=2.0)
+            done = link.switch(None, COMM, 0, wait=PATIENCE)
+        asked.touch()
         with operator(job) as careless:  # goes in the middle of its question
             careless.send(m.AskSwitch(ranks=None, on=COMM, off=0, wait=600.0))
         assert [job.ranks[r].code() for r in (0, 1)] == [exitcodes.SAVED] * 2

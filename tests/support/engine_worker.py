@@ -21,7 +21,7 @@ from lastgasp import __version__
 from lastgasp.blackbox import BlackBox
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
-from lastgasp.gasp import link
+from lastgasp.gasp import link, processor
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
 from lastgasp.ports import SaveResult
@@ -52,11 +52,17 @@ class Result:
     part: bytes = b""
 
 
+PATIENCE = 60.0
+"""Seconds at most that a save waits for the file `save_until`."""
+
+
 class ToySource:
     """Its whole state is a number."""
 
-    def __init__(self, rank: int, directory: Path, save_seconds: float, fail: bool) -> None:
-        self.rank, self.directory, self.save_seconds, self.fail = rank, directory, save_seconds, fail
+    def __init__(self, rank: int, directory: Path, options: dict[str, Any]) -> None:
+        self.rank, self.directory = rank, directory
+        self.save_seconds, self.fail = options.get("save_seconds", 0.0), rank in options.get("failing", [])
+        self.until = Path(options["save_until"]) if "save_until" in options else None
         self._box = BlackBox(64)
         self.box = self._box.fd
 
@@ -76,6 +82,9 @@ class ToySource:
         if self.fail:
             raise OSError(28, "No space left on device")
         time.sleep(self.save_seconds)
+        deadline = time.monotonic() + PATIENCE
+        while self.until is not None and not self.until.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         temp = self.directory / f".step-{step}.{self.rank}.tmp"
         temp.write_text(str(step))
         return Result(str(self.directory / f"step-{step}.toy"), temp, temp.stat().st_size, time.time_ns())
@@ -104,8 +113,9 @@ def main() -> None:
         "save_timeout": options.get("save"),
     }
     config = GaspConfig.resolve(directory, **limits)
+    vars(processor)["REACH"] = options.get("reach", processor.REACH)
     vars(link)["__version__"] = options.get("version", __version__)
-    source = ToySource(rank, directory, options.get("save_seconds", 0.0), rank in options.get("failing", []))
+    source = ToySource(rank, directory, options)
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
     try:
         session = Session(config, place, source, Contact.from_environment(), marking(options))

@@ -29,7 +29,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["LASTGASP_ATTEMPT"])
     tell(directory, rank, attempt)
-    source = ToySource(rank, directory, 0.0, False)
+    source = ToySource(rank, directory, {})
     place = Place(rank=rank, world_size=world, replicas=data_parallel(world), attempt=attempt)
     session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
     session.gather("start", b"")
