@@ -33,6 +33,7 @@ model = BoringModel()
 """
 """The user's model, with its data."""
 ELSEWHERE = {
+    'LASTGASP_FAULT="kind=sigkill,rank=1,step=33,phase=forward" examples/megatron_gpt/run.sh': "test_megatron_example",
     "pip install -e '.[lightning,cli]'": "needs the package registry; the extras are compared with pyproject.toml",
 }
 """Shell lines that no test runs, and why. Those that begin with make are compared with the Makefile."""
@@ -143,7 +144,7 @@ def test_every_variable_of_the_code_is_explained() -> None:
     explained = set(re.findall(r"`(LASTGASP_[A-Z0-9_]+)`", README.read_text()))
     assert used - internal <= explained
     names = {f"LASTGASP_{f.name.upper()}" for f in dataclasses.fields(GaspConfig)}
-    names |= {"LASTGASP_MARKS", "LASTGASP_PROFILING_LIMIT_MB"}
+    names |= {"LASTGASP_MARKS", "LASTGASP_PROFILING_LIMIT_MB", "LASTGASP_REQUIRE_MANIFEST"}
     everything = used | names | {"LASTGASP_DIR"}
     assert explained <= everything
 
@@ -171,13 +172,16 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-def test_the_plugin_s_readme_names_every_module() -> None:
-    named = set(re.findall(r"`(\w+\.py)`", PLUGIN.read_text())) - {"__init__.py", "train.py"}
-    assert named == {path.name for path in (PLUGIN.parent / "lastgasp_lightning").glob("*.py")} - {"__init__.py"}
+@pytest.mark.parametrize("plugin", ["lightning", "megatron"])
+def test_a_plugin_s_readme_names_every_module(plugin: str) -> None:
+    folder = ROOT / "plugins" / plugin
+    table = [cells[0] for cells in rows(folder / "README.md", "| module | what it holds")]
+    named = set(re.findall(r"\w+\.py", " ".join(table)))
+    assert named == {path.name for path in (folder / f"lastgasp_{plugin}").glob("*.py")} - {"__init__.py"}
 
 
 def test_the_transcript_is_that_of_a_demo_that_went_well() -> None:
-    text = blocks(README, "text")[0]
+    [text] = [text for text in blocks(README, "text") if "$ make demo" in text]
     story = (ROOT / "core/lastgasp/cli/_demo.py").read_text()
     checks = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
     assert len(checks) >= 8
@@ -192,7 +196,7 @@ def test_the_report_s_transcript_is_in_the_report_s_words(tmp_path: Path) -> Non
         write(Shape(slow={2: {"data": 0.02}}, buffers=True, communication=communication), 1, tmp_path / task)
     done = run_shell("export COLUMNS=100; lastgasp report without && lastgasp report with", tmp_path)
     assert done.ok, done.output
-    [shown] = [text for text in blocks(README, "text") if "lastgasp report" in text]
+    [shown] = [text for text in blocks(README, "text") if "$ lastgasp report" in text]
 
     def in_words(text: str) -> set[str]:
         text = text.replace(" host ", " ")  # where it is known
@@ -204,7 +208,7 @@ def test_the_report_s_transcript_is_in_the_report_s_words(tmp_path: Path) -> Non
 
 
 def test_the_transcripts_of_ps_and_switch_have_the_columns_of_the_program() -> None:
-    [shown] = [text for text in blocks(README, "text") if "lastgasp ps" in text]
+    [shown] = [text for text in blocks(README, "text") if "$ lastgasp ps" in text]
     heads = [[cell.strip() for cell in line.strip("┃").split("┃")] for line in shown.splitlines() if "┃" in line]
     source = "".join((ROOT / f"core/lastgasp/cli/{name}.py").read_text() for name in ("ps", "switch", "_jobs"))
     assert [len(head) for head in heads] == [9, 4]
