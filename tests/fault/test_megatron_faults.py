@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.megatron import place
 from support.megatron.job import GptJob
-from support.megatron.matrix import COVERING, LAST, LAYOUTS, PLACES, SAVE_STEP, Case, all_cases, reference
+from support.megatron.matrix import COVERING, LAST, PLACES, SAVE_STEP, Case, all_cases, reference
 
 LAYOUT = DirectoryLayout("iter_*")
 LIMIT = 400.0
@@ -119,9 +118,9 @@ TORN = SAVE_STEP + 2
 """Completed iterations when an update is torn: two after a periodic save."""
 
 
-def torn(layout: str, folder: Path, faults: list[str], flags: str = "", **environ: str) -> tuple[GptJob, str]:
+def torn(layout: str, folder: Path, faults: list[str], **environ: str) -> tuple[GptJob, str]:
     """Run a job with `faults` at iteration `TORN`; returns it and its output. All of them must have happened."""
-    job = replace(Case(layout, "exception", "forward").job(folder), flags=f"{LAYOUTS[layout][1]} {flags}")
+    job = Case(layout, "exception", "forward").job(folder)
     fault = ";".join(f"step={TORN},{one}" for one in faults)
     environ |= {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(folder / "fired")}
     done = job.run(environ, timeout=LIMIT)
@@ -147,21 +146,13 @@ def test_the_wait_for_an_update_has_an_end(tmp_path: Path, references: dict[str,
     _check_losses(job, references["dp2"].losses())
 
 
-def test_ranks_on_different_steps_are_not_mixed(tmp_path: Path) -> None:
-    # Without clipping and tied embeddings, nothing makes the last stage wait for the first one's gradients.
-    faults = ["kind=sleep:2,rank=0,phase=backward", "kind=exception,rank=0,phase=backward"]
-    job, output = torn("pp2", tmp_path, faults, "--untie-embeddings-and-output-weights --clip-grad 0")
-    _check_given_up(job, output, f"not at one common step: shard 0 at [{TORN}], shard 1 at [{TORN + 1}]", lost=3)
-    again = {key: times for key, times in job.losses().items() if len(times) > 1}
-    assert {iteration for _, iteration in again} == set(range(SAVE_STEP, TORN + 1)), "not resumed from the save"
-    assert all(first == second for first, second in again.values()), "losses differ from those before the fault"
-
-
-@pytest.mark.full
-def test_an_update_that_was_left_half_way_is_not_saved(tmp_path: Path, references: dict[str, GptJob]) -> None:
+def test_an_update_that_was_left_half_way_is_not_saved(tmp_path: Path) -> None:
     job, output = torn("tp2", tmp_path, ["kind=exception,rank=1,phase=update"])
     _check_given_up(job, output, "between two steps", lost=TORN + 1 - SAVE_STEP)
-    _check_losses(job, references["tp2"].losses())
+    again = {key: times for key, times in job.losses().items() if len(times) > 1}
+    assert {iteration for _, iteration in again} >= {SAVE_STEP, TORN}, "not resumed from the save"
+    assert all(iteration >= SAVE_STEP for _, iteration in again)
+    assert all(first[: len(second)] == second[: len(first)] for first, second in again.values()), "losses differ"
 
 
 def _check_given_up(job: GptJob, output: str, reason: str, lost: int) -> None:

@@ -91,11 +91,13 @@ def all_cases() -> list[Case]:
 
 COVERING = [
     Case("dp2", "sigkill", "forward"),
+    Case("dp2", "exception", "periodic_save"),
     Case("dp2-two-instances", "sigstop", "backward"),
     Case("dp4-two-instances", "sigkill", "after_update"),
-    Case("tp2-dp2", "exception", "backward"),
-    Case("pp2-dp2", "sigkill", "forward"),
+    Case("tp2-dp2", "sigkill", "periodic_save"),
+    Case("pp2-dp2", "sigterm", "backward"),
+    Case("tp2", "exception", "after_update"),
+    Case("pp2", "sigterm", "after_update"),
     Case("tp2-pp2", "sigterm", "forward"),
-    Case("dp2", "exception", "periodic_save"),
 ]
-"""What runs with every test round; each layout, kind and moment once."""
+"""What runs with every test round: each layout, kind and moment at least once."""

@@ -1,0 +1,88 @@
+"""What a rank refuses to write: a step that it does not stand on, or one that an update has touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
+
+from lastgasp.config import GaspConfig  # noqa: E402
+from lastgasp.errors import NotSaveable  # noqa: E402
+from lastgasp.topology import Place  # noqa: E402
+from lastgasp_megatron.devices import Device  # noqa: E402
+from lastgasp_megatron.source import MegatronSource  # noqa: E402
+from lastgasp_megatron.steps import Boundary  # noqa: E402
+from lastgasp_megatron.topology import Shard  # noqa: E402
+
+STEP = 7
+
+
+class Steps:
+    """As `steps.Steps`: completed step, update under way, what Adam counts."""
+
+    def __init__(self) -> None:
+        self.step, self.inside, self.adam = STEP, False, STEP
+        self.boundary = Boundary(STEP, 56, 0, None, None, STEP)
+
+    def counted(self) -> int:
+        return self.adam
+
+
+class Composer:
+    """Calls `meanwhile` while it builds the state."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def compose(self, boundary: Boundary, weights: Any, small: Any) -> dict[str, Any]:
+        self.meanwhile()
+        return {"iteration": boundary.step}
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.setattr(
+        "lastgasp_megatron.source.file_in_checkpoint", lambda step: f"iter_{step:07d}/mp_rank_00/model_optim_rng.pt"
+    )
+    steps, composer = Steps(), Composer()
+    place = Place(rank=0, world_size=1, replicas=((0,),))
+    shard = Shard(tensor=0, pipeline=0, part=0, parts=1, data_ranks=(0,))
+    random: Any = SimpleNamespace(read=lambda step: b"random")
+    one: Any = SimpleNamespace(steps=steps, composer=composer)
+    source: Any = MegatronSource(one.steps, random, one.composer, SimpleNamespace(), (place, shard))
+    source.configure(GaspConfig(directory=tmp_path), Device(torch.device("cpu")))
+    return SimpleNamespace(steps=steps, composer=composer, source=source, folder=tmp_path)
+
+
+def test_the_step_it_stands_on_is_written_and_published(rank: SimpleNamespace) -> None:
+    result = rank.source.save(STEP, {}, "test")
+    rank.source.publish(result, {0: result.part})
+    path = rank.folder / f"iter_{STEP:07d}/mp_rank_00/model_optim_rng.pt"
+    assert torch.load(path) == {"iteration": STEP}
+    assert (rank.folder / "latest_checkpointed_iteration.txt").read_text() == str(STEP)
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "reason"),
+    [
+        ({"inside": True}, STEP, "the update after step 7 has begun"),
+        ({}, STEP - 1, "stands on step 7, not on 6"),
+        ({}, STEP + 1, "stands on step 7, not on 8"),
+        ({"adam": STEP + 1}, STEP, "the optimizer has made 8 updates, not 7"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_another_step_is_refused(
+    rank: SimpleNamespace, change: dict[str, Any], step: int, reason: str, when: str
+) -> None:
+    if when == "before" or not change:
+        vars(rank.steps).update(change)
+    else:
+        rank.composer.meanwhile = lambda: vars(rank.steps).update(change)
+    with pytest.raises(NotSaveable, match=reason):
+        rank.source.save(step, {}, "test")
+    assert list(rank.folder.iterdir()) == [], "something was left"
