@@ -79,6 +79,11 @@ def _why_not(sample: Sample) -> list[str]:
         found.append(f"{names} has nobody to be compared with: only its saves and its own past are judged")
     elif len(sample.ranks) == 2:
         found.append(f"{names}: of two ranks nobody tells which one is the usual; only large differences are named")
+    if len(sample.ranks) > 1 and sample.count >= MIN_STEPS and sample.late is None:
+        found.append(
+            f"{names}: communication is not marked; a delay within backward, or outside of all marks, may stay hidden "
+            "(lastgasp switch comm=on)"
+        )
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .robust import excess
 from .sample import Blocks, Matrix
@@ -42,11 +42,25 @@ def waits_in_forward(blocks: Blocks) -> Matrix:
 
 
 def _ahead_of_latest(blocks: Blocks) -> Matrix:
-    """How long before the latest rank each one begins its forward pass; all left the backward pass before together."""
-    parts = [blocks.columns[name] for name in ("period", "forward", "backward")]
-    before = _map(lambda period, forward, backward: period - forward - backward, *parts)
-    latest = tuple(map(max, zip(*before, strict=True)))
-    return tuple(tuple(last - own for last, own in zip(latest, row, strict=True)) for row in before)
+    """How long before the latest rank each one begins its forward pass; all left the step before together.
+
+    Less what nearly all others spend outside of all marks more than it does: they have waited for it there, in an
+    all-reduce after the backward pass. Of two ranks nobody tells who waited for whom, and it stays.
+    """
+    get = blocks.columns.__getitem__
+    before = _map(lambda period, f, b: period - f - b, get("period"), get("forward"), get("backward"))
+    unmarked = _map(lambda until, d, o: until - d - o, before, get("data"), get("optimizer"))
+    least = [_least_of_others(column) for column in zip(*unmarked, strict=True)]
+    latest = [max(column) for column in zip(*before, strict=True)]
+    return tuple(
+        tuple(max(0.0, last - own - max(0.0, other - rest)) for last, own, other, rest in zip(*rows, strict=True))
+        for rows in ((latest, own, least, rest) for own, rest in zip(before, unmarked, strict=True))
+    )
+
+
+def _least_of_others(values: Sequence[float]) -> float:
+    """What all others than the one with the least have, but for a quarter that may be wild."""
+    return sorted(values)[1 + (len(values) - 2) // 4 if len(values) > 2 else 0]
 
 
 def _backward(blocks: Blocks) -> Matrix:

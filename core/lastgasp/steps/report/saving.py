@@ -11,7 +11,7 @@ from .job import RankData
 from .robust import change_point, median
 from .table import Save
 from .verdict import Slow
-from .words import ms, percent
+from .words import ms, numbers, percent
 
 MIN_SHARE = 0.20
 """Of the job's wall time that saving must take to be named, where one rank saves and nobody can be compared with it.
@@ -71,11 +71,11 @@ def judge_saving(savings: Sequence[Saving], usual: float) -> tuple[list[Slow], l
         slow = _alone(savers[0], usual)
     elif savers:
         slow = [found for saving in savers for found in _among(saving, savers)]
-        share = median([saving.seconds / saving.wall for saving in savers])
-        if not slow and share >= MIN_SHARE:
-            notes.append(f"saving takes {percent(share)} of the time on all ranks that save")
     named = {item.rank for item in slow}
     slow += [found for saving in savers if saving.rank not in named for found in _own_past(saving, usual)]
+    share = median([saving.seconds / saving.wall for saving in savers]) if savers else 0.0
+    if not slow and share >= MIN_SHARE:
+        notes.append(f"saving takes {percent(share)} of the time on {numbers([saving.rank for saving in savers])}")
     return slow, notes
 
 

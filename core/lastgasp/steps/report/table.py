@@ -223,6 +223,9 @@ def _chosen(number: int, level: int) -> bool:
 
 
 def limits(ranks: int) -> tuple[int, int]:
-    """Steps and collectives to keep per rank, so that a report takes at most some 400 MB; 0.2 MB per rank from 2000 ranks on."""
+    """Steps and collectives to keep per rank, so that a report takes at most some 400 MB.
+
+    From 2000 ranks on 0.2 MB per rank.
+    """
     steps = max(STEPS_MIN, min(STEPS_MAX, ALL_STEPS_MAX // max(1, ranks)))
     return steps, steps * (COLLECTIVES_MAX // STEPS_MAX)
