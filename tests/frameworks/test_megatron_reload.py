@@ -31,7 +31,8 @@ LAUNCH = ("--framework", "megatron")
 FLAGS = {
     "torch": f"--bf16 {DIST_OPT}",
     "torch_dist": f"--bf16 {DIST_OPT} --ckpt-format torch_dist",
-    "async": f"--bf16 {DIST_OPT} --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker",
+    "async": f"--bf16 {DIST_OPT} --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker "
+    "--async-strategy mcore",
     "stages": f"--bf16 {PIPELINE}",
     "integrity": f"--bf16 {DIST_OPT} --ckpt-format torch_dist --verify-integrity",
 }
