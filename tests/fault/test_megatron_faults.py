@@ -142,24 +142,25 @@ def test_a_rank_inside_its_update_is_waited_for(tmp_path: Path, references: dict
 def test_the_wait_for_an_update_has_an_end(tmp_path: Path, references: dict[str, GptJob]) -> None:
     faults = ["kind=sleep:60,rank=0,phase=update", "kind=sigkill,rank=1,phase=after_update"]
     job, output = torn("dp2", tmp_path, faults, LASTGASP_FINISH_TIMEOUT="2")
-    _check_given_up(job, output, "update", lost=TORN - SAVE_STEP)
+    _check_given_up(job, output, "update", lost=(TORN - SAVE_STEP,))
     _check_losses(job, references["dp2"].losses())
 
 
 def test_an_update_that_was_left_half_way_is_not_saved(tmp_path: Path) -> None:
     job, output = torn("tp2", tmp_path, ["kind=exception,rank=1,phase=update"])
-    _check_given_up(job, output, "between two steps", lost=TORN + 1 - SAVE_STEP)
+    # Rank 0 may have made its own update before it heard of rank 1's.
+    _check_given_up(job, output, "between two steps", lost=(TORN - SAVE_STEP, TORN + 1 - SAVE_STEP))
     again = {key: times for key, times in job.losses().items() if len(times) > 1}
     assert {iteration for _, iteration in again} >= {SAVE_STEP, TORN}, "not resumed from the save"
     assert all(iteration >= SAVE_STEP for _, iteration in again)
     assert all(first[: len(second)] == second[: len(first)] for first, second in again.values()), "losses differ"
 
 
-def _check_given_up(job: GptJob, output: str, reason: str, lost: int) -> None:
+def _check_given_up(job: GptJob, output: str, reason: str, lost: tuple[int, ...]) -> None:
     """Nothing was written but what Megatron itself saves, and what is there is good."""
     incident = _incident(job.checkpoints, output)
     assert incident.ending == "gave_up" and reason in incident.reason, incident
-    assert incident.steps_lost == lost, incident
+    assert incident.steps_lost in lost, incident
     found = candidates([job.checkpoints], LAYOUT)
     assert all(c.step in (SAVE_STEP, 2 * SAVE_STEP, 3 * SAVE_STEP, LAST) for c in found), found
     assert all(verify(c.path, LAYOUT).ok for c in found)
