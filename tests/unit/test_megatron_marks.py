@@ -12,7 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
 
+from torch.distributed import distributed_c10d  # noqa: E402
+
+from lastgasp.steps import bits  # noqa: E402
 from lastgasp.steps.marks import Marks  # noqa: E402
+from lastgasp_megatron.communication import MegatronCommunication  # noqa: E402
 from lastgasp_megatron.marks import MegatronMarks  # noqa: E402
 from support.ranges import named, seen  # noqa: E402
 
@@ -161,3 +165,27 @@ def test_what_somebody_replaced_is_marked_again(modules: dict[str, ModuleType], 
 
 def _theirs(iterator: Any) -> Any:
     return next(iterator)
+
+
+def test_collectives_are_wrapped_under_megatrons_names_as_the_switch_says(
+    monkeypatch: pytest.MonkeyPatch, marks: Marks
+) -> None:
+    import torch.distributed as dist
+
+    copies = {
+        "dist_all_gather_func": dist.all_gather_into_tensor,
+        "_coalescing_manager": distributed_c10d._coalescing_manager,
+    }
+    theirs, others = ModuleType("megatron.core.buffers"), ModuleType("somebody.else")
+    for module in (theirs, others):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        vars(module).update(copies)
+    plain, communication = dict(vars(others)), MegatronCommunication(marks)
+    for mask, wrapped in ((bits.ALL, True), (bits.DEFAULT_ON, False), (bits.ALL, True)):
+        marks.mask = mask
+        communication.look()
+        assert all((vars(theirs)[name] is not value) is wrapped for name, value in copies.items())
+        assert dict(vars(others)) == plain, "modules that are not Megatron's are left alone"
+    communication.close()
+    assert all(vars(theirs)[name] is value for name, value in copies.items())
+    assert dist.all_gather_into_tensor is copies["dist_all_gather_func"]

@@ -70,7 +70,7 @@ class MegatronCommunication:
         ours: dict[int, Function] = {
             id(function.__wrapped__): function
             for function in vars(dist).values()
-            if isinstance(function, wrapt.FunctionWrapper)
+            if issubclass(type(function), wrapt.FunctionWrapper)  # what a proxy says of itself may warn
         }
         originals: list[Function] = [function.__wrapped__ for function in ours.values()]
         manager = getattr(distributed_c10d, _MANAGER, None)
