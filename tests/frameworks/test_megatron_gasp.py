@@ -111,12 +111,25 @@ def test_a_lost_shard_without_replica_is_said_with_what_would_have_saved_it(tmp_
     assert all(first[: len(second)] == second[: len(first)] for first, second in again.values())
 
 
-def test_iterations_that_an_overflow_skips_are_counted_and_saved(tmp_path: Path) -> None:
-    flags = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 4 --hysteresis 1"
-    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=SAVED)
-    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
-    assert "number of skipped iterations:   1" in done.output, "nothing was skipped, so nothing is tested"
-    job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS)
+OVERFLOW = "--fp16 --loss-scale-window 4 --hysteresis 1 --initial-loss-scale"
+
+
+@pytest.mark.parametrize(
+    ("flags", "every"),
+    [
+        pytest.param(f"{OVERFLOW} 1048576", SAVED, marks=pytest.mark.full),
+        # So much that no update comes before the fault; Megatron itself could not save then.
+        (f"{OVERFLOW} 67108864 {TWO_INSTANCES}", LAST),
+    ],
+    ids=["first", "all-until-the-fault"],
+)
+def test_iterations_that_an_overflow_skips_are_counted_and_saved(flags: str, every: int, tmp_path: Path) -> None:
+    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=every)
+    done = whole.run(timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    skipped = done.output.count("number of skipped iterations:   1")
+    assert (0 if every == SAVED else FAULT) < skipped < LAST, "what is to be tested did not happen"
+    job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=every, launcher="run", launch_options=FLAGS)
     done = job.run(fault("sigkill", 0, "backward", tmp_path), timeout=LIMIT)
     assert done.ok, done.output[-4000:]
     assert incident_of(job).step_saved == FAULT

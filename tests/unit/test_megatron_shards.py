@@ -74,10 +74,19 @@ def test_slices_become_whole(parts: int) -> None:
         assert torch.equal(values[id(param)], value)
 
 
-def test_an_optimizer_that_made_no_step_is_not_saved() -> None:
-    _, _, (one,) = optimizers(1)
+def test_an_optimizer_that_made_no_update_has_moments_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), 7.0, **options))
+    _, weights, (one,) = optimizers(1)
     one.optimizer.state.clear()
-    with pytest.raises(NotSaveable, match="no step was made"):
+    world = merged(one, [slice_of(one, 1)])[0][KIND]
+    assert torch.equal(world["param"], weights)
+    assert not world["exp_avg"].any() and not world["exp_avg_sq"].any()
+
+
+def test_an_optimizer_that_lacks_a_part_of_its_state_is_not_saved() -> None:
+    _, _, (one,) = optimizers(1)
+    next(iter(one.optimizer.state.values())).pop("exp_avg")
+    with pytest.raises(NotSaveable, match="no 'exp_avg' of one parameter"):
         slice_of(one, 1)
 
 

@@ -62,7 +62,8 @@ class Composer:
         return args
 
     def _optimizer_state(self, boundary: Boundary) -> Any:
-        found = self._optimizer.state_dict()
+        fresh = is_distributed(self._optimizer) and not only(self._optimizer).optimizer.state
+        found = _before_any_update(only(self._optimizer)) if fresh else self._optimizer.state_dict()
         if boundary.scaler is not None:
             target = found[0] if isinstance(found, list) else found
             target["grad_scaler"] = boundary.scaler
@@ -91,6 +92,16 @@ class Composer:
         except Exception:  # a log figure is not worth a step
             log.exception("the number of floating point operations is not known")
             return before
+
+
+def _before_any_update(optimizer: Any) -> dict[str, Any]:
+    """`DistributedOptimizer.state_dict`, which wants to find a step, and which cannot be loaded without one."""
+    groups = optimizer.optimizer.state_dict()["param_groups"]
+    return {
+        "optimizer": {
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} | {"step": 0} for group in groups]
+        }
+    }
 
 
 def _weights(state: Mapping[str, Any], weights: Mapping[int, Tensor]) -> dict[str, Any]:

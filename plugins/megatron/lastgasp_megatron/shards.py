@@ -45,7 +45,7 @@ def slice_of(optimizer: Any, parts: int) -> Slice:
         optimizer: a DistributedOptimizer; parts: ranks that share its state.
 
     Raises:
-        NotSaveable: no step has been made, so that there is no optimizer state yet.
+        NotSaveable: a part of the optimizer's state is missing.
     """
     keys = state_keys(optimizer)
     return [
@@ -69,9 +69,13 @@ def _bucket(optimizer: Any, keys: tuple[str, ...], ranges: Any, size: int) -> Bu
     for param, place in zip(ranges["param_map"], places, strict=True):
         tensors = _tensors(optimizer, param)
         for key in keys:
-            if key not in tensors:
-                raise NotSaveable(f"the optimizer has no {key!r} yet: no step was made")
-            found[key][place.start : place.end].copy_(tensors[key].detach().view(-1))
+            row = found[key][place.start : place.end]
+            if key in tensors:
+                row.copy_(tensors[key].detach().view(-1))
+            elif optimizer.optimizer.state:
+                raise NotSaveable(f"the optimizer has no {key!r} of one parameter, and has others")
+            else:
+                row.zero_()  # no update was made yet: that is what Adam begins with
     return found
 
 
