@@ -41,7 +41,9 @@ def test_not_one_attribute_of_megatron_differs(tmp_path: Path) -> None:
     (tmp_path / "stock").mkdir()
     (tmp_path / "undone").mkdir()
     stock, undone = told("stock", tmp_path / "stock"), told("undone", tmp_path / "undone")
-    assert stock["loaded"] == [], "without lastgasp nothing of it is imported"
+    # Where lastgasp is installed, torch itself loads the entry point that serves `torchrun`; it does nothing in a rank.
+    hook = {"lastgasp", "lastgasp._version", "lastgasp.exitcodes", "lastgasp.launch", "lastgasp.launch.torchrun_hook"}
+    assert set(stock["loaded"]) <= hook, "without lastgasp nothing of it is imported"
     assert stock["placed"] == stock["left"] == []
     assert "lastgasp_megatron.marks" in undone["loaded"]
     names = {name.rpartition(".")[2] for name in undone["placed"]}

@@ -154,7 +154,7 @@ def test_the_report_reads_it(trained: Ran) -> None:
     for data in trained.report().ranks.values():
         assert list(data.table.numbers) == list(range(1, LAST + 1))
         assert (data.unreadable, data.dropped) == (0, 0)
-        assert data.information.framework == f"megatron {place.VERSION}"
+        assert data.information.framework.startswith(f"megatron {place.VERSION}")
         assert data.device_rows == "host"
         for column in ("time", "forward", "backward", "optimizer", "data", "communication"):
             assert all(seconds > 0 for seconds in data.table.times(column)), column
@@ -164,7 +164,7 @@ def test_each_rank_has_registered_with_its_device_and_versions(trained: Ran) -> 
     assert [row["rank"] for row in trained.seen["ranks"]] == [0, 1]
     for row in trained.seen["ranks"]:
         assert row["device"] == "cpu"
-        assert row["versions"]["megatron-core"] == place.VERSION
+        assert row["versions"]["megatron-core"].startswith(place.VERSION)  # it may add a commit
         assert {"lastgasp", "python", "torch"} <= row["versions"].keys()
         assert row["marks"] == ["step", "forward", "dataloader", "save", "comm"]
 
