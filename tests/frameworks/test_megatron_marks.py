@@ -33,6 +33,7 @@ pytestmark = [
 LIMIT = 400.0
 LAST, EVERY, MICRO_BATCHES = 10, 5, 2
 """Iterations, those between two saves, micro-batches of each rank in an iteration (data parallel size 2)."""
+OVERLAP = f"{DIST_OPT} --overlap-grad-reduce --overlap-param-gather"
 LAUNCH = ("--framework", "megatron", "--max-restarts", "0")
 
 
@@ -175,12 +176,12 @@ def test_nothing_was_said_about_missing_places(trained: Ran) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags", [TENSOR, PIPELINE], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("flags", [TENSOR, PIPELINE, OVERLAP], ids=["tp2", "pp2", "overlap"])
 def test_other_layouts_have_all_steps(runtime: None, flags: str, tmp_path: Path) -> None:
     ran = run(tmp_path, flags, LASTGASP_MARKS="all")
     for data in ran.report().ranks.values():
         assert list(data.table.numbers) == list(range(1, LAST + 1))
-        name = "tp" if flags == TENSOR else "pp"
+        name = {TENSOR: "tp", PIPELINE: "pp"}.get(flags, "dp")
         assert (0, 1) in {tuple(g.global_ranks) for g in data.groups.values() if g.group_name == name}
         for column in ("forward", "backward", "optimizer", "communication"):
             assert all(seconds > 0 for seconds in data.table.times(column)), column
