@@ -432,7 +432,7 @@ def test_new_steps_files_and_ranks_are_seen_until_ctrl_c(tmp_path: Path) -> None
         lambda: append(task, 0, 6, 9),
         lambda: append(task, 0, 10, 20, "1795247999"),
         lambda: append(task, 1, 1, 20),
-        lambda: append(tmp_path / "newer", 0, 500, 600),
+        lambda: append(tmp_path / "newer", 5, 500, 600),
         KeyboardInterrupt,
     )
     scene.watch(tmp_path)

@@ -150,6 +150,15 @@ def test_steps_after_a_resume_count_once_and_warm_up_again(pid: int) -> None:
     assert max(column(result, "period")) == 20, "the time until the restart is no step's"
 
 
+def test_the_last_step_made_again() -> None:
+    """Killed between the step and its checkpoint: the next attempt begins with the very same number."""
+    first = [item(f"step {n}", 10 * n, 10 * n + 9) for n in range(1, 6)]
+    result = folded([*first, item("step 5", 1000, 1019, 8), item("step 6", 1020, 1039, 8)])
+    assert list(result.table.numbers) == [1, 2, 3, 4, 5, 6]
+    assert column(result, "time") == [9, 9, 9, 9, 19, 19]
+    assert result.table.undone == 1
+
+
 def test_recovered_rows_of_a_killed_process_find_their_place() -> None:
     """The launcher writes them when the next attempt's rows may stand in the file already."""
     first = [item(f"step {n}", 10 * n, 10 * n + 9, pid=1) for n in range(1, 11)]
