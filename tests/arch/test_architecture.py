@@ -108,3 +108,9 @@ def _public(tree: ast.Module | ast.ClassDef) -> Iterator[Function | ast.ClassDef
                 yield node
             if isinstance(node, ast.ClassDef):
                 yield from _public(node)
+
+
+def test_no_two_tests_modules_have_the_same_name() -> None:
+    """pytest imports them by their names alone, and a whole run would not even begin."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
