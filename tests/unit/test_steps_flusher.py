@@ -283,6 +283,27 @@ def test_a_write_that_hangs_holds_nobody_beyond_the_deadline(flusher: Flusher, m
     assert steps(files) == [1, 2]
 
 
+def test_who_asks_during_the_last_write_is_served_as_well(flusher: Flusher, marks: Marks, files: Disk) -> None:
+    """The training thread closes, and the thread that ends the process flushes."""
+    files.hang = threading.Event()
+    step(marks, 1)
+    results: list[bool] = []
+    closing = threading.Thread(target=lambda: results.append(flusher.stop(LIMIT)))
+    closing.start()
+    assert files.inside.wait(LIMIT)
+    asking = threading.Thread(target=lambda: results.append(flusher.flush(LIMIT)))
+    with flusher._changed:
+        before = flusher._asked
+        asking.start()
+        assert flusher._changed.wait_for(lambda: flusher._asked > before, LIMIT)
+    files.hang.set()
+    for thread in (closing, asking):
+        thread.join(LIMIT * 2)
+    assert results == [True, True]
+    assert not flusher.running
+    assert steps(files) == [1]
+
+
 def test_a_flush_that_the_disk_refuses_is_false(flusher: Flusher, marks: Marks, files: Disk) -> None:
     files.error = OSError(errno.EROFS, "Read-only file system")
     step(marks, 1)

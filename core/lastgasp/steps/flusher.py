@@ -52,6 +52,8 @@ class Flusher:
         self._changed = threading.Condition(threading.RLock())
         self._asked = self._served = self._written = 0
         self._stopping = False
+        self._serving = False
+        """Whether the thread looks for requests again; who asks when it does not writes by himself."""
         self._next_poll = _clock.monotonic()
         self._file = files.path
         self._bug_told = False
@@ -59,9 +61,11 @@ class Flusher:
 
     def start(self) -> None:
         """From now on rows are on disk soon after the end of their range."""
+        self._serving = True
         try:
             self._thread.start()
         except RuntimeError as error:
+            self._serving = False
             log.warning("no thread for the step marks (%s): they are written at the end of training only", error)
 
     @property
@@ -80,12 +84,12 @@ class Flusher:
         """
         if os.getpid() != self._pid:
             return False
-        if not self._thread.is_alive():
-            return self._write()
         with self._changed:
-            ticket = self._ask()
-            self._changed.wait_for(lambda: self._served >= ticket, timeout)
-            return self._written >= ticket
+            if self._serving and self._thread.is_alive():
+                ticket = self._ask()
+                self._changed.wait_for(lambda: self._served >= ticket, timeout)
+                return self._written >= ticket
+        return self._write()
 
     def stop(self, timeout: float) -> bool:
         """A last flush, then the thread ends; a disk that hangs keeps it, and harms nothing. Twice is fine.
@@ -110,19 +114,23 @@ class Flusher:
     # -- the thread --------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        stopping = False
-        while not stopping:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._served, self._period)
-                asked, stopping = self._asked, self._stopping
-            written = self._write()
-            with self._changed:
-                self._served = asked
-                self._written = asked if written else self._written
-                self._changed.notify_all()
-            if not stopping:
+        while self._turn():
+            if not self._stopping:
                 self._guarded(self._look_at_switch)
                 self._guarded(self._age)
+
+    def _turn(self) -> bool:
+        """Write once; False where the thread is to end, and has served everybody who asked."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._asked > self._served, self._period)
+            asked = self._asked
+        written = self._write()
+        with self._changed:
+            self._served = asked
+            self._written = asked if written else self._written
+            self._serving = not self._stopping or self._asked > asked
+            self._changed.notify_all()
+            return self._serving
 
     def _write(self) -> bool:
         return self._guarded(self._drain.run) is True
