@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lastgasp.steps.report import sample as sample_module
 from lastgasp.steps.report.excesses import LATER_SHARE, MIN_SHARE, Excess
 from lastgasp.steps.report.job import Group, Job
 from lastgasp.steps.report.judge import CAP_OF_TWO, MIN_STEPS, confidence_of, judge
@@ -313,6 +314,18 @@ def test_groups_are_compared_within_themselves() -> None:
 )
 def test_operations_that_hold_everybody(operation: str, holds: bool) -> None:
     assert synchronising(operation) is holds
+
+
+def test_matching_many_collectives_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spread blocks of steps, the newest among them, and still enough to name the late one."""
+    monkeypatch.setattr(sample_module, "MATCHED_MAX", 1600)
+    job = job_of(Shape(steps=600, buckets=4, communication=True, slow={3: {"outside": 0.015}}), 1)
+    (found,) = samples(job)
+    assert found.late is not None
+    assert sample_module.BLOCKS_MIN <= len(found.late) <= sample_module.BLOCKS_MIN + 1
+    assert found.late.steps[-1] > 570
+    assert found.late.steps[0] < 60
+    assert named(verdict_on(job)) == [(3, "communication")]
 
 
 # -- statistics ------------------------------------------------------------------------------------

@@ -213,9 +213,9 @@ def test_collectives_are_bounded_and_those_of_the_newest_steps_are_kept() -> Non
     for number in range(500):
         table.append(Step(number, number, number + 1), [(number % 3, number, 0.1), (1, number, 0.2)])
         assert len(table._kinds) <= 100
-    assert not table.has_collectives(0)
+    assert table.collective_count(0) == 0
     assert table.collectives(499) == [(499 % 3, 499, 0.1), (1, 499, 0.2)]
-    kept = [place for place in range(500) if table.has_collectives(place)]
+    kept = [place for place in range(500) if table.collective_count(place)]
     assert kept == list(range(kept[0], 500))
     for place in kept:
         assert table.collectives(place)[0][1] == place

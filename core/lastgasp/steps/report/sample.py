@@ -19,6 +19,8 @@ VALUES_MAX = 400_000
 """Steps times ranks that are looked at; evenly spread blocks of them where there are more."""
 LATE_MAX = 40_000
 """The same for steps with collectives, which take longer to match."""
+MATCHED_MAX = 800_000
+"""Collectives of all ranks that are matched, some 4 s; but `BLOCKS_MIN` blocks in any case."""
 WARM_UP, WARM_UP_SHORT, SHORT_JOB = 10, 3, 100
 """First steps of each process that are left out: compiling, caches, workers that start. The short one holds for a job
 of fewer than `SHORT_JOB` steps."""
@@ -153,10 +155,12 @@ def _late(job: Job, places: Mapping[int, Mapping[int, int]], common: Sequence[in
     marked = [
         step
         for step in common
-        if all(job.ranks[rank].table.has_collectives(place[step]) for rank, place in places.items())
+        if all(job.ranks[rank].table.collective_count(place[step]) for rank, place in places.items())
     ]
     size = _size(len(marked))
-    steps = _spread(marked, size, LATE_MAX // max(1, len(places)))
+    counts = [job.ranks[rank].table.collective_count(place[step]) for rank, place in places.items() for step in marked]
+    matched = MATCHED_MAX * len(marked) // max(1, sum(counts))
+    steps = _spread(marked, size, max(BLOCKS_MIN * size, min(matched, LATE_MAX // max(1, len(places)))))
     rows = [lateness({rank: _collectives(job, rank, place[step]) for rank, place in places.items()}) for step in steps]
     if not any(rows):
         return None

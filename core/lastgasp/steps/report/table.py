@@ -118,9 +118,9 @@ class StepTable:
             key=lambda item: item[1],
         )
 
-    def has_collectives(self, place: int) -> bool:
-        """Whether there are any of the step at `place`."""
-        return self._whole["count"][place] > 0
+    def collective_count(self, place: int) -> int:
+        """How many there are of the step at `place`."""
+        return self._whole["count"][place]
 
     @property
     def saves(self) -> Sequence[Save]:
