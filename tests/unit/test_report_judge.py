@@ -189,11 +189,12 @@ def test_a_difference_too_small_to_matter() -> None:
         assert verdict.slow == ()
 
 
-def test_an_episode_is_not_the_ranks_own_slowness() -> None:
-    """A neighbour on the machine for a fifth of the job."""
+@pytest.mark.parametrize(("first", "last"), [(40, 80), (0, 155)], ids=["a fifth", "all but the end"])
+def test_an_episode_is_not_the_ranks_own_slowness(first: int, last: int) -> None:
+    """A neighbour on the machine for a part of the job, and gone."""
     job = job_of(Shape(steps=200), 3)
     table = job.ranks[1].table
-    for place in range(40, 80):
+    for place in range(first, last):
         for column in ("data", "time", "period"):
             values = table.times(column)
             values[place] += 0.02  # type: ignore[index]

@@ -16,7 +16,7 @@ from .words import ms, numbers, percent
 MIN_SHARE = 0.20
 """Of the job's wall time that saving must take to be named, where one rank saves and nobody can be compared with it.
 A fifth: a job that saves reasonably often spends some percent."""
-MIN_STEPS_LONG = 5.0
+MIN_STEPS_LONG = 3.0
 """A single save must take so many steps as well: a tiny one at every step is the user's wish."""
 MIN_EXCESS, MIN_RATIO = 0.10, 1.5
 """Where several ranks save: share of the wall time that one takes longer, and how many times as long its saves are."""
