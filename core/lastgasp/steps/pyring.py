@@ -37,6 +37,11 @@ class _Own(threading.local):
 _own = _Own()
 
 
+def _forget_detached(opened: list[tuple[Any, ...]]) -> None:
+    """Ranges of rings that were let go of: their ends may come, and do nothing."""
+    opened[1:] = [entry for entry in opened[1:] if entry[0]._ring.memory is not None]
+
+
 def forget_thread() -> None:
     """In a forked child: the only thread has another number now, and the parent's ranges are the parent's."""
     _own.opened = [(None, threading.get_native_id())]
@@ -62,6 +67,7 @@ class Ring:
         """Let go of the memory; the marks are off for good."""
         self.masks, self.memory, self.places = _NOTHING, None, []
         self.words = memoryview(bytearray(layout.PAGE)).cast("Q")
+        _forget_detached(_own.opened)  # or they, and we, would stay as long as this thread
 
     def take_id(self) -> int:
         """The next range's id, for a row of one's own; 0 where the memory was let go of."""
@@ -161,8 +167,7 @@ class Mark:
             self._open += 1
 
     def _has_room(self) -> bool:
-        opened = _own.opened
-        opened[1:] = [entry for entry in opened[1:] if entry[0]._ring.memory is not None]
+        _forget_detached(_own.opened)
         if self._depth() < DEPTH:
             return True
         self._ring.words[_DROPPED] += 1
