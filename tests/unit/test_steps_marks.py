@@ -467,6 +467,21 @@ def test_a_forked_child_writes_nothing_into_its_parents_ring(marks: Marks) -> No
     assert path.exists()
 
 
+def test_a_fork_of_a_process_without_marks_loads_nothing() -> None:
+    """Where another thread loads something at that moment, the child would wait for it for ever."""
+    code = """
+import os, sys
+import lastgasp.steps.marks
+before = set(sys.modules)
+child = os.fork()
+if child == 0:
+    os._exit(len(set(sys.modules) - before))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def _in_the_child(marks: Marks, mark: Mark) -> int:
     try:
         own = os.getpid() == threading.get_native_id()

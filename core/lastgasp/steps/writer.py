@@ -52,6 +52,7 @@ def _compiled() -> ModuleType | None:
 def forget_thread() -> None:
     """In a forked child: the only thread has another id than it had."""
     pyring.forget_thread()
-    compiled = _compiled()
+    # Never load it here: another thread of the parent may have held the loader's lock.
+    compiled = _compiled() if _compiled.cache_info().currsize else None
     if compiled is not None:
         compiled.forget_thread()
