@@ -22,6 +22,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.steps import bits, pyring, ringfile, writer
 from lastgasp.steps import format as layout
 from lastgasp.steps.marks import Marks
+from lastgasp.steps.recover import recover_orphans
 from lastgasp.steps.ring import Name, RingDamaged, RingReader, View
 
 
@@ -133,6 +134,14 @@ def test_wrong_values_are_refused_and_leave_nothing(place: Path, wrong: dict[str
     assert list(place.iterdir()) == []
 
 
+def test_a_directory_whose_name_is_no_text_comes_back_as_it_was(marks: Marks) -> None:
+    assert marks.path is not None
+    name = os.fsdecode(b"/runs/\xff")
+    marks.set_directory(name)
+    with RingReader(marks.path) as reader:
+        assert reader.directory == name
+
+
 # -- the lock ---------------------------------------------------------------------------------------
 
 
@@ -150,6 +159,18 @@ def test_the_lock_tells_the_living_from_the_dead(marks: Marks) -> None:
     assert locked(marks.path), "a reader in this process, or a child, has let go of it"
     marks.close(remove=False)
     assert not locked(marks.path)
+
+
+def test_a_reader_in_this_process_looks_while_the_ring_moves(marks: Marks) -> None:
+    """Between its looks at `head` and at `tail` the flusher may have got on: that is no damage."""
+    assert marks.path is not None
+    with marks.mark("forward"):
+        pass
+    marks._view["tail"] = 2
+    assert recover_orphans() == []
+    marks._view["tail"] = 1
+    assert marks.path.exists()
+    assert locked(marks.path)
 
 
 def test_a_dead_ones_place_is_taken_once(left: Path) -> None:
@@ -439,6 +460,16 @@ def test_a_mark_of_the_extension_refuses_wrong_numbers(marks: Marks) -> None:
             mark.put(*wrong)
     with pytest.raises(TypeError):
         mark.put("1", 2, 0, 0, 0)  # type: ignore[arg-type]
+    asked: list[int] = []
+
+    class Odd:
+        def __index__(self) -> int:
+            asked.append(1)
+            return 1
+
+    with pytest.raises(TypeError):
+        mark.put("1", 2, Odd(), 0, 0)  # type: ignore[arg-type]
+    assert asked == [], "its code would run while an error is set already"
     with pytest.raises(OverflowError):
         mark.value = 2**63
     assert marks.head == 0

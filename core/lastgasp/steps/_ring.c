@@ -329,6 +329,21 @@ mark_cancel_method(Mark *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_TRUE;
 }
 
+static bool
+as_time(PyObject *number, uint64_t *time)
+{
+    *time = PyLong_AsUnsignedLongLong(number);
+    return *time != UINT64_MAX || PyErr_Occurred() == NULL;
+}
+
+static bool
+as_value(PyObject *number, int64_t *value)
+{
+    *value = PyLong_AsLongLong(number);
+    return *value != -1 || PyErr_Occurred() == NULL;
+}
+
+/* One by one: `as_value` may run Python, which must not begin with an error set. */
 static PyObject *
 mark_put_method(Mark *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -337,12 +352,8 @@ mark_put_method(Mark *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     Record record = {.name = self->name, .thread = thread_id()};
-    record.begin = PyLong_AsUnsignedLongLong(args[0]);
-    record.end = PyLong_AsUnsignedLongLong(args[1]);
-    record.value = PyLong_AsLongLong(args[2]);
-    record.device_begin = PyLong_AsUnsignedLongLong(args[3]);
-    record.device_end = PyLong_AsUnsignedLongLong(args[4]);
-    if (PyErr_Occurred())
+    if (!as_time(args[0], &record.begin) || !as_time(args[1], &record.end) || !as_value(args[2], &record.value)
+        || !as_time(args[3], &record.device_begin) || !as_time(args[4], &record.device_end))
         return NULL;
     if (self->ring->header == NULL)
         Py_RETURN_FALSE;

@@ -4,8 +4,8 @@ A ring is a file in shared memory (tmpfs), mapped by its rank. It survives the r
 afterwards needs nothing else to bring the last marks to disk (`recover`): it tells the rank's profiling directory.
 
     0        header (one page, `HEADER`)
-    4096     texts: `directory`, the rank's profiling directory as UTF-8 (`DIRECTORY_AT`, at most `DIRECTORY_MAX`
-             bytes, 2-byte little-endian length first)
+    4096     texts: `directory`, the rank's profiling directory as the file system has it (`DIRECTORY_AT`, at most
+             `DIRECTORY_MAX` bytes, 2-byte little-endian length first)
     8192     names: `NAMES_MAX` slots of `NAME_SIZE` bytes (`NAME`)
     RECORDS_AT  records: `capacity` (a power of two) slots of `RECORD.size` bytes
 

@@ -92,7 +92,7 @@ class View:
         """The rank's profiling directory; empty where it is not known yet."""
         at = layout.DIRECTORY_AT
         length = int.from_bytes(self._memory[at : at + 2], "little")
-        return bytes(self._memory[at + 2 : at + 2 + min(length, layout.DIRECTORY_MAX)]).decode("utf-8", "replace")
+        return os.fsdecode(bytes(self._memory[at + 2 : at + 2 + min(length, layout.DIRECTORY_MAX)]))
 
     @directory.setter
     def directory(self, text: str) -> None:
@@ -197,7 +197,8 @@ class RingReader(View):
         for field, expected in CONSTANT.items():
             if self[field] != expected:
                 raise RingDamaged(self.path, f"{field} is {self[field]:#x}, expected {expected:#x}")
-        capacity, waiting = self["capacity"], self["head"] - self["tail"]
+        # This process's own threads go on between the two looks. Another's as well, but it holds the lock.
+        capacity, waiting = self["capacity"], 0 if self.mine else self["head"] - self["tail"]
         if capacity.bit_count() != 1 or layout.size_of(capacity) > self._memory.nbytes:
             raise RingDamaged(self.path, f"a capacity of {capacity} in {self._memory.nbytes} bytes")
         if not 0 <= waiting <= capacity or self["names"] > layout.NAMES_MAX:
