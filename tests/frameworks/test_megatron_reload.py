@@ -203,3 +203,18 @@ def test_helpers_of_a_killed_rank_are_ended_before_the_restart(tmp_path: Path) -
     assert decode_incident(record.read_bytes()).step_saved == 13
     found = candidates([made.checkpoints], LAYOUT)
     assert [(c.step, verify(c.path, LAYOUT).ok) for c in found] == [(20, True), (13, True), (10, True)]
+
+
+@pytest.mark.full
+def test_an_exit_of_megatrons_with_code_0_over_a_good_file_is_no_success(tmp_path: Path) -> None:
+    without_rng = GptJob(folder=tmp_path, flags="--bf16 --no-save-rng", last=10)
+    assert without_rng.run(timeout=LIMIT).ok
+    shutil.rmtree(tmp_path / "losses")
+    silent = GptJob(folder=tmp_path, flags="--bf16", last=12)
+    done = silent.run(timeout=LIMIT)
+    assert (done.returncode, silent.losses()) == (0, {}), "without lastgasp it looks like a success"
+    said = GptJob(folder=tmp_path, flags="--bf16", last=12, launcher="run", launch_options=LAUNCH)
+    done = said.run(timeout=LIMIT)
+    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert "NotLoaded: Megatron could not load the checkpoint and wanted to exit with code 0" in done.output
+    assert said.losses() == {}
