@@ -227,6 +227,19 @@ def test_a_file_is_never_held_in_memory(tmp_path: Path) -> None:
         assert peak(large) - peak(small) < 11 * len(text) / 30
 
 
+def test_progress_goes_from_nothing_to_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "PIECE", 5000)
+    write(Shape(ranks=3, steps=20), 1, tmp_path / "task")
+    told: list[tuple[int, int]] = []
+    reader = JobReader(locate(tmp_path))
+    reader.read(lambda done, total: told.append((done, total)))
+    whole = sum(path.stat().st_size for path in tmp_path.rglob(FIRST))
+    assert {total for _, total in told} == {whole} == {reader.nbytes}
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1][0] == whole
+    assert len(told) > 30
+
+
 # -- ranges ----------------------------------------------------------------------------------------
 
 
