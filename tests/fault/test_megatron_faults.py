@@ -156,6 +156,17 @@ def test_an_update_that_was_left_half_way_is_not_saved(tmp_path: Path) -> None:
     assert all(first[: len(second)] == second[: len(first)] for first, second in again.values()), "losses differ"
 
 
+@pytest.mark.full
+def test_a_saver_that_dies_is_replaced_by_its_replica(tmp_path: Path, references: dict[str, GptJob]) -> None:
+    faults = ["kind=sigkill,rank=3,phase=forward", "kind=sigkill,rank=0,phase=gasp_save"]
+    job, output = torn("dp4-two-instances", tmp_path, faults)
+    incident = _incident(job.checkpoints, output)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", TORN, 0), incident
+    assert incident.savers == [2, 1], "ranks 0 and 3 are gone; 2 and 1 hold the same slices"
+    assert all(verify(c.path, LAYOUT).ok for c in candidates([job.checkpoints], LAYOUT))
+    _check_losses(job, references["dp4-two-instances"].losses())
+
+
 def _check_given_up(job: GptJob, output: str, reason: str, lost: tuple[int, ...]) -> None:
     """Nothing was written but what Megatron itself saves, and what is there is good."""
     incident = _incident(job.checkpoints, output)
