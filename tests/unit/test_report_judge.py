@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgasp.steps.report import sample as sample_module
@@ -334,6 +334,7 @@ def test_matching_many_collectives_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 VALUES = st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=30)
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_excess_and_standing_by_brute_force(values: list[float]) -> None:
     others = [[other for at, other in enumerate(values) if at != place] for place in range(len(values))]
@@ -349,6 +350,7 @@ def test_excess_and_standing_by_brute_force(values: list[float]) -> None:
     assert median(values) == statistics.median(values)
 
 
+@settings(deadline=None)
 @given(VALUES, st.sampled_from([0.5, 0.9, 0.99, 0.0, 1.0]))
 def test_percentiles_by_counting(values: list[float], share: float) -> None:
     """As the standard library has them, and so that no more than the share lies below."""
@@ -367,6 +369,7 @@ def test_scale_is_a_standard_deviation_that_outliers_do_not_move() -> None:
     assert scale([*values, *[1e9] * 100]) == pytest.approx(2, rel=0.2)
 
 
+@settings(deadline=None)
 @given(st.integers(20, 40), st.integers(20, 40), st.integers(0, 1000))
 def test_the_place_of_a_change(before: int, after: int, seed: int) -> None:
     noise = [math.sin(seed + 7 * n) * 0.1 for n in range(before + after)]

@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgasp.errors import ConfigError
@@ -144,6 +144,7 @@ def test_lines_that_are_no_rows_are_counted_and_the_others_kept(tmp_path: Path) 
     assert (len(found), reader.unreadable) == (7, len(bad))
 
 
+@settings(deadline=None)
 @given(cut=st.integers(min_value=1, max_value=4000), piece=st.sampled_from([7, 64, 1000, 1 << 20]))
 def test_a_file_that_grows_anywhere_reads_like_a_whole_one(
     tmp_path_factory: pytest.TempPathFactory, cut: int, piece: int

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgasp.steps.report import fold as fold_module
@@ -180,6 +180,7 @@ def test_ranges_that_wait_for_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert process._pending[-1][1].host_begin == EPOCH + 999 * MS, "the newest are kept"
 
 
+@settings(deadline=None)
 @given(first=st.integers(0, 500), count=st.integers(100, 3000), size=st.integers(16, 200))
 def test_a_thinned_table_is_bounded_and_keeps_the_newest(first: int, count: int, size: int) -> None:
     table = StepTable(size, 10 * size)
@@ -259,6 +260,7 @@ def points(spans: Iterable[tuple[int, int]]) -> set[int]:
     return {at for begin, end in spans for at in range(begin, end)}
 
 
+@settings(deadline=None)
 @given(SPANS, SPANS)
 def test_covered_and_overlap_by_brute_force(these: list[tuple[int, int]], those: list[tuple[int, int]]) -> None:
     assert covered(these) == len(points(these))
