@@ -99,3 +99,10 @@ def test_with_lastgasp_0_nothing_is_hooked_and_that_is_said(starts: dict[str, St
 
 def test_options_stand_in_megatrons_parser_next_to_the_users(starts: dict[str, Start]) -> None:
     assert _hooked(starts, "arguments")[0] == ["/somewhere", "True", "3"]
+
+
+def test_marks_follow_what_mindspeed_replaces_and_are_gone_when_closed(starts: dict[str, Start]) -> None:
+    hooked, called = _hooked(starts, "marks")
+    one = ["forward", "backward"]
+    assert hooked == [*one, "step 1", *one, "step 2"]
+    assert called == ["mindspeed.forward_step", "backward_step", *["forward_step", "backward_step"] * 2]

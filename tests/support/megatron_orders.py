@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed
@@ -199,6 +200,36 @@ def order_arguments() -> None:
     hooked[:] = [str(parsed.lastgasp_dir), str(parsed.lastgasp_require_manifest), str(parsed.mine)]
 
 
+def order_marks() -> None:
+    """MindSpeed replaces what is marked, before and in between; `hooked` is what was marked."""
+    adaptor = _mindspeed()
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
+    mine = importlib.import_module("lastgasp_megatron.marks").MegatronMarks
+    rows = importlib.import_module("lastgasp.steps.marks").Marks.open(rank=0, world_size=1)
+
+    def theirs(*args: Any) -> Any:
+        importlib.import_module("megatron.training.log").calls.append("mindspeed.forward_step")
+
+    def step(number: int) -> None:
+        marks.step_begins()
+        schedules.forward_backward_no_pipelining(forward_step_func=print, data_iterator="", model="")
+        marks.step_ends(number)
+
+    manager.register_patch(f"{schedules.__name__}.forward_step", theirs)
+    manager.apply_patches()
+    marks = mine(rows, torch.device("cpu"))
+    marks.install(SimpleNamespace(step=None))
+    step(1)
+    adaptor.repatch()
+    marks.place()
+    step(2)
+    marks.close()
+    schedules.forward_backward_no_pipelining(forward_step_func=print, data_iterator="", model="")
+    hooked[:] = [one.name for one in importlib.import_module("support.ranges").seen(rows)]
+    rows.close(remove=True)
+
+
 def orders() -> list[str]:
     """Names of all."""
     return [name.removeprefix("order_") for name in globals() if name.startswith("order_")]
@@ -234,7 +265,7 @@ def _forked(order: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run all."""
-    sys.path.insert(0, str(STANDINS))
+    sys.path[:0] = [str(STANDINS), str(Path(__file__).parents[1])]
     sys.argv = sys.argv[:1]
     importlib.import_module("lastgasp_megatron.hooks")
     torch.distributed.init_process_group = lambda *args, **kwargs: None
