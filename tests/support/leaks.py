@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lastgasp.steps import format as layout
 from lastgasp.testing.jobs import command_line, marked, read_proc
 
 MARK = "LASTGASP_TEST_MARK"
@@ -54,6 +55,10 @@ def snapshot(mark: str) -> Snapshot:
         processes=_processes(mark),
         shared=_shared(mark),
     )
+
+
+base = ""
+"""Where pytest keeps the temporary directories of this run."""
 
 
 def leaks(before: Snapshot, after: Snapshot) -> list[str]:
@@ -100,10 +105,25 @@ def clean_up(before: Snapshot, mark: str) -> None:
 
 
 def _shared(mark: str) -> frozenset[str]:
-    """Our files in shared memory, but those of living processes that are not the test's: other jobs of this machine."""
+    """Our files in shared memory, but not those of other jobs of this machine, such as another run of the tests."""
     ours = {os.getpid(), *_processes(mark)}
-    names = [path.name for path in Path("/dev/shm").glob("lastgasp*")]
-    return frozenset(name for name in names if (pid := _owner(name)) in ours or not Path(f"/proc/{pid}").exists())
+    found = [path for path in Path("/dev/shm").glob("lastgasp*") if not _elsewhere(path)]
+    return frozenset(path.name for path in found if (pid := _owner(path.name)) in ours or not _lives(pid))
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _elsewhere(ring: Path) -> bool:
+    """Whether its rows go to a directory that is not of this run: of a dead rank, nothing else tells whose it was."""
+    try:
+        with ring.open("rb") as file:
+            file.seek(layout.DIRECTORY_AT)
+            directory = file.read(int.from_bytes(file.read(2), "little")).decode("utf-8", "replace")
+    except OSError:
+        return False
+    return bool(base and directory) and not directory.startswith(base)
 
 
 def _owner(name: str) -> int:

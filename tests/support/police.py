@@ -30,7 +30,7 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Controllers of tests announce themselves where no `lastgasp ps` of the user looks, nor finds anything."""
-    variable = "LASTGASP_RUNTIME_DIR"
+    variable, leaks.base = "LASTGASP_RUNTIME_DIR", str(tmp_path_factory.getbasetemp())
     before = os.environ.get(variable)
     os.environ[variable] = str(tmp_path_factory.mktemp("runtime"))
     yield
