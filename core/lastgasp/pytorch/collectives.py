@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lastgasp.pytorch.processgroups import key_of
 from lastgasp.pytorch.ranges import Sink
 from lastgasp.steps.bits import COMM
+
+log = logging.getLogger("lastgasp.steps")
 
 _now = time.monotonic_ns
 
@@ -115,12 +118,25 @@ class Collectives:
         self._names = names
         self._undo = ExitStack()
         self._busy = threading.local()
+        self._told = self._refused = False
         self.installed = False
 
     def look(self) -> None:
-        """Follow the switch."""
-        if self._names.on != self.installed:
+        """Follow the switch. Where torch does not let itself be wrapped, nothing is, and training goes on."""
+        if self._names.on == self.installed or self._refused:
+            return
+        try:
             self._install() if self._names.on else self.close()
+        except Exception:
+            self._refused = True
+            self._tell()
+            self.close()
+
+    def _tell(self) -> None:
+        """Once: what is only to be marked must not fail for that."""
+        if not self._told:
+            self._told = True
+            log.exception("a collective could not be marked (has torch changed?); training goes on without its mark")
 
     def close(self) -> None:
         """Put every function back; one that somebody else has wrapped meanwhile stays. Idempotent."""
@@ -144,16 +160,26 @@ class Collectives:
         tensor_at, group_at = (parameters.index(p) if p in parameters else 99 for p in (counted, "group"))
         names = self._names
 
-        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            if not names.on or self._inside():
-                return wrapped(*args, **options)
+        def measured(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Kind, int] | None:
             group = args[group_at] if group_at < len(args) else options.get("group")
             given = args[tensor_at] if tensor_at < len(args) else options.get(counted)
-            kind, count = _kind_of(operation, given, group)
+            try:
+                return _kind_of(operation, given, group)
+            except Exception:
+                self._tell()
+                return None
+
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            if not names.on or self._inside() or (found := measured(args, options)) is None:
+                return wrapped(*args, **options)
+            kind, count = found
             with self._marking():
                 begun = _now()
                 result = wrapped(*args, **options)
-            _at_end(result, lambda: names.put(begun, _now(), count, kind))
+            try:
+                _at_end(result, lambda: names.put(begun, _now(), count, kind))
+            except Exception:
+                self._tell()
             return result
 
         return call
@@ -194,10 +220,23 @@ class GradientBuckets:
         self._kind = ("HcclAllReduce", trained[0].dtype if trained else None, key_of(model.process_group))
         self._host = all(p.device.type == "cpu" for p in trained)
         self._last = 0
+        self._refused = False
         self.sampling = False
 
     def look(self) -> None:
-        """Once a step, after its backward pass, on the training thread: follow the switch, take the times."""
+        """Once a step, after its backward pass, on the training thread: follow the switch, take the times.
+
+        Where DDP does not tell them, nothing is marked, and training goes on.
+        """
+        if self._refused:
+            return
+        try:
+            self._follow()
+        except Exception:
+            self._refused, self.sampling = True, False
+            log.exception("DDP's reductions cannot be marked (has torch changed?); training goes on without")
+
+    def _follow(self) -> None:
         if self._names.on != self.sampling:
             self._sample(self._names.on)
             self._last = self._times()[0]

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 DEFAULT = "default_group"
 """What TaskD calls the group of all ranks."""
+UNNAMED = "unnamed_group"
+"""A group of somebody's own class that torch has given no name."""
 
 KNOWN = {
     "tensor_model_parallel_group": "tp",
@@ -49,7 +51,10 @@ def process_groups() -> dict[str, Group]:
 def key_of(group: ProcessGroup | None) -> str:
     """The key of a group in parallel_group.json; None means the group of all ranks."""
     whole = group if group is not None else dist.group.WORLD
-    return str(getattr(whole, "group_name", "") or DEFAULT)
+    try:
+        return str(getattr(whole, "group_name", "") or DEFAULT)
+    except RuntimeError:
+        return UNNAMED
 
 
 def name_of(description: str) -> str:
