@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,30 @@ def test_collectives_are_wrapped_under_megatrons_names_as_the_switch_says(
     communication.close()
     assert all(vars(theirs)[name] is value for name, value in copies.items())
     assert dist.all_gather_into_tensor is copies["dist_all_gather_func"]
+
+
+def test_what_torch_keeps_elsewhere_is_said_once_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, marks: Marks, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[str]:
+        yield "handle"
+
+    def broken(group: Any) -> list[Any]:
+        raise AttributeError("gone")
+
+    theirs = ModuleType("megatron.core.buffers")
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setattr(distributed_c10d, "_coalescing_manager", manager)
+    monkeypatch.setattr("lastgasp_megatron.communication._collected", broken)
+    vars(theirs)["_coalescing_manager"] = manager
+    marks.mask, communication = bits.ALL, MegatronCommunication(marks)
+    communication.look()
+    assert theirs._coalescing_manager is not manager
+    with caplog.at_level(logging.ERROR, "lastgasp"):
+        for _ in range(2):
+            with theirs._coalescing_manager() as handle:
+                assert handle == "handle"
+    communication.close()
+    assert theirs._coalescing_manager is manager
+    assert [record.message.partition(" (")[0] for record in caplog.records] == ["a collective could not be marked"]

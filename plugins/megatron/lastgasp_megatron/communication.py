@@ -7,6 +7,7 @@ wrapped here, at the same times.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from lastgasp.pytorch.processgroups import key_of
 from lastgasp.pytorch.ranges import Sink
 from lastgasp_megatron.holders import Function, holders_of
 from lastgasp_megatron.steps import Undo
+
+log = logging.getLogger("lastgasp")
 
 _now = time.monotonic_ns
 _HOMES = ("megatron.", "mindspeed", "mindspeed_llm")
@@ -46,13 +49,14 @@ class MegatronCommunication:
         self._names = CommunicationMarks(marks)
         self._torch = Collectives(self._names)
         self._undo: list[Undo] = []
+        self._told = False
 
     def look(self) -> None:
         """Wrap or unwrap as the switch says."""
         if self._names.on != self._torch.installed:
             self._torch.look()
             if self._torch.installed:
-                self._wrap_copies()
+                self._harmless(self._wrap_copies)
             else:
                 self._restore()
 
@@ -88,15 +92,23 @@ class MegatronCommunication:
             begun = _now()
             with original(group, device, async_ops) as handle:
                 yield handle
-                collected = _collected(group)
-            if self._names.on:
-                self._put(begun, group, collected, handle if async_ops else None)
+                collected = self._harmless(_collected, group) or []
+            if self._names.on and collected:
+                self._harmless(self._put, begun, group, collected, handle if async_ops else None)
 
         return _coalescing_manager
 
+    def _harmless(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What is only to be marked must not fail for that."""
+        try:
+            return call(*args)
+        except Exception:
+            if not self._told:
+                self._told = True
+                log.exception("a collective could not be marked (has torch changed?); training goes on without it")
+            return None
+
     def _put(self, begun: int, group: Any, collected: list[Any], handle: Any) -> None:
-        if not collected:
-            return
         name = getattr(collected[0].op, "__name__", "")
         operation = _COALESCED.get(name, name)
         kind = (operation, collected[0].tensor.dtype, key_of(group))
