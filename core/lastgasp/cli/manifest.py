@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +11,7 @@ import msgspec
 
 from lastgasp.checkpoint import Candidate, Provenance
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
+from lastgasp.checkpoint.whole import zip_problem
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout
 
@@ -98,7 +98,7 @@ def _not_whole(layout: Layout, candidate: Candidate) -> str:
     if candidate.path.is_dir() and latest is not None and candidate.step > latest:
         return f"{TRACKER} says {latest}: its save was not finished"
     for name, path in sorted(data_files(candidate.path, layout).items()):
-        if path.suffix in (".pt", ".ckpt") and (problem := _zip_problem(path)):
+        if path.suffix in (".pt", ".ckpt") and (problem := zip_problem(path)):
             return f"{name}: {problem}"
     return ""
 
@@ -109,12 +109,3 @@ def _tracked(directory: Path) -> int | None:
     except (OSError, UnicodeDecodeError):
         return None
     return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _zip_problem(path: Path) -> str:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        return f"is no whole file of torch.save: {error}"
-    return f"record {bad} has a wrong checksum" if bad else ""

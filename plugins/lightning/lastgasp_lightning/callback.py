@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lastgasp.config import GaspConfig, HangTimeout, check_writable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.pytorch.origin import cause_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, describe, launched, leave_now
 from lastgasp.steps.attach import Marking
@@ -20,7 +21,7 @@ from lastgasp.steps.settings import MarksConfig
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
 from lastgasp_lightning.choose import Chooser
-from lastgasp_lightning.faults import cause_of, kind_of
+from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
 from lastgasp_lightning.ranks import connect, place_of, require_supported, versions

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from typing import Any
 
 import lightning
@@ -11,11 +9,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.serve import start_detached
+from lastgasp.joining import FromRank0, contact_of, place_in_job
 from lastgasp.session import Contact
 from lastgasp.topology import Place, data_parallel
-
-_LOOPBACK = "127.0.0.1"
 
 
 def require_supported(trainer: Any) -> None:
@@ -44,16 +40,8 @@ def require_supported(trainer: Any) -> None:
 
 def place_of(trainer: Any) -> Place:
     """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
-    env = os.environ
     size: int = trainer.world_size
-    job = env.get("LASTGASP_JOB") or env.get("TORCHELASTIC_RUN_ID")
-    if not job:
-        job = uuid.uuid4().hex[:12]
-        job = trainer.strategy.broadcast(job) if size > 1 else job
-    attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    return Place(
-        rank=trainer.global_rank, world_size=size, replicas=data_parallel(size), attempt=attempt, job=str(job)
-    )
+    return place_in_job(trainer.global_rank, size, data_parallel(size), _from_rank_0(trainer))
 
 
 def connect(trainer: Any, place: Place) -> Contact | None:
@@ -63,20 +51,15 @@ def connect(trainer: Any, place: Place) -> Contact | None:
         ConfigError: the job spans several nodes and nobody said where the controller may listen.
         ControlError, DeadlineExceeded: it could not be started.
     """
-    contact = Contact.from_environment()
-    if contact is not None or place.world_size == 1:
-        return contact
-    bind = os.environ.get("LASTGASP_BIND")
-    if trainer.num_nodes > 1 and not bind:
-        raise ConfigError(
-            "LASTGASP_BIND",
-            bind,
-            f"the address of node 0, because this job spans {trainer.num_nodes} nodes",
-            "Set it on every node to node 0's address on the training network; loopback cannot be reached.",
-        )
-    found = start_detached(bind or _LOOPBACK) if place.rank == 0 else None
-    end = trainer.strategy.broadcast((found.address, found.token) if found is not None else None)
-    return Contact(*end)
+    nodes = trainer.num_nodes
+    return contact_of(place, f"this job spans {nodes} nodes" if nodes > 1 else "", _from_rank_0(trainer))
+
+
+def _from_rank_0(trainer: Any) -> FromRank0:
+    def broadcast(value: Any) -> Any:
+        return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
+
+    return broadcast
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
+from lastgasp.testing.archive import FaultyArchive
 from lastgasp.testing.faults import FaultKit, install, kit_from_env
 
 Closure = Callable[[], Any]
@@ -198,25 +199,10 @@ def _at_first_bytes(fire: Callable[[], None]) -> Iterator[None]:
 
     def faulty(save: Step) -> Step:
         def save_to(obj: object, archive: object, *more: Any, **options: Any) -> Any:
-            return save(obj, _Archive(archive, fire), *more, **options)
+            return save(obj, FaultyArchive(archive, fire), *more, **options)
 
         return save_to
 
     with ExitStack() as undo:
         _replace(undo, torch.serialization, "_save", faulty)
         yield
-
-
-class _Archive:
-    """The zip writer of `torch.save`, which calls `fire` after each tensor."""
-
-    def __init__(self, archive: Any, fire: Callable[[], None]) -> None:
-        self._archive, self._fire = archive, fire
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._archive, name)
-
-    def write_record(self, name: str, *data: Any) -> None:
-        self._archive.write_record(name, *data)
-        if name.startswith("data/"):
-            self._fire()

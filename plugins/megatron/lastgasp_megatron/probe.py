@@ -7,13 +7,13 @@ Format torch: zip files with a CRC-32 of each record. Format torch_dist: `.metad
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lastgasp.checkpoint import Damage, Verdict
+from lastgasp.checkpoint.whole import zip_problem
 
 _BLOCK = 1 << 20
 
@@ -34,7 +34,7 @@ def _damages(checkpoint: Path, share: tuple[int, int]) -> Iterator[Damage]:
     if not any(path.parent.name.startswith("mp_rank_") for path in files):
         yield _damage(checkpoint, checkpoint, "is neither of format torch nor of torch_dist")
     for path in files[share[0] :: share[1]]:
-        problem = _zip_problem(path)
+        problem = zip_problem(path) if path.suffix == ".pt" else ""
         if problem:
             yield _damage(checkpoint, path, problem)
     for folder in sorted(checkpoint.glob("mp_rank_*")) if share[0] == 0 else ():
@@ -44,17 +44,6 @@ def _damages(checkpoint: Path, share: tuple[int, int]) -> Iterator[Damage]:
 
 def _is_distributed(checkpoint: Path) -> bool:
     return (checkpoint / "metadata.json").exists() or any(checkpoint.glob("*.distcp"))
-
-
-def _zip_problem(path: Path) -> str:
-    if path.suffix != ".pt":
-        return ""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        return f"is no whole file of torch.save: {error}"
-    return f"record {bad} has a wrong checksum" if bad else ""
 
 
 def _distributed(checkpoint: Path) -> Iterator[Damage]:

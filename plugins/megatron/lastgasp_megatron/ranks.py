@@ -5,29 +5,21 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import uuid
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as distributed
 
-from lastgasp.errors import ConfigError
-from lastgasp.gasp.serve import start_detached
+from lastgasp.joining import contact_of, place_in_job
 from lastgasp.session import Contact
 from lastgasp.topology import Place, ReplicaGroups
 
 T = TypeVar("T")
-_LOOPBACK = "127.0.0.1"
 
 
 def place_of(replicas: ReplicaGroups) -> Place:
     """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
-    env, size = os.environ, distributed.get_world_size()
-    job = env.get("LASTGASP_JOB") or env.get("TORCHELASTIC_RUN_ID")
-    attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    if not job:
-        job = _from_rank_0(uuid.uuid4().hex[:12])
-    return Place(rank=distributed.get_rank(), world_size=size, replicas=replicas, attempt=attempt, job=job)
+    return place_in_job(distributed.get_rank(), distributed.get_world_size(), replicas, _from_rank_0)
 
 
 def connect(place: Place) -> Contact | None:
@@ -37,20 +29,9 @@ def connect(place: Place) -> Contact | None:
         ConfigError: the job spans several nodes and nobody said where the controller may listen.
         ControlError, DeadlineExceeded: it could not be started.
     """
-    contact = Contact.from_environment()
-    if contact is not None or place.world_size == 1:
-        return contact
-    bind, local = os.environ.get("LASTGASP_BIND"), int(os.environ.get("LOCAL_WORLD_SIZE") or place.world_size)
-    if local < place.world_size and not bind:
-        raise ConfigError(
-            "LASTGASP_BIND",
-            bind,
-            f"the address of node 0, because this job has {place.world_size} ranks, {local} of them on this node",
-            "Set it on every node to node 0's address on the training network; loopback cannot be reached.",
-        )
-    found = start_detached(bind or _LOOPBACK) if place.rank == 0 else None
-    address, token = _from_rank_0((found.address, found.token) if found is not None else ("", ""))
-    return Contact(address, token)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or place.world_size)
+    several = f"this job has {place.world_size} ranks, {local} of them on this node"
+    return contact_of(place, several if local < place.world_size else "", _from_rank_0)
 
 
 def device() -> torch.device:

@@ -14,12 +14,13 @@ from lastgasp.errors import NotSaveable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, exit_code
 from lastgasp.ports import SaveResult, StateSource
+from lastgasp.pytorch.origin import cause_of, kind_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, describe, launched, leave_now
 from lastgasp.steps.attach import Marking, no_mark
 from lastgasp.testing import faults
 from lastgasp_megatron.args import options_of
-from lastgasp_megatron.exits import cause_of, is_success, kind_of
+from lastgasp_megatron.exits import is_success
 from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.marks import MegatronMarks
 from lastgasp_megatron.ranks import connect, device, place_of, versions

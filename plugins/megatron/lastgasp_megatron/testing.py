@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lastgasp.testing.archive import FaultyArchive
 from lastgasp.testing.faults import FaultKit, install, kit_from_env
 from lastgasp_megatron.steps import inner_of, wrap
 
@@ -102,20 +103,5 @@ class _Faults:
 
         step = int(get_args().curr_iteration) + 1
         return original(
-            args[0], _Archive(args[1], lambda: self._kit.fire_at("periodic_save", step)), *args[2:], **kwargs
+            args[0], FaultyArchive(args[1], lambda: self._kit.fire_at("periodic_save", step)), *args[2:], **kwargs
         )
-
-
-class _Archive:
-    """The zip writer of `torch.save`, which calls `fire` after each tensor."""
-
-    def __init__(self, archive: Any, fire: Callable[[], None]) -> None:
-        self._archive, self._fire = archive, fire
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._archive, name)
-
-    def write_record(self, name: str, *data: Any) -> None:
-        self._archive.write_record(name, *data)
-        if name.startswith("data/"):
-            self._fire()

@@ -1,0 +1,54 @@
+"""How a rank gets into its job: who it is, and how it reaches the controller. The same for every framework."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from lastgasp.errors import ConfigError
+from lastgasp.gasp.serve import start_detached
+from lastgasp.session import Contact
+from lastgasp.topology import Place, ReplicaGroups
+
+FromRank0 = Callable[[Any], Any]
+"""Rank 0's value on all ranks; all of them call it at the same point."""
+_LOOPBACK = "127.0.0.1"
+
+
+def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_0: FromRank0) -> Place:
+    """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
+    env = os.environ
+    job = env.get("LASTGASP_JOB") or env.get("TORCHELASTIC_RUN_ID")
+    attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if not job:
+        job = str(from_rank_0(uuid.uuid4().hex[:12]))
+    return Place(rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job)
+
+
+def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Contact | None:
+    """The launcher's controller, or one of our own that rank 0 starts; none for a job of one rank.
+
+    Args:
+        several_nodes: why the controller must be reached from other nodes, such as "this job spans 2 nodes"; empty
+            where all ranks are on one.
+
+    Raises:
+        ConfigError: the job spans several nodes and nobody said where the controller may listen.
+        ControlError, DeadlineExceeded: it could not be started.
+    """
+    contact = Contact.from_environment()
+    if contact is not None or place.world_size == 1:
+        return contact
+    bind = os.environ.get("LASTGASP_BIND")
+    if several_nodes and not bind:
+        raise ConfigError(
+            "LASTGASP_BIND",
+            bind,
+            f"the address of node 0, because {several_nodes}",
+            "Set it on every node to node 0's address on the training network; loopback cannot be reached.",
+        )
+    found = start_detached(bind or _LOOPBACK) if place.rank == 0 else None
+    address, token = from_rank_0((found.address, found.token) if found is not None else ("", ""))
+    return Contact(address, token)
