@@ -63,7 +63,7 @@ def compile_extension(source: Path, library: Path) -> str:
         return "LASTGASP_PURE_PYTHON=1"
     if sys.platform != "linux":
         return f"the extension is for Linux, this is {sys.platform}"
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    compiler = shlex.split(os.environ.get("CC") or _of_python() or "cc")
     include = [f"-I{folder}" for folder in {sysconfig.get_path(name) for name in ("include", "platinclude")}]
     flags = ["-std=gnu11", "-O2", "-Wall", "-fPIC", "-shared", *shlex.split(os.environ.get("CFLAGS", ""))]
     command = [*compiler, *flags, *include, str(source), "-o", str(library)]
@@ -75,3 +75,9 @@ def compile_extension(source: Path, library: Path) -> str:
         return ""
     lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
     return f"{shlex.join(compiler)} ended with {done.returncode}: {lines[0] if lines else 'it said nothing'}"
+
+
+def _of_python() -> str:
+    """The compiler that Python itself was built with, where it is here; a downloaded Python names another machine's."""
+    compiler = sysconfig.get_config_var("CC") or ""
+    return compiler if compiler and shutil.which(shlex.split(compiler)[0]) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+STEPS = Path("lastgasp/steps")
 LIBRARY = f"_ring{sysconfig.get_config_var('EXT_SUFFIX')}"
 USE = """
 import logging, sys
@@ -80,9 +82,9 @@ def unpacked(wheel: Path) -> Path:
 
 
 def names(wheel: Path) -> list[str]:
-    """Files of `steps/` in it that are no Python."""
-    found = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lastgasp/steps/")]
-    return [Path(name).name for name in found if not name.endswith((".py", ".pyi"))]
+    """Files right in `steps/` in it that are no Python."""
+    found = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    return [path.name for path in found if path.parent == STEPS and path.suffix not in (".py", ".pyi")]
 
 
 def test_a_wheel_has_the_extension_and_says_for_what_it_was_built(tree: Path, tmp_path: Path) -> None:
@@ -114,6 +116,23 @@ def test_a_wheel_without_it_is_for_any_machine_and_python_writes_the_marks(
     assert module == "lastgasp.steps.pyring"
     assert len(told) == 1
     assert told[0].startswith("INFO step marks are written by Python")
+
+
+def test_where_the_compiler_of_python_s_own_build_is_not_here_cc_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreters that are downloaded ready (uv, conda) name the compiler of the machine that built them."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_config_var", {"CC": "their-clang -pthread"}.get)
+    library = tmp_path / "o.so"
+    assert hook.compile_extension(ROOT / "core/lastgasp/steps/_ring.c", library) == ""
+    assert library.exists()
 
 
 def test_an_editable_install_builds_beside_the_source_and_removes_what_does_not_fit_any_more(
