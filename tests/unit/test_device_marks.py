@@ -143,6 +143,28 @@ def test_a_device_that_does_not_answer_leaves_host_times(marks: Marks, monkeypat
     assert [one.device for one in seen(marks)] == [(0, 0)] * 5
 
 
+@pytest.mark.parametrize("broken", ["query", "elapsed_time"])
+def test_a_device_that_broke_hides_neither_its_error_nor_the_ranges(
+    marks: Marks, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` follows the exception that ended training; after it every call of the device raises."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    device = Device()
+    mine = DeviceMarks(marks, device.record)
+    work = forward(marks, mine)
+    for _ in range(3):
+        work.begin()
+        work.end()
+    for event in device.events:
+        event.passes(MS)
+    monkeypatch.setattr(Event, broken, fail)
+    mine.close()
+    assert [one.device for one in seen(marks)] == [(0, 0)] * 3
+
+
 def test_profilers_see_the_same_ranges(marks: Marks) -> None:
     shown = list[str]()
 

@@ -8,6 +8,7 @@ event before the host has recorded it, nor after the host has seen it passed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -108,17 +109,21 @@ class DeviceMarks:
         """Put the ranges that the device has passed; returns how many it has not. Never waits."""
         pending = self._pending
         while pending and pending[0].events[1].query():
-            done = pending.popleft()
-            now = _now()
+            done, now = pending[0], _now()
             begin, end = (
                 self._clock.time_of(event, host, now) for event, host in zip(done.events, done.host, strict=True)
             )
+            pending.popleft()
             self.marks.put(done.mark, *done.host, done.value, (begin, end))
         return len(pending)
 
     def close(self) -> None:
-        """Put everything; what the device has not passed has the host's times alone. Idempotent."""
-        self.settle()
+        """Put everything; what the device has not passed has the host's times alone. Idempotent.
+
+        A device that broke, and raises whatever it is asked, has not passed anything.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.settle()
         while self._pending:
             left = self._pending.popleft()
             self.marks.put(left.mark, *left.host, left.value)
