@@ -15,10 +15,12 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[
 
 from torch.distributed import distributed_c10d  # noqa: E402
 
+from lastgasp.errors import NotSaveable  # noqa: E402
 from lastgasp.steps import bits  # noqa: E402
 from lastgasp.steps.marks import Marks  # noqa: E402
 from lastgasp_megatron.communication import MegatronCommunication  # noqa: E402
 from lastgasp_megatron.marks import MegatronMarks  # noqa: E402
+from lastgasp_megatron.run import LateSource  # noqa: E402
 from support.ranges import named, seen  # noqa: E402
 
 SCHEDULES, TRAINING = "megatron.core.pipeline_parallel.schedules", "megatron.training.training"
@@ -217,3 +219,16 @@ def test_what_torch_keeps_elsewhere_is_said_once_and_stops_nothing(
     communication.close()
     assert theirs._coalescing_manager is manager
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["a collective could not be marked"]
+
+
+def test_the_gasps_save_is_marked_and_without_a_state_refused(marks: Marks) -> None:
+    source = LateSource(0)
+    source.mark = marks.mark("save_checkpoint")
+    with pytest.raises(NotSaveable):
+        source.save(3, {}, "x")
+    before = marks.head
+    inner: Any = SimpleNamespace(save=lambda step, small, reason: (step, reason))
+    source.inner = inner
+    assert source.save(3, {}, "x") == (3, "x")  # type: ignore[comparison-overlap]
+    assert marks.head == before + 1
+    assert seen(marks)[-1].name == "save_checkpoint"
