@@ -378,6 +378,23 @@ def test_a_damaged_ring_of_a_living_owner_is_left_alone(rings: Path) -> None:
         other.communicate(timeout=LIMIT)
 
 
+def test_a_damaged_ring_that_another_recovery_removes_stops_no_other(
+    dead: Dead, directory: Path, rings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rings / f"{ringfile.PREFIX}-{os.getuid()}-0-damaged").write_bytes(b"short")
+    dead(2)
+    mine = recover._mine
+
+    def seen_by_both(path: Path) -> bool:
+        found = mine(path)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(recover, "_mine", seen_by_both)
+    assert [recovered.ranges for recovered in recover_orphans()] == [2]
+    assert steps(directory) == [0, 1]
+
+
 def test_what_is_no_file_of_ours_is_left_alone(rings: Path, tmp_path: Path) -> None:
     prefix = f"{ringfile.PREFIX}-{os.getuid()}-99-"
     (tmp_path / "mine.txt").write_text("mine")

@@ -222,7 +222,10 @@ def _remove(path: Path, reason: str) -> Recovered:
 
 def _locked(path: Path) -> bool:
     """Whether somebody lives who holds it: a damaged header, or a later version's, does not tell."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True  # not to be looked into, or removed by another recovery meanwhile
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
