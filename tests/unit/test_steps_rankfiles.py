@@ -148,6 +148,24 @@ def test_a_file_that_is_unlinked_before_the_write_does_not_take_the_rows(
     assert next(left, None) is None
 
 
+def test_a_file_system_that_counts_no_links_gets_each_row_once(
+    files: RankFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some in user space do not."""
+    real = os.fstat
+
+    def no_links(descriptor: int) -> os.stat_result:
+        found = list(real(descriptor))
+        found[stat.ST_NLINK] = 0
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", no_links)
+    files.append(ROW)
+    files.append(ROW)
+    (path,) = profiling_files(files.directory)
+    assert path.read_bytes() == ROW * 2
+
+
 def test_half_a_row_that_a_death_has_left_is_not_appended_to(files: RankFiles) -> None:
     files.directory.mkdir(parents=True)
     (files.directory / str(SECOND)).write_bytes(ROW + b'{"Kin')

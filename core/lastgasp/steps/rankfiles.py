@@ -111,12 +111,23 @@ class RankFiles:
             descriptor = self._open()
             try:
                 self._write(descriptor, rows)
-                # Unlinked between open and write, the file would take the rows with it.
-                if os.fstat(descriptor).st_nlink:
+                if not self._is_gone(descriptor):
                     return
             finally:
                 os.close(descriptor)
         raise OSError(errno.ESTALE, f"it is removed again and again: {self.path}")
+
+    def _is_gone(self, descriptor: int) -> bool:
+        """Unlinked between open and write, the file has taken the rows with it."""
+        ours = os.fstat(descriptor)
+        if ours.st_nlink:
+            return False
+        # Some file systems in user space count no links at all.
+        try:
+            there = os.stat(self.path or "", follow_symlinks=False)
+        except OSError:
+            return True
+        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
     # -- which file --------------------------------------------------------------------------------
 
