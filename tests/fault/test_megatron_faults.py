@@ -162,7 +162,7 @@ def test_a_saver_that_dies_is_replaced_by_its_replica(tmp_path: Path, references
     job, output = torn("dp4-two-instances", tmp_path, faults)
     incident = _incident(job.checkpoints, output)
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", TORN, 0), incident
-    assert incident.savers == [2, 1], "ranks 0 and 3 are gone; 2 and 1 hold the same slices"
+    assert incident.savers == [1, 2], "ranks 0 and 3 are gone; 2 and 1 hold the same slices"
     assert all(verify(c.path, LAYOUT).ok for c in candidates([job.checkpoints], LAYOUT))
     _check_losses(job, references["dp4-two-instances"].losses())
 
