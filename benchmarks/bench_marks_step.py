@@ -129,8 +129,8 @@ def _report(name: str, clock: int, pairs: Sequence[Pair]) -> list[Measure]:
     return [
         Measure(name=f"example: step without marks, {name}", unit="ms", samples=[off[clock] / 1e6 for _, off in pairs]),
         Measure(name=f"example: marks add to a step, {name}", unit="%", samples=added, target=TARGET_PERCENT),
-        Measure(name="95 % interval of this median, from", unit="%", samples=[low]),
-        Measure(name="95 % interval of this median, to", unit="%", samples=[high], target=TARGET_PERCENT),
+        Measure(name=f"95 % interval of that, {name}, from", unit="%", samples=[low]),
+        Measure(name=f"95 % interval of that, {name}, to", unit="%", samples=[high], target=TARGET_PERCENT),
     ]
 
 
@@ -142,8 +142,8 @@ def _of_bare(pairs: Sequence[Pair], step: float) -> list[Measure]:
     return [
         Measure(name="bare model: step without marks", unit="us", samples=[off[0] / 1e3 for _, off in pairs]),
         Measure(name="bare model: marks add", unit="us", samples=added),
-        Measure(name="95 % interval of this median, from", unit="us", samples=[low]),
-        Measure(name="95 % interval of this median, to", unit="us", samples=[high]),
+        Measure(name="95 % interval of what they add to a bare step, from", unit="us", samples=[low]),
+        Measure(name="95 % interval of what they add to a bare step, to", unit="us", samples=[high]),
         Measure(name=PART, unit="%", samples=share, target=TARGET_PERCENT),
     ]
 

@@ -18,6 +18,7 @@ TARGETS = {
     "callback": {25.0},
     "checkpoint": {1.0, 1.3},
     "restart": {0.5, 0.0},
+    "marks": {0.5, 0.05},
     "flush": {1.0},
     "marks_step": {0.5},
     "slow": {0.0},

@@ -185,6 +185,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lastgasp", "report", *map(str, arguments)],
             stdin=slave, stdout=slave, stderr=slave, env=environ, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not so in background
         )  # fmt: skip
         os.close(slave)
         self.master, self.seen = master, ""
