@@ -26,7 +26,7 @@ TARGETS = {
     "megatron": {0.5, 1.0, 1.3},
 }
 """The targets that each benchmark judges."""
-LONG = ("megatron", "slow")
+LONG = ("megatron", "restart", "slow")
 """They start whole jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
 
