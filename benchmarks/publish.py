@@ -42,10 +42,10 @@ def tables() -> dict[Path, str]:
 
 def table(documents: Iterable[dict[str, Any]]) -> str:
     """Markdown: every measure, with the machine and the load that it was taken under."""
-    lines = ["| measure | median | middle half | n | target | met |", "|---|---|---|---|---|---|"]
+    lines = ["| benchmark | measure | median | middle half | n | target | met |", "|---|---|---|---|---|---|---|"]
     notes = []
     for document in documents:
-        lines += [_row(measure) for measure in document["measures"]]
+        lines += [f"| {document['benchmark']} {_row(measure)}" for measure in document["measures"]]
         notes.append(_note(document))
     return "\n".join([*lines, "", *notes])
 
