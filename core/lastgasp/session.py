@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock
 from lastgasp.config import GaspConfig
@@ -246,7 +246,19 @@ def describe(outcome: m.Release) -> str:
     return f"the step could NOT be saved: {outcome.reason}"
 
 
-def leave_now(code: int) -> None:
+def leave(outcome: m.Release) -> NoReturn:
+    """Leave after a recovery: at once where a launcher waits to restart the job, else with a word and the exit code.
+
+    Raises:
+        SystemExit: with the exit code of the outcome, where there is no launcher.
+    """
+    if launched():
+        leave_now(exit_code(outcome))
+    print(f"lastgasp: {describe(outcome)}", flush=True)
+    raise SystemExit(exit_code(outcome))
+
+
+def leave_now(code: int) -> NoReturn:
     """End the process from any thread, whatever the others do; what was printed is kept.
 
     Its data-loader workers go with it: by themselves they would notice only seconds later.

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lastgasp.config import GaspConfig, HangTimeout, check_writable
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.gasp.stand import Released
 from lastgasp.pytorch.origin import cause_of
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.session import Session, describe, launched, leave_now
+from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
 from lastgasp_lightning.boundary import reorder
@@ -252,10 +252,7 @@ class _Run:
     def _leave(self, outcome: Release) -> None:
         for logger in self._trainer.loggers:
             logger.finalize("failed")
-        if launched():
-            leave_now(exit_code(outcome))
-        print(f"lastgasp: {describe(outcome)}", flush=True)
-        raise SystemExit(exit_code(outcome))
+        leave(outcome)
 
     def close(self, goodbye: bool) -> None:
         """Undo everything."""

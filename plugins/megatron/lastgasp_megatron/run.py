@@ -12,11 +12,11 @@ from typing import Any
 from lastgasp.config import check_writable
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.gasp.stand import Released
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.pytorch.origin import cause_of, kind_of
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.session import Session, describe, launched, leave_now
+from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking, no_mark
 from lastgasp.testing import faults
 from lastgasp_megatron.args import options_of
@@ -163,7 +163,7 @@ class Run:
     def end_with(self, error: BaseException) -> None:
         """`train` raised: have the step saved. Returns when the exception shall go on as it is."""
         if isinstance(error, Released):
-            self._leave(error.outcome)
+            leave(error.outcome)
         if is_success(error):
             self.close(goodbye=True)
             return
@@ -171,7 +171,7 @@ class Run:
         outcome = self._recover(error)
         if kind == "peer" and self.session.place.world_size > 1:
             log.warning("left the job because a peer is gone (%s)", cause_of(error))
-            self._leave(outcome)
+            leave(outcome)
         self.close(goodbye=False)
 
     def _recover(self, error: BaseException) -> Release:
@@ -184,12 +184,6 @@ class Run:
         if outcome.ending == "gave_up" and self.state.advice:
             log.error("%s", self.state.advice)
         return outcome
-
-    def _leave(self, outcome: Release) -> None:
-        if launched():
-            leave_now(exit_code(outcome))
-        print(f"lastgasp: {describe(outcome)}", flush=True)
-        raise SystemExit(exit_code(outcome))
 
     def close(self, goodbye: bool) -> None:
         """Undo everything."""
