@@ -217,6 +217,39 @@ def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) ->
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 
 
+def ask_for_graceful_exit(path: Path) -> None:
+    """As MindCluster does, in one piece."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"RankList": [], "UpdateTime": 0, "GracefulExit": 1}))
+    part.replace(path)
+
+
+def test_reset_json_asks_for_a_graceful_exit(tmp_path: Path) -> None:
+    directory, reset = tmp_path / "d", tmp_path / "reset.json"
+    with running(tmp_path, run(WORKER, directory, "stuck", 4), LASTGASP_RESET_FILE=str(reset)) as [job]:
+        ranks_told(directory, 0)
+        ask_for_graceful_exit(reset)
+        assert job.code() == exitcodes.SAVED, job.output[-4000:]
+    assert "asks for a graceful exit" in job.output
+    assert told(directory, 1) == [], "it restarted what it was told to stop"
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
+
+
+def test_reset_json_without_a_launcher(tmp_path: Path) -> None:
+    """The detached controller looks at it then."""
+    directory, fired, reset = tmp_path / "d", tmp_path / "fired", tmp_path / "reset.json"
+    fault = "kind=sleep:60,rank=0,step=5,phase=data"
+    variables = {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(fired), "LASTGASP_RESET_FILE": str(reset)}
+    with running(tmp_path, [sys.executable, str(TINY), "--dir", str(directory)], **variables) as [job]:
+        until(lambda: bool(read_log(fired)), "rank 0 pauses")
+        ask_for_graceful_exit(reset)
+        assert job.code() == exitcodes.SAVED, job.output[-4000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 5, 0)
+    assert incident.faults[0].kind == "sigterm"
+
+
 def test_the_launcher_is_killed_and_then_a_rank(tmp_path: Path) -> None:
     """The controller dies with the launcher; the ranks train on, and the survivor saves on its own."""
     directory = tmp_path / "d"

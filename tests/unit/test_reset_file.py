@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgasp.jobs.resetfile import DEFAULT_PATH, SIZE_LIMIT, VARIABLE, ResetFile, ResetWatch, reset_path
+from lastgasp.gasp.resetfile import DEFAULT_PATH, SIZE_LIMIT, VARIABLE, ResetFile, ResetWatch, reset_path
 
 START = 1_700_000_000
 

@@ -7,8 +7,10 @@ detached process (`python -m lastgasp.gasp.serve`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -103,6 +105,12 @@ class Controller:
     def connected(self) -> int:
         """Ranks that are connected now."""
         return sum(peer.writer is not None for peer in self._peers.values())
+
+    def stop_ranks(self) -> None:
+        """Tell the ranks of this host to save and leave, as whoever stops a job does: by SIGTERM."""
+        for pid in [peer.pid for peer in self._peers.values() if peer.writer is not None and peer.pid is not None]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
 
     def report_exit(self, rank: int, how: str) -> None:
         """The launcher's word: this rank's process ended (also one that never joined)."""

@@ -18,6 +18,7 @@ from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
 from .controller import Controller
+from .resetfile import ResetWatch
 
 T = TypeVar("T")
 START_TIMEOUT = 30.0
@@ -162,6 +163,8 @@ def start_detached(host: str = "127.0.0.1") -> Endpoint:
 async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -> None:
     controller = Controller(token, host)
     announce(await controller.start())
+    loop = asyncio.get_running_loop()
+    reset = ResetWatch(lambda: loop.call_soon_threadsafe(controller.stop_ranks))
     empty_since = _clock.monotonic()
     while True:
         await asyncio.sleep(0.2)
@@ -170,6 +173,7 @@ async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -
             empty_since = _clock.monotonic()
         elif _clock.monotonic() - empty_since > (LINGER if ever else UNUSED_TIMEOUT):
             break
+    reset.close()
     await controller.stop()
     recover_orphans()  # the last step marks of ranks that were killed
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
+from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import orphans
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.rounds import Round, Rounds
@@ -169,11 +170,13 @@ class GaspAgent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; a job that makes no progress ends with its own exit code."""
         global last_ending
+        reset = ResetWatch(_stop_this_launcher)
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:
                 self._mark = ""  # what a good job leaves running, it means to
         finally:
+            reset.close()
             self._reap(self._worker_group)
             last_ending = self._rounds.close()
             recover_orphans(MARKS_LIMIT)
@@ -181,6 +184,11 @@ class GaspAgent(LocalElasticAgent):
             sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
             raise SystemExit(exitcodes.NO_PROGRESS)
         return result
+
+
+def _stop_this_launcher() -> None:
+    """As whoever stops the job does: the ranks save, and the launcher ends with the code that says so."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _max_restarts_given() -> bool:
