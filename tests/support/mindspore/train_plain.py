@@ -1,0 +1,92 @@
+"""A plain MindSpore training, data parallel over the ranks of msrun: `Model.train` and no MindFormers.
+
+`--lastgasp DIR` adds the one line of a user: `callbacks=[LastGasp(DIR)]`. Without `--clip` nothing gathers all
+gradients before the update, so the update of one parameter may run before the AllReduce of another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
+
+from support.mindspore.losses import Losses
+
+BATCH, INPUTS, CLASSES = 4, 8, 4
+
+
+class Net(nn.Cell):  # type: ignore[misc]
+    """Layers of `width` with dropout, so that the random state matters."""
+
+    def __init__(self, width: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        layers = [nn.Dense(INPUTS, width), nn.ReLU()]
+        for _ in range(depth):
+            layers += [nn.Dense(width, width), nn.ReLU()]
+        self.body = nn.SequentialCell(*layers, nn.Dense(width, CLASSES))
+        self.dropout = nn.Dropout(p=dropout) if dropout else nn.Identity()
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        """Logits."""
+        return self.body(self.dropout(x))
+
+
+class ClippedMomentum(nn.Momentum):  # type: ignore[misc]
+    """Global-norm clipping, as most large models are trained."""
+
+    def construct(self, gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
+        """Clip, then update."""
+        return super().construct(ops.clip_by_global_norm(gradients, 1.0))
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lastgasp", default="", help="directory of LastGasp; without it none is made")
+    parser.add_argument("--save", default="", help="directory of MindSpore's own ModelCheckpoint")
+    parser.add_argument("--every", type=int, default=4, help="steps between two periodic saves")
+    parser.add_argument("--steps", type=int, default=8, help="steps of an epoch")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--clip", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train."""
+    args = parsed()
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    rank, ranks = 0, 1
+    if int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
+        init()
+        rank, ranks = get_rank(), get_group_size()
+        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    ms.set_seed(1)
+    random = np.random.default_rng(0)
+    number = args.steps * BATCH * ranks
+    data = random.random((number, INPUTS)).astype(np.float32), random.integers(0, CLASSES, number).astype(np.int32)
+    dataset = ms.dataset.NumpySlicesDataset(data, shuffle=True, num_shards=ranks, shard_id=rank).batch(BATCH)
+    net = Net(args.width, args.depth, args.dropout)
+    optimizer = (ClippedMomentum if args.clip else nn.Momentum)(net.trainable_params(), 0.1, 0.9)
+    callbacks = [Losses()]
+    if args.save:
+        config = CheckpointConfig(save_checkpoint_steps=args.every, keep_checkpoint_max=3)
+        callbacks.append(ModelCheckpoint(prefix="plain", directory=f"{args.save}/rank_{rank}", config=config))
+    if args.lastgasp:
+        from lastgasp_mindformers import LastGasp
+
+        callbacks.append(LastGasp(args.lastgasp))
+    model = Model(net, nn.CrossEntropyLoss(), optimizer)
+    model.train(args.epochs, dataset, callbacks=callbacks, dataset_sink_mode=False)
+
+
+if __name__ == "__main__":
+    main()
