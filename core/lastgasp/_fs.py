@@ -55,7 +55,7 @@ class Disk:
         os.fsync(fd)
 
     def rename(self, src: Path, dst: Path) -> None:
-        """Rename within one directory, over an existing file."""
+        """Rename within one file system, over an existing file."""
         os.replace(src, dst)
 
     def sync_dir(self, directory: Path) -> None:

@@ -30,6 +30,15 @@ class Layout(Protocol):
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
         """The data files of `checkpoint`: POSIX path relative to the checkpoint's parent -> absolute path."""
 
+    def parts(self, checkpoint: Path) -> list[Path]:
+        """What stands of `checkpoint`, as paths that one rename each moves: itself, or each of its scattered files."""
+
+    def owns(self, checkpoint: Path, relative: str) -> bool:
+        """Whether a path relative to the checkpoint's parent belongs to `checkpoint`, there or not.
+
+        Its own name does not where its files are scattered: nothing has that name then.
+        """
+
     def manifest_path(self, checkpoint: Path) -> Path:
         """Where the manifest of `checkpoint` stands: beside it, never inside."""
 
@@ -81,6 +90,52 @@ class StateSource(Protocol):
 
     def discard(self, result: SaveResult) -> None:
         """Remove the temporary files of a save that will not be published. Never raises."""
+
+
+class GaspBackend(Protocol):
+    """Who notices that a rank is lost, decides which step is saved and by whom, and has it saved.
+
+    One per rank, made and held by the Session; the embedded engine is one, MindIO the other. They share the rank's
+    `Stand` (`gasp.stand`), which the training thread writes and the backend closes and releases, and its StateSource,
+    whose methods they call from threads of their own. All methods below are called on the training thread, in this
+    order: `begin` once; per step `updating`, then `step_end`; and one of `fault`, `goodbye` or nothing; `close` last.
+
+    An ending is told in `stand.outcome`, and by a call of what the Session gave for that, on any thread.
+    """
+
+    name: str
+
+    def begin(self) -> None:
+        """Training begins at `stand.step`; the device is chosen and the process group is up.
+
+        Called on every rank, on the main thread, and may wait for the other ranks. After return the death of this
+        rank costs no step. Raises ConfigError or ControlError where that cannot be promised.
+        """
+
+    def updating(self) -> None:
+        """The next thing is a change of parameters: local work only, until `step_end`.
+
+        Waits while a recovery is on. Raises Released once it is over, or RuntimeError ("FORCE STOP") where the
+        backend wants the training loop to be left at once; the update must not happen then. A second call before
+        `step_end` is a further optimizer of the same step, and does nothing.
+        """
+
+    def step_end(self, step: int) -> None:
+        """`step` is complete and captured. A step may have had no update at all."""
+
+    def fault(self, kind: str, cause: str) -> None:
+        """Training ended with an exception on this rank (`events.FaultKind`, one line for people).
+
+        Waits for the end of the recovery, for no longer than the save's limits. After return `stand.outcome` is set.
+        Never raises. With kind `peer` this rank is whole, and stays a holder.
+        """
+
+    def goodbye(self) -> None:
+        """Training ended well: from now on this rank's end is no fault. Idempotent; never raises."""
+
+    def close(self) -> None:
+        """Release threads and connections, in bounded time. Idempotent; never raises; without `goodbye` before it,
+        the others take what follows for what it is: the end of a process."""
 
 
 class SaveResult(Protocol):

@@ -31,7 +31,7 @@ from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import NoGoodCheckpoint
 from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
-from support.checkpoint_kit import FILES, FOLDERS, as_ranks, provenance
+from support.checkpoint_kit import FILES, FOLDERS, SCATTERED, as_ranks, provenance, scattered_name
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[lightning]'")
 
@@ -69,6 +69,14 @@ def _folder(directory: Path, step: int, job: str = "job") -> Path:
     path = directory / f"iter_{step:07d}"
     names = [f"{path.name}/rank{rank}/shard.pt" for rank in range(2)]
     return _save(path, FOLDERS, step, names, job)
+
+
+def _scattered(directory: Path, step: int, job: str = "job") -> Path:
+    names = [scattered_name(rank, step) for rank in range(2)]
+    return _save(directory / f"net-{step}", SCATTERED, step, names, job)
+
+
+MAKERS = {"single-file": _file, "directory": _folder, "scattered": _scattered}
 
 
 def _record(path: Path, name: str) -> tuple[int, int]:
@@ -138,14 +146,36 @@ FOLDER_CASES = [
     Case("unreadable shard", lambda s: corrupt.make_unreadable(s.new / "rank1/shard.pt"),
          f"{SHARD} bytes 0-", moved=False),
 ]  # fmt: skip
-CASES = [(FILES, case) for case in FILE_CASES] + [(FOLDERS, case) for case in FOLDER_CASES]
+PIECE = scattered_name(1, 2)
+
+
+def _piece(shelf: Shelf, rank: int = 1) -> Path:
+    return shelf.new.parent / scattered_name(rank, 2)
+
+
+SCATTERED_CASES = [
+    Case("truncate", lambda s: corrupt.truncate(_piece(s), 9), f"{PIECE} bytes 9-"),
+    Case("flip", lambda s: _flip_in(_piece(s), "data/0"), f"{PIECE} bytes 0-"),
+    Case("flip in manifest", lambda s: corrupt.flip_bit(s.manifest, 200), "manifest is not readable"),
+    Case("zero page", lambda s: corrupt.zero_page(_piece(s), 3), f"{PIECE} bytes 0-"),
+    Case("empty", lambda s: corrupt.empty(_piece(s)), f"{PIECE} bytes 0-"),
+    Case("drop one", lambda s: corrupt.drop(_piece(s)), f"{PIECE} bytes 0-", moved=False),
+    Case("drop manifest", lambda s: corrupt.drop(s.manifest), "no manifest", moved=False),
+    Case("swap", lambda s: corrupt.swap(_piece(s, 0), _piece(s)), f"{PIECE} bytes 0-"),
+    Case("manifest of another job", lambda s: _other_manifest(s, _scattered), f"{PIECE} bytes 0-"),
+    Case("manifest of the older one", lambda s: corrupt.copy_over(s.layout.manifest_path(s.old), s.manifest),
+         f"manifest is that of {scattered_name(0, 1)}"),
+    Case("unreadable", lambda s: corrupt.make_unreadable(_piece(s)), f"{PIECE} bytes 0-", moved=False),
+]  # fmt: skip
+CASES: list[tuple[Layout, Case]] = [(FILES, case) for case in FILE_CASES] + [(FOLDERS, case) for case in FOLDER_CASES]
+CASES += [(SCATTERED, case) for case in SCATTERED_CASES]
 every_damage = pytest.mark.parametrize(
     ("layout", "case"), CASES, ids=[f"{layout.name}-{case.name}".replace(" ", "-") for layout, case in CASES]
 )
 
 
 def _shelf(directory: Path, layout: Layout) -> Shelf:
-    make = _file if layout is FILES else _folder
+    make = MAKERS[layout.name]
     shelf = Shelf(layout, make(directory, 1), make(directory, 2))
     assert newest_good([directory], layout) == candidates([directory], layout)[0]
     return shelf
@@ -170,7 +200,7 @@ def test_one_process_takes_the_older_one(tmp_path: Path, layout: Layout, case: C
     assert chosen.path == shelf.old
     home = shelf.new.with_name(shelf.new.name + ".corrupt")
     assert home.exists() == case.moved
-    assert os.path.lexists(shelf.new) == (not case.moved and case.name != "drop")
+    assert bool(layout.parts(shelf.new)) == (not case.moved and case.name != "drop")
     if case.moved:
         assert case.reason in home.with_name(home.name + ".reason.json").read_text()
 
@@ -190,8 +220,7 @@ def test_two_ranks_take_the_older_one_and_say_why(tmp_path: Path, layout: Layout
 def test_with_no_other_it_is_an_error_that_moves_nothing(tmp_path: Path, layout: Layout, case: Case) -> None:
     shelf = _shelf(tmp_path / "here", layout)
     case.spoil(shelf)
-    old = [shelf.old, layout.manifest_path(shelf.old)]
-    for path in old:
+    for path in [*layout.parts(shelf.old), layout.manifest_path(shelf.old)]:
         path.rename(tmp_path / path.name)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(NoGoodCheckpoint) as caught:

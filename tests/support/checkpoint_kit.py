@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from lastgasp._fs import Disk
-from lastgasp.checkpoint import DirectoryLayout, Manifest, Provenance, SingleFile, Staged
+from lastgasp.checkpoint import DirectoryLayout, Manifest, Provenance, ScatteredLayout, SingleFile, Staged
 from lastgasp.checkpoint.manifest import Kind
 from lastgasp.ports import Gather
 
 T = TypeVar("T")
 FILES = SingleFile()
 FOLDERS = DirectoryLayout("iter_*")
+SCATTERED = ScatteredLayout(
+    pattern=r"rank_(?P<rank>\d+)/(?P<net>.+)_rank_(?P=rank)-(?P<step>\d+)\.bin",
+    title=r"\g<net>-\g<step>",
+    names=r".+-(?P<step>\d+)",
+    folders="rank_*",
+)
 
 
 def provenance(step: int, kind: Kind = "gasp", job: str = "job") -> Provenance:
@@ -44,6 +50,24 @@ def put_folder(directory: Path, step: int, parts: int = 2) -> Path:
             staged.open(f"{path.name}/rank{part}/shard.pt").write(f"{step} {part} ".encode() * 1000)
         staged.open(f"{path.name}/common.pt").write(b"common")
         staged.publish(provenance(step))
+    return path
+
+
+def scattered_name(rank: int, step: int) -> str:
+    """The place of a rank's file of `net-STEP`."""
+    return f"rank_{rank}/net_rank_{rank}-{step}.bin"
+
+
+def put_scattered(
+    directory: Path, step: int, contents: Sequence[bytes] | None = None, disk: Disk | None = None, job: str = "job"
+) -> Path:
+    """A verified checkpoint `net-STEP` of one file per rank, and the markers of the ranks."""
+    path = directory / f"net-{step}"
+    with Staged(path, SCATTERED, disk=disk or Disk()) as staged:
+        for rank, content in enumerate(contents or [f"{step} {rank} ".encode() * 1000 for rank in range(2)]):
+            staged.open(scattered_name(rank, step)).write(content)
+        markers = {f"rank_{rank}/newest": str(step).encode() for rank in range(2)}
+        staged.publish(provenance(step, job=job), markers=markers, aside=True)
     return path
 
 

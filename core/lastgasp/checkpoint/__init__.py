@@ -17,6 +17,7 @@ from .quarantine import quarantine
 from .reader import VerifiedFile
 from .restore import newest_good
 from .retention import apply, to_remove
+from .scattered import ScatteredLayout
 from .verdict import Damage, Verdict
 from .verify import Progress, verify
 
@@ -31,6 +32,7 @@ __all__ = [
     "ManifestProblem",
     "Progress",
     "Provenance",
+    "ScatteredLayout",
     "SingleFile",
     "Staged",
     "Verdict",

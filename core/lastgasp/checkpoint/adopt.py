@@ -57,7 +57,7 @@ def remove_orphans(directory: Path, layout: Layout) -> list[Path]:
     Raises:
         OSError: the disk refused.
     """
-    gone = [path for path in layout.discover(directory) if not path.exists()]
+    gone = [path for path in layout.discover(directory) if not layout.parts(path)]
     for path in gone:
         layout.manifest_path(path).unlink(missing_ok=True)
     return gone

@@ -9,14 +9,19 @@ Order of a commit, under the lock of the directory:
 
 Killed before 3, the old data stands with the old manifest. Killed after it, the new data stands with the
 `.next` manifest, which readers accept when it is the one that the data fits (`pairing`); the next commit
-puts it in place. Two processes that commit one name take turns. Of files the last one wins; of directories
-the first, because a directory cannot be exchanged atomically: the second finds the same step of the same
-job and discards its own, and any other directory of that name is refused.
+puts it in place. Killed between the renames of scattered files, the data fits neither, and nothing of that name
+is used. Two processes that commit one name take turns. Of single files the last one wins; of directories and
+scattered files the first, because they cannot be exchanged atomically: the second finds the same step of the
+same job and discards its own, and anything else of that name is refused or, if asked for, moved aside.
+
+Files of the framework's own that say what is newest (`markers`) are replaced after the data and before the
+manifest: they never name data that is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +32,9 @@ from lastgasp.ports import Layout
 from .digest import HashingWriter
 from .layout import next_path
 from .manifest import FileEntry, Manifest, Provenance, build, encode
+from .moving import set_aside
 from .pairing import heal, read_pair
+from .structure import compare
 
 
 class Staged:
@@ -52,6 +59,7 @@ class Staged:
         self._writers: dict[str, HashingWriter] = {}
         self._adopted: dict[str, FileEntry] = {}
         self._ended = False
+        self._scattered = not layout.owns(target, target.name)
         make_directory(target.parent)
 
     def open(self, relative: str | None = None) -> HashingWriter:
@@ -59,7 +67,8 @@ class Staged:
 
         Args:
             relative: POSIX path relative to the target's parent, as in the manifest: `name` alone for a
-                single file (the default), `name/part.pt` for a directory checkpoint.
+                single file (the default), `name/part.pt` for a directory checkpoint, the place of each
+                scattered file.
 
         Raises:
             ConfigError: the path lies outside of the target, or mixes both kinds, or is open already.
@@ -93,7 +102,9 @@ class Staged:
                     self._disk.sync_dir(folder)
 
     def sealed(self) -> tuple[Path, tuple[FileEntry, ...]]:
-        """Where the files of this directory checkpoint wait, and what they are, for `adopt` elsewhere. Seals first.
+        """Where the files of this checkpoint wait, and what they are, for `adopt` elsewhere. Seals first.
+
+        For directories and scattered files.
 
         Raises OSError.
         """
@@ -101,7 +112,7 @@ class Staged:
         return self._temp, tuple(writer.entry(relative) for relative, writer in sorted(self._writers.items()))
 
     def adopt(self, folder: Path, entries: tuple[FileEntry, ...]) -> None:
-        """Take over the files that another process has sealed for the same directory checkpoint (`sealed`).
+        """Take over the files that another process has sealed for the same checkpoint (`sealed`).
 
         Raises:
             ConfigError: a path lies outside of the target, or is there already.
@@ -110,16 +121,24 @@ class Staged:
         for entry in entries:
             path = self._temp_path(entry.path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._disk.rename(folder.joinpath(*entry.path.split("/")[1:]), path)
+            self._disk.rename(folder.joinpath(*self._inside(entry.path)), path)
             self._adopted[entry.path] = entry
         with contextlib.suppress(OSError):
             self._disk.remove(folder)
 
-    def publish(self, provenance: Provenance) -> Manifest:
+    def publish(
+        self, provenance: Provenance, *, markers: Mapping[str, bytes] | None = None, aside: bool = False
+    ) -> Manifest:
         """Make the checkpoint visible, durably. Seals first. Returns the manifest that now stands there.
 
+        Args:
+            provenance: what the manifest tells.
+            markers: files of the framework's own that name the newest checkpoint: path relative to the target's
+                parent -> content. Replaced atomically, one by one; not part of the checkpoint.
+            aside: whether another checkpoint of that name is moved away (to a hidden name) rather than refused.
+
         Raises:
-            CheckpointError: already ended, nothing was written, or another directory stands there.
+            CheckpointError: already ended, nothing was written, or another checkpoint stands there.
             OSError: the disk refused; what stood there before still stands and verifies.
         """
         if self._ended or not (self._writers or self._adopted):
@@ -132,9 +151,11 @@ class Staged:
         manifest = build(provenance, entries)
         with locked(self.target.parent):
             heal(self.target, self._layout, self._disk)
-            standing = self._standing_directory(manifest)
+            standing = self._standing(manifest, aside)
             if standing is None:
-                self._put_in_place(manifest)
+                self._put_in_place(manifest, markers or {})
+            else:  # its writer may have died before it came to them
+                self._mark(markers or {})
         self._ended = standing is None
         self.discard()
         return standing or manifest
@@ -157,40 +178,72 @@ class Staged:
     ) -> None:
         self.discard()
 
-    def _put_in_place(self, manifest: Manifest) -> None:
+    def _put_in_place(self, manifest: Manifest, markers: Mapping[str, bytes]) -> None:
         path = self._layout.manifest_path(self.target)
         write_atomically(next_path(path), encode(manifest), self._disk)
-        replace_durably(self._temp, self.target, self._disk)
+        if self._scattered:
+            self._scatter(manifest)
+        else:
+            replace_durably(self._temp, self.target, self._disk)
+        self._mark(markers)
         replace_durably(next_path(path), path, self._disk)
 
-    def _standing_directory(self, ours: Manifest) -> Manifest | None:
-        """The manifest of a directory that already is what we want to publish; None when nothing is there.
+    def _mark(self, markers: Mapping[str, bytes]) -> None:
+        for relative, content in markers.items():
+            write_atomically(self.target.parent / relative, content, self._disk)
 
-        Raises CheckpointError for any other directory (or for a file where a directory shall go).
+    def _scatter(self, manifest: Manifest) -> None:
+        """Rename each file to its own place."""
+        places = [self.target.parent / entry.path for entry in manifest.files]
+        for entry, place in zip(manifest.files, places, strict=True):
+            make_directory(place.parent)
+            self._disk.rename(self._temp / entry.path, place)
+        for folder in sorted({place.parent for place in places}):
+            self._disk.sync_dir(folder)
+        self._disk.remove(self._temp)
+
+    def _standing(self, ours: Manifest, aside: bool) -> Manifest | None:
+        """The manifest of what stands there and is what we want to publish already; None when the place is free.
+
+        Raises CheckpointError for anything else (or for a file where a directory shall go).
         """
-        if not self.target.is_dir() and not self._temp.is_dir():
-            return None
-        if not self.target.exists():
+        if not self._layout.parts(self.target) or not (self.target.is_dir() or self._temp.is_dir()):
             return None
         found = read_pair(self.target, self._layout)
-        if isinstance(found, Manifest) and (found.job, found.step) == (ours.job, ours.step):
+        ours_already = isinstance(found, Manifest) and (found.job, found.step) == (ours.job, ours.step)
+        if isinstance(found, Manifest) and ours_already and not (self._scattered and self._lacks(found)):
             return found
+        if aside:
+            set_aside(self.target, self._layout, self._disk)
+            return None
         raise CheckpointError(
-            f"{self.target} exists and is not step {ours.step} of job {ours.job!r}. "
-            "A directory checkpoint is never overwritten. Save under a name of its own, or move that one away."
+            f"{self.target} exists and is not step {ours.step} of job {ours.job!r}. A checkpoint of several files "
+            "is never overwritten. Save under a name of its own, or move that one away."
         )
 
+    def _lacks(self, found: Manifest) -> bool:
+        """Whether names and sizes are not those of its manifest."""
+        return bool(compare(self.target, self._layout, found)[0])
+
+    def _inside(self, relative: str) -> tuple[str, ...]:
+        """Where a file of that path lies in the temporary directory."""
+        parts = tuple(relative.split("/"))
+        return parts if self._scattered else parts[1:]
+
     def _temp_path(self, relative: str) -> Path:
-        name, _, rest = relative.partition("/")
-        parts = rest.split("/") if rest else []
-        single = not parts
+        parts = self._inside(relative)
         others = self._writers.keys() | self._adopted.keys()
-        mixed = any(("/" in other) == single for other in others) or relative in others
-        if name != self.target.name or mixed or any(part in ("", ".", "..") for part in parts):
+        mixed = relative in others
+        if self._scattered:
+            belongs = self._layout.owns(self.target, relative)
+        else:
+            mixed = mixed or any(("/" in other) == (not parts) for other in others)
+            belongs = relative.split("/")[0] == self.target.name
+        if not belongs or mixed or any(part in ("", ".", "..") for part in parts):
             raise ConfigError(
                 "relative",
                 relative,
-                f"{self.target.name!r} alone, or paths below it, each once",
+                f"{self.target.name!r} alone, or paths below it, each once; for scattered files those of its layout",
                 "Give the path relative to the directory that holds the checkpoint.",
             )
         return self._temp.joinpath(*parts)

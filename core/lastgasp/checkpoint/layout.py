@@ -38,11 +38,19 @@ class SingleFile:
 
     def discover(self, directory: Path) -> Iterable[Path]:
         """Names with the suffix, and names that only a manifest is left of."""
-        return [directory / name for name in _data_names(directory) if name.endswith(self.suffix)]
+        return [directory / name for name in data_names(directory) if name.endswith(self.suffix)]
 
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
         """The file itself, or nothing when it is gone."""
         return {checkpoint.name: checkpoint} if os.path.lexists(checkpoint) else {}
+
+    def parts(self, checkpoint: Path) -> list[Path]:
+        """The file."""
+        return _if_there(checkpoint)
+
+    def owns(self, checkpoint: Path, relative: str) -> bool:
+        """Only the file itself."""
+        return relative == checkpoint.name
 
     def manifest_path(self, checkpoint: Path) -> Path:
         """`<name>.manifest.json` beside the file."""
@@ -76,7 +84,7 @@ class DirectoryLayout:
 
     def discover(self, directory: Path) -> Iterable[Path]:
         """Names that match the pattern, and names that only a manifest is left of."""
-        return [directory / name for name in _data_names(directory) if fnmatchcase(name, self.pattern)]
+        return [directory / name for name in data_names(directory) if fnmatchcase(name, self.pattern)]
 
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
         """Every file below the directory. Raises OSError when a folder in it cannot be listed."""
@@ -88,6 +96,14 @@ class DirectoryLayout:
                 path = Path(folder, name)
                 found[path.relative_to(checkpoint.parent).as_posix()] = path
         return found
+
+    def parts(self, checkpoint: Path) -> list[Path]:
+        """The directory."""
+        return _if_there(checkpoint)
+
+    def owns(self, checkpoint: Path, relative: str) -> bool:
+        """Everything below the directory."""
+        return relative.split("/")[0] == checkpoint.name
 
     def manifest_path(self, checkpoint: Path) -> Path:
         """`<name>.manifest.json` beside the directory."""
@@ -104,13 +120,18 @@ def next_path(manifest: Path) -> Path:
     return manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX) + NEXT_SUFFIX)
 
 
-def _data_names(directory: Path) -> list[str]:
+def data_names(directory: Path) -> list[str]:
+    """Sorted names of what is in `directory` and is no manifest, temporary or quarantine; of lone manifests, too."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
     manifested = [name.removesuffix(MANIFEST_SUFFIX) for name in names if name.endswith(MANIFEST_SUFFIX)]
     return sorted({name for name in (*names, *manifested) if not _NOT_DATA.search(name)})
+
+
+def _if_there(path: Path) -> list[Path]:
+    return [path] if os.path.lexists(path) else []
 
 
 def _last_number(pattern: re.Pattern[str], name: str) -> int | None:

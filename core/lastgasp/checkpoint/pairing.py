@@ -21,7 +21,7 @@ def read_pair(checkpoint: Path, layout: Layout) -> Manifest | ManifestProblem:
     """
     path = layout.manifest_path(checkpoint)
     found = read(path)
-    return _pending(checkpoint, path, found) or _own(checkpoint, found)
+    return _pending(checkpoint, layout, found) or _own(checkpoint, layout, found)
 
 
 def heal(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> None:
@@ -30,34 +30,36 @@ def heal(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> None:
     The caller holds the lock of the directory. Raises OSError.
     """
     path = layout.manifest_path(checkpoint)
-    if _pending(checkpoint, path, read(path)):
+    if _pending(checkpoint, layout, read(path)):
         with contextlib.suppress(FileNotFoundError):
             replace_durably(next_path(path), path, disk)
 
 
-def _pending(checkpoint: Path, path: Path, found: Manifest | ManifestProblem) -> Manifest | None:
+def _pending(checkpoint: Path, layout: Layout, found: Manifest | ManifestProblem) -> Manifest | None:
     """The `.next` manifest when the data fits it and does not fit the one in place."""
-    waiting = read(next_path(path))
-    if not isinstance(waiting, Manifest) or not names_only(waiting, checkpoint):
+    waiting = read(next_path(layout.manifest_path(checkpoint)))
+    if not isinstance(waiting, Manifest) or not names_only(waiting, checkpoint, layout):
         return None
     if isinstance(found, Manifest) and (found == waiting or _fits(found, checkpoint)):
         return None
     return waiting if _fits(waiting, checkpoint) else None
 
 
-def _own(checkpoint: Path, found: Manifest | ManifestProblem) -> Manifest | ManifestProblem:
-    if isinstance(found, Manifest) and not names_only(found, checkpoint):
+def _own(checkpoint: Path, layout: Layout, found: Manifest | ManifestProblem) -> Manifest | ManifestProblem:
+    if isinstance(found, Manifest) and not names_only(found, checkpoint, layout):
+        foreign = next(entry.path for entry in found.files if not layout.owns(checkpoint, entry.path))
+        whose = foreign.split("/")[0] if layout.owns(checkpoint, checkpoint.name) else foreign
         return ManifestProblem(
             "damaged",
-            f"manifest is that of {found.files[0].path.split('/')[0]}: a manifest was copied, or the "
+            f"manifest is that of {whose}: a manifest was copied, or the "
             "checkpoint renamed. Put both back under their own name",
         )
     return found
 
 
-def names_only(manifest: Manifest, checkpoint: Path) -> bool:
-    """Whether every file of the manifest is the checkpoint itself or lies in it."""
-    return all(entry.path.split("/")[0] == checkpoint.name for entry in manifest.files)
+def names_only(manifest: Manifest, checkpoint: Path, layout: Layout) -> bool:
+    """Whether every file of the manifest belongs to the checkpoint, by its path."""
+    return all(layout.owns(checkpoint, entry.path) for entry in manifest.files)
 
 
 def _fits(manifest: Manifest, checkpoint: Path) -> bool:

@@ -12,10 +12,13 @@ import msgspec
 
 from lastgasp import _clock
 from lastgasp._fs import DISK, fsync_dir, locked, write_atomically
+from lastgasp.ports import Layout
 
 from .candidates import Candidate
 from .layout import MANIFEST_SUFFIX, NEXT_SUFFIX
 from .manifest import Manifest, read
+from .moving import move_parts
+from .pairing import names_only
 
 _log = logging.getLogger("lastgasp")
 
@@ -30,8 +33,12 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     time_ns: int
 
 
-def quarantine(candidate: Candidate, reasons: Sequence[str], *, proven: bool) -> Path | None:
+def quarantine(
+    candidate: Candidate, reasons: Sequence[str], *, proven: bool, layout: Layout | None = None
+) -> Path | None:
     """Rename data and manifest to `<name>.corrupt...` and write the reasons beside them.
+
+    Scattered files go to a directory of that name, where they keep their places relative to each other.
 
     Args:
         candidate: what to move. Left alone when its manifest changed since it was listed: another process
@@ -39,6 +46,7 @@ def quarantine(candidate: Candidate, reasons: Sequence[str], *, proven: bool) ->
         reasons: one line each.
         proven: whether content was read and is bad. With False nothing happens: what could not be read
             (EIO, EACCES, ENOENT, ESTALE) may be whole, and readable tomorrow.
+        layout: how the checkpoint lies; needed where its files are scattered.
 
     Returns:
         Where the data is now, or None when nothing was moved: not proven, done by a racing rank, or the
@@ -48,30 +56,31 @@ def quarantine(candidate: Candidate, reasons: Sequence[str], *, proven: bool) ->
         return None
     try:
         with locked(candidate.path.parent):
-            return None if _changed(candidate) else _move(candidate, list(reasons))
+            return None if _changed(candidate, layout) else _move(candidate, list(reasons), layout)
     except OSError as error:
         _log.warning("%s is damaged and could not be moved away: %s", candidate.path, error)
         return None
 
 
-def _changed(candidate: Candidate) -> bool:
+def _changed(candidate: Candidate, layout: Layout | None) -> bool:
     """Whether the manifest in place is a sound one, and not the one that was judged."""
     found = read(_beside(candidate.path, MANIFEST_SUFFIX))
     judged = candidate.manifest.self_digest if candidate.manifest else None
     # A `.next` manifest that fits is judged while the older one still stands in place: leave that to commit.
-    return isinstance(found, Manifest) and found.self_digest != judged and _names(found, candidate.path)
+    return isinstance(found, Manifest) and found.self_digest != judged and _names(found, candidate.path, layout)
 
 
-def _names(found: Manifest, path: Path) -> bool:
+def _names(found: Manifest, path: Path, layout: Layout | None) -> bool:
+    if layout is not None:
+        return names_only(found, path, layout)
     return found.files[0].path.split("/")[0] == path.name
 
 
-def _move(candidate: Candidate, reasons: list[str]) -> Path | None:
+def _move(candidate: Candidate, reasons: list[str], layout: Layout | None) -> Path | None:
     path = candidate.path
     home = _free_name(path)
-    moves = [(path, home)]
-    moves += [(_beside(path, suffix), _beside(home, suffix)) for suffix in (MANIFEST_SUFFIX, NEXT_SUFFIX)]
-    moved = [_rename(src, dst) for src, dst in moves]
+    moved = [move_parts(path, layout, home)]
+    moved += [_rename(_beside(path, suffix), _beside(home, suffix)) for suffix in (MANIFEST_SUFFIX, NEXT_SUFFIX)]
     if not any(moved):
         return None
     note = Reason(name=path.name, step=candidate.step, reasons=reasons, time_ns=_clock.wall_ns())

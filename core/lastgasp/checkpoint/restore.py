@@ -35,7 +35,7 @@ def newest_good(
     for candidate in found:
         reasons, proven = _judge(candidate, layout)
         if not reasons:
-            _quarantine_all(rejected if quarantine else [])
+            _quarantine_all(rejected if quarantine else [], layout)
             return candidate
         rejected.append((candidate, reasons, proven))
     if found:
@@ -53,6 +53,6 @@ def _judge(candidate: Candidate, layout: Layout) -> tuple[list[str], bool]:
     return verdict.reasons, verdict.proven
 
 
-def _quarantine_all(rejected: list[tuple[Candidate, list[str], bool]]) -> None:
+def _quarantine_all(rejected: list[tuple[Candidate, list[str], bool]], layout: Layout) -> None:
     for candidate, reasons, proven in rejected:
-        move_away(candidate, reasons, proven=proven)
+        move_away(candidate, reasons, proven=proven, layout=layout)

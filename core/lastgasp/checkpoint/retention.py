@@ -12,6 +12,7 @@ from lastgasp.ports import Layout
 
 from .candidates import Candidate, candidates
 from .manifest import Kind
+from .moving import move_parts
 from .verify import verify
 
 
@@ -62,12 +63,10 @@ def apply(
 
 
 def _remove(path: Path, layout: Layout) -> None:
-    """Data first, by one rename: a crash leaves a manifest without data, which the next call removes."""
+    """Data first: a crash leaves a manifest without (all of) its data, which the next call removes."""
     with locked(path.parent):
         temp = unique_temp(path)
-        with contextlib.suppress(FileNotFoundError):
-            DISK.rename(path, temp)
-            fsync_dir(path.parent)
+        move_parts(path, layout, temp)
         with contextlib.suppress(FileNotFoundError):
             DISK.remove(layout.manifest_path(path))
     with contextlib.suppress(FileNotFoundError):
