@@ -39,27 +39,39 @@ class DamagedCheckpoint(CheckpointError):
     Args:
         path: the checkpoint.
         reasons: one line per damage, each naming file and byte range.
+        remedy: what to do now.
     """
 
-    def __init__(self, path: str, reasons: list[str]) -> None:
+    def __init__(
+        self,
+        path: str,
+        reasons: list[str],
+        remedy: str = "Give another checkpoint, or resume='auto' to take the newest good one.",
+    ) -> None:
         self.path, self.reasons = path, reasons
         listing = "\n  ".join(reasons)
-        super().__init__(
-            f"checkpoint {path} is damaged and was not loaded:\n  {listing}\n"
-            "Give another checkpoint, or resume='auto' to take the newest good one."
-        )
+        super().__init__(f"checkpoint {path} is damaged and was not loaded:\n  {listing}\n{remedy}")
 
 
 class NoGoodCheckpoint(CheckpointError):
-    """Checkpoints exist, none of them verifies; starting from scratch would lose them silently."""
+    """Checkpoints exist, none of them verifies; starting from scratch would lose them silently.
 
-    def __init__(self, directory: str, reasons: dict[str, str]) -> None:
+    Args:
+        directory: where they are; reasons: path -> why it was refused.
+        remedy: what to do now.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        reasons: dict[str, str],
+        remedy: str = "Refusing to start from scratch over them. Restore one of them, give resume=<path> to load one "
+        "that you trust, or give resume='never' to start anew.",
+    ) -> None:
         self.directory, self.reasons = directory, reasons
         listing = "\n  ".join(f"{path}: {why}" for path, why in reasons.items())
         super().__init__(
-            f"no checkpoint in {directory} can be trusted, and there are {len(reasons)}:\n  {listing}\n"
-            "Refusing to start from scratch over them. Restore one of them, give resume=<path> to load one "
-            "that you trust, or give resume='never' to start anew."
+            f"no checkpoint in {directory} can be trusted, and there are {len(reasons)}:\n  {listing}\n{remedy}"
         )
 
 
@@ -95,3 +107,7 @@ class DeadlineExceeded(LastgaspError, TimeoutError):
 
 class NotSaveable(LastgaspError):
     """The state of this rank cannot be written as a consistent step."""
+
+
+class Moved(NotSaveable):
+    """The state went on to a later step while it was being saved; that one may be saved instead."""

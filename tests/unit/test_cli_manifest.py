@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lastgasp.checkpoint import Provenance, SingleFile, Staged, newest_good
 from lastgasp.cli import main
+from lastgasp.cli._layouts import PLAIN
 from lastgasp.testing import corrupt
 
 NUMBER = b"0123456789abcdef" * 256
@@ -63,6 +66,59 @@ def test_what_is_not_whole_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     assert "mp_rank_00/model_optim_rng.pt: is no whole file of torch.save" in rows["iter_0000030"][1]
     assert "archive/data/0 has a wrong checksum" in rows["iter_0000020"][1]
     assert len(list(tmp_path.glob("*.manifest.json"))) == 1
+
+
+def plain(directory: Path, name: str, age_s: int = 0) -> Path:
+    path = directory / name
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data/0", NUMBER + name.encode())
+    now = path.stat().st_mtime_ns
+    os.utime(path, ns=(now, now - age_s * 1_000_000_000))
+    return path
+
+
+def test_plain_files_with_and_without_a_step_in_their_names(tmp_path: Path) -> None:
+    plain(tmp_path, "checkpoint-epoch12.pth.tar", 300)
+    plain(tmp_path, "model_best.pt", 100)
+    plain(tmp_path, "first.pth", 200)
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    (tmp_path / "model.bin").write_bytes(b"no checkpoint that anybody knows")
+    code, rows = run("manifest", tmp_path)
+    assert (code, list(rows)) == (0, ["checkpoint-epoch12.pth.tar", "model_best.pt", "first.pth"])
+    assert set(rows.values()) == {("written", "")}
+    # Among those without a step the one written last is the newest, whatever its name.
+    assert list(run("verify", tmp_path)[1]) == ["checkpoint-epoch12.pth.tar", "model_best.pt", "first.pth"]
+    found = newest_good([tmp_path], PLAIN)
+    assert found is not None
+    assert (found.path.name, found.step) == ("checkpoint-epoch12.pth.tar", 12)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.pth.tar"])
+def test_plain_files_that_are_not_whole_are_refused(tmp_path: Path, name: str) -> None:
+    corrupt.flip_bit(plain(tmp_path, name), 2000)
+    code, rows = run("manifest", tmp_path)
+    assert (code, rows[name][0]) == (1, "refused")
+    assert "wrong checksum" in rows[name][1]
+    corrupt.truncate(tmp_path / name, 50)
+    assert "is no whole file" in run("manifest", tmp_path)[1][name][1]
+    corrupt.empty(tmp_path / name)
+    assert run("manifest", tmp_path)[0] == 1
+    assert run("verify", tmp_path) == (1, {name: ("no manifest", "")})
+
+
+def test_files_of_the_format_before_torch_1_6_cannot_tell_and_get_a_manifest(tmp_path: Path) -> None:
+    (tmp_path / "old.pth").write_bytes(bytes.fromhex("80028a0a6cfc9c46f9206aa850192e") + b"\x80\x02M\xe9\x03.")
+    assert run("manifest", tmp_path) == (0, {"old.pth": ("written", "")})
+
+
+def test_a_file_with_a_manifest_is_seen_whatever_its_name(tmp_path: Path) -> None:
+    plain(tmp_path, "model")
+    with Staged(tmp_path / "best.weights", SingleFile()) as staged:
+        staged.open().write(NUMBER)
+        staged.publish(Provenance(format="pytorch", step=3, kind="periodic", job="j"))
+    assert run("verify", tmp_path) == (0, {"best.weights": ("good", "")})
+    corrupt.flip_bit(tmp_path / "best.weights", 7)
+    assert run("verify", tmp_path) == (1, {"best.weights": ("damaged", "")})
 
 
 @pytest.mark.parametrize("command", ["manifest", "verify"])

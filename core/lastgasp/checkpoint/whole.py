@@ -5,9 +5,22 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+_BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How files begin that torch before 1.6 wrote, and `_use_new_zipfile_serialization=False` writes: no checksums."""
+
+
+def torch_problem(path: Path) -> str:
+    """What is wrong with it; empty where nothing is, or where its old format cannot tell. Reads all of it."""
+    try:
+        with path.open("rb") as file:
+            old = file.read(len(_BEFORE_1_6)) == _BEFORE_1_6
+    except OSError as error:
+        return f"is no whole file of torch.save: {error}"
+    return "" if old else zip_problem(path)
+
 
 def zip_problem(path: Path) -> str:
-    """What is wrong with it; empty where nothing is. Reads all of it."""
+    """What is wrong with a zip file; empty where nothing is. Reads all of it."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()

@@ -7,10 +7,12 @@ from pathlib import Path
 from lastgasp.checkpoint import Candidate, DirectoryLayout, SingleFile, candidates
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
+from lastgasp.pytorch.layout import FORMAT as PYTORCH
+from lastgasp.pytorch.layout import PlainFiles
 
-LIGHTNING, MEGATRON = SingleFile(".ckpt"), DirectoryLayout("iter_*")
-LAYOUTS: dict[str, Layout] = {"lightning": LIGHTNING, "megatron": MEGATRON}
-"""By the name of their format."""
+LIGHTNING, MEGATRON, PLAIN = SingleFile(".ckpt"), DirectoryLayout("iter_*"), PlainFiles()
+LAYOUTS: dict[str, Layout] = {"lightning": LIGHTNING, "megatron": MEGATRON, PYTORCH: PLAIN}
+"""By the name of their format. What two of them find belongs to the first."""
 
 
 def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
@@ -19,11 +21,14 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
     Raises:
         ConfigError: the directory cannot be listed.
     """
-    found = [(name, layout, c) for name, layout in LAYOUTS.items() for c in candidates([directory], layout)]
-    return sorted(found, key=lambda item: item[2].age_key, reverse=True)
+    found: dict[Path, tuple[str, Layout, Candidate]] = {}
+    for name, layout in LAYOUTS.items():
+        for candidate in candidates([directory], layout):
+            found.setdefault(candidate.path, (name, layout, candidate))
+    return sorted(found.values(), key=lambda item: item[2].age_key, reverse=True)
 
 
 def nothing_in(directory: Path) -> ConfigError:
     """The error for a directory without checkpoints."""
-    allowed = "a directory with *.ckpt files or iter_* directories"
+    allowed = "a directory with *.ckpt, *.pt or *.pth files or iter_* directories"
     return ConfigError("DIR", str(directory), allowed, "Give the checkpoint directory.")

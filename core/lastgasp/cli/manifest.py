@@ -11,7 +11,7 @@ import msgspec
 
 from lastgasp.checkpoint import Candidate, Provenance
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
-from lastgasp.checkpoint.whole import zip_problem
+from lastgasp.checkpoint.whole import torch_problem
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout
 
@@ -19,6 +19,10 @@ from ._layouts import find, nothing_in
 
 State = Literal["written", "present", "refused"]
 TRACKER = "latest_checkpointed_iteration.txt"
+ENDINGS = (".pt", ".pth", ".tar", ".ckpt")
+"""Files of torch.save."""
+NUMBERED = ("lightning", "megatron")
+"""Formats whose checkpoints have their step in the name; of others, those without one count from 0, by their age."""
 JOB = "lastgasp manifest"
 """The job in these manifests: whose checkpoints they are, nobody wrote down."""
 
@@ -53,7 +57,8 @@ def manifest(directory: Path, as_json: bool) -> None:
 
     From then on a change of them is seen. Those that can be told not to be whole are refused: files of torch.save
     with a wrong checksum, and iterations behind Megatron's tracker, whose save was not finished. Nothing else is
-    changed, and checkpoints that have a manifest are left alone.
+    changed, and checkpoints that have a manifest are left alone. Plain files without a step in their names count from
+    0, in the order in which they were last written.
     """
     rows = adopt_all(directory)
     if as_json:
@@ -70,10 +75,19 @@ def adopt_all(directory: Path) -> list[Row]:
     Raises:
         ConfigError: there is none, or the directory cannot be listed.
     """
-    rows = [_adopt(name, layout, candidate) for name, layout, candidate in find(directory.absolute())]
-    if not rows:
+    found = sorted(find(directory.absolute()), key=lambda item: (item[2].step or 0, _written_ns(item[1], item[2])))
+    if not found:
         raise nothing_in(directory)
-    return rows
+    # Oldest first: among equal steps the manifest made last is the newest.
+    return [_adopt(name, layout, candidate) for name, layout, candidate in found][::-1]
+
+
+def _written_ns(layout: Layout, candidate: Candidate) -> int:
+    """When its newest file was written; 0 where that cannot be told."""
+    try:
+        return max((path.stat().st_mtime_ns for path in layout.files(candidate.path).values()), default=0)
+    except OSError:
+        return 0
 
 
 def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
@@ -81,7 +95,7 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
     if layout.manifest_path(path).exists():
         return Row(str(path), step, "present", "" if candidate.problem is None else candidate.problem)
     try:
-        reason = _not_whole(layout, candidate)
+        reason = _not_whole(name, layout, candidate)
         if not reason:
             made_by = Provenance(format=name, step=step or 0, kind="periodic", job=JOB)
             write_manifest(path, layout, made_by, read_entries(path, layout))
@@ -90,15 +104,15 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
     return Row(str(path), step, "refused" if reason else "written", reason)
 
 
-def _not_whole(layout: Layout, candidate: Candidate) -> str:
+def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
     """Why the checkpoint is not what its writer meant to write, as far as that can be told; else empty."""
-    if candidate.step is None:
+    if candidate.step is None and format in NUMBERED:
         return "its name tells no step"
     latest = _tracked(candidate.path.parent)
-    if candidate.path.is_dir() and latest is not None and candidate.step > latest:
+    if format == "megatron" and latest is not None and (candidate.step or 0) > latest:
         return f"{TRACKER} says {latest}: its save was not finished"
     for name, path in sorted(data_files(candidate.path, layout).items()):
-        if path.suffix in (".pt", ".ckpt") and (problem := zip_problem(path)):
+        if path.suffix in ENDINGS and (problem := torch_problem(path)):
             return f"{name}: {problem}"
     return ""
 

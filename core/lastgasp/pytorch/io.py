@@ -10,27 +10,28 @@ from typing import IO, Any, cast
 
 import torch
 
-from lastgasp.checkpoint import SingleFile, Staged, VerifiedFile
+from lastgasp.checkpoint import SingleFile, Staged, VerifiedFile, verify
+from lastgasp.errors import DamagedCheckpoint
 from lastgasp.ports import Layout
 
 _crc_lock = threading.Lock()
 
 
-def save_verified(obj: object, staged: Staged, relative: str | None = None) -> None:
+def save_verified(obj: object, staged: Staged, relative: str | None = None, **options: Any) -> None:
     """`torch.save(obj)` into one file of `staged`; durable after `staged.seal()`.
 
     torch's own CRC-32 is left out: it costs 0.5 s per GB, `torch.load` never checks it, and the manifest
     holds better digests (`facts/limits.md` §5, §6).
 
     Args:
-        obj: what to save; relative: the file, as in `Staged.open`.
+        obj: what to save; relative: the file, as in `Staged.open`; options: for `torch.save`.
 
     Raises:
         OSError: the disk refused.
     """
     with without_crc32():
         # torch wants IO[bytes] and uses write and flush of it.
-        torch.save(obj, cast("IO[bytes]", staged.open(relative)))
+        torch.save(obj, cast("IO[bytes]", staged.open(relative)), **options)
 
 
 def load_verified(path: Path, layout: Layout | None = None, *, threads: int = 2, **options: Any) -> Any:
@@ -56,6 +57,22 @@ def load_verified(path: Path, layout: Layout | None = None, *, threads: int = 2,
             raise
         file.finish()
         return loaded
+
+
+def load_mapped(path: Path, layout: Layout | None = None, **options: Any) -> Any:
+    """Verify a whole file, then `torch.load` it by `mmap`: its tensors are pages of the file, read when used.
+
+    Args:
+        path: a single-file checkpoint; layout: how it lies, `SingleFile` with its suffix by default.
+        options: for `torch.load`.
+
+    Raises:
+        DamagedCheckpoint: it does not verify; lists every damage.
+    """
+    verdict = verify(path, layout or SingleFile(path.suffix))
+    if not verdict.ok:
+        raise DamagedCheckpoint(str(path), verdict.reasons)
+    return torch.load(path, mmap=True, **options)
 
 
 @contextlib.contextmanager
