@@ -73,7 +73,9 @@ class Incident(msgspec.Struct, kw_only=True):
     unused: list[Unused] = []
     notes: list[str] = []
     led_by: str = ""
-    """controller, or rank N where the controller was gone."""
+    """controller, or rank N where the controller was gone; MindIO where that led."""
+    backend: str = "embedded"
+    """Whose gasp it was: embedded or mindio. Records of earlier versions have no such field."""
 
 
 def encode_incident(incident: Incident) -> bytes:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock
+from lastgasp.backends import choose_backend
+from lastgasp.backends.embedded import EmbeddedGasp
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.events import Fault, FaultKind
@@ -21,9 +23,9 @@ from lastgasp.gasp.alone import recover_alone
 from lastgasp.gasp.generation import GATHER_TIMEOUT
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.processor import OnSwitch, Processor
-from lastgasp.gasp.stand import Stand, exit_code
+from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
-from lastgasp.ports import StateSource
+from lastgasp.ports import GaspBackend, StateSource
 from lastgasp.steps.attach import Marking, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
@@ -75,6 +77,7 @@ class Session:
         marking: what is marked; None marks nothing.
 
     Attributes:
+        backend: who leads the recoveries, and why (`backends.choose_backend`).
         mark: the mark of a name (`steps.marks.Marks.mark`).
         step: the step before ends, the one of this number begins (`steps.marks.Marks.step`).
         recorder: the step marks of this rank; None where nothing is marked.
@@ -103,9 +106,24 @@ class Session:
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
         self._registry: WorkerRegistry = EmbeddedRegistry(self._processor)
         self._registered = False
-        # The hot path: bound methods of the status word, no extra call in between.
-        self.moved, self.updating, self.step_end = self.stand.moved, self.stand.updating, self.stand.step_end
+        self.backend = choose_backend()
+        self._gasp = self._open_gasp(contact)
+        # The hot path: with the embedded engine bound methods of the status word, no extra call in between.
+        self.moved, self.updating, self.step_end = self.stand.moved, self._gasp.updating, self._gasp.step_end
         self._mark(marking)
+
+    def _open_gasp(self, contact: Contact | None) -> GaspBackend:
+        """What leads the recoveries; the only place that loads a backend."""
+        limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
+        level = logging.INFO if self.backend.backend == "embedded" else logging.WARNING
+        log.log(level, "%s", self.backend.describe())
+        if self.backend.backend == "embedded" or self.place.world_size == 1:  # MindIO saves nothing of a lone rank
+            return EmbeddedGasp(self.place.rank, self.stand, self._processor, limit)
+        from lastgasp.backends.ascend.mindio import Control, MindioGasp
+
+        host = contact.address.rpartition(":")[0] if contact is not None else "127.0.0.1"
+        control = Control(self.stand, self._processor, self.gather, self._alone, host)
+        return MindioGasp(self.config, self.place, self._source, control)
 
     def _mark(self, marking: Marking | None) -> None:
         if not launched():
@@ -145,7 +163,7 @@ class Session:
         self.stand.step, self.stand.durable = step, durable
         self.stand.moved("data")
         self.step_end = self._first_step_end
-        self._processor.begin()
+        self._gasp.begin()
         self.register()
 
     def register(self, device: str = "", versions: Mapping[str, str] | None = None) -> None:
@@ -167,8 +185,8 @@ class Session:
 
     def _first_step_end(self, step: int) -> None:
         """Tell at once that the first step is done (the incident before waits for it); then only the hot path."""
-        self.stand.step_end(step)
-        self.step_end = self.stand.step_end
+        self._gasp.step_end(step)
+        self.step_end = self._gasp.step_end
         self._processor.beat_now()
 
     def take_sigterm(self, users: Any = None) -> None:
@@ -205,15 +223,8 @@ class Session:
             # The caller may handle its own exception, and its traceback and clean-up are worth more than a
             # fast restart. In a job of one rank nobody waits for it to end.
             self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
-        now, text = _clock.wall_ns(), m.encodable(cause)
-        fault = Fault(kind=kind, rank=self.place.rank, cause=text, step=self.stand.step, seen_ns=now)
-        self._processor.report(fault)
-        limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
-        outcome = self.stand.wait_over(limit)
-        if outcome is None:
-            outcome = m.Release(recovery=0, ending="gave_up", step=-1, path="", reason=f"no outcome within {limit:g} s")
-            self._processor.over(outcome)
-        return outcome
+        self._gasp.fault(kind, cause)
+        return self.stand.outcome or given_up("the backend told no outcome")
 
     def _alone(self, fault: Fault) -> m.Release:
         return recover_alone(self.stand, self._source, self.place, self._hello(), fault)
@@ -232,8 +243,10 @@ class Session:
         """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent."""
         if goodbye:
             self._registry.deregister()
+            self._gasp.goodbye()
         if self.recorder is not None:
             self.recorder.close()
+        self._gasp.close()
         self._processor.close(goodbye)
 
 

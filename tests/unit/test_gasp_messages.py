@@ -54,6 +54,12 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Register(card=CARD),
     m.SwitchOrder(order=7, on=1, off=16),
     m.Switched(order=7, mask=15, why=""),
+    m.Led(by="MindIO"),
+    m.Consult(
+        step=4, saved=m.Saved(recovery=0, plan=4, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part")
+    ),
+    m.Consulted(step=4, small={0: b"a"}, parts={1: b"part"}),
+    m.Ended(ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
     m.Operator(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC),
     m.AskRanks(),
     m.Ranks(
@@ -115,8 +121,10 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
     results = st.builds(SwitchResult, rank=BOUNDS, mask=st.none() | BOUNDS)
     more: dict[str, Any] = {
         "replicas": st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),
-        "small": st.dictionaries(BOUNDS, st.binary()) if kind is m.Save else st.binary(),
-        "parts": st.dictionaries(BOUNDS, st.binary()) if kind is m.Commit else st.lists(st.binary()).map(tuple),
+        "small": st.dictionaries(BOUNDS, st.binary()) if kind in (m.Save, m.Consulted) else st.binary(),
+        "parts": st.dictionaries(BOUNDS, st.binary())
+        if kind in (m.Commit, m.Consulted)
+        else st.lists(st.binary()).map(tuple),
         "fault": faults,
         "faults": st.lists(faults, max_size=3).map(tuple),
         "ranks": st.none() | st.lists(BOUNDS).map(tuple),

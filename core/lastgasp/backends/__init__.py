@@ -1,0 +1,133 @@
+"""Which backend a job gets: the embedded engine, or MindCluster's own packages. Decided here, and only here.
+
+Nothing of `backends.ascend` is imported, and no package of MindCluster either: looking whether they are there costs
+a few look-ups in the file system. (Importing `mindio_ttp` patches torchelastic, facts/mindio_tft.md §1; importing
+`taskd` makes a log directory, facts/taskd.md §1.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgasp.errors import ConfigError
+
+VARIABLE = "LASTGASP_BACKEND"
+WANTED = ("embedded", "ascend", "auto")
+_NPU_DEVICES = Path("/dev")
+
+Find = Callable[[str], Path | None]
+"""Where a top-level package lies that could be imported, or None."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One thing that was looked for.
+
+    Args:
+        name: a package or a device; found: it is there and is what it should be; why: in words, for people.
+    """
+
+    name: str
+    found: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why; for the log, the incident record and `lastgasp doctor`.
+
+    Attributes:
+        backend: embedded or ascend.
+        wanted: what `LASTGASP_BACKEND` asked for.
+        attempts: what was looked for, in order; empty where nothing had to be.
+    """
+
+    backend: str
+    wanted: str
+    attempts: tuple[Attempt, ...] = ()
+
+    def found(self, name: str) -> bool:
+        """Whether `mindio_ttp`, `taskd`, ... is there."""
+        return any(attempt.found for attempt in self.attempts if attempt.name == name)
+
+    def describe(self) -> str:
+        """One line."""
+        tried = "; ".join(f"{attempt.name}: {attempt.why}" for attempt in self.attempts)
+        return f"backend {self.backend} ({VARIABLE}={self.wanted}{'; ' if tried else ''}{tried})"
+
+
+def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None = None) -> Choice:
+    """Choose by `LASTGASP_BACKEND`: embedded, ascend, or auto (the default), which takes ascend where it is there.
+
+    Args:
+        environ: the environment; None takes this process's. find: where packages lie; None asks the import system.
+
+    Raises:
+        ConfigError: another value, or `ascend` where something that it needs is missing; names each thing.
+    """
+    env = os.environ if environ is None else environ
+    wanted = (env.get(VARIABLE) or "auto").strip().lower()
+    if wanted not in WANTED:
+        raise ConfigError(VARIABLE, env.get(VARIABLE), f"one of {', '.join(WANTED)}", "Leave it out to have it chosen.")
+    if wanted == "embedded":
+        return Choice("embedded", wanted)
+    attempts = _look(env, find or _installed, devices=wanted == "auto")
+    needed = [attempt for attempt in attempts if attempt.name != "taskd"]
+    choice = Choice("ascend" if all(attempt.found for attempt in needed) else "embedded", wanted, attempts)
+    if wanted == "ascend" and choice.backend != "ascend":
+        missing = "; ".join(f"{attempt.name}: {attempt.why}" for attempt in needed if not attempt.found)
+        raise ConfigError(
+            VARIABLE, wanted, f"'embedded' here, because {missing}", "Install what is missing, or leave it out."
+        )
+    return choice
+
+
+def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Attempt, ...]:
+    attempts = [_package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")]
+    if not attempts[0].found:
+        return (*attempts, _taskd(find))  # the usual case: three look-ups and no more
+    if env.get("MINDIO_FOR_MINDSPORE", "").lower() in ("true", "1"):
+        attempts.append(_package("mindspore", find, "needed with MINDIO_FOR_MINDSPORE=1"))
+    else:
+        attempts.append(_package("torch_npu", find, "mindio_ttp imports it, or set MINDIO_FOR_MINDSPORE=1"))
+    if devices:
+        attempts.append(_npu())
+    return (*attempts, _taskd(find))
+
+
+def _package(name: str, find: Find, what: str) -> Attempt:
+    place = find(name)
+    return Attempt(name, True, f"in {place}") if place is not None else Attempt(name, False, f"not installed ({what})")
+
+
+def _npu() -> Attempt:
+    cards = sorted(path.name for path in _NPU_DEVICES.glob("davinci[0-9]*"))
+    if cards:
+        return Attempt("NPU", True, f"{len(cards)} in {_NPU_DEVICES}")
+    return Attempt("NPU", False, f"no {_NPU_DEVICES}/davinci* here ({VARIABLE}=ascend goes on without looking)")
+
+
+def _taskd(find: Find) -> Attempt:
+    """PyPI has a `taskd` that has nothing to do with MindCluster (a task runner); only the real one counts."""
+    place = find("taskd")
+    if place is None:
+        return Attempt("taskd", False, "not installed")
+    if not (place / "python" / "cython_api").is_dir() or not (place / "api").is_dir():
+        why = f"in {place} is the unrelated project of that name from PyPI, not MindCluster's: uninstall it"
+        return Attempt("taskd", False, why)
+    return Attempt("taskd", True, f"in {place}")
+
+
+def _installed(name: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    return Path(folders[0]) if folders else Path(spec.origin or name)

@@ -240,6 +240,9 @@ class Controller:
             if whole is not None:
                 self._do(Send(rank=r, message=whole) for r in list(self._peers))
             return
+        if isinstance(message, m.Led):
+            generation.led_by(message.by)
+            return
         if isinstance(message, m.Begin):
             self._open_box(rank, message.box)
         if isinstance(message, m.Begin | m.Status | m.Prepared):
@@ -298,7 +301,7 @@ class Controller:
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
         peer = self._peers.get(rank)
-        if isinstance(message, m.Save):
+        if isinstance(message, m.Save | m.Consulted):
             message = msgspec.structs.replace(message, small=self._small(message.step))
         elif isinstance(message, m.Prepare):
             message = msgspec.structs.replace(message, target=self._newest())

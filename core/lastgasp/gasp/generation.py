@@ -11,6 +11,7 @@ from lastgasp.events import Incident, encode_incident
 
 from . import messages as m
 from .machine import Machine, Note
+from .observer import Observer
 from .progress import Progress
 
 GATHER_TIMEOUT = 300.0
@@ -70,6 +71,11 @@ class Generation:
         if rank in self.first_steps:
             self.reached = max(self.reached, message.step)
 
+    def led_by(self, leader: str) -> None:
+        """Recoveries of this attempt are somebody else's; the first rank that says so counts. Idempotent."""
+        if not isinstance(self.machine, Observer):
+            self.machine = Observer.following(self.machine, leader)
+
     @property
     def progressed(self) -> bool:
         """At least one step was completed in this attempt."""
@@ -112,6 +118,8 @@ class Generation:
         now = _clock.wall_ns()
         if self.incident is None:
             self.incident = new_incident(self.hello, self.machine.recovery, now)
+            if isinstance(self.machine, Observer):
+                self.incident.led_by, self.incident.backend = self.machine.leader, self.machine.leader.lower()
         setattr(self.incident.phases, note.phase, now)
         if note.phase == "released":
             self.over_since = _clock.monotonic()

@@ -214,6 +214,36 @@ class Register(Message, frozen=True, kw_only=True):
     card: WorkerCard
 
 
+class Led(Message, frozen=True, kw_only=True):
+    """Rank, before its Begin: `by` (MindIO) leads the recoveries of this job, the controller only keeps and records."""
+
+    by: str
+
+
+class Consult(Message, frozen=True, kw_only=True):
+    """Rank of a job that somebody else leads: what do you keep of `step`? With `saved` also: keep this."""
+
+    step: int
+    saved: Saved | None = None
+
+
+class Consulted(Message, frozen=True, kw_only=True):
+    """Controller: the small states and, of the ranks that have saved `step`, what they passed on."""
+
+    step: int
+    small: dict[int, bytes]
+    parts: dict[int, bytes]
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """Rank of a job that somebody else leads: so the recovery ended. The controller releases everybody."""
+
+    ending: Ending
+    step: int
+    path: str
+    reason: str
+
+
 class SwitchOrder(Message, frozen=True, kw_only=True):
     """Controller: turn the marks of `on` on and those of `off` off (`steps.bits`)."""
 
@@ -272,11 +302,11 @@ class SwitchDone(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched
+    | Switched | Led | Consult | Ended
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone
+    | SwitchDone | Consulted
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 Greeting = Hello | Operator
