@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "incident": ("lastgasp.cli.incident:incident", "Show the last incident and draw its timeline."),
     "ps": ("lastgasp.cli.ps:ps", "List the running jobs of this machine and their ranks."),
     "switch": ("lastgasp.cli.switch:switch", "Turn step marks on and off in a running job, rank by rank."),
+    "manager": ("lastgasp.cli.manager:manager", "Run TaskD's manager for this job, on MindCluster."),
     "demo": ("lastgasp.cli.demo:demo", "Kill a rank of a real training, lose nothing, end bit-equal."),
 }
 

@@ -8,10 +8,14 @@ lastgasp sees no difference.
 from __future__ import annotations
 
 import os
+import sys
 from types import ModuleType
 from typing import Any
 
 import wrapt
+
+TASKD_PATCH = "taskd.python.adaptor.patch"
+"""Once imported, TaskD's agent runs the workers: its manager restarts them (facts/taskd.md §2)."""
 
 
 def factory() -> Any:
@@ -22,7 +26,9 @@ def factory() -> Any:
 
 
 def swap_agent(api: ModuleType) -> None:
-    """Put our agent where torch.distributed.launcher.api takes its class from."""
+    """Put our agent where torch.distributed.launcher.api takes its class from; TaskD's own stays where it is."""
+    if TASKD_PATCH in sys.modules:
+        return
     from lastgasp.launch.agent import GaspAgent
 
     vars(api)["LocalElasticAgent"] = GaspAgent

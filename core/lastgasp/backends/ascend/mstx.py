@@ -1,0 +1,232 @@
+"""Marks through mstx, which MindCluster's profiler collects: of torch_npu or of MindSpore.
+
+Same names and the same switch as the embedded engine's marks (`lastgasp.steps.marks.Marks`). Written to disk by TaskD,
+not here: `put`, which records a range that is over, has no counterpart in mstx. Sources: facts/mindformers.md §6,
+facts/taskd.md §6.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from lastgasp.errors import ConfigError, MissingExtra
+from lastgasp.steps import bits
+
+log = logging.getLogger("lastgasp")
+
+LIBRARY = "libmspti.so"
+_DOMAIN = "default"
+
+
+class Mstx(Protocol):
+    """`torch_npu.npu.mstx`, `mindspore.profiler.mstx`: a range begins and is ended by its id; 0 is no range."""
+
+    def range_start(self, message: str, stream: Any = None, **more: Any) -> int: ...
+    def range_end(self, range_id: int, **more: Any) -> None: ...
+
+
+class MstxMark:
+    """A named range. Each thread ends its own begin; ranges of one name may nest.
+
+    Args:
+        marks: whose switch is asked; text: the message, a `{}` in it stands for `value`.
+        stream: gives the stream on which the device's side of the range is timed; None for ranges of the host alone.
+    """
+
+    def __init__(
+        self, marks: MstxMarks, text: str, domain: str, bit: int, stream: Callable[[], Any] | None
+    ) -> None:
+        self._marks, self._text, self.bit, self.name, self._stream = marks, text, bit, 0, stream
+        self._more = {} if domain == _DOMAIN else {"domain": domain}
+        self._open = threading.local()
+        self._numbered = "{}" in text
+        self.value = 0
+
+    def begin(self) -> None:
+        """As entering a `with`."""
+        stack = self._stack()
+        if not self._marks.mask & self.bit:
+            stack.append(0)
+            return
+        text = self._text.replace("{}", str(self.value)) if self._numbered else self._text
+        stream = self._stream() if self._stream is not None else None
+        stack.append(self._marks.api.range_start(text, stream, **self._more))
+
+    def end(self) -> None:
+        """As leaving the `with`; without a begin it does nothing."""
+        stack = self._stack()
+        if stack and (found := stack.pop()):
+            self._marks.api.range_end(found, **self._more)
+
+    def cancel(self) -> bool:
+        """End this thread's innermost range: mstx cannot forget one. False: there is none."""
+        if not self._stack():
+            return False
+        self.end()
+        return True
+
+    def put(self, begin: int, end: int, value: int, device_begin: int, device_end: int, /) -> bool:
+        """Never: mstx takes no times."""
+        return False
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def _stack(self) -> list[int]:
+        try:
+            found: list[int] = self._open.stack
+        except AttributeError:
+            found = self._open.stack = []
+        return found
+
+
+class MstxMarks:
+    """The marks of this process, as mstx ranges. In a forked child they are off.
+
+    Args:
+        api: where ranges are begun and ended; current_stream: the stream of the calling thread.
+        mask: what is on (`bits`).
+
+    Attributes:
+        path: None, there is no ring.
+    """
+
+    path = None
+
+    def __init__(self, api: Mstx, current_stream: Callable[[], Any], mask: int = bits.DEFAULT_ON) -> None:
+        self.api, self._current_stream, self._pid = api, current_stream, os.getpid()
+        self._mask = _checked(mask)
+        self._lock = threading.Lock()
+        self._defined: dict[tuple[str, str, int, bool], MstxMark] = {}
+        self._by_name: dict[str, MstxMark] = {}
+        self._step = self.define("step {}", bit=bits.STEP, stream=True)
+
+    def mark(self, name: str) -> MstxMark:
+        """The mark of that name in the domain `default`, always the same object."""
+        found = self._by_name.get(name)
+        if found is None:
+            host_only = name in ("dataloader", "save_checkpoint")
+            found = self.define(name, bit=bits.BIT_OF_MARK.get(name, bits.STEP), stream=not host_only)
+            self._by_name[name] = found
+        return found
+
+    def define(self, text: str, *, domain: str = _DOMAIN, bit: int, stream: bool) -> MstxMark:
+        """The mark of that name and kind, always the same object; see `Marks.define`."""
+        key = (text, domain, bit, stream)
+        with self._lock:
+            if key not in self._defined:
+                self._defined[key] = MstxMark(self, text, domain, bit, self._current_stream if stream else None)
+            return self._defined[key]
+
+    def step(self, number: int) -> None:
+        """The open step range ends, that of step `number` begins."""
+        self._step.end()
+        self._step.value = number
+        self._step.begin()
+
+    def step_begin(self, number: int) -> None:
+        """The range of step `number` begins; one whose end an exception has skipped is ended first."""
+        self._step.cancel()
+        self._step.value = number
+        self._step.begin()
+
+    def step_end(self) -> None:
+        """The open step range ends."""
+        self._step.end()
+
+    @property
+    def mask(self) -> int:
+        """What is on (`bits`); setting it is the switch. 0 in a forked child.
+
+        Raises:
+            ConfigError: set to what is no set of bits.
+        """
+        return self._mask
+
+    @mask.setter
+    def mask(self, value: int) -> None:
+        self._mask = _checked(value)
+
+    def switch(self, on: int, off: int) -> int:
+        """Turn marks on and off (`bits`), those that are in neither stay; from any thread.
+
+        Returns:
+            What is on now.
+        """
+        with self._lock:
+            self._mask = (self._mask & ~_checked(off)) | _checked(on)
+            return self._mask
+
+
+def _checked(mask: int) -> int:
+    if isinstance(mask, bool) or not isinstance(mask, int) or mask & ~bits.ALL or mask < 0:
+        raise ConfigError("mask", mask, f"bits out of {bits.ALL}", "See lastgasp.steps.bits.")
+    return mask
+
+
+def torch_mstx() -> tuple[Mstx, Callable[[], Any]]:
+    """mstx of torch_npu, and the current stream.
+
+    Raises:
+        MissingExtra: torch_npu is not installed, or has no mstx.
+    """
+    try:
+        npu = importlib.import_module("torch_npu").npu
+        return npu.mstx, npu.current_stream
+    except (ImportError, AttributeError) as error:
+        raise MissingExtra("torch_npu with npu.mstx", "megatron") from error
+
+
+def mindspore_mstx() -> tuple[Mstx, Callable[[], Any]]:
+    """mstx of MindSpore, and the current stream.
+
+    Raises:
+        MissingExtra: MindSpore is not installed, or has no mstx.
+    """
+    try:
+        mstx = importlib.import_module("mindspore.profiler").mstx
+        runtime = importlib.import_module("mindspore.runtime")
+        return mstx, runtime.current_stream
+    except (ImportError, AttributeError) as error:
+        raise MissingExtra("mindspore with profiler.mstx", "mindformers") from error
+
+
+def is_collected(env: Mapping[str, str] | None = None, maps: Path = Path("/proc/self/maps")) -> bool:
+    """Whether anybody collects the ranges of this process: the profiler's library is loaded in it."""
+    try:
+        if LIBRARY in maps.read_text(errors="replace"):
+            return True
+    except OSError:
+        pass
+    return LIBRARY in (os.environ if env is None else env).get("LD_PRELOAD", "")
+
+
+def open_marks(framework: str, mask: int | None) -> MstxMarks | None:
+    """The marks of this rank by mstx; None, and a word on why, where they would go nowhere.
+
+    Args:
+        framework: "pt" or "ms"; mask: what is on, None for nothing at all.
+
+    Raises:
+        MissingExtra: the framework has no mstx.
+    """
+    if mask is None:
+        return None
+    if not is_collected():
+        log.warning(
+            "steps are marked by lastgasp's own engine: %s is not preloaded, so nobody collects mstx ranges. Start the "
+            "job with `lastgasp run`, or export LD_PRELOAD before the processes start",
+            LIBRARY,
+        )
+        return None
+    api, stream = torch_mstx() if framework == "pt" else mindspore_mstx()
+    return MstxMarks(api, stream, mask)

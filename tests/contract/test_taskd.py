@@ -1,0 +1,294 @@
+"""TaskD's worker, manager and agent: nothing that the real package refuses in silence gets to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.backends.ascend import goenv, taskd
+from lastgasp.backends.ascend.evidence import Evidence, evidence
+from lastgasp.backends.ascend.logdir import prepare_log_directory
+from lastgasp.backends.ascend.manager import ManagerConfig, manager_config, run_manager
+from lastgasp.errors import ConfigError, ControlError
+from lastgasp.jobs.registry import card_of_this_process
+
+STANDINS = Path(__file__).parent / "ascend_standins"
+POD = {
+    "MINDX_TASK_ID": "job-1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0", "POD_IP": "10.0.0.1",
+    "TTP_PORT": "8000",
+}  # fmt: skip
+"""What the operator and the YAML set in a pod."""
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restored_environ: None) -> Iterator[Any]:
+    """`taskd.api`, imported as a rank would, with a proxy that listens."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(STANDINS)
+        for name, value in {**POD, "STANDIN_PROXY_PORT": str(proxy.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        _forget()
+        prepare_log_directory(os.environ)
+        found = taskd.import_taskd()
+        yield found
+        found.destroy_taskd_worker()
+        assert sys.modules["taskd"].violations == []
+    _forget()
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name == "taskd" or name.startswith("taskd.")]:
+        del sys.modules[name]
+
+
+def registry(api: Any, **more: Any) -> taskd.TaskdRegistry:
+    """One for rank 3 that looks at this very process, but for the profiler's library."""
+
+    def look() -> Evidence:
+        found = evidence(port=api.PROXY_PORT)
+        return Evidence(profiler=api.PROFILER, proxy=found.proxy, connected=found.connected)
+
+    return taskd.TaskdRegistry(api, "pt", look=look, **more)
+
+
+# -- the worker -----------------------------------------------------------------------------------
+
+
+def test_a_worker_is_registered_once_and_its_connection_is_seen(api: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lastgasp")
+    one = registry(api)
+    one.register(card_of_this_process(3))
+    one.register(card_of_this_process(3))
+    deadline = time.monotonic() + 20
+    while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    one.deregister()
+    assert "rank 3 is registered with TaskD" in caplog.text
+    assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",), ("destroy_taskd_worker",)]
+
+
+def test_what_is_missing_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(api, "PROFILER", False)
+    monkeypatch.setattr(taskd, "REGISTERED_WITHIN", 0.0)
+    one = registry(api)
+    one.register(card_of_this_process(3))
+    one.deregister()
+    assert "is not registered with TaskD: libmspti.so is not loaded" in caplog.text
+
+
+def test_a_refusal_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    registry(api).register(card_of_this_process(3))
+    assert "TaskD does not know rank 3: it refused the worker" in caplog.text
+
+
+def test_the_inner_registry_is_told_as_well(api: Any) -> None:
+    told: list[object] = []
+
+    class Inner:
+        def register(self, card: object) -> None:
+            told.append(card)
+
+        def deregister(self) -> None:
+            told.append("gone")
+
+    one, card = registry(api, inner=Inner()), card_of_this_process(3)
+    one.register(card)
+    one.deregister()
+    assert told == [card, "gone"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "limit", "drop", "field"),
+    [
+        ("jax", 5000, "", "framework"),
+        ("pt", 9, "", "profiling_limit_mb"),
+        ("pt", True, "", "profiling_limit_mb"),
+        ("pt", 5000.0, "", "profiling_limit_mb"),
+        ("pt", 5000, "RANK", "RANK"),
+        ("pt", 5000, "LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        ("ms", 5000, "", "MS_NODE_RANK"),
+    ],
+)
+def test_what_taskd_answers_with_a_bare_false_is_refused(framework: str, limit: Any, drop: str, field: str) -> None:
+    env = {name: value for name, value in POD.items() if name != drop}
+    with pytest.raises(ConfigError) as refused:
+        taskd.check_worker(framework, limit, env)
+    assert refused.value.field == field
+
+
+def test_open_prepares_what_the_import_needs(api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the umask of many start scripts, and a directory that somebody has made with mode 0755."""
+    _forget()
+    (tmp_path / "logs").mkdir(mode=0o755)
+    monkeypatch.setenv("TASKD_LOG_PATH", str(tmp_path / "logs"))
+    before = os.umask(0o077)
+    try:
+        taskd.TaskdRegistry.open("pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o750
+
+
+def test_another_package_of_that_name_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taskd").mkdir()
+    (tmp_path / "taskd" / "__init__.py").touch()
+    (tmp_path / "taskd" / "api.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    _forget()
+    with pytest.raises(ControlError, match="not MindCluster's TaskD"):
+        taskd.import_taskd()
+    _forget()
+
+
+# -- the log directory ----------------------------------------------------------------------------
+
+
+def test_a_log_directory_is_made_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        path = prepare_log_directory({"TASKD_LOG_PATH": str(tmp_path / "new" / "logs")})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
+def test_a_log_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("file", "link", "file/below"):
+        with pytest.raises(ConfigError, match="TASKD_LOG_PATH"):
+            prepare_log_directory({"TASKD_LOG_PATH": str(tmp_path / name)})
+
+
+# -- the environment of exec time -----------------------------------------------------------------
+
+
+def test_a_variable_that_was_set_too_late_is_seen() -> None:
+    code = (
+        "import os; from lastgasp.backends.ascend.goenv import *\n"
+        "os.environ['POD_IP'] = '10.0.0.2'; os.environ['OTHER'] = 'x'\n"
+        "print(sorted(set_too_late(environment_at_exec(), os.environ).items()))"
+    )
+    env = os.environ | {"POD_IP": "10.0.0.1", "MINDX_TASK_ID": "job-1"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[('POD_IP', ('10.0.0.1', '10.0.0.2'))]"
+    assert "MINDX_TASK_ID" in goenv.GO_VARIABLES
+
+
+# -- what a process shows ---------------------------------------------------------------------------
+
+
+def test_evidence_of_a_connection_of_this_process_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+        assert evidence(port=port) == Evidence(profiler=False, proxy=True, connected=False)
+        with socket.create_connection(("127.0.0.1", port)):
+            assert evidence(port=port).connected
+            code = f"from lastgasp.backends.ascend.evidence import *; print(evidence(port={port}))"
+            other = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            )
+            assert "connected=False" in other.stdout
+    assert "no TaskD proxy listens" in Evidence(profiler=True, proxy=False, connected=False).missing
+    assert not Evidence(profiler=True, proxy=True, connected=True).missing
+
+
+# -- the manager ----------------------------------------------------------------------------------
+
+
+def test_the_manager_learns_its_sizes_from_the_operator() -> None:
+    assert manager_config(POD) == ManagerConfig("job-1", 2, 8, True)
+    mindspore = {name: POD[name] for name in ("MINDX_TASK_ID", "POD_IP", "TTP_PORT")}
+    mindspore |= {"MS_WORKER_NUM": "32", "MS_LOCAL_WORKER": "8", "TASKD_PROCESS_ENABLE": "off"}
+    assert manager_config(mindspore) == ManagerConfig("job-1", 4, 8, False)
+    assert manager_config(POD, nodes=3, per_node=4) == ManagerConfig("job-1", 3, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"MINDX_TASK_ID": ""}, "MINDX_TASK_ID"),
+        ({"WORLD_SIZE": "15"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"POD_IP": ""}, "POD_IP"),
+        ({"TTP_PORT": ""}, "TTP_PORT"),
+        ({"TTP_PORT": "80"}, "TTP_PORT"),
+    ],
+)
+def test_what_the_manager_would_only_log_is_refused(change: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        manager_config(POD | change)
+    assert refused.value.field == field
+
+
+def test_profiling_alone_needs_no_controller() -> None:
+    env = {name: value for name, value in POD.items() if name != "TTP_PORT"} | {"TASKD_PROCESS_ENABLE": "off"}
+    assert not manager_config(env).controls
+
+
+def test_the_manager_serves_until_it_ends(api: Any) -> None:
+    """The real one blocks for ever; when it returns, something is wrong."""
+    failed: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            run_manager(manager_config(POD))
+        except ControlError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while ("start_taskd_manager",) not in api.calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert failed == [], "it is serving"
+    api.manager_ended.set()
+    thread.join(20)
+    assert api.calls[0] == ("init_taskd_manager", {"job_id": "job-1", "node_nums": 2, "proc_per_node": 8})
+    assert "ended" in str(failed[0])
+
+
+# -- the agent ------------------------------------------------------------------------------------
+
+AGENT = """
+import torch.distributed.launcher.api as api
+from lastgasp.backends.ascend.agent import is_patched, use_taskd_agent
+from lastgasp.launch.torchrun_hook import swap_agent
+stock = api.LocalElasticAgent
+use_taskd_agent(); use_taskd_agent()
+assert is_patched()
+api.launch_agent("config", "script", ["a"], None)
+api.launch_agent("config", "script", ["a"], health_check_server=None)
+swap_agent(api)
+assert api.LocalElasticAgent is stock, "TaskD's agent must stay"
+from taskd.python.adaptor.patch import launched
+assert launched == [("config", "script", ["a"])] * 2, launched
+print("well")
+"""
+
+
+def test_torch_calls_taskds_agent_with_an_argument_more(api: Any, tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    done = subprocess.run(
+        [sys.executable, "-c", AGENT],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=tmp_path,
+    )
+    assert done.stdout == "well\n", done.stderr
