@@ -368,3 +368,45 @@ def test_leaving_is_no_fault() -> None:
         play(referee, ("die", rank))
     referee.wait(10 * HANG)
     assert (referee.machine.state, referee.machine.faults) == ("running", [])
+
+
+def test_a_saver_whose_state_went_on_saves_the_step_that_it_stands_on_now() -> None:
+    """A compiled step cannot be stopped half-way: rank 0 completed step 3 while it was saving step 2."""
+    referee = begun(data_parallel(4))
+    play(referee, ("die", 3))
+    for rank in range(3):
+        obey(referee, rank)
+    play(referee, ("prepared", 0, 0, 3, True))
+    assert referee.machine.state == "preparing"
+    assert (1, 0) in referee.discarded
+    for rank in (1, 2):
+        play(referee, ("prepared", rank, 0, 2, True))
+    for _ in range(2):
+        obey(referee, 0)
+    out = referee.machine.outcome
+    assert (out.ending, out.step, out.savers, out.lost) == ("saved", 3, (0,), 0)
+
+
+def test_shards_that_all_went_on_meet_at_the_later_step() -> None:
+    referee = begun(((0,), (1,), (2,), (3,)))
+    play(referee, ("report", 3, "sigterm"))
+    for rank in range(4):
+        obey(referee, rank)
+    play(referee, ("saved", 1, 0, 0))
+    for rank in (0, 1, 2, 3):
+        play(referee, ("prepared", rank, 0, 3, True))
+    assert (referee.machine.state, referee.machine.outcome.step) == ("saving", 3)
+    for _ in range(2):
+        for rank in range(4):
+            obey(referee, rank)
+    assert referee.machine.outcome.ending == "saved"
+
+
+def test_a_state_that_goes_on_and_on_is_not_waited_for() -> None:
+    referee = begun(data_parallel(4))
+    for rank in (1, 2, 3):
+        play(referee, ("die", rank))
+    for step in (2, 3, 4):
+        play(referee, ("prepared", 0, 0, step, True))
+    assert referee.machine.outcome.ending == "gave_up"
+    assert "its state went on twice" in referee.machine.outcome.reason

@@ -17,8 +17,15 @@ import pytest
 
 from lastgasp import __version__
 from lastgasp.config import GaspConfig
-from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, ProtocolError, VersionMismatch
-from lastgasp.events import Fault, decode_incident
+from lastgasp.errors import (
+    AuthenticationError,
+    ControlError,
+    DeadlineExceeded,
+    Moved,
+    ProtocolError,
+    VersionMismatch,
+)
+from lastgasp.events import Fault, FaultKind, decode_incident
 from lastgasp.gasp import link as link_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
@@ -216,6 +223,31 @@ def test_a_failed_save_is_told_whatever_it_was(error: BaseException) -> None:
         assert rank.controller.hear(m.SaveFailed).why.startswith(type(error).__name__)
         rank.controller.say(m.Commit(recovery=1, plan=1, parts={}))
         assert "KeyError" in rank.controller.hear(m.SaveFailed).why
+
+
+def test_a_state_that_went_on_while_it_was_saved_is_told_anew() -> None:
+    """The adapter's `look` sees it: the step is that of a compiled graph, which no gate can stop."""
+    with connected() as rank:
+        rank.controller.say(PREPARE)
+        assert rank.controller.hear(m.Prepared).step == 3
+
+        def look() -> None:
+            rank.stand.step = 4
+
+        rank.stand.look = look
+        rank.source.error = Moved("step 4 began")
+        rank.controller.say(SAVE)
+        answer = rank.controller.hear(m.Prepared)
+        assert (answer.step, answer.usable, rank.source.done) == (4, True, [])
+
+
+@pytest.mark.parametrize(("kinds", "expected"), [(("sigterm",), True), (("sigterm", "killed"), False)])
+def test_the_stand_knows_whether_all_training_threads_go_on(kinds: tuple[FaultKind, ...], expected: bool) -> None:
+    with connected() as rank:
+        faults = tuple(msgspec.structs.replace(FAULT, kind=kind) for kind in kinds)
+        rank.controller.say(m.Prepare(recovery=1, faults=faults))
+        rank.controller.hear(m.Prepared)
+        assert rank.stand.all_run is expected
 
 
 def test_a_save_that_was_called_off_removes_what_it_wrote() -> None:

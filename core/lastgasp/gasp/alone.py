@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from lastgasp import _clock
+from lastgasp.errors import Moved
 from lastgasp.events import Fault, Incident
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.topology import Place
@@ -24,9 +25,12 @@ def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hell
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
     incident.faults, incident.phases.fault = [fault], fault.seen_ns
     incident.phases.detected = _clock.wall_ns()
-    decision = _decide(stand, place, hello.finish_timeout)
-    incident.phases.agreed = _clock.wall_ns()
-    outcome = _carry_out(decision, source, incident, fault)
+    stand.all_run = fault.kind == "sigterm"
+    try:
+        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, (incident, fault))
+    except Moved as moved:  # the gate is closed, so a state goes on once
+        log.warning("%s", moved)
+        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, (incident, fault), last=True)
     incident.phases.released = _clock.wall_ns()
     if place.world_size > 1:
         incident.notes.append("without a controller: the random state of the other ranks was out of reach")
@@ -37,10 +41,22 @@ def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hell
     return outcome
 
 
+def _decide_and_save(
+    stand: Stand, source: StateSource, place: Place, finish: float, why: tuple[Incident, Fault], last: bool = False
+) -> m.Release:
+    """Raises Moved, but not the `last` time."""
+    incident, fault = why
+    decision = _decide(stand, place, finish)
+    incident.phases.agreed = _clock.wall_ns()
+    return _carry_out(decision, source, incident, fault, last)
+
+
 def _decide(stand: Stand, place: Place, finish: float) -> Decision:
     deadline = _clock.monotonic() + finish
+    stand.look()
     while stand.inside and not stand.broken and _clock.monotonic() < deadline:
         threading.Event().wait(0.001)
+        stand.look()
     why = stand.broken or (f"still inside its update after {finish:g} s" if stand.inside else "")
     views = tuple(
         RankView(rank=r, step=stand.step, holds=not why, why=why)
@@ -51,7 +67,7 @@ def _decide(stand: Stand, place: Place, finish: float) -> Decision:
     return decide(views, place.replicas, stand.durable)
 
 
-def _carry_out(decision: Decision, source: StateSource, incident: Incident, fault: Fault) -> m.Release:
+def _carry_out(decision: Decision, source: StateSource, incident: Incident, fault: Fault, last: bool) -> m.Release:
     incident.unused = list(decision.unused)
     if isinstance(decision, NothingToSave):
         incident.ending, incident.steps_lost = "nothing_to_save", 0
@@ -63,6 +79,8 @@ def _carry_out(decision: Decision, source: StateSource, incident: Incident, faul
     try:
         result = _save(decision, source, incident, fault)
     except Exception as error:  # whatever it is, the record tells it
+        if isinstance(error, Moved) and not last:
+            raise
         log.exception("the save of step %d failed", decision.step)
         incident.ending, incident.reason = "gave_up", m.one_line(error)
         incident.steps_lost = decision.lost + 1

@@ -67,6 +67,8 @@ class Member:
     fault: Fault | None = None
     prepared: m.Prepared | None = None
     failures: int = 0
+    moves: int = 0
+    """How often its state went on while it was being saved."""
     failed: str = ""
     """Why its last save failed."""
 
@@ -198,7 +200,18 @@ class Machine:
             return []
         member.prepared = message
         member.step, member.durable = max(member.step, message.step), max(member.durable, message.durable)
+        if self._moved(member, message):
+            return self._prepare_again(member, now)
         return self._decide_if_ready(now)
+
+    def _moved(self, member: Member, message: m.Prepared) -> bool:
+        """A saver says anew what it holds: its state has gone on since (a compiled graph cannot be stopped)."""
+        current = self._current
+        saving = self.state == "saving" and current is not None and member.rank in current.savers
+        if not saving or member.rank in self._saved:
+            return False
+        assert current is not None
+        return not (message.usable and message.step == current.step)
 
     def _on_saved(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Saved)
@@ -344,13 +357,29 @@ class Machine:
         return []
 
     def _plan_again(self, now: float) -> list[Action]:
+        return self._call_off() + self._carry_out(self._decide(), now)
+
+    def _call_off(self) -> list[Action]:
         assert self._current is not None
         void = m.Discard(recovery=self.recovery, plan=self.plan)
-        discards: list[Action] = [
-            Send(rank=rank, message=void) for rank in dict.fromkeys(self._current.savers) if self.members[rank].here
-        ]
+        savers = dict.fromkeys(self._current.savers)
         self._current = None
-        return discards + self._carry_out(self._decide(), now)
+        return [Send(rank=rank, message=void) for rank in savers if self.members[rank].here]
+
+    def _prepare_again(self, mover: Member, now: float) -> list[Action]:
+        """The others may have gone on too: ask them, then plan with what they hold now."""
+        mover.moves += 1
+        if mover.moves >= SAVE_TRIES:  # the gate is closed, so a state goes on once; this one is not to be trusted
+            mover.failed, mover.failures = "its state went on twice", SAVE_TRIES
+            return self._plan_again(now)
+        actions = self._call_off()
+        self.state, self.plan, self._saved = "preparing", self.plan + 1, {}
+        self._deadline = now + self.finish_timeout + MARGIN
+        for member in self.members.values():
+            if member.here and member is not mover:
+                member.prepared = None
+                actions.append(Send(rank=member.rank, message=self._prepare_order()))
+        return actions + self._decide_if_ready(now)
 
     def _hung_savers(self, now: float, stopped: frozenset[int]) -> list[Action]:
         """A saver that no longer sends heartbeats (stopped, or its host is gone) will not finish its save."""

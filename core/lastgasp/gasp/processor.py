@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lastgasp import _clock
-from lastgasp.errors import LastgaspError
+from lastgasp.errors import LastgaspError, Moved
 from lastgasp.events import Fault, FaultKind
 from lastgasp.ports import SaveResult, StateSource
 
@@ -64,6 +64,8 @@ class Processor:
 
     Attributes:
         on_switch: what carries out a switch of the marks; None (at first) where nothing is marked.
+        led_elsewhere: who leads the recoveries of this job, where the controller does not: it is told each fault that
+            this thread sees (SIGTERM), and must not wait.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Processor:
         self._gathered = threading.Condition()
         self._next_beat = 0.0
         self.on_switch: OnSwitch | None = None
+        self.led_elsewhere: Callable[[Fault], None] | None = None
+        self._consulted: dict[int, m.Consulted] = {}
         self._left = False
         self._thread = threading.Thread(target=self._run, name="lastgasp-control", daemon=True)
         self._thread.start()
@@ -121,7 +125,10 @@ class Processor:
         if self._stand.outcome is not None or self._reported is not None:
             return
         self._reported = fault
-        if self._try_send(m.Report(fault=fault)):
+        if self.led_elsewhere is not None:
+            self._try_send(m.Report(fault=fault))  # for the record
+            self.led_elsewhere(fault)
+        elif self._try_send(m.Report(fault=fault)):
             self._answer_by = _clock.monotonic() + ANSWER
         else:
             self._begin_alone(fault)
@@ -133,6 +140,20 @@ class Processor:
         with self._gathered:
             self._gathered.wait_for(lambda: tag in self._gathers or self._link is None, seconds)
             return self._gathers.pop(tag, None)
+
+    def tell(self, message: m.Message) -> bool:
+        """Say something that needs no answer; False where no controller is connected."""
+        return self._try_send(message)
+
+    def consult(self, step: int, saved: m.Saved | None, seconds: float) -> m.Consulted | None:
+        """What the controller keeps of `step`, after it has kept `saved`; None when it does not answer in time."""
+        with self._gathered:
+            self._consulted.pop(step, None)
+        if not self._try_send(m.Consult(step=step, saved=saved)):
+            return None
+        with self._gathered:
+            self._gathered.wait_for(lambda: step in self._consulted or self._link is None, seconds)
+            return self._consulted.pop(step, None)
 
     def goodbye(self) -> None:
         """Tell the controller that training ended, so that leaving is no fault; once."""
@@ -201,10 +222,14 @@ class Processor:
             with self._gathered:
                 self._gathers[message.tag] = message
                 self._gathered.notify_all()
+        elif isinstance(message, m.Consulted):
+            with self._gathered:
+                self._consulted[message.step] = message
+                self._gathered.notify_all()
         elif isinstance(message, m.Prepare):
-            self._stand.hold(self._finish + 2 * self._save_limit, message.target)
-            now = _clock.monotonic()
-            self._pending = _Pending(message.recovery, now + self._finish, message.target, now + REACH)
+            all_run = all(fault.kind == "sigterm" for fault in message.faults)
+            self._stand.hold(self._finish + 2 * self._save_limit, message.target, all_run)
+            self._prepare(message.recovery, message.target)
         elif isinstance(message, m.Save):
             self._spawn("save", lambda: self._save(message))
         elif isinstance(message, m.Commit):
@@ -215,6 +240,10 @@ class Processor:
             self.over(message)
         elif isinstance(message, m.SwitchOrder):
             self._switch(message)
+
+    def _prepare(self, recovery: int, target: int) -> None:
+        now = _clock.monotonic()
+        self._pending = _Pending(recovery, now + self._finish, target, now + REACH)
 
     def _switch(self, order: m.SwitchOrder) -> None:
         if self.on_switch is None:
@@ -239,6 +268,7 @@ class Processor:
         pending, stand = self._pending, self._stand
         if pending is None:
             return
+        stand.look()
         late = _clock.monotonic() >= pending.deadline
         if stand.inside and not stand.broken and not late:
             return
@@ -281,6 +311,10 @@ class Processor:
     def _save(self, order: m.Save) -> None:
         try:
             result = self._source.save(order.step, order.small, order.reason)
+        except Moved as moved:
+            log.warning("%s", moved)
+            self._prepare(order.recovery, order.step + 1)  # the controller asks everybody again when it hears this
+            return
         except BaseException as error:  # a SystemExit of a user's hook, too: the controller must hear it
             log.exception("the save of step %d failed", order.step)
             self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
@@ -334,7 +368,7 @@ class Processor:
         link.close()
         with self._gathered:
             self._gathered.notify_all()
-        if self._stand.outcome is not None or self._closed:
+        if self._stand.outcome is not None or self._closed or self.led_elsewhere is not None:
             return
         log.warning(
             "rank %d lost the controller (%s): training goes on; after a fault this rank saves by the same rule, "

@@ -8,6 +8,7 @@ thread first holds and then looks whether the rank is inside.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from lastgasp import exitcodes
 from lastgasp.events import Ending
@@ -44,6 +45,9 @@ class Stand:
         inside: the state is between two steps (update begun, step not yet ended).
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
+        look: called by the control thread before it reads `step` and `inside` in a recovery. An adapter whose steps
+            run where Python cannot stand in their way (a compiled graph) brings both up to date there; must not wait.
+        all_run: said by `hold`: no rank has stopped, so the training thread will come to the gate by itself.
     """
 
     def __init__(self) -> None:
@@ -54,6 +58,8 @@ class Stand:
         self.phase: Phase = "start"
         self.ticks = 0
         self.outcome: Release | None = None
+        self.look: Callable[[], None] = _up_to_date
+        self.all_run = False
         self._held = False
         self._over = threading.Event()
         self._limit = 0.0
@@ -91,9 +97,9 @@ class Stand:
 
     # -- control thread ---------------------------------------------------------------------------
 
-    def hold(self, limit: float, target: int = -1) -> None:
+    def hold(self, limit: float, target: int = -1, all_run: bool = False) -> None:
         """Close the gate to updates beyond `target`; the training thread parks there for `limit` seconds at most."""
-        self._limit, self._target = limit, target
+        self._limit, self._target, self.all_run = limit, target, all_run
         self._held = True
 
     @property
@@ -112,6 +118,10 @@ class Stand:
         """The outcome, or None when it did not come in time."""
         self._over.wait(seconds)
         return self.outcome
+
+
+def _up_to_date() -> None:
+    """The training thread itself keeps `step` and `inside` up to date."""
 
 
 def given_up(reason: str) -> Release:
