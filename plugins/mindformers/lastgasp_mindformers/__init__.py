@@ -1,0 +1,27 @@
+"""Resilience for MindFormers and MindSpore: `lastgasp: {enable: True}` in the YAML, or `LastGasp("ckpts")` by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from lastgasp.errors import MissingExtra
+
+if importlib.util.find_spec("mindspore") is None:
+    raise MissingExtra("mindspore", "mindformers")
+
+from lastgasp_mindformers.installation import install, uninstall
+
+if TYPE_CHECKING:
+    from lastgasp_mindformers.callback import LastGasp
+
+__all__ = ["LastGasp", "install", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LastGasp`, which needs MindSpore imported, only when it is asked for."""
+    if name == "LastGasp":
+        from lastgasp_mindformers.callback import LastGasp
+
+        return LastGasp
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,126 @@
+"""What happens at each of the wrapped methods. Translates them into calls of Run and its chooser; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from lastgasp.errors import ConfigError
+from lastgasp_mindformers.patches import bound
+from lastgasp_mindformers.settings import CALLBACK, Options, options_of, options_of_config, switched
+
+if TYPE_CHECKING:
+    from lastgasp_mindformers.run import Run
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+class Training:
+    """The trainings of this process, one after the other.
+
+    Args:
+        turn_on: wraps `Model.train` and `training_process`, or raises.
+        absent: while its context lasts, nothing is wrapped.
+    """
+
+    def __init__(self, turn_on: Callable[[], None], absent: Callable[[], AbstractContextManager[None]]) -> None:
+        self._turn_on, self._absent = turn_on, absent
+        self._run: Run | None = None
+
+    # -- MindFormers ------------------------------------------------------------------------------
+
+    def around_trainer(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """`Trainer.train` and `Trainer.finetune`: the last moment to choose what is loaded (facts §2)."""
+        config = getattr(args[0], "config", None) if args else None
+        options = options_of_config(config) if config is not None else None
+        if options is None:
+            with self._absent():
+                return call(*args, **kwargs)
+        return self._protected(call, args[0], bound(call, args, kwargs), options)
+
+    def _protected(self, call: Any, trainer: Any, arguments: Keywords, options: Options) -> Any:
+        self._turn_on()
+        register_callback()
+        run = self._run = new_run(options)
+        try:
+            run.chooser.steer(trainer.config, arguments)
+            result = call(trainer, **arguments)
+        except BaseException as error:
+            run.end_early(error)
+            raise
+        finally:
+            self._run = None
+        run.close(goodbye=True)
+        return result
+
+    def around_process(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """`training_process`: what was chosen must still be what is about to be loaded."""
+        if self._run is not None:
+            config = bound(call, args, kwargs).get("config")
+            self._run.chooser.check(getattr(args[0], "config", None) if config is None else config)
+        return call(*args, **kwargs)
+
+    # -- MindSpore --------------------------------------------------------------------------------
+
+    def around_model(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """`Model.train` and `Model.fit`: the callback goes into the list, which must be a real list (facts §3)."""
+        arguments = bound(call, args, kwargs)
+        arguments["callbacks"] = as_list(arguments.get("callbacks"))
+        if self._run is not None:
+            return call(args[0], **self._run.attach(args[0], arguments))
+        options = _options_of_call(arguments["callbacks"])
+        if options is None:
+            return call(*args, **kwargs)
+        run = new_run(options)
+        try:
+            result = call(args[0], **run.attach(args[0], arguments))
+        except BaseException as error:
+            run.end_early(error)
+            raise
+        run.close(goodbye=True)
+        return result
+
+
+def new_run(options: Options) -> Run:
+    """The training's own object; MindSpore is imported by now."""
+    from lastgasp_mindformers.run import Run
+
+    return Run(options)
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """What `Model.train` was given, as a new list."""
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def register_callback() -> None:
+    """Let `callbacks: - type: LastGasp` of MindFormers' YAML find the class. Idempotent."""
+    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
+    from lastgasp_mindformers.callback import LastGasp
+
+    if not MindFormerRegister.is_exist(MindFormerModuleType.CALLBACK, CALLBACK):
+        MindFormerRegister.register_cls(LastGasp, module_type=MindFormerModuleType.CALLBACK, alias=CALLBACK)
+
+
+def _options_of_call(callbacks: list[Any]) -> Options | None:
+    """What a `Model.train` asks for by its callbacks, or the environment; None where nobody does.
+
+    Raises:
+        ConfigError: two LastGasps, or settings that are not allowed.
+    """
+    from lastgasp_mindformers.callback import LastGasp
+
+    given = [callback for callback in callbacks if isinstance(callback, LastGasp)]
+    if len(given) > 1:
+        raise ConfigError("callbacks", f"{len(given)} of LastGasp", "one", "Take the others out.")
+    if switched() is False:
+        return None
+    if given:
+        options: Options = given[0].options
+        return options
+    return options_of() if switched() else None

@@ -1,0 +1,152 @@
+"""`install()`: wait for MindFormers, and wrap what it takes as soon as somebody turns lastgasp on (facts §10).
+
+Two stages. Waiting: `Trainer.train` and `Trainer.finetune` look at the configuration that they are called with; where
+that asks for nothing, even they are as MindFormers has them while training runs. On: `Model.train` and
+`training_process` as well. Plain MindSpore is on through `LASTGASP=1` or by making a `LastGasp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import wrapt
+
+from lastgasp_mindformers.hooks import Training
+from lastgasp_mindformers.patches import Hook, Patches
+from lastgasp_mindformers.settings import switched
+
+log = logging.getLogger("lastgasp")
+
+_TRAINER = "mindformers.trainer.trainer"
+_BASE = "mindformers.trainer.base_trainer"
+_MODEL = "mindspore.train.model"
+_ARGUMENTS = ("train_dataset", "callbacks", "dataset_sink_mode", "sink_size", "initial_epoch")
+_RESUME = ("resume_from_checkpoint", "resume_training")
+
+_installed: Installation | None = None
+
+
+def install() -> bool:
+    """Protect the MindSpore training of this process where it is asked for. Idempotent; before or after imports.
+
+    Returns:
+        Whether it is installed: not in a child that multiprocessing has spawned, not in msrun's scheduler, not with
+        `LASTGASP=0`.
+
+    Raises:
+        ConfigError: `LASTGASP` is neither 1 nor 0.
+        HookNotPlaced: what is imported already is not what it has to be.
+    """
+    global _installed
+    wanted = switched()
+    if multiprocessing.parent_process() is not None or os.environ.get("MS_ROLE") == "MS_SCHED":
+        return False
+    if wanted is False:
+        log.info("lastgasp is off: LASTGASP=0")
+        return False
+    if _installed is None:
+        _installed = Installation()
+        _installed.begin()
+    if wanted:
+        _installed.turn_on()
+    return True
+
+
+def turn_on() -> bool:
+    """`install()`, and wrap `Model.train` whatever `LASTGASP` says, unless it says 0: somebody has made a LastGasp.
+
+    Returns:
+        Whether it is on.
+
+    Raises:
+        ConfigError, HookNotPlaced: as `install`.
+    """
+    if not install() or _installed is None:
+        return False
+    _installed.turn_on()
+    return True
+
+
+def uninstall() -> None:
+    """Put everything back as it was, where it still is ours. Idempotent."""
+    global _installed
+    installed, _installed = _installed, None
+    if installed is not None:
+        installed.undo()
+
+
+class Installation:
+    """The hooks of one process."""
+
+    def __init__(self) -> None:
+        training = self.training = Training(self.turn_on, self.absent)
+        around = training.around_trainer
+        self._trigger = Patches(
+            [
+                Hook(_TRAINER, "Trainer", "train", around, _RESUME),
+                Hook(_TRAINER, "Trainer", "finetune", around, _RESUME),
+            ]
+        )
+        self._model = Patches(
+            [
+                Hook(_MODEL, "Model", "train", training.around_model, ("epoch", *_ARGUMENTS)),
+                Hook(_MODEL, "Model", "fit", training.around_model, ("epoch", "train_dataset", "callbacks")),
+            ]
+        )
+        self._process = Patches([Hook(_BASE, "BaseTrainer", "training_process", training.around_process, ("config",))])
+        self._active = self._on = False
+
+    def begin(self) -> None:
+        """Wrap the triggers, now or when they are imported."""
+        self._active = True
+        wrapt.register_post_import_hook(self._imported, _TRAINER)
+
+    def turn_on(self) -> None:
+        """Wrap what protects a training. Idempotent.
+
+        Raises:
+            HookNotPlaced: it is not what it has to be.
+        """
+        if self._on or not self._active:
+            return
+        self._on = True
+        wrapt.register_post_import_hook(self._model_imported, _MODEL)
+        if _BASE in sys.modules:
+            self._process.place()
+
+    def undo(self) -> None:
+        """Take everything back. Idempotent."""
+        self._active = self._on = False
+        for patches in (self._process, self._model, self._trigger):
+            patches.undo()
+
+    @contextlib.contextmanager
+    def absent(self) -> Iterator[None]:
+        """For a training that does not ask for lastgasp: nothing is wrapped, and afterwards the triggers are again."""
+        was_on, self._on = self._on, False
+        for patches in (self._process, self._model, self._trigger):
+            patches.undo()
+        try:
+            yield
+        finally:
+            if self._active:
+                self._trigger.place()
+            if self._active and was_on:
+                self.turn_on()
+
+    def _imported(self, module: ModuleType) -> None:
+        if not self._active:
+            return
+        self._trigger.place()
+        if self._on and _BASE in sys.modules:
+            self._process.place()
+
+    def _model_imported(self, module: ModuleType) -> None:
+        if self._active and self._on:
+            self._model.place()
