@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MEGATRON := $(VENV)/.megatron
+MINDSPORE := $(VENV)/.mindspore
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
@@ -28,6 +29,12 @@ $(MEGATRON): constraints.txt tests/support/megatron/place.py | $(STAMP)
 	cd tests && ../$(BIN)/python -m support.megatron.place
 	@touch $@
 
+# Two environments of their own inside this one: mindformers pins what the other tests need in other versions. 1.6 GB to
+# fetch, once; kept as long as the lists of their packages are the same.
+$(MINDSPORE): $(wildcard tests/support/mindspore/requirements-*.txt) tests/support/mindspore/place.py | $(STAMP)
+	cd tests && ../$(BIN)/python -m support.mindspore.place
+	@touch $@
+
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
 	$(BIN)/lastgasp demo --out $(OUT)
 
@@ -36,19 +43,20 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What is skipped without Megatron must not be skipped where it is fetched.
+# What is skipped without Megatron or MindSpore must not be skipped where they are fetched.
 test test-full: export TESTS_NEED_MEGATRON := 1
+test test-full: export TESTS_NEED_MINDSPORE := 1
 
-test: lint $(MEGATRON)  ## lint, then all tests but the full matrix
+test: lint $(MEGATRON) $(MINDSPORE)  ## lint, then all tests but the full matrix
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
 
 test-fast: $(STAMP)  ## the tests of a few seconds
 	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)
 
-test-full: lint $(MEGATRON)  ## everything, the whole fault matrix included (long)
+test-full: lint $(MEGATRON) $(MINDSPORE)  ## everything, the whole fault matrix included (long)
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP) $(MEGATRON)  ## the measurements behind the README's table
+bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
 	$(BIN)/python -m benchmarks
 
 clean:  ## remove the environment and what the tests leave

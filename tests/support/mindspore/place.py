@@ -66,7 +66,7 @@ def make(version: str) -> None:
     """
     wanted, stamp = requirements(version).read_text(), _stamp(version)
     folder(version).parent.mkdir(parents=True, exist_ok=True)
-    with folder(version).with_suffix(".lock").open("w") as lock:
+    with folder(version).with_name(f"mindformers-{version}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if stamp.exists() and stamp.read_text() == wanted:
             return
