@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock
-from lastgasp.backends import choose_backend
+from lastgasp.backends import choose_backend, framework_of_taskd, in_taskd_job
 from lastgasp.backends.embedded import EmbeddedGasp
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
@@ -26,9 +26,10 @@ from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import GaspBackend, StateSource
-from lastgasp.steps.attach import Marking, no_mark, no_step, open_recorder
+from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
+from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place, host_identity
 
 log = logging.getLogger("lastgasp")
@@ -104,9 +105,8 @@ class Session:
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
-        self._registry: WorkerRegistry = EmbeddedRegistry(self._processor)
-        self._registered = False
         self.backend = choose_backend()
+        self._registry, self._registered = self._open_registry(marking), False
         self._gasp = self._open_gasp(contact)
         # The hot path: with the embedded engine bound methods of the status word, no extra call in between.
         self.moved, self.updating, self.step_end = self.stand.moved, self._gasp.updating, self._gasp.step_end
@@ -125,10 +125,30 @@ class Session:
         control = Control(self.stand, self._processor, self.gather, self._alone, host)
         return MindioGasp(self.config, self.place, self._source, control)
 
+    def _open_registry(self, marking: Marking | None) -> WorkerRegistry:
+        """Where this worker registers: with TaskD as well, in a job of MindCluster's."""
+        own = EmbeddedRegistry(self._processor)
+        if not in_taskd_job(self.backend, os.environ):
+            return own
+        from lastgasp.backends.ascend.taskd import TaskdRegistry
+
+        limit = MarksConfig().limit_mb if marking is None else marking.config.limit_mb
+        return TaskdRegistry.open(framework_of_taskd(sys.modules), limit, own)
+
+    def _open_recorder(self, marking: Marking | None) -> Recorder | None:
+        """The marks: by mstx where MindCluster collects them, for two writers must not share a rank's directory."""
+        if marking is not None and in_taskd_job(self.backend, os.environ):
+            from lastgasp.backends.ascend.mstx import open_recorder as open_mstx
+
+            found = open_mstx(framework_of_taskd(sys.modules), marking.config, self.place.rank)
+            if found is not None:
+                return found
+        return open_recorder(marking, self.place, self.started_s, self.config.directory)
+
     def _mark(self, marking: Marking | None) -> None:
         if not launched():
             recover_orphans(FLUSH_LIMIT)  # of a job that was killed, and that nobody but the user starts again
-        self.recorder = open_recorder(marking, self.place, self.started_s, self.config.directory)
+        self.recorder = self._open_recorder(marking)
         self.mark: Callable[[str], AbstractContextManager[None]] = no_mark
         self.step: Callable[[int], None] = no_step
         if self.recorder is not None:

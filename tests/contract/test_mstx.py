@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import threading
@@ -15,8 +16,10 @@ import pytest
 from lastgasp.backends.ascend import mstx
 from lastgasp.backends.ascend.mstx import MstxMarks
 from lastgasp.errors import ConfigError, MissingExtra
+from lastgasp.pytorch.ranges import LiveRange, Range, range_of
 from lastgasp.steps import bits
 from lastgasp.steps.marks import Marks
+from lastgasp.steps.settings import MarksConfig
 
 STANDINS = Path(__file__).parent / "ascend_standins"
 
@@ -49,14 +52,37 @@ def test_names_as_taskd_knows_them(npu: Any, marks: MstxMarks) -> None:
         with marks.mark("forward"):
             pass
     marks.step_end()
-    expected = [("step 7", True), ("dataloader", False), ("forward", True), ("step 8", True), ("dataloader", False)]
-    assert starts(npu) == [(name, "default", stream) for name, stream in (*expected, ("forward", True))]
+    names = ("step 7", "forward", "step 8", "forward")
+    assert starts(npu) == [(name, "default", True) for name in names], "torch_npu tells of the data loader itself"
+
+
+def test_what_the_framework_tells_by_itself_is_left_to_it(npu: Any, marks: MstxMarks) -> None:
+    for mark in (
+        marks.define("{}", domain="communication", bit=bits.COMM, stream=True),
+        marks.define("save_checkpoint", bit=bits.SAVE, stream=False),
+        marks.mark("dataloader"),
+    ):
+        with mark:
+            mark.value = 3
+        assert not mark.cancel()
+    assert npu.rows == []
 
 
 def test_other_domains(npu: Any, marks: MstxMarks) -> None:
-    with marks.define("copy", domain="communication", bit=bits.COMM, stream=True):
+    with marks.define("copy", domain="mine", bit=bits.STEP, stream=True):
         pass
-    assert npu.rows == [("start", 1, "copy", "communication", True), ("end", 1, "copy", "communication")]
+    assert npu.rows == [("start", 1, "copy", "mine", True), ("end", 1, "copy", "mine")]
+
+
+def test_ranges_whose_number_is_known_at_their_end(npu: Any, marks: MstxMarks) -> None:
+    """As the adapters have them (`lastgasp.pytorch.ranges`): here the number is one more than the last one's."""
+    step = range_of(marks, marks.define("step {}", bit=bits.STEP, stream=True), bits.STEP, first=41)
+    for number in (41, 42):
+        step.begin()
+        step.end(number)
+    step.begin()
+    assert step.cancel() and not step.cancel()
+    assert [row[2] for row in npu.rows if row[0] == "start"] == ["step 41", "step 42", "step 43"]
 
 
 def test_the_same_object_each_time(marks: MstxMarks) -> None:
@@ -114,6 +140,32 @@ def test_what_adapters_call_is_there() -> None:
     used = ("mark", "define", "step", "step_begin", "step_end", "mask", "switch", "path")
     assert [name for name in used if not hasattr(MstxMarks, name)] == []
     assert [name for name in used if not hasattr(Marks, name) and name not in Marks.__annotations__] == []
+
+
+def test_each_engine_gets_the_ranges_that_suit_it(marks: MstxMarks) -> None:
+    own = Marks.open(rank=0, world_size=1)
+    try:
+        kinds = [type(range_of(m, m.define("x", bit=bits.STEP, stream=True), bits.STEP)) for m in (own, marks)]
+    finally:
+        own.close(remove=True)
+    assert kinds == [Range, LiveRange]
+
+
+def test_groups_go_where_taskds_tool_looks(
+    npu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restored_environ: None
+) -> None:
+    monkeypatch.setenv("GROUP_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("MINDX_TASK_ID", "job-1")
+    monkeypatch.setenv("LD_PRELOAD", "/opt/libmspti.so")
+    found = mstx.open_recorder("pt", MarksConfig(), 3)
+    assert found is not None
+    found.set_groups({"g": {"group_name": "tp", "group_rank": 1, "global_ranks": [2, 3]}})
+    text = (tmp_path / "job-1" / "3" / "parallel_group.json").read_text()
+    assert json.loads(text) == {"g": {"group_name": "tp", "group_rank": 1, "global_ranks": [2, 3]}}
+    assert found.flush(1) and found.close()
+    with found.marks.mark("forward"):
+        pass
+    assert npu.rows == []
 
 
 # -- MindSpore's, and who collects -----------------------------------------------------------------

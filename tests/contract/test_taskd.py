@@ -19,8 +19,13 @@ from lastgasp.backends.ascend import goenv, taskd
 from lastgasp.backends.ascend.evidence import Evidence, evidence
 from lastgasp.backends.ascend.logdir import prepare_log_directory
 from lastgasp.backends.ascend.manager import ManagerConfig, manager_config, run_manager
+from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, ControlError
 from lastgasp.jobs.registry import card_of_this_process
+from lastgasp.session import Session
+from lastgasp.steps.attach import Marking
+from lastgasp.topology import Place, data_parallel
+from support.engine_worker import ToySource
 
 STANDINS = Path(__file__).parent / "ascend_standins"
 POD = {
@@ -185,6 +190,23 @@ def test_a_variable_that_was_set_too_late_is_seen() -> None:
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[('POD_IP', ('10.0.0.1', '10.0.0.2'))]"
     assert "MINDX_TASK_ID" in goenv.GO_VARIABLES
+
+
+# -- in a Session ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variables", "registers"), [({}, True), ({"LASTGASP_BACKEND": "embedded"}, False)])
+def test_a_session_registers_its_worker(
+    api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], registers: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    session = Session(GaspConfig.resolve(tmp_path), place, ToySource(0, tmp_path, {}), None, Marking())
+    session.begin(0, 0)
+    session.close()
+    expected = [("init_taskd_worker", 0, 5000, "pt"), ("start_taskd_worker",), ("destroy_taskd_worker",)]
+    assert api.calls == (expected if registers else [])
 
 
 # -- what a process shows ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lastgasp.errors import ConfigError
 
@@ -84,6 +85,16 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
             VARIABLE, wanted, f"'embedded' here, because {missing}", "Install what is missing, or leave it out."
         )
     return choice
+
+
+def in_taskd_job(choice: Choice, environ: Mapping[str, str]) -> bool:
+    """Whether workers register with TaskD: it is there, nobody has asked for `embedded`, and this is a job of its."""
+    return choice.found("taskd") and bool(environ.get("MINDX_TASK_ID"))
+
+
+def framework_of_taskd(modules: Mapping[str, object]) -> Literal["pt", "ms"]:
+    """TaskD's name of the framework that this process has loaded (facts/taskd.md §1)."""
+    return "ms" if "mindspore" in modules else "pt"
 
 
 def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Attempt, ...]:

@@ -54,3 +54,51 @@ class Range:
         """Forget the begin; whether there was one."""
         began, self.began = self.began, 0
         return began > 0
+
+
+class LiveRange(Range):
+    """The same for marks that cannot be told of a range afterwards (mstx): it is begun and ended as it happens.
+
+    What stands for `{}` in the name must be known when it begins: one more than at the last end.
+    """
+
+    __slots__ = ("expected",)
+
+    def __init__(self, marks: Sink, mark: Any, bit: int) -> None:
+        super().__init__(marks, mark, bit)
+        self.expected = 1
+
+    def begin(self) -> None:
+        """Begin now; what was open is ended."""
+        if self.began:
+            self._mark.end()
+        self.began, self._mark.value = _now(), self.expected
+        self._mark.begin()
+
+    def end(self, value: int = 0) -> None:
+        """End now; without a begin nothing happens."""
+        self.expected = value + 1
+        if self.began:
+            self._mark.end()
+            self.began = 0
+
+    def cancel(self) -> bool:
+        """End it; whether it was open."""
+        was = super().cancel()
+        if was:
+            self._mark.end()
+        return was
+
+
+def range_of(marks: Sink, mark: Any, bit: int, first: int = 1) -> Range:
+    """The range that suits the marks.
+
+    Args:
+        marks, mark, bit: as `Range` has them; marks whose attribute `live` is true are told as it happens.
+        first: what the first one will end with, as far as known.
+    """
+    if not getattr(marks, "live", False):
+        return Range(marks, mark, bit)
+    found = LiveRange(marks, mark, bit)
+    found.expected = first
+    return found

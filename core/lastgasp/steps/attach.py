@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from lastgasp.topology import Place
 
 from .places import profiling_base, task_id
-from .recorder import RecorderOptions, StepRecorder
+from .recorder import DeviceRows, RecorderOptions, StepRecorder
 from .settings import MarksConfig
 
 
@@ -25,6 +27,28 @@ class Marking:
     config: MarksConfig = field(default_factory=MarksConfig)
     framework: str = ""
     device: int = 0
+
+
+class Recorder(Protocol):
+    """The marks of one rank with what belongs to them: the engine's own (`StepRecorder`), or mstx's.
+
+    The Session opens it, hands it to the adapter, and closes it once; nothing of it raises into training.
+    """
+
+    marks: Any
+    """What training marks with (`Marks`)."""
+
+    def set_groups(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell the process groups, for parallel_group.json."""
+
+    def set_device_rows(self, source: DeviceRows) -> None:
+        """Tell readers where the times of the device rows come from."""
+
+    def flush(self, timeout: float) -> bool:
+        """Bring what was marked to disk, within `timeout` seconds; True when it is there."""
+
+    def close(self, timeout: float = ...) -> bool:
+        """The marks are off for good; True when everything is on disk. Twice is fine."""
 
 
 class NoMark:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
 from lastgasp.pytorch.devicemarks import cuda_marks
-from lastgasp.pytorch.ranges import Range, Sink
+from lastgasp.pytorch.ranges import Range, Sink, range_of
 from lastgasp.steps.bits import BIT_OF_MARK, STEP
 from lastgasp.steps.marks import Mark
 from lastgasp_lightning.boundary import before_calls
@@ -63,7 +63,9 @@ class LightningMarks:
     def _step_range(self) -> Range:
         """Its number is known when it ends: in manual optimization a batch may complete several steps."""
         mark, bit = self._marks.define("step {}", bit=STEP, stream=True), STEP
-        return self._device.range("step", mark, bit) if self._device is not None else Range(self._marks, mark, bit)
+        if self._device is not None:
+            return self._device.range("step", mark, bit)
+        return range_of(self._marks, mark, bit, first=self._trainer.global_step + 1)
 
     def _stream(self, name: str) -> _Open:
         bit = BIT_OF_MARK[name]

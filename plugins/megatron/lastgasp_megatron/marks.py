@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lastgasp.pytorch.devicemarks import cuda_marks
-from lastgasp.pytorch.ranges import Range, Sink
+from lastgasp.pytorch.ranges import Range, Sink, range_of
 from lastgasp.steps.bits import BIT_OF_MARK, STEP
 from lastgasp_megatron.communication import MegatronCommunication
 from lastgasp_megatron.patches import Hook, Patches
@@ -52,10 +52,11 @@ class MegatronMarks:
     Args:
         marks: where they go.
         device: what the model is on.
+        first: the iteration that is trained first.
     """
 
-    def __init__(self, marks: Sink, device: torch.device) -> None:
-        self._marks = marks
+    def __init__(self, marks: Sink, device: torch.device, first: int = 1) -> None:
+        self._marks, self._first = marks, first
         self._undo: list[Undo] = []
         self._in_step = self._fetched = False
         self._unseen = {"forward", "backward", "optimizer"}
@@ -75,7 +76,9 @@ class MegatronMarks:
     def _step_range(self) -> Range:
         """Its number is known when it ends."""
         mark = self._marks.define("step {}", bit=STEP, stream=True)
-        return self._device.range("step", mark, STEP) if self._device is not None else Range(self._marks, mark, STEP)
+        if self._device is not None:
+            return self._device.range("step", mark, STEP)
+        return range_of(self._marks, mark, STEP, first=self._first)
 
     def _stream(self, name: str) -> _Open:
         bit = BIT_OF_MARK[name]

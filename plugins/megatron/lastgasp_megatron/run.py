@@ -124,7 +124,7 @@ class Run:
         if recorder is None:
             return
         try:
-            self.marks = marks = MegatronMarks(recorder.marks, device())
+            self.marks = marks = MegatronMarks(recorder.marks, device(), int(self.state.step) + 1)
             self._undo.append(marks.close)
             marks.install(optimizer)
             recorder.set_groups(process_groups())

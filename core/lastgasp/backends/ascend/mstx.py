@@ -1,8 +1,8 @@
 """Marks through mstx, which MindCluster's profiler collects: of torch_npu or of MindSpore.
 
 Same names and the same switch as the embedded engine's marks (`lastgasp.steps.marks.Marks`). Written to disk by TaskD,
-not here: `put`, which records a range that is over, has no counterpart in mstx. Sources: facts/mindformers.md §6,
-facts/taskd.md §6.
+not here: `put`, which records a range that is over, has no counterpart in mstx. What the framework itself tells mstx
+is left to it, or TaskD would see it twice. Sources: facts/mindformers.md §6, facts/taskd.md §6.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from lastgasp._fs import make_directory, write_atomically
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.steps import bits
+from lastgasp.steps.groups import GROUPS_FILE, groups_text
+from lastgasp.steps.marks import HOST_ONLY
+from lastgasp.steps.places import MINDCLUSTER, task_id
+from lastgasp.steps.settings import MarksConfig
 
 log = logging.getLogger("lastgasp")
 
@@ -27,8 +32,11 @@ _DOMAIN = "default"
 class Mstx(Protocol):
     """`torch_npu.npu.mstx`, `mindspore.profiler.mstx`: a range begins and is ended by its id; 0 is no range."""
 
-    def range_start(self, message: str, stream: Any = None, **more: Any) -> int: ...
-    def range_end(self, range_id: int, **more: Any) -> None: ...
+    def range_start(self, message: str, stream: Any = None, **more: Any) -> int:
+        """Begin."""
+
+    def range_end(self, range_id: int, **more: Any) -> None:
+        """End."""
 
 
 class MstxMark:
@@ -89,8 +97,34 @@ class MstxMark:
         return found
 
 
+class _LeftOut:
+    """Stands for what the framework tells mstx by itself."""
+
+    value = bit = name = 0
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def cancel(self) -> bool:
+        """Nothing was open."""
+        return False
+
+    def put(self, *args: object) -> bool:
+        """Nothing."""
+        return False
+
+
+_LEFT_OUT = _LeftOut()
+
+
 class MstxMarks:
-    """The marks of this process, as mstx ranges. In a forked child they are off.
+    """The marks of this process, as mstx ranges.
 
     Args:
         api: where ranges are begun and ended; current_stream: the stream of the calling thread.
@@ -98,34 +132,43 @@ class MstxMarks:
 
     Attributes:
         path: None, there is no ring.
+        live: ranges are told as they happen, and cannot be put afterwards.
     """
 
     path = None
+    live = True
 
     def __init__(self, api: Mstx, current_stream: Callable[[], Any], mask: int = bits.DEFAULT_ON) -> None:
-        self.api, self._current_stream, self._pid = api, current_stream, os.getpid()
+        self.api, self._current_stream = api, current_stream
         self._mask = _checked(mask)
         self._lock = threading.Lock()
         self._defined: dict[tuple[str, str, int, bool], MstxMark] = {}
-        self._by_name: dict[str, MstxMark] = {}
+        self._by_name: dict[str, MstxMark | _LeftOut] = {}
         self._step = self.define("step {}", bit=bits.STEP, stream=True)
 
-    def mark(self, name: str) -> MstxMark:
+    def mark(self, name: str) -> MstxMark | _LeftOut:
         """The mark of that name in the domain `default`, always the same object."""
         found = self._by_name.get(name)
         if found is None:
-            host_only = name in ("dataloader", "save_checkpoint")
-            found = self.define(name, bit=bits.BIT_OF_MARK.get(name, bits.STEP), stream=not host_only)
+            found = self.define(name, bit=bits.BIT_OF_MARK.get(name, bits.STEP), stream=name not in HOST_ONLY)
             self._by_name[name] = found
         return found
 
-    def define(self, text: str, *, domain: str = _DOMAIN, bit: int, stream: bool) -> MstxMark:
+    def define(self, text: str, *, domain: str = _DOMAIN, bit: int, stream: bool) -> MstxMark | _LeftOut:
         """The mark of that name and kind, always the same object; see `Marks.define`."""
+        if domain == "communication" or text in HOST_ONLY:
+            return _LEFT_OUT
         key = (text, domain, bit, stream)
         with self._lock:
             if key not in self._defined:
                 self._defined[key] = MstxMark(self, text, domain, bit, self._current_stream if stream else None)
             return self._defined[key]
+
+    def put(
+        self, mark: Any, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)
+    ) -> bool:
+        """Never: mstx takes no times."""
+        return False
 
     def step(self, number: int) -> None:
         """The open step range ends, that of step `number` begins."""
@@ -145,7 +188,7 @@ class MstxMarks:
 
     @property
     def mask(self) -> int:
-        """What is on (`bits`); setting it is the switch. 0 in a forked child.
+        """What is on (`bits`); setting it is the switch.
 
         Raises:
             ConfigError: set to what is no set of bits.
@@ -210,6 +253,37 @@ def is_collected(env: Mapping[str, str] | None = None, maps: Path = Path("/proc/
     return LIBRARY in (os.environ if env is None else env).get("LD_PRELOAD", "")
 
 
+class MstxRecorder:
+    """What a Session holds of the marks (`steps.attach.Recorder`) where TaskD writes the files.
+
+    Args:
+        marks: what training marks with; directory: the rank's, for parallel_group.json.
+    """
+
+    def __init__(self, marks: MstxMarks, directory: Path) -> None:
+        self.marks, self.directory = marks, directory
+
+    def set_groups(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell the process groups, for parallel_group.json, which TaskD's slow-node tool needs."""
+        try:
+            make_directory(self.directory)
+            write_atomically(self.directory / GROUPS_FILE, groups_text(groups))
+        except OSError as error:
+            log.warning("%s was not written to %s: %s", GROUPS_FILE, self.directory, error)
+
+    def set_device_rows(self, source: str) -> None:
+        """Nothing: the profiler's are the device's own."""
+
+    def flush(self, timeout: float) -> bool:
+        """Nothing waits here."""
+        return True
+
+    def close(self, timeout: float = 0.0) -> bool:
+        """The marks are off."""
+        self.marks.mask = 0
+        return True
+
+
 def open_marks(framework: str, mask: int | None) -> MstxMarks | None:
     """The marks of this rank by mstx; None, and a word on why, where they would go nowhere.
 
@@ -230,3 +304,16 @@ def open_marks(framework: str, mask: int | None) -> MstxMarks | None:
         return None
     api, stream = torch_mstx() if framework == "pt" else mindspore_mstx()
     return MstxMarks(api, stream, mask)
+
+
+def open_recorder(framework: str, config: MarksConfig, rank: int) -> MstxRecorder | None:
+    """What a Session holds of the marks of its rank; None where ranges would go nowhere, and it says so.
+
+    Raises:
+        MissingExtra: the framework has no mstx.
+    """
+    marks = open_marks(framework, config.mask)
+    if marks is None:
+        return None
+    base = Path(os.environ.get("GROUP_BASE_DIR") or MINDCLUSTER / "profiling")
+    return MstxRecorder(marks, base / task_id(0) / str(rank))

@@ -38,9 +38,14 @@ _NEEDED: Mapping[Framework, tuple[str, ...]] = {"pt": ("RANK", "LOCAL_WORLD_SIZE
 class TaskdApi(Protocol):
     """The part of `taskd.api` that is used."""
 
-    def init_taskd_worker(self, rank_id: int, upper_limit_of_disk_in_mb: int, framework: str) -> bool: ...
-    def start_taskd_worker(self) -> bool: ...
-    def destroy_taskd_worker(self) -> bool: ...
+    def init_taskd_worker(self, rank_id: int, upper_limit_of_disk_in_mb: int, framework: str) -> bool:
+        """Once."""
+
+    def start_taskd_worker(self) -> bool:
+        """Afterwards."""
+
+    def destroy_taskd_worker(self) -> bool:
+        """At the end."""
 
 
 class TaskdRegistry:

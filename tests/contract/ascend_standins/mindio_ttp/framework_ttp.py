@@ -1,0 +1,523 @@
+"""The processor's half: one per rank process (facts §2.2, §5, §6, §7.2)."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import importlib.util
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from . import _rules as rules
+from ._rules import seconds, strict, trace
+from .controller_ttp import tft_destroy_controller, tft_init_controller, tft_start_controller
+from .utils import tft_can_do_uce_repair
+
+if importlib.util.find_spec("mindspore" if rules.MINDSPORE else "torch_npu") is None:
+    raise ImportError(f"No module named '{'mindspore' if rules.MINDSPORE else 'torch_npu'}'")
+
+__all__ = [
+    "Action", "OptimizerType", "RepairType", "ReportState", "tft_can_do_uce_repair", "tft_destroy_controller",
+    "tft_destroy_processor", "tft_end_updating_os", "tft_exception_handler", "tft_get_reboot_type",
+    "tft_get_repair_step", "tft_get_repair_type", "tft_init_controller", "tft_init_processor", "tft_is_reboot_node",
+    "tft_pause_train", "tft_report_error", "tft_report_load_ckpt_step", "tft_reset_limit_step",
+    "tft_set_optimizer_replica", "tft_set_step_args", "tft_start_controller", "tft_start_copy_os",
+    "tft_start_processor", "tft_start_updating_os", "tft_wait_next_action",
+]  # fmt: skip
+
+ACTION_TIMEOUT = rules.number("TTP_NORMAL_ACTION_TIME_LIMIT", 180, 30, 1800)
+"""Read at import (§4)."""
+
+
+class Action(Enum):
+    """What a wait returns."""
+
+    RETRY = 0
+    EXIT = 1
+
+
+class OptimizerType(Enum):
+    """Index into the replica info."""
+
+    ATTENTION = 0
+    MOE = 1
+
+
+class ReportState(Enum):
+    """What a rank reports."""
+
+    RS_NORMAL = 0
+    RS_RETRY = 1
+    RS_UCE = 2
+    RS_UCE_CORRUPTED = 3
+    RS_HCCL_FAILED = 4
+    RS_INIT_FINISH = 5
+    RS_PREREPAIR_FINISH = 6
+    RS_STEP_FINISH = 7
+    RS_UNKNOWN = 8
+
+
+class RepairType(Enum):
+    """What a repair handler is to do."""
+
+    RT_SEND = 0
+    RT_UCE_HIGHLEVEL = 1
+    RT_UCE_LOWLEVEL = 2
+    RT_RECV_REPAIR = 3
+    RT_ROLLBACK = 4
+    RT_LOAD_CKPT = 5
+    RT_LOAD_REBUILD = 6
+
+
+_STATUS = {1: 9, 2: 2, 3: 4, 4: 12, 8: 1, 0: 0}
+"""ReportState -> rank status of the controller (§3)."""
+FAULTS = [
+    ("UCE ERROR", "RS_UCE", True), ("HBM MULTI BIT ECC", "RS_UCE", True), ("FORCE STOP", "RS_NORMAL", False),
+    ("ARF FINISH", "RS_PREREPAIR_FINISH", False), ("STEP FINISH", "RS_STEP_FINISH", False),
+    ("HCCL OP RETRY FAILED", "RS_HCCL_FAILED", True), ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED", True),
+]  # fmt: skip
+HANDLERS = (
+    "save_ckpt", "rename", "exit", "stop", "clean", "repair", "rollback", "rebuild_group", "stream_sync",
+    "zit_downgrade_rebuild", "zit_upgrade_rebuild", "zit_upgrade_repair", "zit_upgrade_rollback",
+)  # fmt: skip
+
+
+class _Processor:
+    """This process's; BEGIN -> INITED -> START -> NORMAL -> PAUSE or DUMP -> END (§7.2)."""
+
+    def __init__(self) -> None:
+        self.state, self.rank, self.world = "BEGIN", -1, 0
+        self.uce = False
+        self.wire: rules.Wire | None = None
+        self.handlers: dict[str, tuple[Callable[..., Any], Any]] = {}
+        self.args: Any = None
+        self.step, self.updating, self.status = 0, False, 0
+        self.limit, self.force = 0, False
+        self.dumping = False
+        self.repair_id, self.repair_step, self.replica_sent = 0, 0, False
+        self.exiting = threading.Condition()
+        self.forced = threading.Condition()
+        self.cleaned, self.repaired, self.answered = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+        self.next_action = Action.RETRY.value
+        self.corrupt = False
+
+    # -- threads ----------------------------------------------------------------------------------
+
+    def heartbeats(self) -> None:
+        """Goes on while the GIL is held in the real one; here Python's thread will do."""
+        while self.state != "END":
+            self.beat()
+            time.sleep(seconds(2.0))
+
+    def beat(self) -> None:
+        """Status, step, data status."""
+        if self.wire is not None:
+            self.wire.send(kind="heartbeat", step=self.step, status=self.status, updating=self.updating)
+
+    def listen(self) -> None:
+        """Orders one at a time, on one foreign thread (P): a handler that blocks also blocks later orders."""
+        assert self.wire is not None
+        while (message := self.wire.receive()) is not None:
+            kind = message["kind"]
+            if kind == "registered":
+                self.repair_id = message["repair_id"]
+                self.answered.set()
+            elif kind == "replica_ok":
+                self.answered.set()
+            elif kind == "exit":
+                self.exit()
+            elif kind != "destroyed":
+                self.repair_id = message["repair_id"]
+                result = getattr(self, "do_" + kind)(message)
+                self.wire.send(kind="reply", serial=message["serial"], result=result)
+
+    # -- orders -----------------------------------------------------------------------------------
+
+    def do_prelock(self, message: dict[str, Any]) -> str:
+        """Wait until the data are whole at exactly this step."""
+        self.limit, self.force, self.state = message["step"], False, "PAUSE"
+        trace("prelock", step=self.limit)
+        deadline = time.monotonic() + seconds(30.0)
+        while time.monotonic() < deadline and self.status == 0:
+            if not self.updating and self.step == self.limit:
+                return "ok"
+            if self.step > self.limit:
+                return "retry"
+            time.sleep(0.001)
+        return "timeout"
+
+    def do_save(self, message: dict[str, Any]) -> str:
+        """On a fresh thread (S); P waits for it."""
+        self.state, self.dumping, self.dump_step = "DUMP", True, message["step"]
+        if os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1":
+            if self.do_stop(message) != "ok" or self.do_clean(message) != "ok":
+                return "stop failed"
+            self.parked(5 * seconds(5.0))
+        result: list[str] = []
+        thread = threading.Thread(target=lambda: result.append(self.call_save(message["per_rank"])))
+        thread.start()
+        thread.join()
+        return result[0] if result else "no status: the handler's thread died"
+
+    def call_save(self, info: list[dict[str, Any]]) -> str:
+        return self.call("save_ckpt", self.dump_step, info, self.args)
+
+    def call(self, name: str, *given: Any, ctx: bool = True) -> str:
+        """Exception: failed. A BaseException ends the thread and nobody answers: the whole action hangs."""
+        found = self.handlers.get(name)
+        if found is None:
+            rules.violation(f"no {name} handler is registered")
+            return "failed"
+        trace(name, given=[item for item in given if isinstance(item, int | list)])
+        try:
+            answer = found[0](*given, found[1]) if ctx else found[0](*given)
+        except Exception as error:
+            trace(name + "_failed", error=f"{type(error).__name__}: {error}")
+            return "failed"
+        except BaseException as error:
+            rules.violation(f"the {name} handler raised {type(error).__name__}: nobody answers the controller")
+            raise
+        trace(name + "_done")
+        if name == "clean" and type(answer) is not int:
+            rules.violation(f"the clean handler returned {answer!r}, not 0, 1 or 2")
+        return "ok" if name != "clean" or answer in (0, 2) else "failed"
+
+    def do_rename(self, message: dict[str, Any]) -> str:
+        """Torch gets args and no ctx, MindSpore ctx and no args."""
+        ctx = self.handlers["rename"][1] if "rename" in self.handlers else None
+        return self.call("rename", self.dump_step, ctx if rules.MINDSPORE else self.args, ctx=False)
+
+    def do_stop(self, message: dict[str, Any]) -> str:
+        """Then wait until the main thread reports, for the action limit."""
+        with self.forced:
+            result = self.call("stop", self.args)
+            self.limit, self.force = 0, True
+            if self.status in (0, 1) and not self.forced.wait(seconds(ACTION_TIMEOUT)):
+                result = "the main thread did not leave its loop"
+        return result
+
+    def do_clean(self, message: dict[str, Any]) -> str:
+        """True only where this rank had the UCE."""
+        result = self.call("clean", self.status in (2, 4), self.args)
+        self.next_action = Action.RETRY.value if result == "ok" else Action.EXIT.value
+        self.cleaned.release()
+        return result
+
+    def parked(self, limit: float) -> None:
+        time.sleep(min(0.05, limit))
+
+    def do_repair(self, message: dict[str, Any]) -> str:
+        """On sources and targets."""
+        pairs = message["pairs"]
+        target = self.rank in pairs["dst"]
+        kind = RepairType.RT_UCE_HIGHLEVEL.value if target else RepairType.RT_SEND.value
+        self.repair_step = message["step"]
+        ranks = sorted({*pairs["src"], *pairs["dst"]})
+        info = {"type": [0] * len(pairs["src"]), "repair_type": kind, **pairs, "rank_list": ranks}
+        return self.call("repair", message["step"], target, pairs["dst"], info, self.args)
+
+    def do_rollback(self, message: dict[str, Any]) -> str:
+        self.repair_step = message["step"]
+        return self.call("rollback", message["step"], self.args)
+
+    def do_normal(self, message: dict[str, Any]) -> str:
+        """Back to training."""
+        self.status, self.limit, self.force, self.state = 0, 0, False, "NORMAL"
+        self.step, self.updating = message["step"], False
+        self.beat()
+        self.repaired.release()
+        return "ok"
+
+    def exit(self) -> None:
+        """Torch: 10 s, then os._exit(2). MindSpore: the handler, which must end the process."""
+        trace("exit_came")
+        with self.exiting:
+            self.exiting.notify()
+        self.next_action = Action.EXIT.value
+        self.cleaned.release()
+        self.repaired.release()
+        if rules.MINDSPORE:
+            self.call("exit")
+            rules.violation("the exit handler returned: it must end the process itself")
+        else:
+            _thread.start_new_thread(lambda: (time.sleep(rules.EXIT_WAIT), trace("killed_by_2"), os._exit(2)), ())
+
+    # -- the window -------------------------------------------------------------------------------
+
+    def locked(self, step: int) -> None:
+        """Blocks while the controller holds a step lock; FORCE STOP after a stop (torch only)."""
+        noted = False
+        while self.limit and step >= self.limit:
+            if not noted:
+                trace("blocked", step=step)
+                noted = True
+            time.sleep(0.001)
+        if self.force and not rules.MINDSPORE:
+            self.force = False
+            raise RuntimeError("FORCE STOP. the stand-in's stop order")
+
+
+_p = _Processor()
+
+
+def _on_main(name: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        rules.refuse(f"{name} must be called on the main thread", ValueError)
+
+
+def _not_in_handler(name: str) -> None:
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() and isinstance(thread, threading._DummyThread):
+        rules.violation(f"{name} was called on the message thread: it waits for orders that cannot come any more")
+
+
+def tft_init_processor(
+    rank: int, world_size: int, enable_local_copy: bool, enable_tls: bool = True, tls_info: str = "",
+    enable_uce: bool = True, enable_arf: bool = False, enable_zit: bool = False,
+) -> None:  # fmt: skip
+    """Main thread only; bad values end the process."""
+    _on_main("tft_init_processor")
+    for name, value, kind in (
+        ("rank", rank, int), ("world_size", world_size, int), ("enable_local_copy", enable_local_copy, bool),
+        ("enable_tls", enable_tls, bool), ("tls_info", tls_info, str), ("enable_uce", enable_uce, bool),
+        ("enable_arf", enable_arf, bool), ("enable_zit", enable_zit, bool),
+    ):  # fmt: skip
+        strict(name, value, kind)
+    if not 0 <= rank < world_size <= 100000 or enable_tls or (rules.MINDSPORE and (enable_local_copy or enable_zit)):
+        rules.wrap_exit(f"init_processor({rank}, {world_size}, tls={enable_tls})")
+    if _p.state != "BEGIN":
+        rules.refuse(f"init_processor in state {_p.state}")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: trace("signal_ignored"))
+    rules.rank, _p.rank, _p.world, _p.uce, _p.state = rank, rank, world_size, enable_uce, "INITED"
+    trace("init_processor", limit=ACTION_TIMEOUT, uce=enable_uce, arf=enable_arf, zit=enable_zit)
+
+
+def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
+    """Retries, then ends the process."""
+    for name, value, kind in (("master_ip", master_ip, str), ("port", port, int), ("local_ip", local_ip, str)):
+        strict(name, value, kind)
+    if _p.state != "INITED" or rules.zero_ip(master_ip) or not 1024 <= port <= 65535:
+        rules.wrap_exit(f"start_processor({master_ip!r}, {port}) in state {_p.state}")
+    waits = iter([1, 2, 4, 8, *[10] * 300][: rules.number("TTP_RETRY_TIMES", 10, 1, 300)])
+    while True:
+        try:
+            _p.wire = rules.Wire(socket.create_connection((master_ip, port), timeout=None))
+            break
+        except OSError:
+            if (wait := next(waits, None)) is None:
+                rules.wrap_exit(f"nobody listens at {master_ip}:{port}")
+            time.sleep(seconds(wait))
+    _p.wire.send(kind="register", rank=_p.rank)
+    _thread.start_new_thread(_p.listen, ())  # Python sees a _DummyThread, as with the C++ thread
+    if not _p.answered.wait(seconds(30.0)):
+        rules.wrap_exit("the controller does not answer the registration")
+    _p.answered.clear()
+    _p.state = "NORMAL"
+    _thread.start_new_thread(_p.heartbeats, ())
+    trace("start_processor")
+
+
+def tft_destroy_processor() -> None:
+    """Tells the controller that this rank leaves normally. Can block for ever (§16.1)."""
+    if _p.state in ("BEGIN", "END"):
+        return
+    if _p.wire is not None:
+        _p.wire.send(kind="leave")
+    trace("leave")
+    if os.environ.get("MINDIO_STANDIN_DESTROY") == "hang":
+        threading.Event().wait()
+    _p.state = "END"
+    if _p.wire is not None:
+        _p.wire.close()
+
+
+def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
+    """After the start; the Exception may have no text."""
+    strict("rank", rank, int)
+    if _p.state != "NORMAL" or _p.wire is None:
+        rules.refuse("set_optimizer_replica before start_processor")
+    if not replica_info or not isinstance(replica_info, list):
+        rules.refuse("set_optimizer_replica: no info")
+    for entry in replica_info:
+        ranks, count = entry.get("rank_list"), entry.get("replica_cnt")
+        plain = isinstance(ranks, list) and all(type(r) is int for r in ranks) and type(count) is int
+        if not plain or type(entry.get("replica_shift")) is not int:
+            rules.refuse(f"set_optimizer_replica: {entry}")
+        if not 1 <= count <= len(ranks) or (rules.MINDSPORE and count != len(ranks)):
+            rules.refuse(f"replica_cnt {count} of {len(ranks)}")
+    _p.wire.send(kind="replica", info=replica_info)
+    if not _p.answered.wait(seconds(30.0)):
+        raise Exception
+    _p.replica_sent = True
+    trace("replica", info=replica_info)
+
+
+def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
+    """Must hold this rank."""
+    if type(rank) is not int or not all(type(r) is int for r in dp_rank_list) or rank not in dp_rank_list:
+        rules.refuse(f"set_dp_group_info({rank}, {dp_rank_list})")
+    trace("dp_group", ranks=dp_rank_list)
+
+
+def tft_start_updating_os(backup_step: int = -1) -> None:
+    """Blocks while locked, raises FORCE STOP after a stop, Exception once a dump has begun."""
+    strict("backup_step", backup_step, int)
+    _not_in_handler("tft_start_updating_os")
+    if _p.state == "BEGIN":
+        rules.violation("start_updating before init: the real one says nothing, and nothing is protected")
+    elif not _p.replica_sent or not {"save_ckpt", "stop", "clean"} <= set(_p.handlers):
+        rules.violation("the first update without replica info or without save, stop and clean handlers: no dump")
+    _p.locked(_p.step)
+    if _p.dumping:
+        raise Exception("notify start to updating os failed, error num:1")
+    if backup_step < -1:
+        rules.refuse(f"backup_step {backup_step}")
+    _p.updating = True
+
+
+def tft_end_updating_os(step: int) -> None:
+    """Ignored silently without a start (a violation here: the step is lost); then blocks while locked."""
+    strict("step", step, int)
+    if step < 1:
+        rules.refuse(f"end_updating({step})")
+    if not _p.updating:
+        rules.violation(f"end_updating({step}) without start_updating is ignored: MindIO still stands on {_p.step}")
+        return
+    _p.step, _p.updating = step, False
+    _p.locked(step)
+
+
+def tft_start_copy_os() -> None:
+    """Local copy mode is not used."""
+    rules.violation("start_copy_os without local copy")
+
+
+def tft_set_step_args(args: Any) -> None:
+    """What the handlers get."""
+    if _p.dumping:
+        raise Exception("already start dump, can not set model param")
+    if args is not None:
+        _p.args = args
+
+
+def tft_report_error(error_type: int, error_code: str = "") -> None:
+    """RS_UNKNOWN blocks until the exit notice or the action limit."""
+    strict("error_type", error_type, int)
+    _not_in_handler("tft_report_error")
+    if len(error_code) >= 16 or _p.state not in ("NORMAL", "PAUSE", "DUMP"):
+        rules.refuse(f"report_error({error_type}, {error_code!r}) in state {_p.state}")
+    state = ReportState(error_type)
+    trace("report", state=state.name)
+    _p.status = _STATUS.get(error_type, 0)
+    if _p.state == "NORMAL":
+        _p.state = "PAUSE"
+    _p.beat()
+    if state in (ReportState.RS_NORMAL, ReportState.RS_HCCL_FAILED):
+        with _p.forced:
+            _p.forced.notify()
+    elif state is ReportState.RS_UNKNOWN:
+        with _p.exiting:
+            _p.exiting.wait(seconds(ACTION_TIMEOUT))
+
+
+def tft_wait_next_action() -> int:
+    """No limit."""
+    _not_in_handler("tft_wait_next_action")
+    _p.cleaned.acquire()
+    return _p.next_action
+
+
+def tft_wait_repair_action() -> int:
+    """Not exported by the package's __init__; no limit."""
+    _not_in_handler("tft_wait_repair_action")
+    _p.repaired.acquire()
+    return _p.next_action
+
+
+def tft_get_repair_step() -> int:
+    """0: none."""
+    return _p.repair_step
+
+
+def tft_get_repair_type() -> str:
+    """Sic."""
+    return "retry" if _p.repair_step else "unknow"
+
+
+def tft_is_reboot_node() -> bool:
+    """Once, right after the start."""
+    if _p.state != "NORMAL":
+        rules.violation(f"is_reboot_node in state {_p.state}")
+    trace("is_reboot_node")
+    return _p.repair_id != 0
+
+
+def tft_get_reboot_type() -> str:
+    """arf or hot switch."""
+    return "arf"
+
+
+def tft_reset_limit_step() -> None:
+    """Lifts the lock; the next start raises FORCE STOP."""
+    _p.limit, _p.force = 0, True
+
+
+def tft_pause_train(cur_step: int) -> None:
+    """At the end of every step."""
+    strict("cur_step", cur_step, int)
+
+
+def tft_report_load_ckpt_step(step: int) -> None:
+    """1 or more."""
+    if step < 1:
+        rules.refuse(f"report_load_ckpt_step({step})")
+
+
+def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Only RuntimeError is classified; the first pattern in the message wins; re-entry with the same args (§5)."""
+    if not callable(func):
+        raise TypeError("func must be a callable")
+
+    def wrapper(*args: Any, **more: Any) -> Any:
+        given = list(args)
+        _p.args = given
+        while True:
+            try:
+                result = func(*given, **more)
+                tft_destroy_processor()
+                return result
+            except RuntimeError as error:
+                found = next(((s, n) for s, n, uce in FAULTS if s in str(error) and (_p.uce or not uce)), None)
+                if found is None:
+                    tft_report_error(ReportState.RS_UNKNOWN.value)
+                    raise
+                tft_report_error(ReportState[found[1]].value)
+                if tft_wait_next_action() != Action.RETRY.value or tft_wait_repair_action() != Action.RETRY.value:
+                    time.sleep(rules.EXIT_WAIT)
+                    os._exit(2)
+            except Exception:
+                tft_report_error(ReportState.RS_UNKNOWN.value)
+                raise
+
+    return wrapper
+
+
+def _register(name: str) -> Callable[..., None]:
+    def register(func: Callable[..., Any], ctx: Any = None) -> None:
+        if not callable(func):
+            rules.refuse(f"{name}: not callable", TypeError)
+        _p.handlers[name] = (func, ctx)
+
+    return register
+
+
+for _name in HANDLERS:
+    globals()[f"tft_register_{_name}_handler"] = _register(_name)
+atexit.register(tft_destroy_processor)
