@@ -58,6 +58,10 @@ class Disk:
         """Rename within one file system, over an existing file."""
         os.replace(src, dst)
 
+    def link(self, src: Path, dst: Path) -> None:
+        """Give `src` a second name. Raises OSError where the file system has no links, or not that many."""
+        os.link(src, dst)
+
     def sync_dir(self, directory: Path) -> None:
         """Return when the names in `directory` are on the device."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -19,7 +19,7 @@ SCATTERED = ScatteredLayout(
     pattern=r"rank_(?P<rank>\d+)/(?P<net>.+)_rank_(?P=rank)-(?P<step>\d+)\.bin",
     title=r"\g<net>-\g<step>",
     names=r".+-(?P<step>\d+)",
-    folders="rank_*",
+    folders=("rank_*",),
 )
 
 
@@ -105,6 +105,10 @@ class DyingDisk(Disk):
     def rename(self, src: Path, dst: Path) -> None:
         self._call("rename")
         super().rename(src, dst)
+
+    def link(self, src: Path, dst: Path) -> None:
+        self._call("link")
+        super().link(src, dst)
 
     def sync_dir(self, directory: Path) -> None:
         self._call("sync_dir")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lastgasp._fs import is_temp, remove_stale_temps
+from lastgasp._fs import Disk, is_temp, remove_stale_temps
 from lastgasp.checkpoint import (
     Manifest,
     ScatteredLayout,
@@ -103,9 +105,11 @@ def test_files_beside_each_other(tmp_path: Path) -> None:
     assert verify(path, TENSORFLOW).reasons == ["model-7.index bytes 0-5: content differs from its digest"]
 
 
-@pytest.mark.parametrize(("field", "given"), [("pattern", "("), ("names", "["), ("folders", "a/b")])
-def test_wrong_expressions_are_refused(field: str, given: str) -> None:
-    right = {"pattern": "x", "title": "x", "names": "x", "folders": ""}
+@pytest.mark.parametrize(
+    ("field", "given"), [("pattern", "("), ("names", "["), ("folders", ("a/b",)), ("folders", "a")]
+)
+def test_wrong_expressions_are_refused(field: str, given: Any) -> None:
+    right: dict[str, Any] = {"pattern": "x", "title": "x", "names": "x", "folders": ("",)}
     with pytest.raises(ConfigError, match=field):
         ScatteredLayout(**(right | {field: given}))
 
@@ -245,6 +249,28 @@ def test_files_of_several_processes_become_one(tmp_path: Path) -> None:
     first.publish(provenance(4))
     assert verify(path, SCATTERED).ok
     assert [p.name for p in tmp_path.iterdir() if is_temp(p)] == []
+
+
+class _NoLinks(Disk):
+    def link(self, src: Path, dst: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("disk", [Disk(), _NoLinks()], ids=["links", "no links"])
+def test_one_content_at_several_places(tmp_path: Path, disk: Disk) -> None:
+    path = tmp_path / "net-4"
+    with Staged(path, SCATTERED, disk=disk) as staged:
+        staged.open(scattered_name(0, 4)).write(NEW[0])
+        staged.link(scattered_name(1, 4), scattered_name(0, 4))
+        with pytest.raises(ConfigError, match="each once"):
+            staged.link(scattered_name(1, 4), scattered_name(0, 4))
+        with pytest.raises(ConfigError, match="same_as"):
+            staged.link(scattered_name(3, 4), scattered_name(2, 4))
+        staged.publish(provenance(4))
+    assert verify(path, SCATTERED).ok
+    places = [tmp_path / scattered_name(rank, 4) for rank in (0, 1)]
+    assert [place.read_bytes() for place in places] == [NEW[0]] * 2
+    assert places[0].samefile(places[1]) == (not isinstance(disk, _NoLinks))
 
 
 @pytest.mark.parametrize("relative", ["../x", "rank_0/net_rank_0-5.bin", "rank_0/net_rank_1-4.bin", "net-4", "/x"])

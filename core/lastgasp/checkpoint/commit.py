@@ -25,11 +25,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from lastgasp._fs import DISK, Disk, locked, make_directory, replace_durably, unique_temp, write_atomically
 from lastgasp.errors import CheckpointError, ConfigError
 from lastgasp.ports import Layout
 
-from .digest import HashingWriter
+from .digest import READ_SIZE, HashingWriter
 from .layout import next_path
 from .manifest import FileEntry, Manifest, Provenance, build, encode
 from .moving import set_aside
@@ -80,6 +82,33 @@ class Staged:
         writer = HashingWriter(self._disk.create(path, direct=True), sha256=self._sha256, disk=self._disk)
         self._writers[relative] = writer
         return writer
+
+    def link(self, relative: str, same_as: str) -> None:
+        """Put what `open` has written for `same_as` at a second place: a hard link, or a copy where links are refused.
+
+        Seals that file; write to it before.
+
+        Raises:
+            ConfigError: the path may not stand here (as `open`), or `same_as` was not opened.
+            OSError: the disk refused.
+        """
+        if same_as not in self._writers:
+            raise ConfigError("same_as", same_as, f"one of {sorted(self._writers)}", "Open and write it first.")
+        writer, path, source = self._writers[same_as], self._temp_path(relative), self._temp_path(same_as, new=False)
+        writer.finish()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._disk.link(source, path)
+        except OSError:
+            self._copy(source, relative)
+        else:
+            self._adopted[relative] = msgspec.structs.replace(writer.entry(same_as), path=relative)
+
+    def _copy(self, source: Path, relative: str) -> None:
+        writer = self.open(relative)
+        with source.open("rb", buffering=0) as file:
+            while piece := file.read(READ_SIZE):
+                writer.write(piece)
 
     @property
     def nbytes(self) -> int:
@@ -230,10 +259,10 @@ class Staged:
         parts = tuple(relative.split("/"))
         return parts if self._scattered else parts[1:]
 
-    def _temp_path(self, relative: str) -> Path:
+    def _temp_path(self, relative: str, new: bool = True) -> Path:
         parts = self._inside(relative)
         others = self._writers.keys() | self._adopted.keys()
-        mixed = relative in others
+        mixed = new and relative in others
         if self._scattered:
             belongs = self._layout.owns(self.target, relative)
         else:

@@ -30,7 +30,7 @@ class ScatteredLayout:
         title: the name of its checkpoint, a template with the groups of `pattern` (as `re.Match.expand` takes it).
         names: regular expression that every such name matches in full, so that manifests of other layouts are left
             alone. Its group `step`, where it has one, is the step.
-        folders: shell pattern of the folders that hold files; empty: they lie in the directory itself.
+        folders: shell patterns of the folders that hold files; the empty one is the directory itself.
 
     Raises:
         ConfigError: an expression that cannot be compiled, or a folder pattern with a slash.
@@ -39,7 +39,7 @@ class ScatteredLayout:
     pattern: str
     title: str
     names: str
-    folders: str = ""
+    folders: tuple[str, ...] = ("",)
     name: str = field(default="scattered", init=False)
 
     def __post_init__(self) -> None:
@@ -48,8 +48,9 @@ class ScatteredLayout:
                 re.compile(value)
             except re.error as error:
                 raise ConfigError(field_name, value, "a regular expression", f"{error}.") from error
-        if "/" in self.folders:
-            raise ConfigError("folders", self.folders, "a name pattern such as 'rank_*'", "Files lie one level deep.")
+        if isinstance(self.folders, str) or any("/" in folder for folder in self.folders):
+            allowed = "name patterns such as ('rank_*',)"
+            raise ConfigError("folders", self.folders, allowed, "Files lie one level deep.")
 
     def discover(self, directory: Path) -> Iterable[Path]:
         """The checkpoints that files belong to, and names that only a manifest is left of."""
@@ -93,12 +94,12 @@ class ScatteredLayout:
                 yield relative, title
 
 
-def _files_in(directory: Path, folders: str) -> Iterator[str]:
-    """Relative paths of what is not hidden in `directory`, or in its folders of that pattern."""
+def _files_in(directory: Path, folders: tuple[str, ...]) -> Iterator[str]:
+    """Relative paths of what is not hidden in `directory`, and in its folders of those patterns."""
     for name in _visible(directory):
-        if not folders:
+        if "" in folders:
             yield name
-        elif fnmatchcase(name, folders):
+        if any(folder and fnmatchcase(name, folder) for folder in folders):
             yield from (f"{name}/{inner}" for inner in _visible(directory / name))
 
 
