@@ -11,3 +11,13 @@ GAVE_UP = 85
 
 NO_PROGRESS = 86
 """The launcher stopped: three restarts in a row completed no new step."""
+
+REFUSED = 87
+"""A rank refused to start, and says why; another try would end the same way, so the launcher stopped."""
+
+_ENDINGS = {"saved": SAVED, "nothing_to_save": NOTHING_TO_SAVE, "gave_up": GAVE_UP}
+
+
+def of_ending(ending: str) -> int | None:
+    """The launcher's code for how its last recovery ended (`events.Ending`); None when there was none."""
+    return _ENDINGS.get(ending)

@@ -11,7 +11,9 @@ import click
 
 from lastgasp import exitcodes
 from lastgasp.errors import MissingExtra
-from lastgasp.launch.framework import STARTERS, split_framework
+from lastgasp.launch.framework import EXTRAS, STARTERS, split_framework
+from lastgasp.launch.msrun import FRAMEWORK, msrun_arguments
+from lastgasp.launch.msrun import launch as msrun
 
 _DEFAULTS = {"--max-restarts": "32767", "--monitor-interval": "0.01"}
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
@@ -21,6 +23,7 @@ EPILOG = """
 Examples:
   lastgasp run --nproc-per-node 2 train.py --epochs 3
   lastgasp run --nproc-per-node 8 --framework megatron pretrain_gpt.py --save ckpts --load ckpts ...
+  lastgasp run --framework mindspore --worker_num 8 --local_worker_num 8 run_mindformer.py --config llama.yaml
 """
 
 
@@ -36,9 +39,21 @@ def run(arguments: tuple[str, ...]) -> None:
     restarts in a row without a new step), --monitor-interval 0.01, and --standalone for a job on one node.
     With --framework megatron the script needs no line of lastgasp.
 
+    With --framework mindspore in front it takes msrun's options in place of torchrun's; --join is True unless given.
+    The logs of an attempt that failed are kept as worker_0.attempt0.log.
+
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
     86 no progress, 1 anything else.
     """
+    os.environ["LASTGASP_LAUNCHER"] = "run"
+    under_msrun = msrun_arguments(arguments)
+    if under_msrun is not None:
+        _require(FRAMEWORK)
+        sys.exit(msrun(under_msrun))
+    _under_torchrun(list(arguments))
+
+
+def _under_torchrun(arguments: list[str]) -> None:
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import get_args_parser
@@ -46,9 +61,8 @@ def run(arguments: tuple[str, ...]) -> None:
         from lastgasp.launch.main import last_ending, launch
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "lightning") from error
-    os.environ["LASTGASP_LAUNCHER"] = "run"
     try:
-        split = split_framework(list(arguments), get_args_parser())
+        split = split_framework(arguments, get_args_parser())
         _require(split.framework)
         launch(with_defaults(split.arguments, get_args_parser()))
     except ChildFailedError as error:
@@ -58,7 +72,7 @@ def run(arguments: tuple[str, ...]) -> None:
 
 def _require(framework: str | None) -> None:
     if framework is not None and importlib.util.find_spec(STARTERS[framework].partition(".")[0]) is None:
-        raise MissingExtra(STARTERS[framework].partition(".")[0], framework)
+        raise MissingExtra(STARTERS[framework].partition(".")[0], EXTRAS[framework])
 
 
 def with_defaults(arguments: list[str], parser: ArgumentParser) -> list[str]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from lastgasp.errors import ConfigError
 
-STARTERS = {"megatron": "lastgasp_megatron.start"}
+STARTERS = {"megatron": "lastgasp_megatron.start", "mindspore": "lastgasp_mindformers.start"}
 """Module to run instead of the script; it installs the plugin and then runs the script as `__main__`."""
+EXTRAS = {"megatron": "megatron", "mindspore": "mindformers"}
+"""What `pip install lastgasp[...]` brings each with."""
 OPTION = "--framework"
 
 
@@ -42,6 +44,9 @@ def split_framework(arguments: list[str], parser: ArgumentParser) -> Split:
         return Split(None, arguments)
     if parsed.framework not in STARTERS:
         raise ConfigError(OPTION, parsed.framework, f"one of {sorted(STARTERS)}", "Fix it or leave it out.")
+    if parsed.framework == "mindspore":
+        allowed = "in front, or among options of msrun: this job is started by msrun and not by torchrun"
+        raise ConfigError(OPTION, parsed.framework, allowed, "See `msrun --help` for its options.")
     if parsed.no_python:
         raise ConfigError(
             "--no-python", True, f"a Python script with {OPTION}", "Call lastgasp_megatron.install() in the program."

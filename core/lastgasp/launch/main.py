@@ -11,12 +11,6 @@ from lastgasp import exitcodes
 from lastgasp.launch import agent
 from lastgasp.launch.torchrun_hook import swap_agent
 
-_CODES = {
-    "saved": exitcodes.SAVED,
-    "nothing_to_save": exitcodes.NOTHING_TO_SAVE,
-    "gave_up": exitcodes.GAVE_UP,
-}
-
 
 def launch(arguments: list[str]) -> None:
     """Run one job to its end.
@@ -34,4 +28,4 @@ def launch(arguments: list[str]) -> None:
 
 def last_ending() -> int | None:
     """The exit code for how the last recovery of this launcher ended; None when there was none."""
-    return _CODES.get(agent.last_ending)
+    return exitcodes.of_ending(agent.last_ending)

@@ -6,13 +6,15 @@ import logging
 import os
 import socket
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.serve import ControllerThread, new_token
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 log = logging.getLogger("lastgasp.launch")
 

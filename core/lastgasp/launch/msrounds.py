@@ -1,0 +1,140 @@
+"""Which controller the ranks of a job under msrun get, and what it says about them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from lastgasp.errors import ConfigError
+from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.launch.rounds import HOLD_WITHOUT_CONTROLLER
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the controller is.
+
+    Attributes:
+        job: the same on all nodes and in all attempts.
+        host, port: where it listens; port 0 takes any.
+        token: the job's secret.
+        here: it is this launcher's to start.
+    """
+
+    job: str
+    host: str
+    port: int
+    token: str
+    here: bool
+
+
+def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -> Plan:
+    """Decide it. Pure but for the environment and a fresh secret.
+
+    Args:
+        worker_num, local_worker_num: msrun's.
+        master: `address:port` of msrun's scheduler; names the job where it spans nodes.
+        is_master: the scheduler runs on this node.
+
+    Raises:
+        ConfigError: several nodes, and no address or no secret that all of them know.
+    """
+    env = os.environ
+    address, token = env.get("LASTGASP_CONTROLLER", ""), env.get("LASTGASP_TOKEN", "")
+    if local_worker_num >= worker_num:
+        job = env.get("LASTGASP_JOB") or env.get("MINDX_TASK_ID") or uuid.uuid4().hex[:12]
+        return Plan(job=job, host=_LOOPBACK, port=0, token=new_token(), here=True)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        allowed = f"host:port of node 0 on the training network, because this node has {local_worker_num} of "
+        remedy = "Set it, and LASTGASP_TOKEN, to the same on every node; the port must be free on node 0."
+        raise ConfigError("LASTGASP_CONTROLLER", address or None, f"{allowed}{worker_num} workers", remedy)
+    if not token:
+        remedy = "Set it to the same secret on every node, such as the output of `openssl rand -hex 32`."
+        raise ConfigError("LASTGASP_TOKEN", None, "a secret that all nodes of the job share", remedy)
+    job = env.get("LASTGASP_JOB") or env.get("MINDX_TASK_ID") or master
+    return Plan(job=job, host=host, port=int(port), token=token, here=is_master)
+
+
+class MsRounds:
+    """Starts the controller with the first attempt and keeps it for all of them.
+
+    Args:
+        where: what `plan` decided.
+
+    Attributes:
+        number: of the attempt, from 0; -1 before the first.
+
+    Raises (constructor):
+        ConfigError: the controller cannot listen there.
+    """
+
+    def __init__(self, where: Plan) -> None:
+        self._plan, self.number = where, -1
+        self._controller: ControllerThread | None = None
+        if where.here:
+            try:
+                self._controller = ControllerThread(where.token, where.host, where.port)
+            except OSError as error:
+                remedy = f"{error.strerror or error}. Set it to a free port of this node's address."
+                value = f"{where.host}:{where.port}"
+                raise ConfigError("LASTGASP_CONTROLLER", value, "an address of this node", remedy) from error
+
+    @classmethod
+    def of(cls, args: Any, is_master: bool) -> MsRounds:
+        """For msrun's parsed command line."""
+        master = f"{args.master_addr}:{args.master_port}"
+        return cls(plan(args.worker_num, args.local_worker_num, master, is_master))
+
+    def begin(self) -> dict[str, str]:
+        """The next attempt begins.
+
+        Returns:
+            What its workers find in their environment.
+        """
+        self.number += 1
+        end = self._controller.endpoint if self._controller is not None else None
+        return {
+            "LASTGASP_JOB": self._plan.job,
+            "LASTGASP_ATTEMPT": str(self.number),
+            "LASTGASP_CONTROLLER": end.address if end else f"{self._plan.host}:{self._plan.port}",
+            "LASTGASP_TOKEN": self._plan.token,
+            "LASTGASP_LAUNCHER": "run",
+        }
+
+    def in_use(self) -> bool:
+        """A rank of this attempt has joined; taken for granted where the controller is on another node."""
+        return self._controller is None or self._controller.in_use(self.number)
+
+    def report_exit(self, rank: int, how: str) -> None:
+        """A worker of this node ended."""
+        if self._controller is not None and self._controller.in_use(self.number):
+            self._controller.report_exit(rank, how)
+
+    def over_for(self) -> float | None:
+        """Seconds since the recovery ended, as far as this node knows."""
+        return None if self._controller is None else self._controller.over_for(self.number)
+
+    def progressed(self) -> bool:
+        """A new step was completed; a node without the controller leaves that judgement to the first."""
+        return self._controller is None or self._controller.progressed(self.number)
+
+    def hold_limit(self) -> float:
+        """Seconds that survivors may take."""
+        return HOLD_WITHOUT_CONTROLLER if self._controller is None else self._controller.hold_limit()
+
+    def close(self) -> str:
+        """Stop the controller; idempotent.
+
+        Returns:
+            How the last recovery ended, empty when there was none.
+        """
+        if self._controller is None:
+            return ""
+        ending = self._controller.last_ending(self.number)
+        self._controller.stop()
+        return ending

@@ -1,0 +1,222 @@
+"""One job under msrun, from its first attempt to its end: watch, hold for the savers, restart all, or stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lastgasp import _clock, exitcodes
+from lastgasp.gasp.deathwatch import describe_exit
+from lastgasp.gasp.resetfile import ResetWatch
+from lastgasp.launch import orphans
+from lastgasp.launch.msrounds import MsRounds
+from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
+from lastgasp.launch.restarts import Restarts
+from lastgasp.steps.recover import recover_orphans
+
+log = logging.getLogger("lastgasp.launch")
+
+LOOK = 0.02
+"""Seconds between two looks at the workers; the controller sees a death by itself, and sooner."""
+LEAVE = 15.0
+"""Seconds that released workers get to leave by themselves."""
+STOP = 30.0
+"""Seconds that workers which do not use lastgasp get to end when the job is told to stop."""
+DIE = 10.0
+"""Seconds that killed workers get to give their memory back."""
+SHOW = 1.0
+"""Seconds that showing the end of the logs may take."""
+SCHEDULER = 10.0
+"""Seconds that msrun's scheduler gets to end after the last worker."""
+MARKS_LIMIT = 5.0
+"""Seconds that writing the last step marks of killed workers may take."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Watch:
+    """Runs the job when msrun hands over.
+
+    Args:
+        manager: msrun's process manager.
+        args: msrun's parsed command line.
+
+    Attributes:
+        code: the launcher's exit code, once `run` has returned.
+    """
+
+    def __init__(self, manager: Any, args: Any) -> None:
+        self._manager = manager
+        self._rounds = MsRounds.of(args, bool(manager.is_master))
+        self._restarts = Restarts(always=True)
+        self._workers: list[Worker] = []
+        self._mark = ""
+        self._told: signal.Signals | None = None
+        self._ending = ""
+        self.code = 1
+
+    def run(self) -> None:
+        """The whole job; never raises for a fault of its workers."""
+        reset = ResetWatch(_stop_this_launcher)
+        with self._signals():
+            try:
+                self.code = self._attempts()
+            finally:
+                reset.close()
+                self._end()
+        if self._told is not None and self.code != 0:
+            self.code = exitcodes.of_ending(self._ending) or 128 + self._told
+
+    # -- attempts ---------------------------------------------------------------------------------
+
+    def _attempts(self) -> int:
+        while True:
+            self._start()
+            if self._good():
+                return 0
+            if self._told is not None:
+                self._stop()
+                return 128 + self._told
+            self._hold()
+            self._clear()
+            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._rounds.progressed())
+            if self._restarts.hopeless:
+                sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
+                return exitcodes.NO_PROGRESS
+            if self._told is not None:
+                return 128 + self._told
+
+    def _start(self) -> None:
+        recover_orphans(MARKS_LIMIT)
+        self._mark = orphans.new_mark()
+        os.environ.update(self._rounds.begin() | {orphans.MARK: self._mark})
+        self._require_scheduler()
+        self._manager.start_all_workers()
+        self._workers = workers_of(self._manager.monitor_rank_status([-1]))
+
+    def _require_scheduler(self) -> None:
+        """The ranks meet through it, and one that has died is never found."""
+        process = self._manager.msn_process
+        if process is not None and process.poll() is not None:
+            log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
+            self._manager.start_scheduler()
+
+    def _good(self) -> bool:
+        """Wait until all have ended well, or one has not, or this launcher is told to stop."""
+        while self._told is None:
+            codes = [worker.code() for worker in self._workers]
+            if any(codes):
+                return False
+            if all(code == 0 for code in codes):
+                return True
+            time.sleep(LOOK)
+        return False
+
+    def _hold(self) -> None:
+        """Let the survivors save and leave; msrun itself would kill them at once."""
+        known: set[int] = set()
+        deadline = _clock.monotonic() + self._rounds.hold_limit()
+        while True:
+            for worker in self._workers:
+                code = worker.code()
+                if code and worker.rank not in known:
+                    known.add(worker.rank)
+                    log.warning("rank %d %s", worker.rank, describe_exit(code))
+                    self._rounds.report_exit(worker.rank, describe_exit(code))
+            over = self._rounds.over_for()
+            if not self._running() or not self._rounds.in_use() or (over is not None and over > LEAVE):
+                return
+            if _clock.monotonic() > deadline:
+                log.error("the survivors did not finish within %g s: ending them", self._rounds.hold_limit())
+                return
+            time.sleep(LOOK)
+
+    def _stop(self) -> None:
+        """This launcher was told to stop: the workers save, and leave."""
+        for worker in self._running():
+            worker.tell(signal.SIGTERM)
+        deadline = _clock.monotonic() + max(STOP, self._rounds.hold_limit())
+        while self._running() and _clock.monotonic() < deadline:
+            time.sleep(LOOK)
+        self._clear()
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.code() is None]
+
+    # -- cleaning up ------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """Nothing of the attempt is left; its logs are kept under the attempt's number."""
+        logs = [worker.log for worker in self._workers if worker.log is not None]
+        self._show(logs)
+        self._manager.kill_workers([-1])
+        kept = keep_logs(self._workers, self._rounds.number)
+        if kept:
+            log.warning("logs of attempt %d: %s", self._rounds.number, " ".join(map(str, kept)))
+        self._reap()
+
+    def _show(self, logs: list[Path]) -> None:
+        readers = [process.pid for process in self._manager.tail_cgn_processes if process is not None]
+        wait_shown(readers, logs, SHOW)
+
+    def _reap(self) -> None:
+        command = [self._manager.cmd, *self._manager.cmd_args]
+        deadline = _clock.monotonic() + DIE
+        while self._running() and _clock.monotonic() < deadline:
+            time.sleep(LOOK)
+        for worker in self._workers:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(worker.pid, os.WNOHANG)
+        if self._mark:
+            orphans.reap(self._mark, command)
+        self._mark = ""
+
+    def _end(self) -> None:
+        """The last attempt is over, well or not; also when we are leaving by an exception."""
+        if self.code == 0:
+            self._show([worker.log for worker in self._workers if worker.log is not None])
+            self._manager.kill_tail_log_processes()
+            self._mark = ""  # what a good job leaves running, it means to
+        else:
+            self._manager.kill_workers([-1])
+            self._reap()
+        self._end_scheduler()
+        self._ending = self._rounds.close()
+        recover_orphans(MARKS_LIMIT)
+
+    def _end_scheduler(self) -> None:
+        process = self._manager.msn_process
+        if process is None:
+            return
+        try:
+            process.wait(SCHEDULER if self.code == 0 else 0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            if before[number] is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._tell)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        self._told = self._told or signal.Signals(number)
+
+
+def _stop_this_launcher() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
