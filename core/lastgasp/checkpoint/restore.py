@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from .candidates import Candidate, candidates
 from .progress import progress_bar
 from .quarantine import quarantine as move_away
 from .verify import verify
+
+_log = logging.getLogger("lastgasp")
 
 
 def newest_good(
@@ -35,6 +38,8 @@ def newest_good(
     for candidate in found:
         reasons, proven = _judge(candidate, layout)
         if not reasons:
+            for worse, why, _ in rejected:
+                _log.warning("%s is not used: %s", worse.path, "; ".join(why))
             _quarantine_all(rejected if quarantine else [], layout)
             return candidate
         rejected.append((candidate, reasons, proven))

@@ -7,11 +7,16 @@ from pathlib import Path
 from lastgasp.checkpoint import Candidate, DirectoryLayout, SingleFile, candidates
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
-from lastgasp.pytorch.layout import FORMAT as PYTORCH
 from lastgasp.pytorch.layout import PlainFiles
+from lastgasp.tensorflow.layout import LAYOUT
 
 LIGHTNING, MEGATRON, PLAIN = SingleFile(".ckpt"), DirectoryLayout("iter_*"), PlainFiles()
-LAYOUTS: dict[str, Layout] = {"lightning": LIGHTNING, "megatron": MEGATRON, PYTORCH: PLAIN}
+LAYOUTS: dict[str, Layout] = {
+    "lightning": LIGHTNING,
+    "megatron": MEGATRON,
+    "tensorflow": LAYOUT,
+    "pytorch": PLAIN,
+}
 """By the name of their format. What two of them find belongs to the first."""
 
 
@@ -30,5 +35,5 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
 
 def nothing_in(directory: Path) -> ConfigError:
     """The error for a directory without checkpoints."""
-    allowed = "a directory with *.ckpt, *.pt or *.pth files or iter_* directories"
+    allowed = "a directory with *.ckpt, *.pt or *.pth files, TensorFlow's *.index with *.data-*, or iter_* directories"
     return ConfigError("DIR", str(directory), allowed, "Give the checkpoint directory.")

@@ -14,6 +14,8 @@ from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
 from lastgasp.checkpoint.whole import torch_problem
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout
+from lastgasp.tensorflow.bundle import content_problem
+from lastgasp.tensorflow.prefixes import whole_problem
 
 from ._layouts import find, nothing_in
 
@@ -56,9 +58,10 @@ def manifest(directory: Path, as_json: bool) -> None:
     """Give every checkpoint in DIR that has no manifest one, from the bytes that are there now.
 
     From then on a change of them is seen. Those that can be told not to be whole are refused: files of torch.save
-    with a wrong checksum, and iterations behind Megatron's tracker, whose save was not finished. Nothing else is
-    changed, and checkpoints that have a manifest are left alone. Plain files without a step in their names count from
-    0, in the order in which they were last written.
+    with a wrong checksum, TensorFlow's that lack a file or bytes (or, up to 256 MB, have a wrong checksum), and
+    iterations behind Megatron's tracker, whose save was not finished. Nothing else is changed, and checkpoints that
+    have a manifest are left alone. Plain files without a step in their names count from 0, in the order in which they
+    were last written.
     """
     rows = adopt_all(directory)
     if as_json:
@@ -111,6 +114,8 @@ def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
     latest = _tracked(candidate.path.parent)
     if format == "megatron" and latest is not None and (candidate.step or 0) > latest:
         return f"{TRACKER} says {latest}: its save was not finished"
+    if format == "tensorflow":
+        return whole_problem(candidate.path) or content_problem(candidate.path)
     for name, path in sorted(data_files(candidate.path, layout).items()):
         if path.suffix in ENDINGS and (problem := torch_problem(path)):
             return f"{name}: {problem}"

@@ -1,0 +1,54 @@
+"""How TensorFlow's checkpoints lie: `ckpt-7.index` and `ckpt-7.data-00000-of-00001` are `ckpt-7`, which no file is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from lastgasp.checkpoint import ScatteredLayout
+
+FORMAT = "tensorflow"
+"""`format` in the manifests."""
+_SHARD = re.compile(r"(.+)\.data-\d{5}-of-(\d{5})")
+
+
+class TensorFlowLayout(ScatteredLayout):
+    """Object-based checkpoints (`tf.train.Checkpoint`) and those of `Saver` in its second format.
+
+    The checkpoint is what TensorFlow calls the prefix; its manifest is `<prefix>.manifest.json`. The state file
+    `checkpoint` is no part of any. The step is the number that the prefix ends with: TensorFlow's save counter, unless
+    the caller of `save` gave another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            pattern=r"(?P<prefix>.+)\.(?:index|data-\d{5}-of-\d{5})",
+            title=r"\g<prefix>",
+            names=r".+-(?P<step>\d+)",
+        )
+        self.name = "tensorflow"
+
+    def discover(self, directory: Path) -> Iterable[Path]:
+        """Prefixes that have data, and names that only a manifest is left of; a lone `.index` is somebody else's."""
+        for path in super().discover(directory):
+            if self.manifest_path(path).exists() or any(_SHARD.fullmatch(name) for name in self.files(path)):
+                yield path
+
+
+LAYOUT = TensorFlowLayout()
+
+
+def absent(checkpoint: Path) -> list[str]:
+    """Names of files that the names of the others ask for and that are not there, sorted."""
+    names = set(LAYOUT.files(checkpoint))
+    totals = {int(match[2]) for name in names if (match := _SHARD.fullmatch(name))}
+    stem = checkpoint.name
+    wanted = {f"{stem}.data-{i:05}-of-{total:05}" for total in totals or {1} for i in range(total)}
+    return sorted((wanted | {f"{stem}.index"}) - names)
+
+
+def stands(checkpoint: Path) -> bool:
+    """Whether its index is there: TensorFlow writes it last."""
+    return os.path.isfile(f"{checkpoint}.index")

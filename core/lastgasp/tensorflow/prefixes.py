@@ -1,0 +1,135 @@
+"""`seal` what TensorFlow has just saved, and find the `newest_good` prefix after a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import overload
+
+from lastgasp import checkpoint
+from lastgasp._fs import locked, write_atomically
+from lastgasp.checkpoint import Candidate, Provenance, candidates
+from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manifest
+from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
+
+from . import statefile
+from .bundle import structure_problem
+from .layout import FORMAT, LAYOUT, absent, stands
+
+log = logging.getLogger("lastgasp")
+_START_REMEDY = (
+    "Refusing to return None, which means an empty directory. Restore one of them, `lastgasp manifest` those that were "
+    "written without lastgasp and that you trust, or move them and the file `checkpoint` away to start anew."
+)
+
+
+@overload
+def seal(prefix: str | os.PathLike[str], *, step: int | None = None) -> str: ...
+@overload
+def seal(prefix: None, *, step: int | None = None) -> None: ...
+def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> str | None:
+    """Make a checkpoint that TensorFlow has written durable, and give it a manifest: `seal(manager.save())`.
+
+    On the chief alone where several workers share one directory. Manifests of checkpoints that the manager has removed
+    go.
+
+    Args:
+        prefix: what `save` or `write` returned; None (a manager that was not due) does nothing.
+        step: what `newest_good` sorts by; by default the number that the prefix ends with, else 0. Among equals, the
+            one sealed last is the newest.
+
+    Returns:
+        The prefix as it was given.
+
+    Raises:
+        CheckpointError: it is not whole: a file is missing or shorter than its index says.
+        ConfigError: the prefix is no path on this machine, or the step is negative.
+        OSError: the disk refused.
+    """
+    if prefix is None:
+        return None
+    path = _path(prefix, "prefix")
+    if step is not None and (isinstance(step, bool) or step < 0):
+        raise ConfigError("step", step, "an integer of at least 0", "Give the number of completed updates.")
+    if problem := whole_problem(path):
+        raise CheckpointError(
+            f"{path} is not whole: {problem}. Seal what save() returned; where it saves in the background, call "
+            "checkpoint.sync() first."
+        )
+    number = LAYOUT.step(path) or 0 if step is None else int(step)
+    made_by = Provenance(format=FORMAT, step=number, kind="periodic", job=os.environ.get("LASTGASP_JOB") or "local")
+    write_manifest(path, LAYOUT, made_by, read_entries(path, LAYOUT))
+    with contextlib.suppress(OSError), locked(path.parent):
+        remove_orphans(path.parent, LAYOUT)
+    return os.fspath(prefix)
+
+
+def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -> str | None:
+    """The prefix of the newest checkpoint in `directory` that verifies, for `restore`; None in an empty one.
+
+    The state file `checkpoint` is repaired where it is missing, unreadable, or names something else, damaged or gone.
+    Call it before you make a `CheckpointManager`, which reads that file once.
+
+    Args:
+        directory: where to look, not below.
+        quarantine: whether newer ones that are proven bad are moved to a directory `<prefix>.corrupt`, with the reason
+            beside it.
+
+    Raises:
+        NoGoodCheckpoint: there are checkpoints, or the state file names one, and none verifies; nothing was changed.
+        ConfigError: the directory cannot be listed.
+    """
+    folder = _path(directory, "directory")
+    try:
+        found = checkpoint.newest_good([folder], LAYOUT, quarantine)
+    except NoGoodCheckpoint as error:
+        raise NoGoodCheckpoint(error.directory, error.reasons, _START_REMEDY) from None
+    if found is None:
+        _refuse_what_is_named(folder)
+        return None
+    try:
+        _repair(folder, found)
+    except OSError as error:
+        log.warning("%s could not be repaired: %s. Restore from %s", folder / statefile.NAME, error, found.path)
+    return str(found.path)
+
+
+def whole_problem(prefix: Path) -> str:
+    """What is missing or too short; empty where nothing is. Reads the index alone."""
+    missing = absent(prefix)
+    return f"{missing[0]} is missing" if missing else structure_problem(prefix)
+
+
+def _repair(folder: Path, found: Candidate) -> None:
+    older = [c.path for c in reversed(candidates([folder], LAYOUT)) if c.age_key <= found.age_key and stands(c.path)]
+    standing = {path: Path(f"{path}.index").stat().st_mtime for path in older}
+    path = folder / statefile.NAME
+    with locked(folder):
+        old = _read(path)
+        new = statefile.repaired(old, folder, found.path, standing)
+        if new is not None:
+            said = "nothing that can be read" if old is None else old.latest
+            log.warning("%s named %s: it names %s now", path, said, new.latest)
+            write_atomically(path, statefile.encode(new))
+
+
+def _refuse_what_is_named(folder: Path) -> None:
+    state = _read(folder / statefile.NAME)
+    if state is not None:
+        reason = "the state file names it, and it is gone"
+        raise NoGoodCheckpoint(str(folder), {str(folder / state.latest): reason}, _START_REMEDY)
+
+
+def _read(path: Path) -> statefile.State | None:
+    try:
+        return statefile.parse(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _path(value: object, field: str) -> Path:
+    if not isinstance(value, str | os.PathLike) or not str(value) or "://" in str(value):
+        raise ConfigError(field, value, "a path on this machine", "Remote file systems have no manifests of ours.")
+    return Path(os.fspath(value)).expanduser().absolute()

@@ -1,0 +1,114 @@
+"""TensorFlow's state file `checkpoint`: a text proto that names the newest prefix and all that a manager keeps.
+
+Written and read without TensorFlow. It carries no checksum, and TensorFlow believes what it says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NAME = "checkpoint"
+_STRING = r'"(?:[^"\\\n]|\\.)*"|' + r"'(?:[^'\\\n]|\\.)*'"
+_FIELD = re.compile(rf"\s*(?P<name>\w+)\s*:\s*(?P<value>(?:(?:{_STRING})\s*)+|[-+.\w]+)\s*[,;]?|\s*#[^\n]*|\s+")
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|(.))", re.S)
+_WRITTEN = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+
+
+@dataclass(frozen=True)
+class State:
+    """What the file says. Names are relative to its directory, or absolute.
+
+    Args:
+        latest: the prefix to restore; kept: all that the manager may remove one day, oldest first.
+        times: when each of `kept` was saved, unix seconds; empty where the file tells none.
+        preserved: when the last one was saved that is kept for ever, unix seconds, or None.
+    """
+
+    latest: str
+    kept: tuple[str, ...] = ()
+    times: tuple[float, ...] = ()
+    preserved: float | None = None
+
+
+def parse(data: bytes) -> State | None:
+    """The state, or None for anything that is not such a file. Fields of other names are passed over."""
+    found: dict[str, list[str]] = {}
+    position = 0
+    try:
+        text = data.decode()
+        while position < len(text):
+            match = _FIELD.match(text, position)
+            if match is None:
+                return None
+            position = match.end()
+            if match["name"]:
+                found.setdefault(match["name"], []).append(_value(match["value"]))
+        [latest] = found["model_checkpoint_path"]
+        times = tuple(float(value) for value in found.get("all_model_checkpoint_timestamps", ()))
+        preserved = [float(value) for value in found.get("last_preserved_timestamp", ())]
+    except (ValueError, KeyError):  # UnicodeDecodeError is a ValueError
+        return None
+    kept = tuple(found.get("all_model_checkpoint_paths", ()))
+    if not latest or len(times) not in (0, len(kept)):
+        return None
+    return State(latest, kept, times, preserved[-1] if preserved else None)
+
+
+def encode(state: State) -> bytes:
+    """The file of `state`, as TensorFlow writes it."""
+    lines = [f"model_checkpoint_path: {_quoted(state.latest)}"]
+    lines += [f"all_model_checkpoint_paths: {_quoted(name)}" for name in state.kept]
+    lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in state.times]
+    lines += [] if state.preserved is None else [f"last_preserved_timestamp: {state.preserved!r}"]
+    return "".join(line + "\n" for line in lines).encode()
+
+
+def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping[Path, float]) -> State | None:
+    """The state that names `chosen`; None when `old` does and names nothing that is gone. Pure.
+
+    Args:
+        old: what the file says; None when it is missing or unreadable.
+        directory: where it stands; chosen: the newest good checkpoint, in there.
+        standing: checkpoints that stand and are not newer than `chosen`, oldest first -> when saved, unix seconds.
+            A readable `old` says which of them a manager may remove; the others it keeps for ever.
+    """
+    named = _named(old, directory)
+    if old is not None and directory / old.latest == chosen and set(named) <= {*standing, chosen}:
+        return None
+    kept = [path for path in (standing if old is None else named) if path in standing and path != chosen] + [chosen]
+    times = tuple(named.get(path, standing.get(path, 0.0)) for path in kept)
+    preserved = min(times) if old is None else old.preserved
+    return State(chosen.name, tuple(path.name for path in kept), times, preserved)
+
+
+def _named(state: State | None, directory: Path) -> dict[Path, float]:
+    """The checkpoints that it names, in its order -> when saved, where it tells."""
+    if state is None:
+        return {}
+    paths: Sequence[Path] = [directory / name for name in state.kept]
+    times: Iterable[float] = state.times or [0.0] * len(paths)
+    return dict(zip(paths, times, strict=True))
+
+
+def _value(text: str) -> str:
+    """A number as it stands; string literals, of which neighbours are one string, without quotes and escapes."""
+    literals = re.findall(_STRING, text)
+    if not literals:
+        return text
+    raw = b"".join(literal[1:-1].encode() for literal in literals)
+    return _ESCAPE.sub(_unescaped, raw).decode()
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, letter = match.groups()
+    if letter is not None:
+        return _LETTERS.get(letter, letter)
+    return bytes([int(octal, 8) & 255 if octal is not None else int(hexadecimal, 16)])
+
+
+def _quoted(name: str) -> str:
+    return '"' + "".join(_WRITTEN.get(letter, letter) for letter in name) + '"'

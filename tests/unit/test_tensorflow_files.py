@@ -1,0 +1,443 @@
+"""`lastgasp.tensorflow` without TensorFlow: every damage of a checkpoint and of the state file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastgasp.checkpoint import verify
+from lastgasp.cli import main
+from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
+from lastgasp.ports import Layout
+from lastgasp.tensorflow import TensorFlowLayout, bundle, newest_good, prefixes, seal
+from lastgasp.tensorflow.layout import LAYOUT
+from lastgasp.tensorflow.statefile import NAME, State, encode, parse, repaired
+from lastgasp.testing import corrupt
+from support.tf_files import GOLDEN, put, state_of, write
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Checkpoints 10, 20 and 30, the last of two shards, as a manager leaves them; the test spoils the last."""
+
+    folder: Path
+
+    @property
+    def old(self) -> Path:
+        return self.folder / "ckpt-20"
+
+    @property
+    def new(self) -> Path:
+        return self.folder / "ckpt-30"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / "ckpt-30.index"
+
+    @property
+    def manifest(self) -> Path:
+        return LAYOUT.manifest_path(self.new)
+
+    def shard(self, number: int) -> Path:
+        return self.folder / f"ckpt-30.data-{number:05}-of-00002"
+
+    @property
+    def state(self) -> State:
+        found = parse((self.folder / NAME).read_bytes())
+        assert found is not None
+        return found
+
+
+def shelf_in(folder: Path) -> Shelf:
+    for step in (10, 20, 30):
+        put(folder, step, shards=2)
+    state_of(folder, 10, 20, 30)
+    return Shelf(folder)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A damage, and a piece of the reason that must be given."""
+
+    name: str
+    spoil: Callable[[Shelf], object]
+    reason: str
+    moved: bool = True
+    """Whether the content is proven bad, so that it goes to quarantine."""
+
+
+def _of_another_job(shelf: Shelf) -> None:
+    elsewhere = shelf.folder.parent / "elsewhere"
+    write(elsewhere / "ckpt-30", {"w0": [1.0] * 2002, "w1": [2.0] * 2002}, 2)
+    seal(elsewhere / "ckpt-30")
+    corrupt.copy_over(elsewhere / "ckpt-30.manifest.json", shelf.manifest)
+
+
+def _drop_all(shelf: Shelf) -> None:
+    for path in LAYOUT.parts(shelf.new):
+        corrupt.drop(path)
+
+
+CASES = [
+    Case("truncate index", lambda s: corrupt.truncate(s.index, 100), "ckpt-30.index bytes 100-"),
+    Case("truncate shard", lambda s: corrupt.truncate(s.shard(1), 8007), "data-00001-of-00002 bytes 8007-8008"),
+    Case("flip in index", lambda s: corrupt.flip_bit(s.index, 20, 3), "ckpt-30.index bytes 0-"),
+    Case("flip last bit", lambda s: corrupt.flip_bit(s.shard(0), -1, 7), "data-00000-of-00002 bytes 0-"),
+    Case("flip in second shard", lambda s: corrupt.flip_bit(s.shard(1), 5000), "data-00001-of-00002 bytes 0-"),
+    Case("flip in manifest", lambda s: corrupt.flip_bit(s.manifest, 200), "manifest"),
+    Case("zero page", lambda s: corrupt.zero_page(s.shard(0), 1), "data-00000-of-00002 bytes 0-"),
+    Case("empty index", lambda s: corrupt.empty(s.index), "ckpt-30.index bytes 0-"),
+    Case("empty shard", lambda s: corrupt.empty(s.shard(0)), "data-00000-of-00002 bytes 0-"),
+    Case("empty manifest", lambda s: corrupt.empty(s.manifest), "manifest is not readable"),
+    Case("drop index", lambda s: corrupt.drop(s.index), "ckpt-30.index bytes 0-", moved=False),
+    Case("drop shard", lambda s: corrupt.drop(s.shard(1)), "file is missing", moved=False),
+    Case("drop all but the manifest", _drop_all, "file is missing", moved=False),
+    Case("drop manifest", lambda s: corrupt.drop(s.manifest), "no manifest", moved=False),
+    Case("foreign shard", lambda s: (s.folder / "ckpt-30.data-00002-of-00003").write_bytes(b"x"),
+         "is not in the manifest", moved=False),
+    Case("swap shards", lambda s: corrupt.swap(s.shard(0), s.shard(1)), "data-00000-of-00002 bytes 0-"),
+    Case("index of the older one", lambda s: corrupt.copy_over(s.folder / "ckpt-20.index", s.index), "ckpt-30.index"),
+    Case("manifest of another job", _of_another_job, "data-00000-of-00002 bytes 0-"),
+    Case("manifest of the older one", lambda s: corrupt.copy_over(s.folder / "ckpt-20.manifest.json", s.manifest),
+         "manifest is that of"),
+    Case("unreadable shard", lambda s: corrupt.make_unreadable(s.shard(0)), "not a regular file", moved=False),
+    Case("unreadable manifest", lambda s: corrupt.make_unreadable(s.manifest), "cannot be read", moved=False),
+]  # fmt: skip
+every_damage = pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" ", "-") for case in CASES])
+
+
+@every_damage
+def test_the_older_one_is_returned_and_the_state_file_names_it(
+    tmp_path: Path, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = shelf_in(tmp_path / "here")
+    case.spoil(shelf)
+    assert newest_good(shelf.folder) == str(shelf.old)
+    assert shelf.state == State("ckpt-20", ("ckpt-10", "ckpt-20"), (1e9 + 10, 1e9 + 20), 1e9)
+    home = shelf.folder / "ckpt-30.corrupt"
+    assert home.is_dir() == case.moved
+    assert f"{shelf.new} is not used" in caplog.text and case.reason in caplog.text
+    if case.moved:
+        assert case.reason in (shelf.folder / "ckpt-30.corrupt.reason.json").read_text()
+        assert not LAYOUT.parts(shelf.new)
+    assert newest_good(shelf.folder) == str(shelf.old)
+    assert shelf.state.latest == "ckpt-20"
+
+
+@every_damage
+def test_without_a_good_one_nothing_changes(tmp_path: Path, case: Case) -> None:
+    shelf = shelf_in(tmp_path / "here")
+    case.spoil(shelf)
+    for step in (10, 20):
+        for path in (*LAYOUT.parts(shelf.folder / f"ckpt-{step}"), shelf.folder / f"ckpt-{step}.manifest.json"):
+            path.unlink()
+    before = {path: path.read_bytes() if path.is_file() else b"" for path in sorted(tmp_path.rglob("*"))}
+    with pytest.raises(NoGoodCheckpoint, match="move them and the file `checkpoint` away") as caught:
+        newest_good(shelf.folder)
+    assert case.reason in caught.value.reasons[str(shelf.new)]
+    assert {path: path.read_bytes() if path.is_file() else b"" for path in sorted(tmp_path.rglob("*"))} == before
+
+
+def test_without_quarantine_nothing_is_moved(tmp_path: Path) -> None:
+    shelf = shelf_in(tmp_path)
+    corrupt.flip_bit(shelf.index, 20)
+    assert newest_good(shelf.folder, quarantine=False) == str(shelf.old)
+    assert shelf.index.exists() and shelf.state.latest == "ckpt-20"
+
+
+def _absolute(folder: Path) -> None:
+    names = [str(folder / f"ckpt-{step}") for step in (10, 20, 30)]
+    (folder / NAME).write_bytes(encode(State(names[-1], tuple(names))))
+
+
+STATES: dict[str, Callable[[Path], object]] = {
+    "dropped": lambda f: corrupt.drop(f / NAME),
+    "empty": lambda f: corrupt.empty(f / NAME),
+    "cut": lambda f: corrupt.truncate(f / NAME, 40),
+    "zeroed": lambda f: corrupt.zero_page(f / NAME),
+    "no text": lambda f: (f / NAME).write_bytes(b"\xff\xfe" * 20),
+    "a directory": lambda f: corrupt.make_unreadable(f / NAME),
+    "names a missing one": lambda f: state_of(f, 10, 20, 40),
+    "keeps a missing one": lambda f: state_of(f, 10, 15, 20, 30),
+    "names an older one": lambda f: state_of(f, 10, 20),
+    "from another folder": lambda f: _absolute(f.parent / "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_the_state_file_is_repaired(tmp_path: Path, kind: str) -> None:
+    shelf = shelf_in(tmp_path / "here")
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "from another folder":
+        _absolute(tmp_path / "elsewhere")
+        corrupt.copy_over(tmp_path / "elsewhere" / NAME, shelf.folder / NAME)
+    else:
+        STATES[kind](shelf.folder)
+    assert newest_good(shelf.folder) == str(shelf.new)
+    if kind == "a directory":  # cannot be replaced: said, and the prefix is right all the same
+        return
+    state = shelf.state
+    assert state.latest == "ckpt-30"
+    assert state.kept[-1] == "ckpt-30"
+    assert set(state.kept) <= {"ckpt-10", "ckpt-20", "ckpt-30"}
+    if kind in ("dropped", "empty", "cut", "zeroed", "no text"):
+        assert state.kept == ("ckpt-10", "ckpt-20", "ckpt-30")
+        assert len(state.times) == 3 and min(state.times) > 1e9 and state.preserved == min(state.times)
+    before = (shelf.folder / NAME).read_bytes()
+    assert newest_good(shelf.folder) == str(shelf.new)
+    assert (shelf.folder / NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["as it is", "absolute"])
+def test_a_right_state_file_is_left_alone(tmp_path: Path, kind: str) -> None:
+    shelf = shelf_in(tmp_path)
+    if kind == "absolute":
+        _absolute(tmp_path)
+    before = (shelf.folder / NAME).stat()
+    assert newest_good(shelf.folder) == str(shelf.new)
+    assert (shelf.folder / NAME).stat() == before
+
+
+def test_what_a_manager_keeps_for_ever_is_not_given_back_to_it(tmp_path: Path) -> None:
+    shelf = shelf_in(tmp_path)
+    state_of(tmp_path, 20, 40)  # 10 is not listed: kept for ever
+    assert newest_good(shelf.folder) == str(shelf.new)
+    assert shelf.state.kept == ("ckpt-20", "ckpt-30")
+
+
+def test_a_state_file_that_cannot_be_written_does_not_stop_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf, asked = shelf_in(tmp_path), list[Path]()
+    corrupt.drop(shelf.folder / NAME)
+
+    def refuse(path: Path, data: bytes) -> None:
+        asked.append(path)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(prefixes, "write_atomically", refuse)
+    assert newest_good(shelf.folder) == str(shelf.new)
+    assert asked == [shelf.folder / NAME]
+    assert "could not be repaired" in caplog.text
+
+
+def test_an_empty_directory_holds_none_and_a_lost_one_is_no_new_start(tmp_path: Path) -> None:
+    assert newest_good(tmp_path) is None
+    assert newest_good(tmp_path / "absent") is None
+    state_of(tmp_path, 10, 20)
+    with pytest.raises(NoGoodCheckpoint, match="it is gone"):
+        newest_good(tmp_path)
+
+
+def test_seal_returns_what_it_was_given_and_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seal(None) is None
+    monkeypatch.chdir(tmp_path)
+    for name, step in (("plain", 7), ("other", 5)):
+        write(Path(name), {"w": [1.0]})
+        assert seal(name, step=step) == name
+    assert newest_good(".") == str(tmp_path / "plain")
+    assert seal(Path("other")) == "other"  # sealed anew: without a number in its name it counts from 0
+    for wrong in (-1, True):
+        with pytest.raises(ConfigError, match="step"):
+            seal("other", step=wrong)
+    for function in (seal, newest_good):
+        with pytest.raises(ConfigError, match="on this machine"):
+            function("gs://bucket/ckpt-1")
+
+
+@pytest.mark.parametrize("kind", ["index", "shard", "short", "foreign total", "nothing"])
+def test_seal_refuses_what_is_not_whole(tmp_path: Path, kind: str) -> None:
+    prefix = put(tmp_path, 30, shards=2, sealed=False)
+    shelf = Shelf(tmp_path)
+    if kind == "index":
+        corrupt.drop(shelf.index)
+    elif kind == "shard":
+        corrupt.drop(shelf.shard(0))
+    elif kind == "short":
+        corrupt.truncate(shelf.shard(1), 8000)
+    elif kind == "foreign total":
+        (tmp_path / "ckpt-30.data-00000-of-00003").write_bytes(b"")
+    else:
+        prefix = tmp_path / "ckpt-31"
+    with pytest.raises(CheckpointError, match=r"is not whole.*checkpoint\.sync\(\)"):
+        seal(prefix)
+    assert not LAYOUT.manifest_path(prefix).exists()
+
+
+def test_manifests_of_removed_checkpoints_go_with_the_next_seal(tmp_path: Path) -> None:
+    for step in (1, 2):
+        put(tmp_path, step)
+    for path in LAYOUT.parts(tmp_path / "ckpt-1"):
+        path.unlink()
+    put(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["ckpt-2.manifest.json", "ckpt-3.manifest.json"]
+
+
+def test_one_that_is_written_anew_is_sealed_anew(tmp_path: Path) -> None:
+    put(tmp_path, 1, shards=3)
+    write(tmp_path / "ckpt-1", {"w": [7.0]}, 3)
+    assert not verify(tmp_path / "ckpt-1", LAYOUT).ok
+    seal(tmp_path / "ckpt-1")
+    assert verify(tmp_path / "ckpt-1", LAYOUT).ok
+
+
+def test_the_layout_is_one_and_finds_its_own_alone(tmp_path: Path) -> None:
+    assert isinstance(TensorFlowLayout(), Layout)
+    put(tmp_path, 3)
+    put(tmp_path, 4, name="model.ckpt")
+    (tmp_path / "faiss.index").write_bytes(b"somebody else's")
+    (tmp_path / "step=7.ckpt.manifest.json").write_bytes(b"{")
+    (tmp_path / "iter_0000007.manifest.json").write_bytes(b"{")
+    assert sorted(path.name for path in LAYOUT.discover(tmp_path)) == ["ckpt-3", "model.ckpt-4"]
+    assert LAYOUT.step(tmp_path / "model.ckpt-4") == 4
+    assert LAYOUT.step(tmp_path / "weights") is None
+
+
+def test_it_loads_no_tensorflow() -> None:
+    code = "import sys, lastgasp.tensorflow; print([m for m in ('tensorflow', 'numpy', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# The real TensorFlow's files.
+
+
+def test_the_real_one_s_files_are_understood() -> None:
+    for step in (20, 30):
+        shards, entries = bundle.read_index(GOLDEN / f"ckpt-{step}")
+        assert shards == 1
+        sizes = {entry.key.split("/")[0]: (entry.elements, entry.size) for entry in entries}
+        assert sizes["kernel"] == (60, 240) and sizes["half"] == (7, 14) and sizes["empty"] == (0, 0)
+        assert bundle.content_problem(GOLDEN / f"ckpt-{step}") == ""
+    data = (GOLDEN / NAME).read_bytes()
+    state = parse(data)
+    assert state is not None
+    assert (state.latest, state.kept) == ("ckpt-30", ("ckpt-20", "ckpt-30"))
+    assert encode(state) == data
+
+
+def test_each_flipped_bit_of_the_real_one_is_found_by_its_own_checksums(tmp_path: Path) -> None:
+    dice = random.Random(7)
+    for path in LAYOUT.parts(GOLDEN / "ckpt-30"):
+        whole, copy = path.read_bytes(), tmp_path / path.name
+        for other in LAYOUT.parts(GOLDEN / "ckpt-30"):
+            (tmp_path / other.name).write_bytes(other.read_bytes())
+        for _ in range(60):
+            at, bit = dice.randrange(len(whole)), dice.randrange(8)
+            if path.suffix == ".index" and _is_slack(at, len(whole)):
+                continue
+            copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            assert bundle.content_problem(tmp_path / "ckpt-30"), (path.name, at, bit)
+
+
+def _is_slack(at: int, size: int) -> bool:
+    """The footer's handles and their padding, and the block that nobody reads: no checksum covers them."""
+    return at >= size - 48 - 60 and at < size - 8
+
+
+@given(st.binary(max_size=300), st.integers(0, 600))
+@settings(max_examples=300, deadline=None)
+def test_no_index_makes_it_raise(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
+    folder = tmp_path_factory.getbasetemp() / "junk"
+    folder.mkdir(exist_ok=True)
+    good = (GOLDEN / "ckpt-30.index").read_bytes()
+    (folder / "ckpt-1.data-00000-of-00001").write_bytes(bytes(1000))
+    (folder / "ckpt-1.index").write_bytes(good[:at] + junk + good[at + len(junk) :])
+    assert isinstance(bundle.content_problem(folder / "ckpt-1"), str)
+
+
+# The state file's text.
+
+
+@pytest.mark.parametrize(
+    ("text", "latest"),
+    [
+        ('model_checkpoint_path: "ckpt-3"', "ckpt-3"),
+        ("model_checkpoint_path: 'ckpt-3' # the newest\n", "ckpt-3"),
+        ('model_checkpoint_path:"a" "b-3";', "ab-3"),
+        ('model_checkpoint_path: "m\\303\\266del-1"', "mödel-1"),
+        ('model_checkpoint_path: "m\\xc3\\xb6del-1"', "mödel-1"),
+        ('model_checkpoint_path: "mödel-1"\nunknown_field: 3\n', "mödel-1"),
+        ('model_checkpoint_path: "a\\"b\\\\c\\n-1"', 'a"b\\c\n-1'),
+    ],
+)
+def test_text_protos_are_read(text: str, latest: str) -> None:
+    state = parse(text.encode())
+    assert state is not None
+    assert state.latest == latest
+    assert parse(encode(state)) == state
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "model_checkpoint_path: ", 'model_checkpoint_path: "a', 'model_checkpoint_path: ""', "{}",
+     'model_checkpoint_path: "a"\nmodel_checkpoint_path: "b"',
+     'model_checkpoint_path: "a"\nall_model_checkpoint_paths: "a"\nall_model_checkpoint_timestamps: x',
+     'model_checkpoint_path: "a"\nall_model_checkpoint_paths: "a"\nall_model_checkpoint_timestamps: 1\n'
+     "all_model_checkpoint_timestamps: 2", '"a"', "model_checkpoint_path { x: 1 }", 'model_checkpoint_path: "\\377"'],
+)  # fmt: skip
+def test_what_is_no_state_is_none(text: str) -> None:
+    assert parse(text.encode()) is None
+
+
+@given(st.text(min_size=1), st.lists(st.text()), st.floats(allow_nan=False, allow_infinity=False))
+@settings(max_examples=200, deadline=None)
+def test_what_is_written_is_read(latest: str, kept: list[str], time: float) -> None:
+    try:
+        state = State(latest, tuple(kept), (time,) * len(kept), time)
+        data = encode(state)
+    except UnicodeEncodeError:
+        return
+    assert parse(data) == state
+
+
+def test_nothing_to_repair() -> None:
+    folder = Path("/d")
+    state = State("ckpt-2", ("ckpt-1", "ckpt-2"))
+    standing = {folder / "ckpt-1": 1.0, folder / "ckpt-2": 2.0}
+    assert repaired(state, folder, folder / "ckpt-2", standing) is None
+    lost = repaired(None, folder, folder / "ckpt-2", standing)
+    assert lost == State("ckpt-2", ("ckpt-1", "ckpt-2"), (1.0, 2.0), 1.0)
+
+
+# The commands.
+
+
+def run(command: str, directory: Path) -> tuple[int, dict[str, tuple[str, str]]]:
+    done = CliRunner().invoke(main, [command, str(directory), "--json"])
+    rows = json.loads(done.output)["checkpoints"]
+    return done.exit_code, {Path(row["path"]).name: (row["state"], row.get("reason", "")) for row in rows}
+
+
+def test_the_commands_know_them(tmp_path: Path) -> None:
+    shelf = shelf_in(tmp_path)
+    put(tmp_path, 40, sealed=False)
+    os.unlink(shelf.manifest)
+    assert run("verify", tmp_path)[1]["ckpt-40"] == ("no manifest", "")
+    states = {name: state for name, (state, _) in run("manifest", tmp_path)[1].items()}
+    assert states == {"ckpt-40": "written", "ckpt-30": "written", "ckpt-20": "present", "ckpt-10": "present"}
+    assert run("verify", tmp_path)[0] == 0
+    corrupt.flip_bit(shelf.shard(1), 99)
+    assert run("verify", tmp_path)[1]["ckpt-30"] == ("damaged", "")
+
+
+@pytest.mark.parametrize("case", CASES[:5] + CASES[7:9] + CASES[10:12], ids=lambda case: case.name.replace(" ", "-"))
+def test_the_command_refuses_those_that_are_not_whole(tmp_path: Path, case: Case) -> None:
+    shelf = shelf_in(tmp_path)
+    os.unlink(shelf.manifest)
+    case.spoil(shelf)
+    code, rows = run("manifest", tmp_path)
+    assert (code, rows["ckpt-30"][0]) == (1, "refused")
+    assert rows["ckpt-30"][1]
+    assert not shelf.manifest.exists()
