@@ -119,8 +119,14 @@ def write_tail(fd: int, data: memoryview, offset: int, disk: Disk = DISK) -> Non
     write_all(fd, data, offset, disk)
 
 
-def write_atomically(path: Path, data: bytes, disk: Disk = DISK) -> None:
+def write_atomically(path: Path, data: bytes, disk: Disk = DISK, mode: int | None = None) -> None:
     """Put `data` at `path`: after return it is durable; a crash leaves the old content or the new.
+
+    Args:
+        path: the file.
+        data: its new content.
+        disk: what writes.
+        mode: its permissions; None takes those of a new file.
 
     Raises:
         OSError: the disk is full or refuses; nothing at `path` has changed then.
@@ -130,6 +136,8 @@ def write_atomically(path: Path, data: bytes, disk: Disk = DISK) -> None:
         fd = disk.create(temp)
         try:
             write_all(fd, memoryview(data), 0, disk)
+            if mode is not None:
+                os.fchmod(fd, mode)
             disk.fsync(fd)
         finally:
             os.close(fd)

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ps": ("lastgasp.cli.ps:ps", "List the running jobs of this machine and their ranks."),
     "switch": ("lastgasp.cli.switch:switch", "Turn step marks on and off in a running job, rank by rank."),
     "manager": ("lastgasp.cli.manager:manager", "Run TaskD's manager for this job, on MindCluster."),
+    "job": ("lastgasp.cli.job:job", "Check and patch AscendJob YAML, and switch its step marks on a cluster."),
     "demo": ("lastgasp.cli.demo:demo", "Kill a rank of a real training, lose nothing, end bit-equal."),
 }
 
@@ -33,6 +34,7 @@ Examples:
   lastgasp incident ckpts --png timeline.png
   lastgasp ps
   lastgasp switch --ranks 0,3-5 step=on comm=off
+  lastgasp job check job.yaml
   lastgasp demo --out out/demo
 
 \b
@@ -44,6 +46,7 @@ Exit codes:
   {exitcodes.NOTHING_TO_SAVE}  run: no step since the newest checkpoint; start again, nothing is lost
   {exitcodes.GAVE_UP}  run: the step could not be saved; the incident says why
   {exitcodes.NO_PROGRESS}  run: stopped, as three restarts in a row completed no new step
+  {exitcodes.REFUSED}  run: a rank refused to start; its message says why and what to do
 """
 
 

@@ -1,0 +1,146 @@
+"""Look at AscendJob files: every rule, with the line and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lastgasp.errors import ConfigError
+
+from . import env, labels, structure, volumes
+from .model import Job, jobs_in
+from .rules import RULES, Hit, Severity
+from .tree import Document, Node, YamlProblem, parse
+
+SIZE_LIMIT = 16 << 20
+"""Bytes; etcd takes no object beyond 1.5 MB."""
+FAMILIES = (structure, labels, env, volumes)
+"""Modules whose import fills the table."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is wrong in a file."""
+
+    rule: str
+    severity: Severity
+    line: int
+    job: str
+    """Its name; empty where the file could not be read so far."""
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file's text and what it says; `problem` instead of documents where it is no YAML."""
+
+    path: Path
+    text: str
+    bom: bool
+    documents: list[Document]
+    problem: Finding | None = None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Its AscendJobs."""
+        return jobs_in(self.documents)
+
+
+def read(path: Path) -> Source:
+    """Read one file.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or larger than 16 MiB.
+        MissingExtra: ruamel.yaml is not installed.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(SIZE_LIMIT + 1)
+    except OSError as error:
+        raise ConfigError("FILE", str(path), "a readable file", f"{error.strerror}.") from error
+    if len(data) > SIZE_LIMIT:
+        raise ConfigError("FILE", str(path), f"at most {SIZE_LIMIT} bytes", "It is no job.")
+    return source_of(path, data)
+
+
+def source_of(path: Path, data: bytes) -> Source:
+    """What a file of these bytes says.
+
+    Raises:
+        ConfigError: it is empty.
+        MissingExtra: ruamel.yaml is not installed.
+    """
+    bom = data.startswith(b"\xef\xbb\xbf")
+    try:
+        text = data.decode("utf-8-sig")
+        documents = parse(text)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        what = f"byte 0x{data[error.start]:02x} is no UTF-8"
+        return Source(path, "", bom, [], _reading("yaml-syntax", line, what, "Save the file as UTF-8."))
+    except YamlProblem as problem:
+        what = f"column {problem.column}: {problem.reason}"
+        return Source(path, text, bom, [], _reading("yaml-syntax", problem.line, what, problem.fix))
+    if all(document.root is None for document in documents):
+        raise ConfigError("FILE", str(path), "a YAML file with an AscendJob", "This one is empty.")
+    return Source(path, text, bom, documents)
+
+
+def check(sources: Sequence[Source]) -> dict[Path, list[Finding]]:
+    """What is wrong in each file, by line. Documents other than AscendJobs are looked at for what a job needs to
+    know of them, across all files.
+
+    Raises:
+        ConfigError: none of the files holds an AscendJob.
+    """
+    roots = {id(source): _others(source) for source in sources}
+    found = {}
+    for source in sources:
+        elsewhere = [root for other in sources if other is not source for root in roots[id(other)]]
+        found[source.path] = check_source(source, elsewhere)
+    if not any(source.jobs or source.problem for source in sources):
+        names = ", ".join(str(source.path) for source in sources)
+        raise ConfigError("FILE", names, "a document of kind AscendJob", "There is none in it.")
+    return found
+
+
+def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Finding]:
+    """What is wrong in one file, by line."""
+    if source.problem is not None:
+        return [source.problem]
+    found = [_reading("yaml-not-mapping", document.line, f"a document is a {document.root.kind}, not a map",
+                      "Remove it, or look for a missing '---' or indentation.")
+             for document in source.documents if document.root is not None and document.root.kind != "map"]  # fmt: skip
+    for job in jobs_in(source.documents, list(elsewhere)):
+        found += check_job(job)
+    return sorted(found, key=lambda one: one.line)
+
+
+def check_job(job: Job) -> list[Finding]:
+    """What every rule finds in one job."""
+    found = []
+    for rule in RULES.values():
+        hits = list(rule.look(job)) if rule.look is not None else []
+        found += [_finding(rule.id, rule.severity, job, hit) for hit in hits]
+    return list(dict.fromkeys(found))
+
+
+def errors(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that are no warnings."""
+    return [one for one in findings if one.severity == "error"]
+
+
+def _others(source: Source) -> list[Node]:
+    jobs = [job.root for job in source.jobs]
+    return [one.root for one in source.documents if one.root is not None and one.root not in jobs]
+
+
+def _finding(rule: str, severity: Severity, job: Job, hit: Hit) -> Finding:
+    return Finding(rule, severity, hit.node.line, job.name, hit.what, hit.fix)
+
+
+def _reading(rule: str, line: int, what: str, fix: str) -> Finding:
+    return Finding(rule, "error", line, "", what, fix)

@@ -1,0 +1,290 @@
+"""Changes to a YAML text, made at places in it: what is not meant to change stays as it was, to the byte.
+
+Changes are gathered first, as values at paths below nodes; then the new text is made in one go, read again, and
+compared with what it was meant to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lastgasp.errors import LastgaspError
+
+from .tree import Document, Node, Pair, YamlProblem, parse, place
+
+Value: TypeAlias = "str | int | Mapping[str, Value] | Sequence[Value]"
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./'\[\]-]*")
+
+
+class Quoted(str):
+    """A string that is written in quotes although it need not be, as label values are by custom."""
+
+
+class CannotEdit(LastgaspError):
+    """The text is written in a way that a change cannot be put into."""
+
+
+@dataclass(frozen=True)
+class _Insert:
+    """Text for one place; of several for one place the deeper goes first, and an item before its map's next key."""
+
+    at: int
+    column: int
+    is_map: bool
+    text: str
+    until: int
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        return self.at, -self.column, self.is_map
+
+
+class Edits:
+    """Gathers changes of one text and makes the new one.
+
+    Args:
+        text: what `documents` were read from.
+        documents: all of the file.
+    """
+
+    def __init__(self, text: str, documents: Sequence[Document]) -> None:
+        self.text, self.documents = text, documents
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self.indents_lists = _indents_lists(documents)
+        self._more: dict[int, tuple[Node, Any]] = {}
+        self._fills: dict[int, tuple[Node, Pair, Any]] = {}
+        self._scalars: dict[int, tuple[Node, str | int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._more or self._fills or self._scalars)
+
+    # -- gathering --------------------------------------------------------------------------------
+
+    def put(self, node: Node, path: Sequence[str], value: Value) -> None:
+        """Have `value` at `path` below the map `node`; maps on the way are made. No change where it is there."""
+        pair, rest = node.pair(path[0]), path[1:]
+        if pair is None:
+            _set(self._addition(node, {}), path, value)
+        elif pair.node.kind == "scalar" and (rest or not isinstance(value, str | int)):
+            self._must_be_null(pair)
+            _set(self._fill(node, pair, {}), rest, value)
+        elif rest:
+            self.put(pair.node, rest, value)
+        else:
+            self._replace(pair.node, value)
+
+    def append(self, node: Node, path: Sequence[str], item: Value) -> None:
+        """Put `item` behind the list at `path` below the map `node`; the list and maps on the way are made."""
+        pair, rest = node.pair(path[0]), path[1:]
+        if pair is None:
+            _append(_set(self._addition(node, {}), path, []), item)
+        elif pair.node.kind == "scalar":
+            self._must_be_null(pair)
+            _append(_set(self._fill(node, pair, {}), rest, []) if rest else self._fill(node, pair, []), item)
+        elif rest:
+            self.append(pair.node, rest, item)
+        else:
+            _append(self._addition(pair.node, []), item)
+
+    def quote(self, node: Node) -> None:
+        """Make a scalar the string that it is written as: `on` becomes `"on"`."""
+        self._scalars[id(node)] = (node, Quoted(node.text))
+
+    def _replace(self, node: Node, value: Value) -> None:
+        if not isinstance(value, str | int) or node.kind != "scalar":
+            raise CannotEdit(f"line {node.line}: expected a single value there")
+        wanted = "string" if isinstance(value, str) else "number"
+        if (node.text, node.type) != (str(value), wanted):
+            self._scalars[id(node)] = (node, value)
+
+    def _addition(self, node: Node, empty: Any) -> Any:
+        if node.kind != ("map" if isinstance(empty, dict) else "list"):
+            raise CannotEdit(f"line {node.line}: expected a {'map' if isinstance(empty, dict) else 'list'} there")
+        return self._more.setdefault(id(node), (node, empty))[1]
+
+    def _fill(self, parent: Node, pair: Pair, empty: Any) -> Any:
+        return self._fills.setdefault(id(pair), (parent, pair, empty))[2]
+
+    def _must_be_null(self, pair: Pair) -> None:
+        if pair.node.type != "null" or pair.alias:
+            raise CannotEdit(f"line {pair.line}: {pair.key.text} holds {pair.node.text!r}, which is no map or list")
+
+    # -- the new text -----------------------------------------------------------------------------
+
+    def apply(self) -> tuple[str, list[Document]]:
+        """The text with all changes, and what it says.
+
+        Raises:
+            CannotEdit: it would not say what it was meant to, so nothing may be done with it.
+        """
+        inserts = [self._addition_text(node, more) for node, more in self._more.values()]
+        inserts += [one for parent, pair, more in self._fills.values() for one in self._fill_text(parent, pair, more)]
+        inserts += [self._scalar_text(node, value) for node, value in self._scalars.values()]
+        pieces, at = [], 0
+        for one in sorted(inserts, key=lambda insert: insert.order):
+            pieces += [self.text[at : one.at], one.text]
+            at = max(at, one.until)
+        text = "".join(pieces) + self.text[at:]
+        return text, self._verified(text)
+
+    def _verified(self, text: str) -> list[Document]:
+        meant = [self._data(document.root, {}) for document in self.documents]
+        try:
+            documents = parse(text)
+        except YamlProblem as problem:
+            raise CannotEdit(f"this change cannot be put into the text: it would be no YAML ({problem})") from None
+        said = Edits(text, documents)
+        if meant != [said._data(document.root, {}) for document in documents]:
+            raise CannotEdit("this change cannot be put into the text, as that is written: change it by hand")
+        return documents
+
+    def _data(self, node: Node | None, known: dict[int, Any]) -> Any:
+        """What a node says, with the changes gathered here: maps, lists, and (type, text) of scalars."""
+        if node is None:
+            return None
+        if id(node) not in known:
+            more = self._more.get(id(node), (node, None))[1]
+            if node.kind == "scalar":
+                new = self._scalars.get(id(node))
+                known[id(node)] = (node.type, node.text) if new is None else _plain(new[1])
+            elif node.kind == "map":
+                known[id(node)] = {pair.key.text: self._pair_data(pair, known) for pair in node.pairs}
+                known[id(node)].update(_plain(more or {}))
+            else:
+                known[id(node)] = [self._data(use.node, known) for use in node.items] + _plain(more or [])
+        return known[id(node)]
+
+    def _pair_data(self, pair: Pair, known: dict[int, Any]) -> Any:
+        fill = self._fills.get(id(pair))
+        return self._data(pair.node, known) if fill is None else _plain(fill[2])
+
+    def _scalar_text(self, node: Node, value: str | int) -> _Insert:
+        begin = node.begin
+        while found := re.compile(r"[&!][^\s,\[\]{}]*\s+").match(self.text, begin, node.end):
+            begin = found.end()
+        text = _scalar(Quoted(value) if node.style and isinstance(value, str) else value)
+        return _Insert(begin, 0, False, text, node.end)
+
+    def _addition_text(self, node: Node, more: Any) -> _Insert:
+        if node.flow:
+            return self._flow_addition(node, more)
+        if not node.pairs and not node.items:
+            raise CannotEdit(f"line {node.line}: nothing can be put in there; change it by hand")
+        column = self._column(node)
+        return self._lines_behind(node.end, _lines(more, column, self.indents_lists), column, node.kind == "map")
+
+    def _flow_addition(self, node: Node, more: Any) -> _Insert:
+        uses = [*node.pairs, *node.items]
+        quotes = any(pair.key.style for pair in node.pairs) or self.text.lstrip().startswith("{")
+        inner = _flow(more, quotes)[1:-1]
+        if uses:
+            return _Insert(uses[-1].end, 0, False, f", {inner}", uses[-1].end)
+        at = self.text.index("{" if node.kind == "map" else "[", node.begin) + 1
+        return _Insert(at, 0, False, inner, node.end - 1)
+
+    def _fill_text(self, parent: Node, pair: Pair, more: Any) -> list[_Insert]:
+        if parent.flow:
+            blank = "" if self.text[pair.begin - 1] == " " else " "
+            return [_Insert(pair.begin, 0, False, blank + _flow(more, bool(pair.key.style)), pair.node.end)]
+        column = pair.key.column - 1
+        inner = column + (2 if isinstance(more, dict) or self.indents_lists else 0)
+        lines = self._lines_behind(pair.node.end, _lines(more, inner, self.indents_lists), inner, False)
+        gone = [] if pair.node.begin == pair.node.end else [_Insert(pair.node.begin, 0, False, "", pair.node.end)]
+        return [*gone, lines]
+
+    def _lines_behind(self, end: int, lines: list[str], column: int, is_map: bool) -> _Insert:
+        """Whole lines behind the line that holds the place before `end`."""
+        at = end if self.text[end - 1 : end] == "\n" else self.text.find("\n", end) + 1
+        body = self.newline.join(lines)
+        if at > 0:
+            return _Insert(at, column, is_map, body + self.newline, at)
+        return _Insert(len(self.text), column, is_map, self.newline + body, len(self.text))
+
+    def _column(self, node: Node) -> int:
+        at = node.dash if node.kind == "list" else node.pairs[0].key.begin
+        return place(self.text, at)[1] - 1
+
+
+def _set(into: dict[str, Any], path: Sequence[str], value: Any) -> Any:
+    for key in path[:-1]:
+        into = into.setdefault(key, {})
+    return into.setdefault(path[-1], value)
+
+
+def _append(into: list[Any], item: Value) -> None:
+    if item not in into:
+        into.append(item)
+
+
+def _indents_lists(documents: Sequence[Document]) -> bool:
+    """Whether most block lists of the file stand deeper than their key."""
+    votes, seen = 0, set[int]()
+    todo = [document.root for document in documents if document.root is not None]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        for pair in node.pairs:
+            if pair.node.kind == "list" and not pair.node.flow and pair.node.items and not pair.alias:
+                item = pair.node.items[0].node
+                votes += 1 if item.column - 2 > pair.key.column else -1
+        todo += [use.node for use in (*node.pairs, *node.items)]
+    return votes > 0
+
+
+def _plain(value: Any) -> Any:
+    """As `Edits._data` says it."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return ("number" if isinstance(value, int) else "string", str(value))
+
+
+def _lines(value: Any, column: int, indents_lists: bool) -> list[str]:
+    pad = " " * column
+    if isinstance(value, list):
+        lines = []
+        for item in value:
+            first, *rest = _lines(item, column + 2, indents_lists)
+            lines += [f"{pad}- {first.lstrip()}", *rest]
+        return lines
+    if not isinstance(value, dict):
+        return [pad + _scalar(value)]
+    lines = []
+    for key, one in value.items():
+        if isinstance(one, dict | list):
+            inner = column + (2 if isinstance(one, dict) or indents_lists else 0)
+            lines += [f"{pad}{_scalar(key)}:", *_lines(one, inner, indents_lists)]
+        else:
+            lines.append(f"{pad}{_scalar(key)}: {_scalar(one)}")
+    return lines
+
+
+def _flow(value: Any, quotes: bool) -> str:
+    if isinstance(value, dict):
+        keys = {key: _in_quotes(key) if quotes else _scalar(key) for key in value}
+        return "{" + ", ".join(f"{keys[key]}: {_flow(one, quotes)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_flow(one, quotes) for one in value) + "]"
+    return _scalar(Quoted(value) if isinstance(value, str) else value)
+
+
+def _scalar(value: str | int) -> str:
+    if isinstance(value, int):
+        return str(value)
+    probe = Node("scalar", 0, 0, 1, 1, value)
+    plain = _PLAIN.fullmatch(value) and probe.type == "string" and not isinstance(value, Quoted)
+    return value if plain else _in_quotes(value)
+
+
+def _in_quotes(text: str) -> str:
+    inner = "".join(_ESCAPES.get(char, char) for char in text)
+    return f'"{inner}"'
+
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}

@@ -1,0 +1,233 @@
+"""Rules on labels and annotations, and on strategies that do not go together (facts/job_yaml.md §2, §3, §9)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .model import STRATEGIES, Job
+from .rules import Hit, rule
+
+FAULT_SCHEDULING = ("grace", "force", "off", "external-grace", "external-force")
+SUB_HEALTHY = ("ignore", "graceExit", "forceExit", "hotSwitch")
+_PLATFORM = ("ProcessRecoverStrategy", "ProcessConfirmFault", "ProcessResultFault", "RankTableReady",
+             "ProcessRecoverStatus")  # fmt: skip
+_IN_JOB = {"labels": ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "subHealthyStrategy"),
+           "annotations": ("recover-strategy", "wait-reschedule-timeout")}  # fmt: skip
+_LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
+
+
+@rule("fault-scheduling", "error", "§2", "fault-scheduling has an unknown value")
+def fault_scheduling(job: Job) -> Iterator[Hit]:
+    """Anything unknown does not reschedule."""
+    found = job.label("fault-scheduling")
+    if found is not None and found not in FAULT_SCHEDULING:
+        yield Hit(job.at(*_LABELS, "fault-scheduling"), f"fault-scheduling is {found!r}", 'Write "grace" or "force".')
+
+
+@rule("pod-rescheduling", "warning", "§2", "pod-rescheduling is not on")
+def pod_rescheduling(job: Job) -> Iterator[Hit]:
+    """Anything but on is off."""
+    found = job.label("pod-rescheduling")
+    if found not in (None, "on", "off"):
+        what = f"pod-rescheduling is {found!r}, which works as off"
+        yield Hit(job.at(*_LABELS, "pod-rescheduling"), what, 'Write "on", or leave it out.')
+
+
+@rule("retry-times", "warning", "§2", "fault-retry-times is off")
+def retry_times(job: Job) -> Iterator[Hit]:
+    """Zero or no number."""
+    found = job.label("fault-retry-times")
+    if found is not None and job.retries == 0:
+        what = f"fault-retry-times is {found!r}, which works as off"
+        yield Hit(job.at(*_LABELS, "fault-retry-times"), what, 'Write a number above 0 in quotes, as in "3".')
+
+
+@rule("retry-times-missing", "warning", "§2, §8", "recover without fault-retry-times")
+def retry_times_missing(job: Job) -> Iterator[Hit]:
+    """MindCluster's documentation requires it for process-level recovery."""
+    if job.has("recover", "recover-in-place") and job.label("fault-retry-times") is None:
+        what = "recover without fault-retry-times: a fault of the software is not retried"
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, 'Add the label fault-retry-times: "3".')
+
+
+@rule("process-recover-enable", "warning", "§2", "process-recover-enable is set by hand")
+def process_recover_enable(job: Job) -> Iterator[Hit]:
+    """The operator sets it on the PodGroup."""
+    found = job.label("process-recover-enable")
+    if found is not None:
+        known = "" if found in ("on", "pause", "off") else ", and that value is unknown"
+        what = f"process-recover-enable is {found!r}; the operator sets it from recover-strategy{known}"
+        yield Hit(job.at(*_LABELS, "process-recover-enable"), what, "Remove it.")
+
+
+@rule("sub-healthy", "error", "§2", "subHealthyStrategy has an unknown value")
+def sub_healthy(job: Job) -> Iterator[Hit]:
+    """Four are known."""
+    if job.sub_healthy not in SUB_HEALTHY:
+        what = f"subHealthyStrategy is {job.sub_healthy!r}"
+        yield Hit(job.at(*_LABELS, "subHealthyStrategy"), what, f"Expected one of {', '.join(SUB_HEALTHY)}.")
+
+
+@rule("grace-exit-dump", "error", "§2, §9", "graceExit without dump")
+def grace_exit_dump(job: Job) -> Iterator[Hit]:
+    """There is nothing that would save before the exit."""
+    if job.sub_healthy == "graceExit" and not job.has("dump"):
+        what = "subHealthyStrategy graceExit saves by the strategy dump, which is not configured"
+        yield Hit(job.at(*_LABELS, "subHealthyStrategy"), what, "Add dump to recover-strategy.")
+
+
+@rule("hot-switch-spare", "warning", "§2, §9", "hotSwitch needs a spare node")
+def hot_switch_spare(job: Job) -> Iterator[Hit]:
+    """Cannot be seen from the file, so it is said."""
+    if job.sub_healthy == "hotSwitch":
+        what = "hotSwitch does nothing without a spare node, and never for the pod of rank 0"
+        yield Hit(job.at(*_LABELS, "subHealthyStrategy"), what, "Keep one node of the same kind free.")
+
+
+@rule("strategy-empty", "error", "§3, §9", "recover-strategy is empty")
+def strategy_empty(job: Job) -> Iterator[Hit]:
+    """The operator switches recovery on with nothing to do."""
+    pair = job.root.get(*_ANNOTATIONS)
+    if pair is not None and pair.pair("recover-strategy") and not (job.annotation("recover-strategy") or "").strip():
+        what = "recover-strategy is empty: recovery is switched on with nothing to do"
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, "Name a strategy, or remove the annotation.")
+
+
+@rule("strategy-space", "error", "§3, §9", "recover-strategy has a blank in it")
+def strategy_space(job: Job) -> Iterator[Hit]:
+    """It is split on the comma and not trimmed."""
+    lost = [one for one in job.raw_strategies if one != one.strip() and one.strip() in STRATEGIES]
+    if lost:
+        what = f"recover-strategy loses {', '.join(map(repr, lost))}: items are not trimmed"
+        together = ",".join(one.strip() for one in job.raw_strategies)
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, f'Write "{together}".')
+
+
+@rule("strategy-unknown", "error", "§3, §9", "recover-strategy has an unknown item")
+def strategy_unknown(job: Job) -> Iterator[Hit]:
+    """Unknown items are ignored silently."""
+    unknown = [one for one in job.raw_strategies if one.strip() not in STRATEGIES]
+    if unknown and (job.annotation("recover-strategy") or "").strip():
+        what = f"recover-strategy has {', '.join(map(repr, unknown))}, which is ignored"
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, f"Expected some of {', '.join(STRATEGIES)}.")
+
+
+@rule("strategy-exit", "warning", "§3, §4", "exit is named")
+def strategy_exit(job: Job) -> Iterator[Hit]:
+    """ClusterD adds it; naming it has a side effect."""
+    if "exit" in job.strategies:
+        what = "ClusterD always adds exit; naming it makes the operator set the variables of recover as well"
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, "Leave exit out.")
+
+
+@rule("elastic-mindspore", "error", "§4, §9", "elastic-training with MindSpore")
+def elastic_mindspore(job: Job) -> Iterator[Hit]:
+    """The operator sets nothing for it."""
+    if job.framework == "mindspore" and job.has("elastic-training"):
+        what = "elastic-training does not exist for MindSpore: a warning in the operator's log, and nothing is set"
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, "Use recover or dump.")
+
+
+@rule("strategy-tensorflow", "error", "§4", "A strategy with TensorFlow")
+def strategy_tensorflow(job: Job) -> Iterator[Hit]:
+    """The operator's table and MindIO know PyTorch and MindSpore."""
+    if job.framework == "tensorflow" and job.strategies:
+        what = f"{', '.join(job.strategies)}: process-level strategies exist for PyTorch and MindSpore only"
+        fix = "Remove recover-strategy; use fault-scheduling, and pod-rescheduling if you like."
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, fix)
+
+
+@rule("dump-not-first", "warning", "§9", "dump with strategies before it")
+def dump_not_first(job: Job) -> Iterator[Hit]:
+    """It fires when it is the first that is possible."""
+    before = [one for one in job.strategies if one not in ("dump", "exit")]
+    if job.has("dump") and before:
+        what = f"dump fires only after {', '.join(before)} could not be done"
+        yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, "Keep it as the last resort, or name dump alone.")
+
+
+@rule("rank-0-pod", "warning", "§9", "A fault in the pod of rank 0")
+def rank_0_pod(job: Job) -> Iterator[Hit]:
+    """Always job-level."""
+    if job.has("recover", "recover-in-place", "elastic-training") or job.reschedules_pods:
+        what = "a fault in the pod of rank 0 restarts the whole job: no pod, process or elastic recovery there"
+        yield Hit(job.replicas[0].pair.key if job.replicas else job.root, what, "Keep checkpoints for that case.")
+
+
+@rule("fault-scheduling-off", "warning", "§9", "A strategy without fault-scheduling")
+def fault_scheduling_off(job: Job) -> Iterator[Hit]:
+    """The pod is not made anew."""
+    if job.manages_processes and job.label("fault-scheduling") in (None, "off"):
+        what = "recovery without fault-scheduling: a pod that is lost is not scheduled again"
+        yield Hit(job.at(*_LABELS, "fault-scheduling"), what, 'Add the label fault-scheduling: "grace".')
+
+
+@rule("fault-scheduling-force", "warning", "§2", "force with a strategy that wants time")
+def fault_scheduling_force(job: Job) -> Iterator[Hit]:
+    """grace deletes the pod gently first."""
+    if job.label("fault-scheduling") == "force" and job.has("dump", "retry", "elastic-training"):
+        what = "fault-scheduling force deletes pods at once, before they have saved"
+        yield Hit(job.at(*_LABELS, "fault-scheduling"), what, 'Write "grace".')
+
+
+@rule("force-host-network", "error", "§2, §9", "force with hostNetwork")
+def force_host_network(job: Job) -> Iterator[Hit]:
+    """MindCluster excludes it."""
+    if job.label("fault-scheduling") == "force" and any(replica.host_network for replica in job.replicas):
+        what = "fault-scheduling force does not go with hostNetwork"
+        yield Hit(job.at(*_LABELS, "fault-scheduling"), what, 'Write "grace".')
+
+
+@rule("wait-timeout", "error", "§3, §9", "wait-reschedule-timeout is no number from 30 to 270")
+def wait_timeout(job: Job) -> Iterator[Hit]:
+    """Falls to 270 otherwise."""
+    found = job.annotation("wait-reschedule-timeout")
+    if found is not None and not (found.isdecimal() and len(found) < 5 and 30 <= int(found) <= 270):
+        what = f"wait-reschedule-timeout is {found!r}: 270 is taken instead"
+        yield Hit(job.at(*_ANNOTATIONS, "wait-reschedule-timeout"), what, 'Write "30" to "270" (seconds).')
+
+
+@rule("wait-timeout-unused", "warning", "§3, §9", "wait-reschedule-timeout without recover")
+def wait_timeout_unused(job: Job) -> Iterator[Hit]:
+    """Nothing reads it."""
+    if job.annotation("wait-reschedule-timeout") is not None and not job.has("recover", "recover-in-place"):
+        what = "wait-reschedule-timeout is read only with recover or recover-in-place"
+        yield Hit(job.at(*_ANNOTATIONS, "wait-reschedule-timeout"), what, "Remove it.")
+
+
+@rule("recover-policy-path", "warning", "§3", "huawei.com/recover_policy_path has another value or place")
+def recover_policy_path(job: Job) -> Iterator[Hit]:
+    """`pod`, in the pods' template."""
+    name = "huawei.com/recover_policy_path"
+    found = [("the job", job.root.get(*_ANNOTATIONS, name))]
+    found += [(one.type, one.node.get("template", *_ANNOTATIONS, name)) for one in job.replicas]
+    for where, node in found:
+        if node is not None and node.text != "pod":
+            yield Hit(node, f"{name} is {node.text!r} in {where}: only pod is known", 'Write "pod", or remove it.')
+        elif node is not None and where == "the job":
+            yield Hit(node, f"{name} stands at the job", "Put it into spec.template.metadata of each replica type.")
+
+
+@rule("platform-annotation", "warning", "§3", "An annotation that only a platform writes")
+def platform_annotation(job: Job) -> Iterator[Hit]:
+    """Its presence changes ClusterD's mode."""
+    for name in _PLATFORM:
+        if job.annotation(name) is not None:
+            what = f"{name} belongs on the PodGroup, and there it hands the decisions to an outside platform"
+            yield Hit(job.at(*_ANNOTATIONS, name), what, "Remove it.")
+
+
+@rule("misplaced", "warning", "§2, §3", "A label or annotation of the job stands elsewhere")
+def misplaced(job: Job) -> Iterator[Hit]:
+    """Only the job's own metadata is read."""
+    other = {"labels": "annotations", "annotations": "labels"}
+    for kind, names in _IN_JOB.items():
+        here = {name for name in names if job.root.get("metadata", kind, name) is not None}
+        places = [(f"metadata.{other[kind]}", job.root.get("metadata", other[kind]))]
+        places += [(f"the pods of {one.type}", one.node.get("template", "metadata", kind)) for one in job.replicas]
+        for where, node in places:
+            for name in names:
+                pair = node.pair(name) if node is not None else None
+                if pair is not None and name not in here:
+                    yield Hit(pair.key, f"{name} stands in {where}, where nothing reads it",
+                              f"Move it to metadata.{kind} of the job.")  # fmt: skip

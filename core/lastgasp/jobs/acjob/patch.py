@@ -1,0 +1,221 @@
+"""What a recovery strategy needs, put into an AscendJob's text (recipes: facts/job_yaml.md §8)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lastgasp.errors import ConfigError
+
+from .check import Finding, Source, check_source
+from .edit import Edits, Quoted
+from .env import TASKD_PORT, port_number
+from .labels import FAULT_SCHEDULING
+from .model import RESET, STRATEGIES, Job, Replica
+from .structure import value_string
+from .tree import Node
+from .volumes import reset_host_path
+
+GOALS = (*STRATEGIES[:-1], "pod-rescheduling", "grace-exit")
+"""What `--strategy` takes: ClusterD's strategies but exit, which it adds itself; rescheduling of pods; and
+saving before a sub-healthy node is left."""
+_PROCESS = STRATEGIES[:-1]
+RETRIES, WAIT_RESCHEDULE, WAIT_MINDX, TTP_PORT = "3", "270", "60", "8000"
+_LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
+
+
+@dataclass(frozen=True)
+class Patched:
+    """What came of a patch.
+
+    Attributes:
+        before, after: the whole text.
+        findings: what is wrong with `after`; with an error among them it must not be written.
+        notes: what the reader should know.
+    """
+
+    before: str
+    after: str
+    findings: list[Finding]
+    notes: tuple[str, ...] = ()
+
+    def diff(self, name: str) -> str:
+        """As a unified diff; empty where nothing changes."""
+        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        lines = difflib.unified_diff(before, after, name, name)
+        return "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n" for one in lines)
+
+
+def goals_of(text: str) -> tuple[str, ...]:
+    """`dump,recover` as goals, in ClusterD's order.
+
+    Raises:
+        ConfigError: an unknown one, or none.
+    """
+    given = [one.strip() for one in text.split(",") if one.strip()]
+    allowed = f"a comma-separated list of {', '.join(GOALS)}"
+    for one in given:
+        if one not in GOALS:
+            remedy = "ClusterD always adds exit itself." if one == "exit" else "Check the spelling."
+            raise ConfigError("strategy", one, allowed, remedy)
+    if not given:
+        raise ConfigError("strategy", text, allowed, "Name at least one.")
+    if "grace-exit" in given:
+        given.append("dump")
+    return tuple(one for one in GOALS if one in given)
+
+
+def patch(source: Source, goals: Sequence[str], name: str | None = None) -> Patched:
+    """Give every AscendJob of the file (or the one named) what the goals need. Changes nothing on disk.
+
+    Raises:
+        ConfigError: there is no such job, or a goal that its framework does not have.
+        CannotEdit: the text is written in a way that the change cannot be put into.
+    """
+    if source.problem is not None:
+        return Patched(source.text, source.text, [source.problem])
+    jobs = [job for job in source.jobs if name in (None, job.name)]
+    if not jobs:
+        names = ", ".join(job.name for job in source.jobs) or "none"
+        raise ConfigError("job", name, f"an AscendJob of {source.path} ({names})", "Check the name.")
+    edits = Edits(source.text, source.documents)
+    for job in jobs:
+        _refuse(job, goals)
+        _Patch(job, goals, edits).gather()
+    notes = tuple(_notes(jobs))
+    text, documents = edits.apply() if edits else (source.text, source.documents)
+    after = Source(source.path, text, source.bom, documents)
+    return Patched(source.text, text, check_source(after), notes)
+
+
+def _refuse(job: Job, goals: Sequence[str]) -> None:
+    framework = job.framework
+    if framework is None:
+        raise ConfigError("framework", job.label("framework"), "pytorch, mindspore or tensorflow",
+                          "Add the label framework to metadata.labels first.")  # fmt: skip
+    wrong = [one for one in goals if one in _PROCESS and framework == "tensorflow"]
+    wrong += ["elastic-training"] if framework == "mindspore" and "elastic-training" in goals else []
+    if wrong:
+        allowed = ", ".join(one for one in GOALS if one not in _PROCESS or framework == "mindspore")
+        remedy = "The operator sets nothing for that framework there."
+        raise ConfigError("strategy", wrong[0], f"for {framework} one of {allowed}", remedy)
+
+
+def _notes(jobs: Sequence[Job]) -> list[str]:
+    return [
+        f"{job.name}: metadata.namespace is not in the file; host paths are written for the namespace default"
+        for job in jobs
+        if job.root.string("metadata", "namespace") is None and job.replicas
+    ]
+
+
+class _Patch:
+    """The changes of one job."""
+
+    def __init__(self, job: Job, goals: Sequence[str], edits: Edits) -> None:
+        self.job, self.goals, self.edits = job, goals, edits
+        self.strategies = [one for one in _PROCESS if one in goals]
+        self.recovers = "recover" in goals or "recover-in-place" in goals
+        self.port = _ttp_port(job)
+
+    def gather(self) -> None:
+        """All of them."""
+        for hit in value_string(self.job):
+            self.edits.quote(hit.node)
+        self._labels()
+        self._annotations()
+        for replica in self.job.replicas:
+            if self.recovers or self.job.retries:
+                self.edits.put(replica.node, ("restartPolicy",), "Never")
+            if replica.container is not None:
+                self._env(replica, replica.container)
+                self._ports(replica, replica.container)
+                self._reset(replica, replica.container)
+
+    def _label(self, name: str, value: str) -> None:
+        self.edits.put(self.job.root, (*_LABELS, name), Quoted(value))
+
+    def _labels(self) -> None:
+        found = self.job.label("fault-scheduling")
+        host_network = any(replica.host_network for replica in self.job.replicas)
+        in_a_hurry = found == "force" and (host_network or {"dump", "retry", "elastic-training"} & set(self.goals))
+        if found not in FAULT_SCHEDULING or found == "off" or in_a_hurry:
+            self._label("fault-scheduling", "grace")
+        if self.recovers and not self.job.retries:
+            self._label("fault-retry-times", RETRIES)
+        if "pod-rescheduling" in self.goals:
+            self._label("pod-rescheduling", "on")
+        if "grace-exit" in self.goals:
+            self._label("subHealthyStrategy", "graceExit")
+
+    def _annotations(self) -> None:
+        if self.strategies and sorted(self.job.raw_strategies) != sorted(self.strategies):
+            value = Quoted(",".join(self.strategies))
+            self.edits.put(self.job.root, (*_ANNOTATIONS, "recover-strategy"), value)
+        wait = self.job.annotation("wait-reschedule-timeout")
+        good = wait is not None and wait.isdecimal() and len(wait) < 5 and 30 <= int(wait) <= 270
+        if not good and (wait is not None or self.recovers):
+            self.edits.put(self.job.root, (*_ANNOTATIONS, "wait-reschedule-timeout"), Quoted(WAIT_RESCHEDULE))
+
+    def _env(self, replica: Replica, container: Node) -> None:
+        if replica.variable("POD_IP") is None:
+            source = {"fieldRef": {"fieldPath": "status.podIP"}}
+            self.edits.append(container, ("env",), {"name": "POD_IP", "valueFrom": source})
+        if not self.strategies:
+            return
+        self._variable(replica, container, "TTP_PORT", self.port, True)
+        wait = replica.variable("MINDIO_WAIT_MINDX_TIME")
+        elastic = "elastic-training" in self.goals and not self.recovers
+        if elastic or (wait is not None and not _wait_is(wait.value, 1)):
+            enough = wait is not None and _wait_is(wait.value, 60 if elastic else 1)
+            self._variable(replica, container, "MINDIO_WAIT_MINDX_TIME", WAIT_MINDX, not enough)
+        for name, bad, good in (("HCCL_ASYNC_ERROR_HANDLING", "1", "0"), ("TASKD_PROCESS_ENABLE", "off", "on")):
+            env = replica.variable(name)
+            if env is not None and env.value == bad:
+                self.edits.put(env.node, ("value",), Quoted(good))
+
+    def _variable(self, replica: Replica, container: Node, name: str, value: str, force: bool) -> None:
+        env = replica.variable(name)
+        if env is None:
+            self.edits.append(container, ("env",), {"name": name, "value": Quoted(value)})
+        elif force and not env.unknown and env.value != value:
+            self.edits.put(env.node, ("value",), Quoted(value))
+
+    def _ports(self, replica: Replica, container: Node) -> None:
+        wanted = {"taskd-port": TASKD_PORT}
+        if self.strategies:
+            wanted["ttp-port"] = int(self.port)
+        for name, number in wanted.items():
+            port = replica.port(name)
+            if port is None:
+                self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
+            elif port.string("containerPort") != str(number):
+                self.edits.put(port, ("containerPort",), number)
+
+    def _reset(self, replica: Replica, container: Node) -> None:
+        path = reset_host_path(self.job)
+        mount = next((one for one in replica.mounts if one.path.rstrip("/") == RESET), None)
+        if mount is not None:
+            if mount.volume is not None and mount.host_path is not None and mount.host_path.rstrip("/") != path:
+                self.edits.put(mount.volume, ("hostPath", "path"), path)
+            return
+        pod = replica.pod
+        assert pod is not None
+        taken = {one.string("name"): one for one in pod.maps("volumes")}
+        name = next((key for key, one in taken.items() if key and one.string("hostPath", "path") == path), None)
+        if name is None:
+            name = "reset-config" if "reset-config" not in taken else "lastgasp-reset-config"
+            self.edits.append(pod, ("volumes",), {"name": name, "hostPath": {"path": path}})
+        self.edits.append(container, ("volumeMounts",), {"name": name, "mountPath": RESET})
+
+
+def _ttp_port(job: Job) -> str:
+    """The port that the job has already, or the samples' 8000."""
+    variables = [env.value for one in job.replicas if (env := one.variable("TTP_PORT")) is not None]
+    ports = [port.string("containerPort") for one in job.replicas if (port := one.port("ttp-port")) is not None]
+    return next((text for text in [*variables, *ports] if text and port_number(text)), TTP_PORT)
+
+
+def _wait_is(text: str | None, least: int) -> bool:
+    return text is not None and text.isascii() and text.isdecimal() and len(text) < 6 and least <= int(text) <= 3600

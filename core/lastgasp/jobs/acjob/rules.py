@@ -1,0 +1,69 @@
+"""The table of rules: each has an id, a weight, the place that says so, and the function that looks.
+
+A rule yields what it found: where, what is wrong, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .model import Job
+from .tree import Node
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One thing that is wrong: at a node, what, and the fix."""
+
+    node: Node
+    what: str
+    fix: str
+
+
+Look = Callable[[Job], Iterator[Hit]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        id: in findings and in the documentation.
+        severity: an error is refused by the cluster, or does not do what it says; a warning may be meant.
+        source: section of facts/job_yaml.md, or `YAML` for what Kubernetes' parser refuses.
+        title: one line.
+        look: what finds it; None where it is found while the file is read.
+    """
+
+    id: str
+    severity: Severity
+    source: str
+    title: str
+    look: Look | None = None
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(id: str, severity: Severity, source: str, title: str) -> Callable[[Look], Look]:
+    """Register the function that looks for it."""
+
+    def register(look: Look) -> Look:
+        assert id not in RULES
+        RULES[id] = Rule(id, severity, source, title, look)
+        return look
+
+    return register
+
+
+def reading_rule(id: str, severity: Severity, title: str) -> None:
+    """Register a rule that is found while the file is read."""
+    RULES[id] = Rule(id, severity, "YAML", title)
+
+
+reading_rule("yaml-syntax", "error", "The file is no YAML")
+reading_rule("yaml-not-mapping", "error", "A document is no map")

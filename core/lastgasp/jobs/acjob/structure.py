@@ -1,0 +1,181 @@
+"""Rules on what the operator rejects, and on what Kubernetes does not even take (facts/job_yaml.md §1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from .model import API_VERSION, CONTAINER, LEADERS, WORKER, Job, Replica
+from .rules import Hit, rule
+from .tree import Node
+
+MOST_REPLICAS = 20_000
+_LABELS = ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "process-recover-enable", "subHealthyStrategy",
+           "framework", "ring-controller.atlas", "tor-affinity", "podgroup-sched-enable")  # fmt: skip
+_ANNOTATIONS = ("recover-strategy", "wait-reschedule-timeout", "huawei.com/recover_policy_path",
+                "huawei.com/schedule_policy", "sp-block", "ra-block", "huawei.com/schedule_minAvailable")  # fmt: skip
+_SPEC = ("runPolicy", "successPolicy", "schedulerName", "replicaSpecs")
+_RUN_POLICY = ("schedulingPolicy", "backoffLimit", "cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds")
+
+
+@rule("yaml-duplicate-key", "error", "YAML", "A key stands twice in one map")
+def duplicate_key(job: Job) -> Iterator[Hit]:
+    """Kubernetes refuses it."""
+    for node in nodes_of(job.root):
+        seen: dict[str, Node] = {}
+        for pair in node.pairs:
+            if pair.key.text in seen and pair.key.kind == "scalar" and not pair.is_merge:
+                first = seen[pair.key.text].line
+                yield Hit(pair.key, f"{pair.key.text} is given twice, first in line {first}", "Remove one of them.")
+            seen.setdefault(pair.key.text, pair.key)
+
+
+@rule("value-string", "error", "§2, §9", "A label, annotation or variable is no string")
+def value_string(job: Job) -> Iterator[Hit]:
+    """YAML 1.1 takes a plain on for true; Kubernetes wants strings there."""
+    places = [("label", job.root.get("metadata", "labels")), ("annotation", job.root.get("metadata", "annotations"))]
+    for replica in job.replicas:
+        places += [("label", replica.node.get("template", "metadata", "labels"))]
+        places += [("annotation", replica.node.get("template", "metadata", "annotations"))]
+    found = [(kind, pair.key.text, pair.node) for kind, node in places if node for pair in node.pairs]
+    found += [("variable", env.name, value) for replica in job.replicas for env in replica.env
+              if (value := env.node.get("value")) is not None]  # fmt: skip
+    for kind, name, node in {id(node): (kind, name, node) for kind, name, node in found}.values():
+        if node.kind == "scalar" and node.type in ("bool", "number"):
+            yield Hit(node, f"{kind} {name} is a {node.type} to Kubernetes, not a string", f'Quote it: "{node.text}".')
+
+
+@rule("key-spelling", "warning", "§2, §3", "A key looks like a misspelt one")
+def key_spelling(job: Job) -> Iterator[Hit]:
+    """Unknown keys are kept and allowed, but one letter off does nothing at all."""
+    places = ((("metadata", "labels"), _LABELS), (("metadata", "annotations"), _ANNOTATIONS),
+              (("spec",), _SPEC), (("spec", "runPolicy"), _RUN_POLICY))  # fmt: skip
+    for path, known in places:
+        node = job.root.get(*path)
+        for pair in node.pairs if node is not None else ():
+            near = get_close_matches(pair.key.text, known, n=1, cutoff=0.85)
+            if pair.key.text not in known and near:
+                yield Hit(pair.key, f"{'.'.join(path)}: {pair.key.text} is unknown", f"Is {near[0]} meant?")
+
+
+@rule("api-version", "error", "head", "apiVersion is not the AscendJob's")
+def api_version(job: Job) -> Iterator[Hit]:
+    """Only one exists."""
+    found = job.root.string("apiVersion")
+    if found != API_VERSION:
+        yield Hit(job.at("apiVersion"), f"apiVersion is {found!r}", f"Write apiVersion: {API_VERSION}.")
+
+
+@rule("job-name", "error", "head", "The job has no name")
+def job_name(job: Job) -> Iterator[Hit]:
+    """Mount paths and ConfigMaps are named after it."""
+    if not job.root.string("metadata", "name"):
+        yield Hit(job.at("metadata", "name"), "metadata.name is missing", "Give the job a name.")
+
+
+@rule("framework", "error", "§1", "The label framework is missing or unknown")
+def framework(job: Job) -> Iterator[Hit]:
+    """It decides on the leader type and the environment."""
+    if job.framework is None:
+        found = job.label("framework")
+        what = "metadata.labels.framework is missing" if found is None else f"framework is {found!r}"
+        yield Hit(job.at("metadata", "labels", "framework"), what, f"Expected one of {', '.join(LEADERS)}.")
+
+
+@rule("replica-specs", "error", "§1", "There are no replicaSpecs")
+def replica_specs(job: Job) -> Iterator[Hit]:
+    """A job of nothing."""
+    if not job.replicas:
+        yield Hit(job.at("spec", "replicaSpecs"), "spec.replicaSpecs is missing or empty", "Describe the replicas.")
+
+
+@rule("replica-type", "error", "§1", "A replica type that the framework does not have")
+def replica_type(job: Job) -> Iterator[Hit]:
+    """One leader type and Worker."""
+    allowed = [LEADERS[job.framework], WORKER] if job.framework else [*LEADERS.values(), WORKER]
+    for replica in job.replicas:
+        if replica.type not in allowed:
+            what = f"replica type {replica.type} does not exist for {job.framework or 'any framework'}"
+            yield Hit(replica.pair.key, what, f"Expected {' or '.join(allowed)}.")
+
+
+@rule("replicas", "error", "§1", "replicas is no number from 0 to 20000")
+def replicas(job: Job) -> Iterator[Hit]:
+    """The operator's limit."""
+    for replica in job.replicas:
+        if replica.count is None or replica.count > MOST_REPLICAS:
+            node = replica.node.get("replicas") or replica.pair.key
+            yield Hit(node, f"{replica.type}: replicas is {node.text!r}", f"Expected 0 to {MOST_REPLICAS}.")
+
+
+@rule("leader-replicas", "error", "§1", "The leader has not exactly one replica")
+def leader_replicas(job: Job) -> Iterator[Hit]:
+    """1, or nothing said."""
+    for replica in job.replicas:
+        if replica.type in LEADERS.values() and replica.count not in (1, None):
+            node = replica.node.get("replicas") or replica.pair.key
+            yield Hit(node, f"{replica.type}: replicas is {replica.count}", "A leader has 1; the rest are Worker.")
+
+
+@rule("leader-missing", "error", "§1", "There is no leader")
+def leader_missing(job: Job) -> Iterator[Hit]:
+    """MindSpore on one NPU does without."""
+    leaders = [replica for replica in job.replicas if replica.type in LEADERS.values()]
+    alone = job.framework == "mindspore" and sum(npus(replica) * (replica.count or 0) for replica in job.replicas) <= 1
+    if job.replicas and not leaders and not alone:
+        wanted = LEADERS.get(job.framework or "", "Master, Scheduler or Chief")
+        yield Hit(job.at("spec", "replicaSpecs"), "no leader among the replicas", f"Add {wanted} with 1 replica.")
+
+
+@rule("container-ascend", "error", "§1", "A replica has no container named ascend")
+def container_ascend(job: Job) -> Iterator[Hit]:
+    """Only that one gets the environment."""
+    for replica in job.replicas:
+        if replica.container is None:
+            names = ", ".join(one.string("name") or "?" for one in replica.containers) or "none"
+            what = f"{replica.type}: no container is named {CONTAINER} (found: {names})"
+            yield Hit(replica.pair.key, what, f"Name the training container {CONTAINER}.")
+
+
+@rule("container-image", "error", "§1", "A container has no image")
+def container_image(job: Job) -> Iterator[Hit]:
+    """Checked by the operator before the kubelet."""
+    for replica in job.replicas:
+        for one in replica.containers:
+            if not one.string("image"):
+                what = f"{replica.type}: container {one.string('name') or '?'} has no image"
+                yield Hit(one, what, "Name the image.")
+
+
+@rule("success-policy", "error", "§1", "successPolicy is unknown")
+def success_policy(job: Job) -> Iterator[Hit]:
+    """Empty or AllWorkers."""
+    node = job.root.get("spec", "successPolicy")
+    if node is not None and node.text not in ("", "AllWorkers"):
+        yield Hit(node, f"successPolicy is {node.text!r}", "Write AllWorkers, or leave it out.")
+
+
+@rule("queue", "error", "§1", "schedulingPolicy names no queue")
+def queue(job: Job) -> Iterator[Hit]:
+    """With gang scheduling the operator asks Volcano for it."""
+    path = ("spec", "runPolicy", "schedulingPolicy")
+    if job.root.get(*path) is not None and not job.root.string(*path, "queue"):
+        yield Hit(job.at(*path), "schedulingPolicy has no queue", "Write queue: default, or the queue's name.")
+
+
+def npus(replica: Replica) -> int:
+    """NPUs that one pod asks for; 0 where it is not said as a number."""
+    node = replica.container.get("resources", "requests") if replica.container is not None else None
+    texts = [pair.node.text for pair in node.pairs if pair.key.text.startswith("huawei.com/")] if node else []
+    return sum(int(text) for text in texts if text.isdecimal())
+
+
+def nodes_of(root: Node) -> Iterator[Node]:
+    """Every node once, in the order of the text."""
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            todo += [use.node for use in reversed((*node.items, *node.pairs))]
