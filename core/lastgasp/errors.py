@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class LastgaspError(Exception):
-    """Base of every error that lastgasp raises on purpose."""
+    """Base of every error that lastgasp raises on purpose.
+
+    Attributes:
+        restart_helps: whether another try may end better; a launcher stops where it does not.
+    """
+
+    restart_helps: ClassVar[bool] = True
 
 
 class ConfigError(LastgaspError, ValueError):
@@ -17,6 +25,8 @@ class ConfigError(LastgaspError, ValueError):
         remedy: what to do now.
     """
 
+    restart_helps = False
+
     def __init__(self, field: str, value: object, allowed: str, remedy: str) -> None:
         self.field, self.value, self.allowed, self.remedy = field, value, allowed, remedy
         super().__init__(f"{field}={value!r} is not allowed: expected {allowed}. {remedy}")
@@ -24,6 +34,8 @@ class ConfigError(LastgaspError, ValueError):
 
 class MissingExtra(LastgaspError, ImportError):
     """A framework or optional library is not installed; names the extra that brings it."""
+
+    restart_helps = False
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(f"{module} is not installed. Install it with: pip install 'lastgasp[{extra}]'")
@@ -41,6 +53,8 @@ class DamagedCheckpoint(CheckpointError):
         reasons: one line per damage, each naming file and byte range.
         remedy: what to do now.
     """
+
+    restart_helps = False
 
     def __init__(
         self,
@@ -61,6 +75,8 @@ class NoGoodCheckpoint(CheckpointError):
         remedy: what to do now.
     """
 
+    restart_helps = False
+
     def __init__(
         self,
         directory: str,
@@ -73,6 +89,29 @@ class NoGoodCheckpoint(CheckpointError):
         super().__init__(
             f"no checkpoint in {directory} can be trusted, and there are {len(reasons)}:\n  {listing}\n{remedy}"
         )
+
+
+class CheckpointMismatch(CheckpointError):
+    """A good checkpoint that is of another model, optimizer or loop than the one that wants to resume from it.
+
+    Args:
+        path: the checkpoint.
+        differences: one line each.
+    """
+
+    restart_helps = False
+
+    def __init__(self, path: str, differences: list[str]) -> None:
+        self.path, self.differences = path, differences
+        listing = "\n  ".join(differences)
+        super().__init__(
+            f"checkpoint {path} does not fit this loop, and nothing was loaded:\n  {listing}\n"
+            "Give the state that was saved, another dir, or resume='never' to start anew."
+        )
+
+
+class UsageError(LastgaspError, RuntimeError):
+    """A call that may not be made now; says what was expected."""
 
 
 class ControlError(LastgaspError):
@@ -89,6 +128,8 @@ class ProtocolError(ControlError):
 
 class VersionMismatch(ControlError):
     """Two ranks of one job run different versions of lastgasp."""
+
+    restart_helps = False
 
 
 class DeadlineExceeded(LastgaspError, TimeoutError):

@@ -137,7 +137,7 @@ def test_nothing_good_is_no_success_and_nothing_is_trained(shelves: dict[str, Pa
             corrupt.truncate(path, 100)
 
     again, done = start(shelves["torch"], tmp_path, FLAGS["torch"], spoil)
-    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
     assert "NoGoodCheckpoint" in done.output
     assert again.losses() == {}
     assert (again.checkpoints / ITERATION).is_dir()

@@ -16,7 +16,8 @@ def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
     assert done.exit_code == 0
     for name in cli.COMMANDS:
         assert f"\n  {name} " in done.output
-    for code in (exitcodes.SAVED, exitcodes.NOTHING_TO_SAVE, exitcodes.GAVE_UP, exitcodes.NO_PROGRESS):
+    codes = (exitcodes.SAVED, exitcodes.NOTHING_TO_SAVE, exitcodes.GAVE_UP, exitcodes.NO_PROGRESS, exitcodes.REFUSED)
+    for code in codes:
         assert f"\n    {code}  " in done.output
     assert "lastgasp verify ckpts" in done.output
 

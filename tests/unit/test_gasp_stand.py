@@ -133,6 +133,21 @@ def test_a_job_without_lastgasp_is_never_judged_under_plain_torchrun() -> None:
     assert not restarts.hopeless
 
 
+@pytest.mark.parametrize(
+    ("always", "used", "progressed", "stops"),
+    [(True, False, False, True), (False, True, False, True), (False, False, False, False), (True, True, True, False)],
+)
+def test_a_refusal_stops_a_job_that_uses_lastgasp(always: bool, used: bool, progressed: bool, stops: bool) -> None:
+    restarts = Restarts(always=always)
+    restarts.ended(0, used, progressed, refused=True)
+    assert restarts.hopeless == stops
+    if stops:
+        assert restarts.exit_code == exitcodes.REFUSED
+        assert "refuse again" in restarts.verdict
+        restarts.ended(1, used, progressed)
+        assert not restarts.hopeless
+
+
 def test_the_verdict_says_what_to_look_at() -> None:
     restarts = Restarts(always=True)
     for attempt in range(4):

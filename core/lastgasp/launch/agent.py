@@ -109,7 +109,8 @@ class GaspAgent(LocalElasticAgent):
         used = self._round is not None and self._round.in_use()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._judge(used)
+            refused = any(failure.exitcode == exitcodes.REFUSED for failure in result.failures.values())
+            self._judge(used, refused)
         return result
 
     def _hold(self, worker_group: WorkerGroup) -> None:
@@ -154,9 +155,9 @@ class GaspAgent(LocalElasticAgent):
         if spec.max_restarts == 0 and not _max_restarts_given():
             spec.max_restarts = self._remaining_restarts = DEFAULT_MAX_RESTARTS
 
-    def _judge(self, used: bool) -> None:
+    def _judge(self, used: bool, refused: bool) -> None:
         assert self._round is not None
-        self._restarts.ended(self._round.number, used, self._round.progressed())
+        self._restarts.ended(self._round.number, used, self._round.progressed(), refused)
         if self._restarts.hopeless:
             self._remaining_restarts = 0
             log.error("%s", self._restarts.verdict)
@@ -182,7 +183,7 @@ class GaspAgent(LocalElasticAgent):
             recover_orphans(MARKS_LIMIT)
         if self._restarts.hopeless:
             sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
-            raise SystemExit(exitcodes.NO_PROGRESS)
+            raise SystemExit(self._restarts.exit_code)
         return result
 
 

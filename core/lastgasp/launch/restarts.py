@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lastgasp import exitcodes
+
 DEFAULT_MAX_RESTARTS = 32767
 """As MindCluster's (facts/taskd.md)."""
 BARREN_LIMIT = 3
@@ -20,11 +22,13 @@ class Restarts:
 
     always: bool
     barren: int = 0
+    refused: bool = False
     _ever_used: bool = False
 
-    def ended(self, attempt: int, used: bool, progressed: bool) -> None:
-        """An attempt failed."""
+    def ended(self, attempt: int, used: bool, progressed: bool, refused: bool = False) -> None:
+        """An attempt failed; `refused`: a rank of it said that another try would end the same way."""
         self._ever_used = self._ever_used or used
+        self.refused = refused and not progressed and (self.always or self._ever_used)
         if progressed or attempt == 0:
             self.barren = 0
         elif self.always or self._ever_used:
@@ -33,11 +37,21 @@ class Restarts:
     @property
     def hopeless(self) -> bool:
         """Another restart would most likely fail in the same place."""
-        return self.barren >= BARREN_LIMIT
+        return self.refused or self.barren >= BARREN_LIMIT
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's, where it is hopeless."""
+        return exitcodes.REFUSED if self.refused else exitcodes.NO_PROGRESS
 
     @property
     def verdict(self) -> str:
         """What to tell the user."""
+        if self.refused:
+            return (
+                "stopped: a rank refused to start, and would refuse again. The traceback above says why and what to "
+                "do; the checkpoints are kept, and the job goes on from them when it is started again."
+            )
         return (
             f"stopped: {self.barren} restarts in a row completed no new step, so the fault is in the job, its data "
             "or its machine. Look at the first traceback above and at `lastgasp incident DIR`; the checkpoints are "

@@ -15,6 +15,7 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
 from lastgasp.pytorch.origin import cause_of
 from lastgasp.pytorch.processgroups import process_groups
+from lastgasp.refusal import tell_launcher
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
@@ -74,6 +75,7 @@ class LastGasp(Callback):
         profiling_dir: str | os.PathLike[str] | None = None,
         profiling_limit_mb: int | None = None,
     ) -> None:
+        tell_launcher()
         self.config = GaspConfig.resolve(
             dir,
             keep=keep,

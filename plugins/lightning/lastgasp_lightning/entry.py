@@ -12,6 +12,7 @@ import os
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lastgasp.errors import ConfigError
+from lastgasp.refusal import tell_launcher
 
 ENV_ON = "LASTGASP"
 _SWITCH = {"1": True, "0": False, "": False}
@@ -24,6 +25,7 @@ def callbacks() -> list[Callback]:
     environment is raised by the returned callback when `fit` starts.
     """
     try:
+        tell_launcher()
         return _wanted()
     except Exception as error:  # whatever it is, fit must refuse with it rather than run unprotected
         return [Refusal(error)]

@@ -20,6 +20,7 @@ from typing import Any
 import wrapt
 
 from lastgasp.errors import ConfigError, MissingExtra
+from lastgasp.refusal import tell_launcher
 from lastgasp_megatron import mindspeed
 from lastgasp_megatron.args import around_parse_args
 from lastgasp_megatron.patches import HOMES, Around, Hook, Patches
@@ -44,6 +45,7 @@ def install() -> bool:
         MissingExtra: torch is not installed.
     """
     global _installed
+    tell_launcher()
     value = os.environ.get(ENV_ON, "")
     if value not in _SWITCH:
         raise ConfigError(ENV_ON, value, "1 (on) or 0 (off)", "Set it to 1, or unset it.")
