@@ -86,11 +86,12 @@ class Watch:
                 self._stop()
                 return 128 + self._told
             self._hold()
+            refused = any(worker.code() == exitcodes.REFUSED for worker in self._workers)
             self._clear()
-            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._rounds.progressed())
+            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._rounds.progressed(), refused)
             if self._restarts.hopeless:
                 sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
-                return exitcodes.NO_PROGRESS
+                return self._restarts.exit_code
             if self._told is not None:
                 return 128 + self._told
 

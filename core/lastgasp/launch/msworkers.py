@@ -86,7 +86,7 @@ def wait_shown(readers: list[int], logs: list[Path], seconds: float) -> None:
 
 
 def _behind(pid: int, logs: list[Path]) -> bool:
-    folder = Path(f"/proc/{pid}/fd")
+    folder = Path(f"/proc/{pid}/fd")  # not to be read, where the process has ended
     with contextlib.suppress(OSError, ValueError, IndexError):
         for entry in folder.iterdir():
             log = _link(str(entry))
@@ -94,6 +94,7 @@ def _behind(pid: int, logs: list[Path]) -> bool:
                 text = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
                 position = int(text.partition("pos:")[2].split()[0])
                 return position < log.stat().st_size
+        return True  # it has only just been started
     return False
 
 

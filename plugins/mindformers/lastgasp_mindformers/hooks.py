@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgasp.errors import ConfigError
 from lastgasp_mindformers.patches import bound
-from lastgasp_mindformers.settings import CALLBACK, Options, options_of, options_of_config, switched
+from lastgasp_mindformers.settings import CALLBACK, Options, callback_entry, options_of, options_of_config, switched
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.run import Run
@@ -43,6 +43,9 @@ class Training:
     def _protected(self, call: Any, trainer: Any, arguments: Keywords, options: Options) -> Any:
         self._turn_on()
         register_callback()
+        entry = callback_entry(trainer.config)
+        if entry is not None and not entry.get("dir"):
+            entry["dir"] = str(options.gasp.directory)  # what MindFormers makes of it gets no other word
         run = self._run = new_run(options)
         try:
             run.chooser.steer(trainer.config, arguments)

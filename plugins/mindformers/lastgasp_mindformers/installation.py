@@ -17,6 +17,7 @@ from types import ModuleType
 
 import wrapt
 
+from lastgasp.refusal import tell_launcher
 from lastgasp_mindformers.hooks import Training
 from lastgasp_mindformers.patches import Hook, Patches
 from lastgasp_mindformers.settings import switched
@@ -44,6 +45,7 @@ def install() -> bool:
         HookNotPlaced: what is imported already is not what it has to be.
     """
     global _installed
+    tell_launcher()
     wanted = switched()
     if multiprocessing.parent_process() is not None or os.environ.get("MS_ROLE") == "MS_SCHED":
         return False

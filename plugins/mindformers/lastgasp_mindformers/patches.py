@@ -30,6 +30,8 @@ class HookNotPlaced(LastgaspError):
         expected: what was looked for; found: what is there.
     """
 
+    restart_helps = False
+
     def __init__(self, expected: str, found: str) -> None:
         self.expected, self.found = expected, found
         super().__init__(

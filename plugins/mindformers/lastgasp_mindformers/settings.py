@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,11 @@ def options_of_config(config: Any) -> Options | None:
     return options_of(directory, **given)
 
 
-def callback_entry(config: Any) -> Mapping[str, Any] | None:
+def callback_entry(config: Any) -> MutableMapping[str, Any] | None:
     """The entry `type: LastGasp` of `callbacks:`; None where there is none."""
     entries = config.get("callbacks") or []
     entries = entries if isinstance(entries, list | tuple) else [entries]
-    found = (entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == CALLBACK)
+    found = (entry for entry in entries if isinstance(entry, MutableMapping) and entry.get("type") == CALLBACK)
     return next(found, None)
 
 
