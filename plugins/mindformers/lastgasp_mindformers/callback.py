@@ -1,0 +1,73 @@
+"""The callback that protects a MindSpore training, and a small one in front of the others."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from mindspore.train.callback import Callback
+
+from lastgasp_mindformers.installation import turn_on
+from lastgasp_mindformers.settings import options_of
+
+if TYPE_CHECKING:
+    from lastgasp_mindformers.run import Run
+
+
+class LastGasp(Callback):  # type: ignore[misc]
+    """No step is lost: what survives a fault saves the step that it stands on, and the next start goes on from there.
+
+    Give it to `Model.train(..., callbacks=[LastGasp("ckpts")])`, or write `callbacks: - type: LastGasp` into the YAML
+    of MindFormers. Make it before the network is compiled. With `LASTGASP=0` it does nothing.
+
+    Args:
+        dir: where checkpoints and incidents stand; the same path on every rank. Default: `LASTGASP_DIR`.
+        options: keep, resume, hang_timeout, save_timeout, finish_timeout, sha256 (`lastgasp.config.GaspConfig`), marks,
+            profiling_dir, profiling_limit_mb, require_manifest, attempts.
+
+    Raises:
+        ConfigError: a value that is not allowed, or no directory.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        super().__init__()
+        self.options = options_of(dir, **options)
+        self.run: Run | None = None
+        turn_on()
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Training starts, or goes on from what was loaded."""
+        if self.run is not None:
+            self.run.begin(run_context.original_args())
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        """The last look before the graph: while a recovery is on, it does not run."""
+        if self.run is not None:
+            self.run.step_begin(run_context.original_args())
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """All other callbacks have seen the end of the step."""
+        if self.run is not None:
+            self.run.callbacks_end()
+
+    def on_train_end(self, run_context: Any) -> None:
+        """The last step is done; others may save it once more."""
+        if self.run is not None:
+            self.run.trained()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Out of the loop; with an exception the step is saved first."""
+        if self.run is not None and error is not None:
+            self.run.end_with(error)
+
+
+class Boundary(Callback):  # type: ignore[misc]
+    """In front of all other callbacks: the graph has returned, and its step counts."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Nothing of others has happened since."""
+        self._run.step_end(run_context.original_args())

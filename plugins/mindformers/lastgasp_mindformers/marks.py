@@ -1,0 +1,55 @@
+"""Marks of the loop: steps and the time between them, where MindFormers does not mark them itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from lastgasp.session import Session
+from lastgasp.steps.attach import no_mark, no_step
+
+
+class LoopMarks:
+    """Marks `dataloader` from the end of a step to the begin of the next, and each step.
+
+    With libmspti preloaded MindFormers' MFLossMonitor marks the steps and MindSpore the data loader and its saves
+    (facts/mindformers.md §6); marks of ours would be a second series then.
+
+    Args:
+        session: of this rank.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._step, self._data = session.step, session.mark("dataloader")
+        self._open = False
+
+    def begin(self, callbacks: Sequence[Any]) -> None:
+        """Training starts."""
+        if marked_elsewhere(callbacks, os.environ.get("LD_PRELOAD", "")):
+            self._step, self._data = no_step, no_mark("dataloader")
+        self._enter()
+
+    def step_begin(self, number: int) -> None:
+        """The data is there."""
+        self._leave()
+        self._step(number)
+
+    def step_end(self) -> None:
+        """The next thing is the next batch."""
+        self._enter()
+
+    def _enter(self) -> None:
+        if not self._open:
+            self._open = True
+            self._data.__enter__()
+
+    def _leave(self) -> None:
+        if self._open:
+            self._open = False
+            self._data.__exit__(None, None, None)
+
+
+def marked_elsewhere(callbacks: Sequence[Any], preloaded: str) -> bool:
+    """MindFormers marks the steps of this training."""
+    return "libmspti.so" in preloaded and any(type(callback).__name__ == "MFLossMonitor" for callback in callbacks)

@@ -1,0 +1,114 @@
+"""What a checkpoint of this job looks like: as CheckpointMonitor writes it, or MindSpore's own where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore
+
+from lastgasp.errors import ConfigError
+from lastgasp_mindformers.layouts import Extension, LegacyName
+from lastgasp_mindformers.small import Numbers
+
+PREFIX = "lastgasp"
+"""Of the names where no CheckpointMonitor has one."""
+_NOT_SAVED = ("accu_grads",)
+
+
+class Native:
+    """Names and writes checkpoints.
+
+    Args:
+        train_network: what `Model` trains: the network and its optimizer.
+        callbacks: those of the training.
+        directory: for a job without a CheckpointMonitor.
+
+    Raises:
+        ConfigError: CheckpointMonitor is set to what cannot be written by the survivors.
+    """
+
+    def __init__(self, train_network: Any, callbacks: Sequence[Any], directory: Path) -> None:
+        self._network, self._directory = train_network, directory
+        self._monitor = monitor_of(callbacks)
+        if self._monitor is not None:
+            _check(self._monitor)
+
+    @property
+    def directory(self) -> Path:
+        """Where `rank_R` folders are; the same on all ranks."""
+        return Path(self._monitor._directory).absolute().parent if self._monitor is not None else self._directory
+
+    @property
+    def completed_before(self) -> int:
+        """Steps that earlier runs of the job completed, as CheckpointMonitor counts them."""
+        return int(getattr(self._monitor, "_append_step_num", 0) or 0)
+
+    def name(self, numbers: Numbers) -> LegacyName:
+        """The name of the checkpoint of a step. Looked up late: CheckpointMonitor settles its prefix at the start."""
+        if self._monitor is None:
+            return LegacyName(PREFIX, numbers.epoch, numbers.within, "ckpt")
+        extension: Extension = "ckpt" if self._monitor._config.format == "ckpt" else "safetensors"
+        return LegacyName.of_monitor(self._monitor._prefix, numbers.epoch, numbers.within, extension)
+
+    def write(self, path: Path, numbers: Numbers, statistics: Mapping[str, Any]) -> None:
+        """Write the live parameters to `path`, those in `statistics` as they stand there. Raises OSError.
+
+        MindSpore writes; nothing in it is a collective, since nothing is integrated over ranks.
+        """
+        monitor, keep = self._monitor, self._kept(statistics)
+        config = monitor._config if monitor is not None else None
+        network = (config.saved_network if config is not None else None) or self._network
+        tensors = {name: mindspore.Tensor(value) for name, value in statistics.items() if self._is_saved(name)}
+        extra = {} if config is None else {"enc_key": config.enc_key, "enc_mode": config.enc_mode}
+        mindspore.save_checkpoint(
+            network,
+            str(path),
+            integrated_save=False,
+            append_dict=tensors | self._appended(numbers),
+            choice_func=keep,
+            format=path.suffix[1:],
+            **extra,
+        )
+
+    def _appended(self, numbers: Numbers) -> dict[str, Any]:
+        """What CheckpointMonitor adds to the parameters (facts/mindformers.md §5)."""
+        given = dict(getattr(self._monitor, "_append_dict", None) or {})
+        given.pop("__exception_save__", None)
+        given |= {"epoch_num": numbers.epoch, "step_num": numbers.step}
+        if self._monitor is not None:
+            given["global_step"] = _optimizer(self._network).global_step
+            batch = getattr(self._monitor, "global_batch_size", None)
+            given |= {"global_batch_size": batch} if batch is not None else {}
+        if numbers.loss_scale is not None:
+            given["loss_scale"] = numbers.loss_scale
+        return given
+
+    def _is_saved(self, name: str) -> bool:
+        if hasattr(self._monitor, "_filter_ckpt_not_save"):
+            return bool(self._monitor._filter_ckpt_not_save(name, self._monitor.filter_list))
+        return not name.startswith(_NOT_SAVED)
+
+    def _kept(self, statistics: Mapping[str, Any]) -> Callable[[str], bool]:
+        return lambda name: self._is_saved(name) and name not in statistics
+
+
+def monitor_of(callbacks: Sequence[Any]) -> Any:
+    """MindFormers' CheckpointMonitor among `callbacks`; None where there is none."""
+    named = (callback for callback in callbacks if type(callback).__name__ == "CheckpointMonitor")
+    return next((callback for callback in named if hasattr(callback, "use_legacy_format")), None)
+
+
+def _check(monitor: Any) -> None:
+    if not monitor.use_legacy_format:
+        raise ConfigError(
+            "use_legacy_format", False, "True with lastgasp for now", "Set use_legacy_format: True in the YAML."
+        )
+    if getattr(monitor._config, "remove_redundancy", False):
+        remedy = "Leave remove_redundancy out: a file without its redundant parts needs the files of dead ranks."
+        raise ConfigError("remove_redundancy", True, "False", remedy)
+
+
+def _optimizer(train_network: Any) -> Any:
+    return train_network.optimizer if hasattr(train_network, "optimizer") else train_network.network.optimizer

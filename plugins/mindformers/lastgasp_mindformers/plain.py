@@ -1,0 +1,51 @@
+"""Going on with a plain `Model.train`: weights, epoch and step, and the place in the data."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import mindspore
+
+from lastgasp.errors import CheckpointError
+from lastgasp_mindformers.settings import Options
+
+if TYPE_CHECKING:
+    from lastgasp_mindformers.reload import Chooser
+
+log = logging.getLogger("lastgasp")
+
+
+def load(chooser: Chooser, network: Any, arguments: dict[str, Any], options: Options) -> tuple[dict[str, Any], bytes]:
+    """Load the newest good checkpoint, if there is one.
+
+    Args:
+        chooser: tells which, on all ranks the same; network: the train network.
+        arguments: of the call of `Model.train`.
+
+    Returns:
+        The arguments to call it with, and the small state of this rank (empty where there is none).
+
+    Raises:
+        CheckpointError: it is of another network, or all are bad.
+    """
+    choice = chooser.choose_plain([options.gasp.directory])
+    if choice is None:
+        return arguments, b""
+    _into(network, choice.path)
+    dataset = arguments["train_dataset"]
+    size = int(dataset.get_dataset_size())
+    dataset.set_init_step(choice.step)
+    log.info("going on behind step %d of %s", choice.step, choice.path)
+    return arguments | {"initial_epoch": choice.step // size}, choice.small
+
+
+def _into(network: Any, path: Any) -> None:
+    values = mindspore.load_checkpoint(str(path))
+    missing, _ = mindspore.load_param_into_net(network, values)
+    if missing:
+        few = ", ".join(sorted(missing)[:3])
+        raise CheckpointError(
+            f"{path} does not hold {len(missing)} parameters of this training ({few}, ...). It is of another network "
+            "or optimizer: give LastGasp another directory, or resume='never'."
+        )

@@ -1,0 +1,287 @@
+"""What belongs to one training: session, state, chooser, manifests; its beginning and its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mindspore
+
+from lastgasp.config import check_writable
+from lastgasp.errors import NotSaveable
+from lastgasp.gasp.stand import Released
+from lastgasp.ports import SaveResult, StateSource
+from lastgasp.session import Session, leave
+from lastgasp.steps.attach import Marking, no_mark
+from lastgasp.testing import faults
+from lastgasp_mindformers.callback import Boundary, LastGasp
+from lastgasp_mindformers.exits import cause_of, is_success, kind_of
+from lastgasp_mindformers.manifests import Manifests
+from lastgasp_mindformers.marks import LoopMarks
+from lastgasp_mindformers.native import Native, monitor_of
+from lastgasp_mindformers.plain import load
+from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
+from lastgasp_mindformers.reload import Chooser
+from lastgasp_mindformers.settings import Options
+from lastgasp_mindformers.small import Numbers, decode, restore_random
+from lastgasp_mindformers.source import MindSporeSource
+from lastgasp_mindformers.state import MindSporeState
+from lastgasp_mindformers.topology import advice, left_to_mindspore, replicas_of
+
+log = logging.getLogger("lastgasp")
+
+
+class LateSource:
+    """The state, once there is one: the session must exist before the network does, to agree on what to load."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.inner: StateSource | None = None
+        self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
+        """Marks a gasp's save."""
+
+    @property
+    def box(self) -> int:
+        """The black box's descriptor."""
+        return self.inner.box if self.inner is not None else -1
+
+    def _known(self) -> StateSource:
+        if self.inner is None:
+            raise NotSaveable("training has not begun")
+        return self.inner
+
+    def capture(self, step: int) -> bytes:
+        """As the state says; empty without one."""
+        return self.inner.capture(step) if self.inner is not None else b""
+
+    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
+        """As the state says. Raises NotSaveable without one."""
+        with self.mark:
+            return self._known().save(step, small, reason)
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+        """As the state says."""
+        self._known().publish(result, parts)
+
+    def discard(self, result: SaveResult) -> None:
+        """As the state says."""
+        if self.inner is not None:
+            self.inner.discard(result)
+
+
+class Run:
+    """One training of this process; made before the network is compiled, in MindFormers before it is built.
+
+    Args:
+        options: what the user asked for.
+
+    Raises (constructor):
+        ConfigError: a directory that cannot be written.
+        ControlError and its kin: the controller refused this rank or is not there.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        check_writable(options.gasp.directory)
+        self.place = place = place_of(replicas_of(rank_and_size()[1]))
+        self._source = LateSource(place.rank)
+        framework = " ".join(f"{name} {version}" for name, version in versions().items())
+        marking = Marking(config=options.marks, framework=framework, device=place.rank)
+        self.session = Session(options.gasp, place, self._source, connect(place), marking)
+        self._source.mark = self.session.mark("save_checkpoint")
+        self.chooser = Chooser(options, place, self.session.gather)
+        self.manifests = Manifests(place, self.session.gather, self.session.stand, small=self._source.capture)
+        self.state: MindSporeState | None = None
+        self._marks = LoopMarks(self.session)
+        self._faults: Any = _faults(place.rank)
+        self._small = b""
+        self._ended = False
+        self.session.register(device(), versions())
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def attach(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Protect this call of `Model.train`.
+
+        Args:
+            model: MindSpore's.
+            arguments: those of the call, by name; `callbacks` is a list.
+
+        Returns:
+            The arguments that the original gets.
+
+        Raises:
+            ConfigError, CheckpointError: what is asked for cannot be protected; no good checkpoint is left.
+        """
+        given = list(arguments["callbacks"])
+        ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
+        others = [callback for callback in given if callback is not ours]
+        arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}
+        ours.run = self
+        if left_to_mindspore():
+            log.warning("MS_ENABLE_TFT: saving after a fault is left to TrainFaultTolerance")
+            return arguments
+        network = model.train_network
+        self._native = Native(network, others, self.options.gasp.directory)
+        if not _is_mindformers(others):
+            arguments, self._small = load(self.chooser, network, arguments, self.options)
+        else:
+            self._small = self.chooser.small
+        self._bind(network)
+        return arguments
+
+    def _bind(self, network: Any) -> None:
+        session = self.session
+        self.state = MindSporeState(
+            network,
+            session.stand,
+            updating=session.updating,
+            step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method
+            finish=session.config.finish_timeout,
+            readable=mindspore.get_context("device_target") == "CPU",
+        )
+        self._source.inner = MindSporeSource(self.state, self._native, self.place, session.config)
+        if (why := advice(self.place.world_size)) and self.place.rank == 0:
+            log.warning("%s", why)
+
+    def begin(self, params: Any) -> None:
+        """Training starts, or goes on from what was loaded."""
+        self.manifests.bind(params.list_callback)
+        self._marks.begin(params.list_callback)
+        if self.state is None:
+            self.session.close(goodbye=True)  # whoever leads the recoveries must not be disturbed
+            return
+        if self._small:
+            restore_random(decode(self._small))
+        done = self._native.completed_before or int(self.chooser.resumed or 0)
+        if monitor_of(params.list_callback) is None:
+            params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks
+        self._offset = done - int(params.cur_step_num)
+        self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=done % int(params.batch_num)))
+        self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
+        self.session.take_sigterm()
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _numbers(self, params: Any, outputs: Any = None) -> Numbers:
+        """Of the step under way, as CheckpointMonitor counts: `cur_step_num` tells it already."""
+        current = int(params.cur_step_num)
+        within = (current - 1) % int(params.batch_num) + 1
+        return Numbers(self._offset + current, int(params.cur_epoch_num), within, _loss_scale(outputs))
+
+    def step_begin(self, params: Any) -> None:
+        """Behind all other callbacks, before the graph.
+
+        Raises:
+            Released: a recovery took place.
+        """
+        if self.state is None:
+            return
+        coming = self._numbers(params)
+        self._fire("data", coming.step - 1)
+        self._marks.step_begin(coming.step)
+        self.state.step_begin(coming)
+        self.session.moved("forward")
+        self._fire("forward", coming.step - 1)
+
+    def step_end(self, params: Any) -> None:
+        """Before all other callbacks."""
+        if self.state is None:
+            return
+        numbers = self._numbers(params, params.net_outputs)
+        self._fire("after_update", numbers.step - 1)
+        self.state.step_end(numbers)
+        self.session.moved("save")
+        self._fire("step_end", numbers.step - 1)
+
+    def callbacks_end(self) -> None:
+        """Behind all other callbacks: CheckpointMonitor may have saved."""
+        if self.state is None:
+            return
+        self.manifests.step_end(self.state.numbers.step)
+        self._marks.step_end()
+        self.session.moved("data")
+
+    def trained(self) -> None:
+        """The last step is done."""
+        if self.state is not None:
+            self.manifests.step_end(self.state.numbers.step, last=True)
+
+    def _fire(self, phase: str, step: int) -> None:
+        if self._faults is not None:
+            self._faults.fire(phase, step)
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def end_with(self, error: BaseException) -> None:
+        """The loop raised: have the step saved. Returns when the exception shall go on as it is."""
+        if self._ended or self.state is None:
+            return
+        if isinstance(error, Released):
+            leave(error.outcome)
+        self._ended = True
+        if is_success(error):
+            self.close(goodbye=True)
+            return
+        if why := self.state.settle():
+            self.session.stand.broken = f"{cause_of(error)}: {why}"
+        outcome = self.session.fault(kind_of(error), cause_of(error))
+        if outcome.ending == "gave_up" and (why := advice(self.place.world_size)):
+            log.error("%s", why)
+        self.close(goodbye=False)
+
+    def end_early(self, error: BaseException) -> None:
+        """Something raised before or after the loop, or what `end_with` has seen goes on."""
+        if isinstance(error, Released):
+            leave(error.outcome)
+        self.close(goodbye=self._source.inner is None or is_success(error))
+
+    def close(self, goodbye: bool) -> None:
+        """Undo everything. Idempotent."""
+        if self._faults is not None:
+            self._faults.undo()
+        if self.state is not None and self.state.gate is not None:
+            self.state.gate.undo()
+        self.session.close(goodbye)
+        if self.state is not None:
+            self.state.small.close()
+
+
+def _made(options: Options) -> LastGasp:
+    """A callback for a job whose user has written none."""
+    callback = LastGasp.__new__(LastGasp)
+    super(LastGasp, callback).__init__()
+    callback.options, callback.run = options, None
+    return callback
+
+
+def _is_mindformers(callbacks: list[Any]) -> bool:
+    """MindFormers loads and skips data itself, and its own trainer was called with what the chooser decided."""
+    return any(type(callback).__module__.startswith("mindformers.") for callback in callbacks)
+
+
+def _epoch(params: Any, done: int) -> int:
+    return max(1, -(-done // int(params.batch_num)))
+
+
+def _loss_scale(outputs: Any) -> float | None:
+    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (facts §5)."""
+    if not isinstance(outputs, tuple | list) or len(outputs) < 3:
+        return None
+    value = outputs[2]
+    return float(value.asnumpy()) if hasattr(value, "asnumpy") else float(value)
+
+
+def _faults(rank: int) -> Any:
+    """The faults that `LASTGASP_FAULT` asks for; None where it asks for none."""
+    if not os.environ.get(faults.ENV_FAULT, "").strip():
+        return None
+    if importlib.util.find_spec("lastgasp_mindformers.testing") is None:
+        return None
+    from lastgasp_mindformers.testing import LoopFaults
+
+    return LoopFaults(rank)

@@ -1,0 +1,194 @@
+"""The small state of a rank: random state, statistics that the forward pass changes, and the numbers of the step.
+
+Captured at the end of each step into a black box, which others on the host can read after the rank was killed.
+Parameters that the optimizer changes are not among it: they are read live at the gasp.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy
+
+from lastgasp.blackbox import BlackBox
+
+VERSION = 1
+_ROOM = 1 << 14
+_LARGEST = 1 << 20
+"""Bytes; a parameter outside of the optimizer that is larger is a frozen weight, not a statistic."""
+_RESET = ("accu_grads",)
+"""Prefixes of what is zero again at the end of each step."""
+
+
+class Numbers(msgspec.Struct, frozen=True, array_like=True):
+    """Where training stands, as MindSpore counts.
+
+    Attributes:
+        step: completed steps in all, over all restarts.
+        epoch: number of the current one, from 1.
+        within: the step in it, as CheckpointMonitor names files.
+        loss_scale: that of the step; None where none is used.
+    """
+
+    step: int
+    epoch: int
+    within: int
+    loss_scale: float | None = None
+
+
+class Statistic(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter that is not the optimizer's, such as a moving mean."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def array(self) -> Any:
+        """As numpy has it; a copy."""
+        return numpy.frombuffer(self.data, dtype=self.kind).reshape(self.shape).copy()
+
+
+class SmallState(msgspec.Struct, frozen=True, array_like=True):
+    """What one record of the black box holds."""
+
+    version: int
+    numbers: Numbers
+    python: bytes
+    numpy: tuple[str, bytes, int, int, float]
+    generator: tuple[int, int]
+    """Seed and offset of mindspore's default generator."""
+    statistics: tuple[Statistic, ...] = ()
+
+
+_STATES = msgspec.msgpack.Decoder(SmallState)
+_PYTHON = msgspec.msgpack.Decoder(tuple[int, tuple[int, ...], float | None])
+
+
+@dataclass(frozen=True)
+class _Watched:
+    name: str
+    param: Any
+
+
+class SmallRecorder:
+    """Captures the small state of this rank.
+
+    Args:
+        train_network: whose statistics count: all its small parameters that are not the optimizer's.
+    """
+
+    def __init__(self, train_network: Any) -> None:
+        self.box = BlackBox(_ROOM)
+        self._watched = _watched(train_network)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters that are captured."""
+        return frozenset(watched.name for watched in self._watched)
+
+    def capture(self, numbers: Numbers) -> None:
+        """As of now. One thread at a time."""
+        data = self.encoded(numbers)
+        if len(data) > self.box.capacity:
+            self.box.grow(2 * len(data))
+        self.box.begin(numbers.step, True)[: len(data)] = data
+        self.box.end(len(data))
+
+    def encoded(self, numbers: Numbers) -> bytes:
+        """The small state as it stands."""
+        kind, key, position, has_gauss, gauss = _numpy_state()
+        state = SmallState(
+            version=VERSION,
+            numbers=numbers,
+            python=msgspec.msgpack.encode(random.getstate()),
+            numpy=(str(kind), key.tobytes(), int(position), int(has_gauss), float(gauss)),
+            generator=_generator(),
+            statistics=tuple(_statistic(watched) for watched in self._watched),
+        )
+        return msgspec.msgpack.encode(state)
+
+    def read(self, step: int) -> bytes:
+        """The encoded state of `step`; empty when it is not known any more. From any thread."""
+        return BlackBox.read(self.box.fd, step) or b""
+
+    def close(self) -> None:
+        """Close the black box. Idempotent."""
+        self.box.close()
+
+
+def decode(data: bytes) -> SmallState:
+    """What `SmallRecorder` has captured.
+
+    Raises:
+        ValueError: not a small state of a version that this code knows.
+    """
+    try:
+        state = _STATES.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a small state of MindSpore: {error}") from error
+    if state.version != VERSION:
+        raise ValueError(f"a small state of version {state.version}, expected {VERSION}")
+    return state
+
+
+def restore_random(state: SmallState) -> None:
+    """Make its random state this process's; the statistics stand in the checkpoint."""
+    version, internal, gauss = _PYTHON.decode(state.python)
+    random.setstate((version, internal, gauss))
+    kind, key, position, has_gauss, cached = state.numpy
+    numpy.random.set_state((kind, numpy.frombuffer(key, dtype=numpy.uint32), position, has_gauss, cached))
+    generator = _default_generator()
+    seed, offset = state.generator
+    generator._seed.set_data(_tensor(generator._seed, seed))
+    generator._offset.set_data(_tensor(generator._offset, offset))
+
+
+def _numpy_state() -> tuple[Any, Any, Any, Any, Any]:
+    state: Any = numpy.random.get_state()
+    return tuple(state)  # type: ignore[return-value]
+
+
+def _default_generator() -> Any:
+    from mindspore.common import generator
+
+    return generator.default_generator
+
+
+def _generator() -> tuple[int, int]:
+    generator = _default_generator()
+    return int(generator._seed.asnumpy()), int(generator._offset.asnumpy())
+
+
+def _tensor(like: Any, value: int) -> Any:
+    from mindspore import Tensor
+
+    return Tensor(value, like.dtype).reshape(like.shape)
+
+
+def _watched(train_network: Any) -> tuple[_Watched, ...]:
+    from mindspore import nn
+
+    optimizers = [cell for _, cell in train_network.cells_and_names() if isinstance(cell, nn.Optimizer)]
+    theirs = {id(param) for optimizer in optimizers for param in _of_optimizer(optimizer)}
+    named = dict(train_network.parameters_and_names())
+    found = [_Watched(name, param) for name, param in named.items() if id(param) not in theirs and _counts(param)]
+    return tuple(found)
+
+
+def _of_optimizer(optimizer: Any) -> list[Any]:
+    """Its own parameters, and the weights that it changes."""
+    return [*optimizer.get_parameters(), *optimizer.parameters]
+
+
+def _counts(param: Any) -> bool:
+    size = int(numpy.prod(param.shape)) * param.itemsize
+    return size <= _LARGEST and not param.name.startswith(_RESET) and "BFloat16" not in str(param.dtype)
+
+
+def _statistic(watched: _Watched) -> Statistic:
+    array = watched.param.asnumpy()
+    return Statistic(watched.name, array.dtype.str, array.shape, array.tobytes())

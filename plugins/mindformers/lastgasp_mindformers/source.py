@@ -1,0 +1,202 @@
+"""The state of a MindSpore run as the engine's port (ports.StateSource): checkpoints in MindFormers' own layout."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp._fs import DISK, fsync_dir, make_directory, unique_temp
+from lastgasp.checkpoint import FileEntry, Provenance, Staged, World, apply, digest_file
+from lastgasp.config import GaspConfig
+from lastgasp.errors import LastgaspError, Moved, NotSaveable
+from lastgasp.ports import SaveResult
+from lastgasp.testing import faults
+from lastgasp.topology import Place
+from lastgasp_mindformers.layouts import FORMAT, LEGACY, LegacyName, encode_small
+from lastgasp_mindformers.native import Native
+from lastgasp_mindformers.small import Statistic, decode
+from lastgasp_mindformers.state import MindSporeState
+
+log = logging.getLogger("lastgasp")
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What the rank that publishes must know of another's files."""
+
+    folder: str
+    entries: tuple[FileEntry, ...]
+
+
+_PARTS = msgspec.json.Decoder(_Part)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one rank has written."""
+
+    step: int
+    name: LegacyName
+    target: Path
+    folder: Path
+    nbytes: int
+    first_byte_ns: int
+    part: bytes
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint will stand."""
+        return str(self.target)
+
+
+class MindSporeSource:
+    """Called by the engine's threads while the training thread is in the graph, parked, or has raised.
+
+    Args:
+        state: where training stands; native: how checkpoints are named and written.
+        place: who this rank is; config: how many gasps stay.
+    """
+
+    def __init__(self, state: MindSporeState, native: Native, place: Place, config: GaspConfig) -> None:
+        self._state, self._native, self.place, self._config = state, native, place, config
+        self.rank = place.rank
+
+    @property
+    def box(self) -> int:
+        """The black box's descriptor."""
+        return self._state.small.box.fd
+
+    def capture(self, step: int) -> bytes:
+        """This rank's small state of `step`; empty when it is no longer known."""
+        return self._state.small.read(step)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Saved:
+        """Write the files of every rank that holds the same as this one, dead or alive, under a temporary name."""
+        self._require(step)
+        numbers = self._state.numbers
+        name = self._native.name(numbers)
+        target = self._native.directory / name.name
+        make_directory(target.parent)
+        folder, begun = unique_temp(target), _clock.wall_ns()
+        states = {rank: data for rank, data in small.items() if data} | {self.rank: self.capture(step)}
+        try:
+            entries = list(self._write(folder, name, states))
+            if self.rank == self._first_saver():
+                entries.append(_write_bytes(folder, name.small, encode_small(states)))
+            faults.fire_at("gasp_save", step)
+            self._require(step)
+            for inner in (*(path for path in folder.iterdir() if path.is_dir()), folder):
+                fsync_dir(inner)
+        except BaseException:
+            DISK.remove(folder)
+            raise
+        part = msgspec.json.encode(_Part(str(folder), tuple(entries)))
+        nbytes = sum(entry.size for entry in entries)
+        return Saved(step, name, target, folder, nbytes, begun, part)
+
+    def _require(self, step: int) -> None:
+        why = self._state.stands_on(step)
+        if not why:
+            return
+        if self._state.numbers.step > step or "has begun" in why:
+            raise Moved(why)
+        raise NotSaveable(why)
+
+    def _ranks(self) -> tuple[int, ...]:
+        """Those whose files this rank can write."""
+        return next(group for group in self.place.replicas if self.rank in group)
+
+    def _first_saver(self) -> int:
+        """Which rank writes what belongs to all of them."""
+        first = self.place.replicas[0]
+        return self.rank if self.rank in first else first[0]
+
+    def _write(self, folder: Path, name: LegacyName, states: Mapping[int, bytes]) -> Iterator[FileEntry]:
+        """One file for each rank; those with the same content share their bytes on disk."""
+        written: dict[tuple[Statistic, ...], FileEntry] = {}
+        own = _statistics(states[self.rank])
+        for rank in self._ranks():
+            statistics = _statistics(states[rank]) if rank in states else own
+            path, relative = folder / name.file(rank), name.file(rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            same = written.get(statistics)
+            if same is not None and _link(folder / same.path, path):
+                yield msgspec.structs.replace(same, path=relative)
+                continue
+            values = {one.name: one.array() for one in statistics}
+            self._native.write(path, self._state.numbers, values)
+            yield written.setdefault(statistics, _durable(path, relative))
+
+    # -- publishing -------------------------------------------------------------------------------
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+        """Bring all savers' files together and make them visible, `meta.json` and the manifest last."""
+        assert isinstance(result, Saved)
+        staged = Staged(result.target, LEGACY, sha256=self._config.sha256)
+        for _, data in sorted(parts.items()):
+            part = _PARTS.decode(data)
+            staged.adopt(Path(part.folder), part.entries)
+        world = World(world_size=self.place.world_size, replica_groups=self.place.replicas)
+        provenance = Provenance(
+            format=FORMAT,
+            step=result.step,
+            kind="gasp",
+            job=self.place.job,
+            attempt=self.place.attempt,
+            world=world,
+        )
+        staged.publish(provenance, markers=result.name.markers(range(self.place.world_size)), aside=True)
+        self._prune(result.target)
+
+    def _prune(self, newest: Path) -> None:
+        config = self._config
+        job = self.place.job if config.resume == "never" else None
+        try:
+            apply([newest.parent], LEGACY, config.keep, job=job, protected=[newest])
+        except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
+            log.warning("old checkpoints could not be removed: %s", error)
+
+    def discard(self, result: SaveResult) -> None:
+        """Remove what was written. Never raises."""
+        assert isinstance(result, Saved)
+        try:
+            DISK.remove(result.folder)
+        except OSError as error:
+            log.debug("%s stays: %s", result.folder, error)
+
+
+def _statistics(data: bytes) -> tuple[Statistic, ...]:
+    return decode(data).statistics if data else ()
+
+
+def _link(existing: Path, path: Path) -> bool:
+    """Whether `path` is now another name of `existing`: native files are replaced, never changed in place."""
+    try:
+        os.link(existing, path)
+    except OSError:  # a file system without hard links
+        return False
+    return True
+
+
+def _durable(path: Path, relative: str) -> FileEntry:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        DISK.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return digest_file(path, relative)
+
+
+def _write_bytes(folder: Path, relative: str, data: bytes) -> FileEntry:
+    path: Any = folder / relative
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return _durable(path, relative)

@@ -1,0 +1,170 @@
+"""Where the state of a MindSpore training stands: told by its callbacks, and by the counters in the graph."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lastgasp import _clock
+from lastgasp.gasp.stand import Stand
+from lastgasp_mindformers.gate import gate_of
+from lastgasp_mindformers.small import Numbers, SmallRecorder
+
+log = logging.getLogger("lastgasp")
+
+SETTLE = 0.05
+"""Seconds that a rank in the graph gets to complete a step whose gradients it may have already."""
+PATIENCE = 0.8
+"""Of `finish_timeout`: how long a graph is waited for whose ranks all go on."""
+_SILENT_STEPS = 8
+
+
+class MindSporeState:
+    """Order: the constructor before the graph is compiled; per step `step_begin` and `step_end` on the training thread;
+    `settle` when it raised. `look` is the control thread's.
+
+    Args:
+        train_network: what `Model` trains.
+        stand: the status word of this rank.
+        updating: called before the graph of a step; may raise, and then it does not run.
+        step_end: called as soon as a step is complete and captured.
+        finish: seconds that a rank gets to leave its update.
+        readable: whether another thread can read parameters while the graph runs: on a CPU; not on a device whose
+            stream waits for a collective.
+    """
+
+    def __init__(
+        self,
+        train_network: Any,
+        stand: Stand,
+        *,
+        updating: Callable[[], None],
+        step_end: Callable[[int], None],
+        finish: float,
+        readable: bool = True,
+    ) -> None:
+        self.gate = gate_of(train_network)
+        self.small = SmallRecorder(train_network)
+        self._stand, self._finish, self._readable = stand, finish, readable
+        self._updating, self._step_end = updating, step_end
+        self._done = threading.Lock()
+        self._base = 0
+        self._in_graph = False
+        self._looked: float | None = None
+        self._next = self.numbers = Numbers(step=0, epoch=1, within=0)
+        self._silent = 0
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(self, numbers: Numbers) -> None:
+        """Training starts, or goes on, with these steps completed."""
+        self.numbers = numbers
+        self._base = self._ended()
+        self.small.capture(numbers)
+        self._stand.look = self.look
+
+    def step_begin(self, coming: Numbers) -> None:
+        """The graph of the step that makes `coming` is next.
+
+        Raises:
+            Released: a recovery took place; it must not run.
+        """
+        self._next = coming
+        self._in_graph = True  # before the gate is looked at: who closes it after that must find this
+        try:
+            self._updating()
+        except BaseException:
+            self._in_graph = False
+            raise
+        self._stand.inside = False
+
+    def step_end(self, numbers: Numbers) -> None:
+        """The graph has returned, and everything in it has happened."""
+        self._complete(numbers)
+        self._in_graph = False
+
+    def settle(self) -> str:
+        """The training thread has raised: why the state is not that of a whole step; empty where it is."""
+        if not self._in_graph:
+            return ""
+        counters = self._counters()
+        self._in_graph = counters is None
+        if counters is None:
+            return "raised inside the step, and nothing tells whether its update had begun"
+        began, ended = counters
+        if began != ended:
+            return "raised inside the update, so the state is between two steps"
+        if ended != self._base:
+            self._complete(self._next)
+        self._stand.inside = False
+        return ""
+
+    def _complete(self, numbers: Numbers) -> None:
+        with self._done:
+            if numbers.step <= self.numbers.step:
+                return
+            ended = self._ended()
+            self._notice(ended)
+            self.small.capture(numbers)
+            self._base, self.numbers = ended, numbers
+            self._step_end(numbers.step)
+
+    def _notice(self, ended: int) -> None:
+        """Warn once where the counters are in no graph: the network was compiled before."""
+        if self.gate is None or self.gate.seen:
+            return
+        self._silent += 1
+        if self._silent == _SILENT_STEPS:
+            log.warning(
+                "the optimizer's counters do not move after %d steps: the graph was compiled before lastgasp came, "
+                "so a rank that is killed in the middle of a step costs that step; make LastGasp before Model.build",
+                self._silent,
+            )
+
+    def _ended(self) -> int:
+        return self.gate.read()[1] if self.gate is not None else 0
+
+    # -- any thread -------------------------------------------------------------------------------
+
+    def _counters(self) -> tuple[int, int] | None:
+        """Updates begun and ended; None where nobody can tell."""
+        if self.gate is None or not self._readable:
+            return None
+        counters = self.gate.read()
+        return counters if self.gate.seen else None
+
+    def look(self) -> None:
+        """Bring the stand up to date in a recovery. Called every millisecond, never waits."""
+        stand, now = self._stand, _clock.monotonic()
+        if self._looked is None:
+            self._looked = now
+        if not self._in_graph:
+            stand.inside = False
+            return
+        counters = self._counters()
+        if counters is None or counters[0] != counters[1]:
+            stand.inside = True
+            return
+        waited = now - self._looked
+        if counters[1] == self._base:  # whole, and it may never go on: a peer's gradients may be missing
+            stand.inside = waited < (self._finish * PATIENCE if stand.all_run else SETTLE)
+        elif waited < SETTLE:
+            stand.inside = True
+        else:  # complete, and stuck behind it: in a collective that follows, or in another callback
+            self._complete(self._next)
+            stand.inside = False
+
+    def stands_on(self, step: int) -> str:
+        """Why the parameters are not those of `step` right now; empty where they are."""
+        if self.numbers.step != step:
+            return f"this rank stands on step {self.numbers.step}, not on {step}"
+        if not self._in_graph:
+            return ""
+        counters = self._counters()
+        if counters is None:
+            return f"nothing tells whether the update after step {step} has begun"
+        if counters != (self._base, self._base):
+            return f"the update after step {step} has begun"
+        return ""
