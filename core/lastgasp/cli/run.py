@@ -10,9 +10,11 @@ from argparse import ArgumentParser
 import click
 
 from lastgasp import exitcodes
+from lastgasp.cli._ascend import manager_running, prepared_here, start_anew_if_needed
 from lastgasp.errors import MissingExtra
+from lastgasp.launch.ascend import Prepared, render
 from lastgasp.launch.framework import EXTRAS, STARTERS, split_framework
-from lastgasp.launch.msrun import FRAMEWORK, msrun_arguments
+from lastgasp.launch.msrun import FRAMEWORK, msrun_arguments, taskds_msrun, with_join
 from lastgasp.launch.msrun import launch as msrun
 
 _DEFAULTS = {"--max-restarts": "32767", "--monitor-interval": "0.01"}
@@ -31,8 +33,9 @@ Examples:
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=EPILOG,
 )
+@click.option("--dry-run", is_flag=True, help="Given first: print the environment and the commands, and end.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...")
-def run(arguments: tuple[str, ...]) -> None:
+def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
     """Start a job as torchrun does; after a fault its survivors save, and it restarts by itself.
 
     Takes all of torchrun's options. Defaults that differ: --max-restarts 32767 (it stops by itself after three
@@ -42,18 +45,38 @@ def run(arguments: tuple[str, ...]) -> None:
     With --framework mindspore in front it takes msrun's options in place of torchrun's; --join is True unless given.
     The logs of an attempt that failed are kept as worker_0.attempt0.log.
 
+    On Ascend with MindCluster it also does what a start script does otherwise: preloads libmspti.so and libtaskd.so,
+    sets the variables that the job's strategies need, starts TaskD's manager on the first pod, and says so.
+
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
-    86 no progress, 1 anything else.
+    86 no progress, 87 a rank refused to start, 1 anything else.
     """
-    os.environ["LASTGASP_LAUNCHER"] = "run"
+    prepared = prepared_here()
     under_msrun = msrun_arguments(arguments)
+    if dry_run:
+        click.echo(render(prepared, _command(list(arguments), under_msrun)))
+        return
+    start_anew_if_needed(prepared, arguments)
+    os.environ["LASTGASP_LAUNCHER"] = "run"
+    with manager_running(prepared):
+        if under_msrun is None:
+            _under_torchrun(list(arguments), prepared)
+        else:
+            _require(FRAMEWORK)
+            sys.exit(taskds_msrun(under_msrun) if prepared.in_taskd_job else msrun(under_msrun))
+
+
+def _command(arguments: list[str], under_msrun: list[str] | None) -> list[str]:
+    """What runs in the end, as a user would type it."""
     if under_msrun is not None:
-        _require(FRAMEWORK)
-        sys.exit(msrun(under_msrun))
-    _under_torchrun(list(arguments))
+        return ["msrun", *with_join(under_msrun)]
+    from torch.distributed.run import get_args_parser
+
+    split = split_framework(arguments, get_args_parser())
+    return ["torchrun", *with_defaults(split.arguments, get_args_parser())]
 
 
-def _under_torchrun(arguments: list[str]) -> None:
+def _under_torchrun(arguments: list[str], prepared: Prepared) -> None:
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import get_args_parser
@@ -64,7 +87,7 @@ def _under_torchrun(arguments: list[str]) -> None:
     try:
         split = split_framework(arguments, get_args_parser())
         _require(split.framework)
-        launch(with_defaults(split.arguments, get_args_parser()))
+        launch(with_defaults(split.arguments, get_args_parser()), prepared.taskd_agent)
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(last_ending() or 1)

@@ -55,13 +55,15 @@ class Prepared:
     Attributes:
         settings: variables that differ from what is there.
         manager: whether TaskD's manager is to be started here.
-        taskd_agent: whether TaskD's own agent must run the workers, since the manager restarts them.
+        taskd_agent: whether TaskD's own agent must run torch's workers, since the manager restarts them.
+        in_taskd_job: whether TaskD serves this job at all.
         notes: what the user should know.
     """
 
     settings: tuple[Setting, ...] = ()
     manager: bool = False
     taskd_agent: bool = False
+    in_taskd_job: bool = False
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -100,6 +102,7 @@ def prepare(env: Mapping[str, str], machine: Machine) -> Prepared:
         settings=tuple(setting for setting in settings if env.get(setting.name) != setting.value),
         manager=in_cluster and job.first,
         taskd_agent=in_cluster and not job.mindspore and job.recovers,
+        in_taskd_job=in_cluster,
         notes=tuple(_notes(env, machine)),
     )
 

@@ -12,13 +12,21 @@ from lastgasp.launch import agent
 from lastgasp.launch.torchrun_hook import swap_agent
 
 
-def launch(arguments: list[str]) -> None:
+def launch(arguments: list[str], taskd: bool = False) -> None:
     """Run one job to its end.
+
+    Args:
+        arguments: torchrun's command line.
+        taskd: TaskD's agent runs the workers, not ours.
 
     Raises:
         ChildFailedError: ranks failed and no restart was left.
         SystemExit: the job made no progress (86), or the launcher was told to stop (83, 84 or 85).
     """
+    if taskd:
+        from lastgasp.backends.ascend.agent import use_taskd_agent
+
+        use_taskd_agent()
     swap_agent(api)
     try:
         torch_run(get_args_parser().parse_args(arguments))  # type: ignore[no-untyped-call]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,20 @@ def with_join(arguments: list[str]) -> list[str]:
     """Show the workers' logs unless told otherwise."""
     given = any(argument.split("=")[0] == "--join" for argument in arguments)
     return arguments if given else ["--join", "True", *arguments]
+
+
+def taskds_msrun(arguments: list[str]) -> int:
+    """Run a job with the msrun that calls the real TaskD, which watches and restarts its workers.
+
+    Returns:
+        msrun's exit code.
+    """
+    process = subprocess.Popen(["msrun", *with_join(arguments)], env=os.environ | {"LASTGASP": "1"})
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def started_by_us(script: str, rest: Sequence[str]) -> tuple[str, list[str]]:

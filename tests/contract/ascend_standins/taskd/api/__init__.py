@@ -81,6 +81,9 @@ def init_taskd_manager(config: dict[str, Any]) -> bool:
 def start_taskd_manager() -> bool:
     """Blocks; it returns on an error only."""
     calls.append(("start_taskd_manager",))
+    if told := os.environ.get("STANDIN_MANAGER_TELLS"):
+        with open(told, "w") as file:
+            file.write(f"{os.getpid()} {os.environ.get('POD_IP')}")
     if os.environ.get("STANDIN_MANAGER") != "fails":
         manager_ended.wait(60)
     return False

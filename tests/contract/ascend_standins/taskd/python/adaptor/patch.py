@@ -12,6 +12,7 @@ launched: list[tuple[Any, ...]] = []
 def launch_agent(config: Any, entrypoint: Any, args: Any) -> dict[int, Any]:
     """As TaskD's: torch 2.13 calls it with a fourth argument, and that is a TypeError."""
     launched.append((config, entrypoint, args))
+    print(f"TaskD's agent runs {args}", flush=True)
     return {}
 
 
