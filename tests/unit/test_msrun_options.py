@@ -1,0 +1,188 @@
+"""`lastgasp run --framework mindspore`: its command line, its environment, and what it keeps. No MindSpore."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lastgasp.errors import ConfigError
+from lastgasp.launch.msrounds import plan
+from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
+from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
+from lastgasp.launch.taskdagent import Agent, serving
+
+START = ["-m", "lastgasp_mindformers.start"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["--framework", "mindspore", "t.py", "--x"], ["t.py", "--x"]),
+        (["--framework=mindspore", "--worker_num", "2", "t.py"], ["--worker_num", "2", "t.py"]),
+        (["--worker_num=2", "--framework", "mindspore", "t.py"], ["--worker_num=2", "t.py"]),
+        (["--log_dir", "l", "--framework=mindspore", "python", "t.py"], ["--log_dir", "l", "python", "t.py"]),
+        (["t.py", "--framework", "mindspore"], None),
+        (["--framework", "megatron", "t.py"], None),
+        (["--framework"], None),
+        (["--standalone", "t.py", "--framework", "mindspore"], None),
+        (["--nproc-per-node", "2", "--framework", "mindspore", "t.py"], None),
+        (["--worker_num", "2", "t.py", "--framework", "mindspore"], None),
+        ([], None),
+    ],
+)
+def test_msrun_is_asked_for_among_its_own_options(given: list[str], wanted: list[str] | None) -> None:
+    assert msrun_arguments(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("script", "rest", "wanted"),
+    [
+        ("t.py", ["--x"], ("python", [*START, "t.py", "--x"])),
+        ("python", ["t.py"], ("python", [*START, "t.py"])),
+        ("python3", ["-m", "pkg", "-v"], ("python3", [*START, "-m", "pkg", "-v"])),
+        ("pytest", ["-s", "t.py"], ("pytest", ["-s", "t.py"])),
+    ],
+)
+def test_the_plugin_stands_in_front_of_the_script(script: str, rest: list[str], wanted: tuple[str, list[str]]) -> None:
+    assert started_by_us(script, rest) == wanted
+
+
+@pytest.mark.parametrize("rest", [[], ["-u", "t.py"], ["-c", "pass"]])
+def test_options_of_python_itself_are_refused(rest: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a script, or -m and a module"):
+        started_by_us("python", rest)
+
+
+@pytest.mark.parametrize(
+    ("users", "wanted"),
+    [
+        ("", "{RSC:1}"),
+        ("{}", "{RSC:1}"),
+        ("{TTP:1,UCE:1}", "{TTP:1,UCE:1,RSC:1}"),
+        ("{TTP:1,}", "{TTP:1,RSC:1}"),
+        ("{RSC:1,TTP:1}", "{RSC:1,TTP:1}"),
+        ("TTP:1", "{TTP:1,RSC:1}"),
+    ],
+)
+def test_what_the_user_set_stays(users: str, wanted: str) -> None:
+    assert tft_with_restarts(users) == wanted
+
+
+def test_logs_are_shown_unless_told_otherwise() -> None:
+    assert with_join(["t.py"]) == ["--join", "True", "t.py"]
+    assert with_join(["--join=False", "t.py"]) == ["--join=False", "t.py"]
+
+
+# -- where the controller is -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LASTGASP_CONTROLLER", "LASTGASP_TOKEN", "LASTGASP_JOB", "MINDX_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_a_job_of_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = plan(2, 2, "a:1", True), plan(2, 2, "a:1", True)
+    assert (first.host, first.port, first.here) == ("127.0.0.1", 0, True)
+    assert first.token != second.token and first.job != second.job
+    monkeypatch.setenv("MINDX_TASK_ID", "task")
+    assert plan(2, 2, "a:1", True).job == "task"
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_nodes_must_be_told_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"LASTGASP_CONTROLLER.*2 of 4 workers"):
+        plan(4, 2, "a:1", True)
+    monkeypatch.setenv("LASTGASP_CONTROLLER", "10.0.0.1:7000")
+    with pytest.raises(ConfigError, match="LASTGASP_TOKEN"):
+        plan(4, 2, "a:1", True)
+    monkeypatch.setenv("LASTGASP_TOKEN", "secret")
+    first, second = plan(4, 2, "a:1", True), plan(4, 2, "a:1", False)
+    assert (first.host, first.port, first.token, first.job) == ("10.0.0.1", 7000, "secret", "a:1")
+    assert first.here and not second.here and second.job == first.job
+
+
+# -- TaskD's agent ---------------------------------------------------------------------------------
+
+
+def test_both_forms_of_taskd_s_agent_are_served_and_taken_away() -> None:
+    agent, ran = Agent(), []
+    agent.main = lambda: ran.append("main")
+    theirs = sys.modules["taskd"] = type(sys)("taskd")
+    try:
+        with serving(agent):
+            from taskd.api.taskd_agent_api import (  # type: ignore[import-not-found]
+                init_taskd_agent,
+                register_func,
+                start_taskd_agent,
+            )
+            from taskd.python.framework.agent.ms_mgr.msrun_plugin import (  # type: ignore[import-not-found]
+                MSRunPlugin,
+            )
+
+            assert init_taskd_agent({"Framework": "MindSpore"})
+            assert register_func("MONITOR", len)
+            plugin = MSRunPlugin()
+            plugin.register_callbacks("KILL_WORKER", max)
+            plugin.start()
+            start_taskd_agent()
+        assert agent.operations == {"MONITOR": len, "KILL_WORKER": max} and ran == ["main", "main"]
+        assert {name for name in sys.modules if name.partition(".")[0] == "taskd"} == {"taskd"}
+        assert sys.modules["taskd"] is theirs
+    finally:
+        del sys.modules["taskd"]
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "wanted"), [("raise SystemExit(83)", 83), ("", 0), ("os.abort()", -6)])
+def test_how_a_worker_ended_is_seen_and_stays_to_be_waited_for(tmp_path: Path, code: str, wanted: int) -> None:
+    with (tmp_path / "worker_0.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", f"import os; input(); {code}"], stdin=-1, stdout=log)
+        worker = workers_of({0: {"pid": process.pid, "status": None, "global_rank": 3}})[0]
+        assert (worker.rank, worker.log) == (3, tmp_path / "worker_0.log")
+        assert worker.code() is None
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert [worker.code(), worker.code(), process.wait(30), worker.code()] == [wanted, wanted, wanted, 1]
+
+
+def test_what_msrun_has_waited_for_is_taken_from_msrun() -> None:
+    found = workers_of({0: {"pid": 1, "status": 0, "global_rank": 0}, 1: {"pid": 2, "status": 300, "global_rank": 1}})
+    assert [worker.code() for worker in found] == [0, 1]
+    assert workers_of({0: {"pid": None, "status": 200, "global_rank": 0}, 1: {}}) == []
+
+
+def test_the_logs_of_an_attempt_are_kept_under_its_number(tmp_path: Path) -> None:
+    logs = [tmp_path / f"worker_{rank}.log" for rank in (0, 1)]
+    logs[0].write_text("zero")
+    workers = [Worker(rank, 0, log) for rank, log in enumerate(logs)] + [Worker(2, 0, None)]
+    assert keep_logs(workers, 4) == [tmp_path / "worker_0.attempt4.log"]
+    assert (tmp_path / "worker_0.attempt4.log").read_text() == "zero"
+
+
+def test_readers_get_to_the_end_of_a_log(tmp_path: Path) -> None:
+    log, text = tmp_path / "log", "x" * 200_000
+    log.write_text(text)
+    with (tmp_path / "shown").open("wb") as shown:
+        reader = subprocess.Popen(["tail", "-c", "+1", "-f", str(log)], stdout=shown)
+        wait_shown([reader.pid], [log], 30.0)
+        reader.kill()
+        reader.wait()
+    assert (tmp_path / "shown").read_text() == text
+    wait_shown([reader.pid], [log], 30.0)
+
+
+def test_the_launcher_of_mindspore_jobs_imports_no_torch() -> None:
+    code = "import sys, lastgasp.cli.run, lastgasp.launch.mswatch as m; print('torch' in sys.modules, m.LEAVE)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "15.0"]
