@@ -150,6 +150,17 @@ def test_an_editable_install_builds_beside_the_source_and_removes_what_does_not_
     assert use(tree / "core", tmp_path) == ["lastgasp.steps._ring"]
 
 
+@pytest.mark.parametrize("kind", ["standard", "editable"])
+def test_an_install_brings_what_waits_for_mindspore(tree: Path, kind: str) -> None:
+    wheel, _ = build(tree, f"wheel:{kind}", CC="false")
+    found = [name for name in zipfile.ZipFile(wheel).namelist() if "/" not in name]
+    assert {"_lastgasp_boot.py", "_lastgasp_boot.pth"} <= set(found)
+    (paths,) = [name for name in found if name.startswith("_editable")] if kind == "editable" else [""]
+    assert paths < "_lastgasp_boot.pth", "the way to the plugin is known before"
+    if paths:
+        assert "plugins/mindformers" in zipfile.ZipFile(wheel).read(paths).decode()
+
+
 def test_a_source_distribution_has_the_source_and_the_hook_but_nothing_built(tree: Path, tmp_path: Path) -> None:
     (tree / "core/lastgasp/steps" / LIBRARY).write_bytes(b"")
     archive, _ = build(tree, "sdist")
