@@ -6,7 +6,7 @@ What is proved is what landed on disk; whether that is what was in memory, nobod
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lastgasp._fs import fsync_dir, locked, write_atomically
@@ -21,11 +21,19 @@ from .manifest import FileEntry, Manifest, Provenance, build, encode
 def read_entries(checkpoint: Path, layout: Layout, share: tuple[int, int] = (0, 1)) -> list[FileEntry]:
     """Make every i-th of n files durable and digest it, for `share` (i, n). Raises OSError."""
     files = sorted(data_files(checkpoint, layout).items())
+    entries = read_files(dict(files[share[0] :: share[1]]))
+    for folder in sorted({path.parent for _, path in files}):
+        fsync_dir(folder)
+    return entries
+
+
+def read_files(files: Mapping[str, Path]) -> list[FileEntry]:
+    """Make files, and their names, durable and digest them: manifest's path -> path. Raises OSError."""
     entries = []
-    for name, path in files[share[0] :: share[1]]:
+    for name, path in sorted(files.items()):
         _sync(path)
         entries.append(digest_file(path, name))
-    for folder in sorted({path.parent for _, path in files}):
+    for folder in sorted({path.parent for path in files.values()}):
         fsync_dir(folder)
     return entries
 

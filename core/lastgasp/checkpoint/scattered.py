@@ -70,7 +70,7 @@ class ScatteredLayout:
 
     def owns(self, checkpoint: Path, relative: str) -> bool:
         """Whether the path tells that name."""
-        return self._title(relative) == checkpoint.name
+        return self.title_of(relative) == checkpoint.name
 
     def manifest_path(self, checkpoint: Path) -> Path:
         """`<name>.manifest.json` in the directory."""
@@ -82,14 +82,15 @@ class ScatteredLayout:
         found = match.groupdict().get("step") if match else None
         return int(found) if found else None
 
-    def _title(self, relative: str) -> str | None:
+    def title_of(self, relative: str) -> str | None:
+        """The name of the checkpoint that a file at this path belongs to; None where it is no checkpoint's."""
         match = re.fullmatch(self.pattern, relative)
         return match.expand(self.title) if match else None
 
     def _data(self, directory: Path) -> Iterator[tuple[str, str]]:
         """Relative path and checkpoint's name of every data file."""
         for relative in _files_in(directory, self.folders):
-            title = self._title(relative)
+            title = self.title_of(relative)
             if title is not None:
                 yield relative, title
 

@@ -1,0 +1,130 @@
+"""What there is to resume from, and what of it cannot be meant: pure looking, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lastgasp.checkpoint import Candidate, candidates
+from lastgasp.checkpoint.layout import next_path
+from lastgasp.ports import Layout
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName
+from lastgasp_mindformers.probe import told_step
+from lastgasp_mindformers.tracker import read_meta, read_tracker
+
+_RANK = re.compile(r"rank_(\d+)/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shelf:
+    """Where checkpoints are looked for.
+
+    Args:
+        folders: directories, in no order.
+        layouts: how they lie there.
+        ranks: how many this job has.
+        bare: whether checkpoints without a manifest may be taken.
+    """
+
+    folders: Sequence[Path]
+    layouts: Sequence[Layout]
+    ranks: int
+    bare: bool = True
+
+    def all(self) -> list[Candidate]:
+        """Newest first. Raises ConfigError when a directory cannot be listed."""
+        found = [self._judged(c, layout) for layout in self.layouts for c in candidates(self.folders, layout)]
+        return sorted(found, key=lambda c: c.age_key, reverse=True)
+
+    def never_finished(self, candidate: Candidate) -> bool:
+        """Whether it is what a save that was cut short has left, and not what somebody has lost."""
+        if candidate.manifest is not None or candidate.path.is_dir():
+            return False
+        lacking = _lacking(candidate.path, LEGACY, self.ranks)
+        name = LegacyName.parse(candidate.path.name)
+        if name is None:
+            return bool(_lacking(candidate.path, PLAIN, self.ranks))
+        at = (name.epoch, name.within)
+        return bool(lacking) and not any(read_meta(candidate.path.parent, rank) == at for rank in lacking)
+
+    def lost(self) -> dict[str, str]:
+        """Directories whose markers name checkpoints, with the reason to think that they are lost."""
+        found = {}
+        for folder in self.folders:
+            metas = {rank: at for rank in range(self.ranks) if (at := read_meta(folder, rank)) is not None}
+            if metas and LEGACY in self.layouts:
+                epoch, step = max(metas.values())
+                found[str(folder)] = f"its meta.json names epoch {epoch}, step {step}, and no checkpoint is there"
+            tracker = read_tracker(folder) if ITERATIONS in self.layouts else None
+            if tracker is not None:
+                found[str(folder)] = f"its tracker names iteration {tracker}, and no checkpoint is there"
+        return found
+
+    # -- judgement --------------------------------------------------------------------------------
+
+    def _judged(self, candidate: Candidate, layout: Layout) -> Candidate:
+        if candidate.manifest is not None:
+            problem = candidate.problem or self._of_another_size(candidate, layout)
+            return dataclasses.replace(candidate, problem=problem)
+        if layout.manifest_path(candidate.path).exists():
+            return candidate  # there is one, and it cannot be used
+        if layout is not ITERATIONS:
+            candidate = dataclasses.replace(candidate, step=told_step(candidate.path, layout))
+        if not self.bare:
+            return candidate
+        return dataclasses.replace(candidate, problem=self._unfinished(candidate, layout))
+
+    def _of_another_size(self, candidate: Candidate, layout: Layout) -> str | None:
+        """Sharded files are of no use to a job of another size; equal ones are, where there is one for each rank."""
+        assert candidate.manifest is not None
+        world = candidate.manifest.world
+        if layout is ITERATIONS or world.world_size == self.ranks:
+            return None
+        if len(world.replica_groups) == 1 and world.world_size > self.ranks:
+            return None
+        return f"was saved by {world.world_size} ranks, and this job has {self.ranks}"
+
+    def _unfinished(self, candidate: Candidate, layout: Layout) -> str | None:
+        """Why a checkpoint without a manifest cannot be meant to be loaded; None where only its content can tell."""
+        if next_path(layout.manifest_path(candidate.path)).exists():
+            return "its save was cut short"
+        if layout is ITERATIONS:
+            tracker = read_tracker(candidate.path.parent)
+            if tracker is None or (candidate.step or 0) > tracker:
+                return f"has no manifest, and the tracker says {tracker}: its save was not finished"
+            return None
+        lacking = _lacking(candidate.path, layout, self.ranks)
+        if lacking:
+            ranks = ", ".join(map(str, lacking[:5]))
+            return f"has no manifest and no file of rank {ranks}: its save was not finished, or files were lost"
+        extra = sorted(rank for rank in _ranks(candidate.path, layout) if rank >= self.ranks)
+        if extra:
+            return f"has no manifest and files of {extra[-1] + 1} ranks, and this job has {self.ranks}"
+        return None if candidate.step is not None else "does not tell how many steps it holds"
+
+
+def layout_of(checkpoint: Path) -> Layout:
+    """How a checkpoint of that name lies."""
+    if re.fullmatch(LEGACY.names, checkpoint.name):
+        return LEGACY
+    return PLAIN if re.fullmatch(PLAIN.names, checkpoint.name) else ITERATIONS
+
+
+def shelf_of(folders: Iterable[Path], layouts: Sequence[Layout], ranks: int, bare: bool) -> Shelf:
+    """Each folder once."""
+    return Shelf(list(dict.fromkeys(folder.absolute() for folder in folders)), layouts, ranks, bare)
+
+
+def _ranks(checkpoint: Path, layout: Layout) -> set[int]:
+    return {int(match[1]) for name in layout.files(checkpoint) if (match := _RANK.match(name))}
+
+
+def _lacking(checkpoint: Path, layout: Layout, ranks: int) -> list[int]:
+    """Ranks without a file; none where one file is for all."""
+    there = _ranks(checkpoint, layout)
+    if layout is PLAIN and not there:
+        return []
+    return [rank for rank in range(ranks) if rank not in there]
+

@@ -1,0 +1,320 @@
+"""Manifests of the checkpoints that MindFormers and MindSpore themselves write: after each save, all ranks together.
+
+Files on disk are made durable, which MindSpore does not do (facts/mindformers.md §5), and read back, so that what is
+proved is what landed there. Each rank reads its own. Nothing here ends a training: without a manifest the older
+checkpoints stand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lastgasp._fs import write_atomically
+from lastgasp.checkpoint import FileEntry, Provenance, World, candidates
+from lastgasp.checkpoint.adopt import data_files, read_files, remove_orphans, write_manifest
+from lastgasp.checkpoint.manifest import Kind
+from lastgasp.errors import CheckpointError, LastgaspError
+from lastgasp.gasp.stand import Stand
+from lastgasp.ports import Gather, Layout
+from lastgasp.topology import Place
+from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, LEGACY, PLAIN, encode_small
+from lastgasp_mindformers.tracker import read_tracker
+
+log = logging.getLogger("lastgasp")
+
+SMALL = "lastgasp.small"
+"""The small-state file of a directory checkpoint, in it."""
+_RANK = re.compile(r"rank_(\d+)/")
+
+
+def provenance(place: Place, step: int, kind: Kind, parent: str | None) -> Provenance:
+    """Who wrote it, for the manifest."""
+    world = World(world_size=place.world_size, replica_groups=place.replicas)
+    return Provenance(
+        format=FORMAT, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
+    )
+
+
+def newest_name(checkpoint: Path, layout: Layout) -> str | None:
+    """The newest other checkpoint beside it that has a manifest; None where there is none."""
+    found = candidates([checkpoint.parent], layout)
+    return next((c.path.name for c in found if c.manifest is not None and c.path.name != checkpoint.name), None)
+
+
+class _Begin(msgspec.Struct, frozen=True):
+    """What one rank has saved."""
+
+    name: str
+    small: bytes = b""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one rank read, or why it could not."""
+
+    entries: list[FileEntry]
+    problem: str = ""
+
+
+_BEGINS, _PARTS = msgspec.msgpack.Decoder(_Begin), msgspec.msgpack.Decoder(_Part)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that the framework has written, or is still writing in the background.
+
+    Args:
+        path: its name in its directory; layout: how it lies.
+        step: completed updates.
+        file: the file of this rank; None of a directory checkpoint.
+    """
+
+    path: Path
+    layout: Layout
+    step: int
+    file: Path | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether its save is over, as far as this rank sees: names are given last."""
+        if self.file is not None:
+            return self.file.exists()
+        tracker = read_tracker(self.path.parent)
+        return tracker is not None and tracker >= (self.layout.step(self.path) or 0)
+
+
+class Manifests:
+    """Gives the framework's own checkpoints their manifests. All ranks make the same calls.
+
+    Args:
+        gather: the all-gather of the job.
+        stand: learns which step is durable.
+        small: this rank's small state of a step, for the file that stands beside the native ones; b"" where it is
+            not known. Without it there is no such file.
+    """
+
+    def __init__(
+        self, place: Place, gather: Gather, stand: Stand, small: Callable[[int], bytes] | None = None
+    ) -> None:
+        self._place, self._gather, self._stand, self._small = place, gather, stand, small
+        self._monitors: list[Monitor] = []
+        self._waiting: list[Saved] = []
+        self._together = True
+        self._numbers = itertools.count(1)
+
+    def bind(self, callbacks: Iterable[Any]) -> None:
+        """Find what saves among the callbacks of `Model.train`, and have all ranks number their files alike.
+
+        Raises:
+            DeadlineExceeded, ControlError: the ranks could not agree.
+        """
+        self._monitors = [Monitor(callback, self._place.rank) for callback in callbacks if is_monitor(callback)]
+        mine = msgspec.json.encode([monitor.again for monitor in self._monitors])
+        told = [msgspec.json.decode(payload, type=list[int]) for payload in self._gather("manifests/monitors", mine)]
+        self._together = len({len(numbers) for numbers in told}) == 1
+        if self._together:
+            for number, monitor in enumerate(self._monitors):
+                monitor.align(max(numbers[number] for numbers in told))
+        for monitor in self._monitors:
+            if monitor.by_time and self._place.world_size > 1:
+                log.warning("checkpoints get no manifest: save_checkpoint_seconds lets ranks save at different steps")
+        self._monitors = [m for m in self._monitors if not (m.by_time and self._place.world_size > 1)]
+
+    def step_end(self, step: int, *, last: bool = False) -> None:
+        """After each step, and once more (`last`) when training has ended, behind the framework's own callbacks.
+
+        Never raises for what is on disk or for a rank that is gone: then there is no manifest.
+
+        Args:
+            step: completed updates.
+            last: saves in the background are over.
+        """
+        self._waiting += [saved for monitor in self._monitors if (saved := monitor.saved(step)) is not None]
+        if not self._waiting:
+            return
+        try:
+            if last or self._all_there():
+                waiting, self._waiting = self._waiting, []
+                for saved in waiting:
+                    self.commit(saved)
+        except LastgaspError as error:
+            log.error("checkpoints got no manifest: %s", error)
+
+    def commit(self, saved: Saved) -> bool:
+        """Write the manifest of a finished checkpoint; all ranks, unless only this one saves at all.
+
+        Returns:
+            Whether it is in place, on every rank.
+        """
+        try:
+            if self._together:
+                self._commit(saved)
+            else:
+                self._write(saved, read_files(data_files(saved.path, saved.layout)))
+        except (OSError, LastgaspError) as error:
+            log.error("%s got no manifest and will not be trusted: %s", saved.path, error)
+            return False
+        self._stand.durable = max(self._stand.durable, saved.step)
+        return True
+
+    # -- together ---------------------------------------------------------------------------------
+
+    def _all_there(self) -> bool:
+        """Whether the files are there on every rank: a save in the background may be under way."""
+        here = all(saved.there for saved in self._waiting)
+        if not self._together:
+            return here
+        return all(self._gather(f"manifest/there/{next(self._numbers)}", b"1" if here else b""))
+
+    def _commit(self, saved: Saved) -> None:
+        tag, small = f"manifest/{next(self._numbers)}", self._small(saved.step) if self._small else b""
+        begun = self._gather(tag, msgspec.msgpack.encode(_Begin(saved.path.name, small)))
+        payloads = self._gather(f"{tag}/read", msgspec.msgpack.encode(self._read(saved, begun)))
+        problem = ""
+        if self._place.rank == 0:
+            try:
+                self._write(saved, _join(payloads))
+            except (OSError, LastgaspError) as error:
+                problem = str(error) or type(error).__name__
+        said = self._gather(f"{tag}/done", problem.encode())
+        if any(said):
+            raise CheckpointError(b"; ".join(filter(None, said)).decode())
+
+    def _read(self, saved: Saved, begun: Sequence[bytes]) -> _Part:
+        """This rank's files, durable and read; rank 0 adds the small states."""
+        told = [_BEGINS.decode(payload) for payload in begun]
+        names = sorted({each.name for each in told})
+        if len(names) > 1:
+            return _Part([], f"rank {self._place.rank}: the ranks save under different names: {', '.join(names)}")
+        try:
+            if self._place.rank == 0:
+                put_small(saved, {rank: each.small for rank, each in enumerate(told) if each.small})
+            return _Part(read_files(self._share(data_files(saved.path, saved.layout))))
+        except OSError as error:
+            return _Part([], f"rank {self._place.rank}: {error}")
+
+    def _share(self, files: Mapping[str, Path]) -> dict[str, Path]:
+        """The files that this rank reads: its own, which its node has in memory; rank 0 those of nobody."""
+        rank, world = self._place.rank, self._place.world_size
+        owners = {}
+        for number, name in enumerate(sorted(files)):
+            match = _RANK.match(name)
+            owner = int(match[1]) if match else (number % world if "/" in name else 0)
+            owners[name] = owner if owner < world else 0
+        return {name: path for name, path in files.items() if owners[name] == rank}
+
+    def _write(self, saved: Saved, entries: Sequence[FileEntry]) -> None:
+        made_by = provenance(self._place, saved.step, "periodic", newest_name(saved.path, saved.layout))
+        write_manifest(saved.path, saved.layout, made_by, entries)
+        tidy(saved.path.parent, saved.layout)
+
+
+def put_small(saved: Saved, small: Mapping[int, bytes]) -> None:
+    """Put the small states of all ranks beside (or into) the checkpoint, durably. Raises OSError."""
+    if small:
+        inside = saved.layout is ITERATIONS
+        path = saved.path / SMALL if inside else saved.path.with_name(f"{saved.path.name}.small")
+        write_atomically(path, encode_small(small))
+
+
+def tidy(directory: Path, layout: Layout) -> None:
+    """Remove what stands beside checkpoints that keep_checkpoint_max has removed. Raises OSError."""
+    for path in layout.discover(directory):
+        left = layout.parts(path)
+        if left and all(part.name.endswith(".small") for part in left):
+            for part in left:
+                part.unlink(missing_ok=True)
+    remove_orphans(directory, layout)
+
+
+def _join(payloads: Sequence[bytes]) -> list[FileEntry]:
+    parts = [_PARTS.decode(payload) for payload in payloads]
+    problems = sorted({part.problem for part in parts if part.problem})
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return [entry for part in parts for entry in part.entries]
+
+
+# -- the framework's callbacks --------------------------------------------------------------------
+
+
+def is_monitor(callback: Any) -> bool:
+    """Whether it is MindSpore's ModelCheckpoint, of which MindFormers' CheckpointMonitor is one."""
+    from mindspore.train.callback import ModelCheckpoint
+
+    return isinstance(callback, ModelCheckpoint)
+
+
+class Monitor:
+    """What a ModelCheckpoint or a CheckpointMonitor has saved (facts/mindformers.md §5).
+
+    Args:
+        callback: the framework's own.
+        rank: of this process.
+    """
+
+    def __init__(self, callback: Any, rank: int) -> None:
+        self._callback, self._rank = callback, rank
+        self._seen = callback._last_triggered_step
+        self.legacy = bool(getattr(callback, "use_legacy_format", True))
+
+    @property
+    def by_time(self) -> bool:
+        """Whether it saves by the clock."""
+        return not self._callback._config.save_checkpoint_steps
+
+    @property
+    def again(self) -> int:
+        """The K of `_K` in its files' names; 0 where there is none."""
+        added = self._added()
+        return int(added[1:]) if added else 0
+
+    def align(self, again: int) -> None:
+        """Let `_K` be the same on all ranks: MindFormers takes a step only where it is (facts/mindformers.md §5)."""
+        if self.legacy and isinstance(self._callback._prefix, str) and again != self.again:
+            bare = self._callback._prefix.removesuffix(self._added())
+            self._callback._prefix = f"{bare}_{again}" if again else bare
+
+    def saved(self, step: int) -> Saved | None:
+        """What it has saved since it was asked last; None where that is nothing, or no checkpoint's name."""
+        callback = self._callback
+        if callback._last_triggered_step == self._seen:
+            return None
+        self._seen = callback._last_triggered_step
+        return self._legacy(step) if self.legacy else self._iteration(step)
+
+    def _added(self) -> str:
+        given, prefix = getattr(self._callback, "_exception_prefix", None), self._callback._prefix
+        if not isinstance(given, str) or not isinstance(prefix, str) or not prefix.startswith(given):
+            return ""
+        added = prefix[len(given) :]
+        return added if re.fullmatch(r"_\d+", added) else ""
+
+    def _legacy(self, step: int) -> Saved | None:
+        file = Path(self._callback._latest_ckpt_file_name).absolute()
+        inside = _RANK.fullmatch(file.parent.name + "/") is not None
+        directory = file.parent.parent if inside else file.parent
+        for layout in (LEGACY, PLAIN):
+            title = layout.title_of(file.relative_to(directory).as_posix())
+            if title is not None:
+                return Saved(directory / title, layout, step, file)
+        log.warning("%s got no manifest: its name does not tell epoch and step", file)
+        return None
+
+    def _iteration(self, step: int) -> Saved | None:
+        callback = self._callback
+        if callback.directory:
+            root = Path(callback.directory).resolve()
+        else:
+            from mindformers.tools.utils import get_output_subpath
+
+            root = Path(get_output_subpath("checkpoint", append_rank=False)).absolute()
+        path = root / f"iteration_{callback.common_info.step_num:08d}"
+        return Saved(path, ITERATIONS, step)

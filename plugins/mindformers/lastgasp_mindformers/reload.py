@@ -1,0 +1,305 @@
+"""Which checkpoint a job starts from: all ranks agree on the newest that verifies, before MindFormers reads the step.
+
+MindFormers reads epoch and step long before it loads weights (facts/mindformers.md §2), so the choice is made before
+`Trainer.train` begins, and told by MindFormers' own resume options. Plain MindSpore has none: there the caller loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgasp._fs import remove_stale_temps
+from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, progress_bar, quarantine, verify
+from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.ports import Gather, Layout
+from lastgasp.topology import Place
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, decode_small
+from lastgasp_mindformers.listing import Shelf, layout_of, shelf_of
+from lastgasp_mindformers.manifests import SMALL
+from lastgasp_mindformers.probe import probe
+from lastgasp_mindformers.steering import Orders, Wish, apply, check, orders_for, wish_of
+from lastgasp_mindformers.tracker import repair_meta, repair_tracker
+
+if TYPE_CHECKING:
+    from lastgasp_mindformers.settings import Options
+
+log = logging.getLogger("lastgasp")
+
+_FLAT = (LEGACY, PLAIN)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rank of a plain training loads.
+
+    Args:
+        path: this rank's file.
+        epoch: the current one, from 1; within: completed steps of it, both by its name.
+        step: completed updates in all.
+        small: this rank's small state; empty where there is none.
+    """
+
+    path: Path
+    epoch: int
+    within: int
+    step: int
+    small: bytes
+
+
+class Chooser:
+    """Chooses what is loaded. All ranks make the same calls.
+
+    Args:
+        gather: the all-gather of the job.
+
+    Attributes:
+        resumed: completed updates of the checkpoint that was chosen; None where none was.
+        small: this rank's small state in it; empty where there is none.
+    """
+
+    def __init__(self, options: Options, place: Place, gather: Gather) -> None:
+        self._options, self._place, self._gather = options, place, gather
+        self._orders: Orders | None = None
+        self.resumed: int | None = None
+        self.small = b""
+
+    # -- MindFormers ------------------------------------------------------------------------------
+
+    def steer(self, config: Any, arguments: dict[str, Any]) -> None:
+        """Choose, and set what MindFormers will load, before `Trainer.train` or `Trainer.finetune` begins.
+
+        Args:
+            config: the trainer's; arguments: those of the call, by name. Both are changed.
+
+        Raises:
+            NoGoodCheckpoint: there are checkpoints, or markers that name them, and none can be trusted.
+            DamagedCheckpoint: the one that was asked for by name is damaged.
+            ConfigError: the one that was asked for is not there.
+        """
+        wish = wish_of(config, arguments)
+        chosen = self._choose(self._shelf(wish), _asked(wish))
+        self._orders = self._orders_of(wish, chosen)
+        if chosen is not None:
+            self._take(chosen)
+            if wish.load not in (None, chosen.path, chosen.path.parent) and self._place.rank == 0:
+                log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, wish.load)
+        self._gather("reload/ready", b"")  # rank 0 has repaired what all may be about to read
+        if self._orders is not None:
+            apply(self._orders, config, arguments)
+
+    def check(self, config: Any) -> None:
+        """What was chosen still is what MindFormers is about to load. Raises ConfigError."""
+        if self._orders is not None:
+            check(self._orders, config)
+
+    def _shelf(self, wish: Wish) -> Shelf:
+        home = self._options.gasp.directory
+        folders = [wish.saves, home / "checkpoint", home]
+        if wish.load is not None and wish.resume and not wish.load.is_file():
+            folders.append(wish.load)
+        layouts: Sequence[Layout] = (ITERATIONS,) if wish.newer else (LEGACY,)
+        return shelf_of(folders, layouts, self._place.world_size, not self._options.require_manifest)
+
+    def _orders_of(self, wish: Wish, chosen: Candidate | None) -> Orders | None:
+        """None where MindFormers shall do what the user told it."""
+        if chosen is None:
+            absent = wish.load is not None and not _holds_anything(wish.load)
+            return Orders("", False) if wish.resume and (absent or wish.load is None) else None
+        if wish.newer:
+            return Orders(str(chosen.path), True, ours=not wish.resume)
+        name = LegacyName.parse(chosen.path.name)
+        assert name is not None
+        try:
+            return orders_for(name, chosen.path.parent, self._place.rank, wish.parallel, not wish.resume)
+        except OSError as error:
+            raise CheckpointError(f"{chosen.path} cannot get another name for MindFormers: {error}") from error
+
+    # -- plain MindSpore --------------------------------------------------------------------------
+
+    def choose_plain(self, directories: Iterable[Path]) -> Choice | None:
+        """What this rank of a plain training is to load, by content and not by time stamps; None for a first start.
+
+        Args:
+            directories: of LastGasp and of ModelCheckpoint; each may hold `rank_R` folders.
+
+        Raises:
+            NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
+        """
+        folders = [Path(directory) for directory in directories]
+        shelf = shelf_of(folders, _FLAT, self._place.world_size, not self._options.require_manifest)
+        chosen = self._choose(shelf, None)
+        if chosen is not None:
+            self._take(chosen)
+        self._gather("reload/ready", b"")
+        return None if chosen is None else self._choice(chosen)
+
+    def _choice(self, chosen: Candidate) -> Choice:
+        rank, step = self._place.rank, self.resumed
+        assert step is not None
+        files = dict(layout_of(chosen.path).files(chosen.path))
+        own = next((path for name, path in files.items() if name.startswith(f"rank_{rank}/")), None)
+        at = chosen.path.stem.removesuffix("_breakpoint").rpartition("-")[2].split("_")
+        return Choice(own or files[chosen.path.name], int(at[0]), int(at[1]), step, self.small)
+
+    # -- choice -----------------------------------------------------------------------------------
+
+    def _choose(self, shelf: Shelf, asked: Path | None) -> Candidate | None:
+        """The checkpoint to load, verified; None where there is none, and none was lost."""
+        if self._place.rank == 0:
+            for folder in shelf.folders:
+                remove_stale_temps(folder)
+        resume = self._options.gasp.resume
+        if resume not in ("auto", "never"):
+            asked = _named(Path(resume).absolute(), "resume")
+        if asked is None:
+            agreement = self._agree(shelf, own=resume == "never")
+            if agreement.chosen is None and resume == "auto":
+                self._refuse_if_lost(agreement, shelf)
+            return agreement.chosen
+        if self._place.attempt > 0:
+            # A restart goes on from what the job has saved; where it started from counts only after that.
+            agreement = self._agree(shelf, own=True)
+            if agreement.chosen is not None:
+                return agreement.chosen
+        return self._explicit(asked, shelf)
+
+    def _explicit(self, path: Path, shelf: Shelf) -> Candidate:
+        there = dataclasses.replace(shelf, folders=[path.parent], layouts=[layout_of(path)])
+        agreement = self._agree(there, only=path)
+        if agreement.chosen is None and not agreement.listed:
+            remedy = "Look at `lastgasp verify` of its directory."
+            raise ConfigError("resume or resume_training", str(path), "'auto', 'never' or a checkpoint", remedy)
+        if agreement.chosen is None:
+            raise DamagedCheckpoint(str(path), [why for reasons in agreement.rejected.values() for why in reasons])
+        return agreement.chosen
+
+    def _agree(self, shelf: Shelf, own: bool = False, only: Path | None = None) -> Agreement:
+        found = shelf.all()
+        if own:
+            found = [c for c in found if c.manifest is not None and c.manifest.job == self._place.job]
+        if only is not None:
+            found = [c for c in found if c.path == only]
+        found = self._first(found)
+        agreement = agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
+        self._report(agreement)
+        return agreement
+
+    def _first(self, found: list[Candidate]) -> list[Candidate]:
+        """No more than `attempts` are read; further ones are listed."""
+        untried, limit = [c for c in found if c.problem is None], self._options.attempts
+        late = {c.path for c in untried[limit:]}
+        why = f"was not tried: {limit} newer ones were. Set attempts to try more"
+        return [dataclasses.replace(c, problem=why) if c.path in late else c for c in found]
+
+    def _verify_share(self, candidate: Candidate) -> Verdict:
+        """This rank's part: each byte is read by one rank, as all of them see the same disk."""
+        share = (self._place.rank, self._place.world_size)
+        layout = layout_of(candidate.path)
+        if candidate.manifest is None:
+            return probe(candidate.path, layout, candidate.step, share)
+        with progress_bar(f"verifying {candidate.path.name}") as progress:
+            return verify(candidate.path, layout, manifest=candidate.manifest, share=share, progress=progress)
+
+    def _report(self, agreement: Agreement) -> None:
+        """Say what was not used and why; move away what is proven bad."""
+        chosen = agreement.chosen
+        if self._place.rank != 0:
+            return
+        for path, reasons in agreement.rejected.items():
+            log.warning("%s was not used: %s", path, "; ".join(reasons))
+        if chosen is None:
+            return
+        for bad in agreement.damaged:
+            quarantine(bad, agreement.rejected[str(bad.path)], proven=True, layout=layout_of(bad.path))
+        if chosen.manifest is None:
+            log.warning(
+                "%s has no manifest, so a flipped bit in it would not be seen; `lastgasp manifest %s` adds manifests, "
+                "and require_manifest refuses checkpoints without one",
+                chosen.path,
+                chosen.path.parent,
+            )
+
+    def _refuse_if_lost(self, agreement: Agreement, shelf: Shelf) -> None:
+        """Training from scratch over checkpoints that were there would lose them silently."""
+        lost = {path: "; ".join(why) for path, why in agreement.rejected.items()}
+        if not agreement.listed:
+            lost = shelf.lost()
+        elif self._all(all(shelf.never_finished(c) for c in shelf.all())):
+            log.warning("no save of an earlier run was finished: training begins from scratch")
+            return
+        if lost:
+            raise NoGoodCheckpoint(", ".join(map(str, shelf.folders)), lost)
+
+    def _all(self, mine: bool) -> bool:
+        return all(self._gather("reload/unfinished", b"1" if mine else b""))
+
+    # -- taking -----------------------------------------------------------------------------------
+
+    def _take(self, chosen: Candidate) -> None:
+        assert chosen.step is not None
+        self.resumed = chosen.step
+        self.small = self._small_of(chosen)
+        name, ranks = LegacyName.parse(chosen.path.name), range(self._place.world_size)
+        if self._place.rank != 0:
+            return
+        log.info("going on behind step %d of %s", chosen.step, chosen.path)
+        if name is not None:
+            repair_meta(chosen.path.parent, name, ranks)
+        elif layout_of(chosen.path) is ITERATIONS:
+            repair_tracker(chosen.path.parent, chosen.step)
+
+    def _small_of(self, chosen: Candidate) -> bytes:
+        """This rank's small state, where the manifest vouches for the file."""
+        directory = chosen.path.is_dir()
+        path = chosen.path / SMALL if directory else chosen.path.with_name(f"{chosen.path.name}.small")
+        named = path.relative_to(chosen.path.parent).as_posix()
+        if chosen.manifest is None or named not in {entry.path for entry in chosen.manifest.files}:
+            return b""
+        try:
+            return decode_small(path.read_bytes()).get(self._place.rank, b"")
+        except (OSError, CheckpointError) as error:
+            log.warning("the random state in %s could not be read, and is not restored: %s", path, error)
+            return b""
+
+
+def _asked(wish: Wish) -> Path | None:
+    """The one checkpoint that the user named; None where the newest good one is wanted."""
+    if wish.load is None or not wish.resume:
+        return None
+    if wish.load.is_file():
+        monitored = wish.load.parent.name.startswith("rank_")
+        return _named(wish.load, "load_checkpoint") if monitored else None
+    if isinstance(wish.resume, str):
+        own = wish.resume if wish.resume.endswith((".ckpt", ".safetensors")) else f"{wish.resume}.safetensors"
+        return _named(wish.load / "rank_0" / own, "resume_training")
+    return wish.load if wish.newer and wish.load.name.startswith("iteration_") else None
+
+
+def _named(path: Path, field: str) -> Path:
+    """The checkpoint of a path that may be that of one of its files."""
+    directory = path.parent.parent if path.parent.name.startswith("rank_") else path.parent
+    if directory != path.parent:
+        title = LEGACY.title_of(f"{path.parent.name}/{path.name}") or LEGACY.title_of(_of_folder(path))
+        if title is None:
+            raise ConfigError(field, str(path), "a file that CheckpointMonitor wrote", "Give its directory instead.")
+        return directory / title
+    return path
+
+
+def _of_folder(path: Path) -> str:
+    """The same with the rank of its folder, as MindFormers replaces it."""
+    rank = path.parent.name.removeprefix("rank_")
+    head, _, tail = path.name.partition("_rank_")
+    return f"{path.parent.name}/{head}_rank_{rank}{tail.lstrip('0123456789')}"
+
+
+def _holds_anything(path: Path) -> bool:
+    """Whether there is a file, or a directory with something visible in it."""
+    if not path.is_dir():
+        return path.exists()
+    return any(not entry.name.startswith(".") for entry in path.iterdir())

@@ -1,0 +1,146 @@
+"""How MindFormers is told what to load (facts/mindformers.md §2, §5): its own resume options, in both spellings.
+
+`load_checkpoint` up to 1.8, `checkpoint.load_path` from 1.9 on; arguments of `Trainer.train` and `Trainer.finetune`
+overrule both inside them, so they are set as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastgasp._fs import make_directory
+from lastgasp.errors import ConfigError
+from lastgasp_mindformers.layouts import LegacyName
+
+log = logging.getLogger("lastgasp")
+
+Config = MutableMapping[str, Any]
+_OLD = ("train_checkpoint", "finetune_checkpoint")
+"""Deprecated arguments that beat `resume_from_checkpoint`."""
+_ASIDE = ".lastgasp-load"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user's configuration and the call's arguments ask for.
+
+    Args:
+        load: the path to load from; None where there is none.
+        resume: whether training shall go on from there; a name where one checkpoint is meant.
+        newer: whether checkpoints are of the newer format.
+        parallel: whether MindFormers runs in parallel.
+        saves: where CheckpointMonitor saves.
+    """
+
+    load: Path | None
+    resume: bool | str
+    newer: bool
+    parallel: bool
+    saves: Path
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What MindFormers is to load, as it wants to be told.
+
+    Args:
+        load: for `load_checkpoint`; empty: nothing.
+        resume: for `resume_training`.
+        ext: for `load_ckpt_format`; empty leaves it.
+        ours: whether the user did not ask to resume, so that what he set for other weights must not apply.
+    """
+
+    load: str
+    resume: bool | str
+    ext: str = ""
+    ours: bool = False
+
+
+def wish_of(config: Config, arguments: Config) -> Wish:
+    """Read the configuration as MindFormers will."""
+    section = config.get("checkpoint") or {}
+    newer = not config.get("use_legacy_format", True) or bool(section)
+    load: Any = section.get("load_path") or config.get("load_checkpoint")
+    for name in ("resume_from_checkpoint", *_OLD):
+        given = arguments.get(name)
+        load = given if isinstance(given, str) else True if given is True else load
+    resume = arguments.get("resume_training")
+    resume = config.get("resume_training") if resume is None else resume
+    if section.get("no_load_optim") is not None:
+        resume = not section.get("no_load_optim")
+    output = Path(config.get("output_dir") or "./output").absolute()
+    saves = _directory_of_monitor(config, newer) or output / "checkpoint"
+    if load is True:  # "the last one of the previous round"
+        load, resume = str(saves), resume or True
+    parallel = bool(config.get("use_parallel"))
+    return Wish(Path(load).absolute() if load else None, resume or False, newer, parallel, saves)
+
+
+def _directory_of_monitor(config: Config, newer: bool) -> Path | None:
+    for callback in config.get("callbacks") or []:
+        if callback.get("type") == "CheckpointMonitor" and callback.get("directory"):
+            given = Path(callback["directory"]).absolute()
+            return given if newer else given / "checkpoint"
+    return None
+
+
+def orders_for(name: LegacyName, directory: Path, rank: int, parallel: bool, ours: bool) -> Orders:
+    """For a legacy checkpoint. Raises OSError: the second name of the file cannot be made.
+
+    In parallel MindFormers takes the directory and a name, in which it puts the rank. A job of one process must be
+    given a file, and not one that lies in a directory `rank_0`.
+    """
+    if parallel:
+        return Orders(str(directory), name.base(rank), name.ext, ours)
+    path = directory / name.file(rank)
+    if name.ext == "safetensors":
+        path = _second_name(path, directory / _ASIDE)
+    return Orders(str(path), True, name.ext, ours)
+
+
+def _second_name(path: Path, folder: Path) -> Path:
+    make_directory(folder)
+    link = folder / path.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(path, folder))
+    return link
+
+
+def apply(orders: Orders, config: Config, arguments: Config) -> None:
+    """Set configuration and arguments."""
+    for name in _OLD:
+        if arguments.get(name):
+            arguments[name] = False
+    arguments.pop("resume_from_checkpoint", None)
+    if orders.load:
+        arguments["resume_from_checkpoint"] = orders.load
+    arguments["resume_training"] = orders.resume
+    config["load_checkpoint"], config["resume_training"] = orders.load, orders.resume
+    section = config.get("checkpoint")
+    if section:
+        section["load_path"], section["no_load_optim"] = orders.load, not orders.resume
+    if orders.ext:
+        config["load_ckpt_format"] = orders.ext
+    if orders.load and orders.ours and (config.get("auto_trans_ckpt") or arguments.get("auto_trans_ckpt")):
+        config["auto_trans_ckpt"] = False
+        if arguments.get("auto_trans_ckpt"):
+            arguments["auto_trans_ckpt"] = False
+        log.warning("auto_trans_ckpt was meant for other weights: what this job has saved needs no conversion")
+
+
+def check(orders: Orders, config: Config) -> None:
+    """What was decided still stands.
+
+    Raises:
+        ConfigError: something has changed it in between.
+    """
+    section = config.get("checkpoint") or {}
+    found = section["load_path"] if "load_path" in section else config.get("load_checkpoint")
+    if (found or "").rstrip("/") != orders.load.rstrip("/"):
+        remedy = "Is another hook between Trainer.train and training_process? Take it out, or turn lastgasp off."
+        raise ConfigError("load_checkpoint", found, repr(orders.load), remedy)
