@@ -1,0 +1,73 @@
+"""What docs/, plugins and examples show: commands that exist, with options that they take, and links to something."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from lastgasp.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md"), *ROOT.glob("examples/*/README.md")])
+_BLOCK = re.compile(r"^```(?:sh|text|bash)\n(.*?)^```", re.M | re.S)
+_INLINE = re.compile(r"`(lastgasp [a-z][^`\n]*)`")
+_LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+_PLACEHOLDER = re.compile(r"\.\.\.|…|\\\|.*|\|.*|>.*|<[^>]*>")
+
+
+def ids(path: Path) -> str:
+    """For pytest."""
+    return str(path.relative_to(ROOT))
+
+
+def commands(page: Path) -> list[str]:
+    """Every `lastgasp ...` of the page."""
+    text = page.read_text()
+    shown = [line.removeprefix("$ ") for block in _BLOCK.findall(text) for line in block.splitlines()]
+    return [line for line in shown if line.startswith("lastgasp ")] + _INLINE.findall(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_exist(page: Path) -> None:
+    wrong = {}
+    for shown in commands(page):
+        words = shlex.split(_PLACEHOLDER.sub("", shown).replace("\\", ""), comments=True)[1:]
+        if problem := misused(main, words):
+            wrong[shown] = problem
+    assert wrong == {}
+
+
+def misused(group: click.Group, words: list[str]) -> str:
+    """What is wrong about the command line; empty where nothing is."""
+    context = click.Context(group)
+    while words:
+        command = group.get_command(context, words[0])
+        if command is None:
+            return f"no command {words[0]!r}"
+        words = words[1:]
+        if not isinstance(command, click.Group):
+            known = {option for parameter in command.params for option in parameter.opts}
+            given = [word.split("=")[0] for word in words if word.startswith("--")]
+            if command.context_settings.get("ignore_unknown_options"):
+                return ""
+            return f"no option {next(o for o in given if o not in known)}" if set(given) - known - {"--help"} else ""
+        group, context = command, click.Context(command, parent=context)
+    return ""
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = _LINK.findall(page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_a_wrong_command_would_be_seen() -> None:
+    assert misused(main, ["vanish"]) == "no command 'vanish'"
+    assert misused(main, ["job", "patch", "--nothing"]) == "no option --nothing"
+    assert not misused(main, ["job", "patch", "job.yaml", "--strategy", "dump", "--write"])
+    assert not misused(main, ["run", "--nproc-per-node", "2", "train.py"])
+    assert len([page for page in PAGES if commands(page)]) > 8
