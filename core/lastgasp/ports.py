@@ -92,6 +92,35 @@ class StateSource(Protocol):
         """Remove the temporary files of a save that will not be published. Never raises."""
 
 
+@runtime_checkable
+class InPlace(Protocol):
+    """What a StateSource has besides, where its training can go on in the same process after a fault of a device.
+
+    Only MindIO asks for it (retry, recover), on its message thread, one call at a time, in this order: `stop`,
+    `clean`, then `rebuild` where a rank was started anew, `repair` on the ranks that give and take state, `rollback`
+    on all. The training thread has left its step with an error or is stuck in it. Any exception ends the attempt,
+    and a dump or the end of the job follows.
+    """
+
+    def stop(self) -> None:
+        """Abort what the device does, so that the training thread leaves its collective with an error."""
+
+    def clean(self, memory_error: bool) -> int:
+        """Clear what is left on the device. 0: it is good, 1: it is not, 2: memory is good without a repair."""
+
+    def rebuild(self, ranks: list[int]) -> None:
+        """Make the communication groups anew; `ranks` are those that were started anew."""
+
+    def repair(self, step: int, pairs: Mapping[str, object], rebuild: bool) -> None:
+        """Send or take the state of `step`: `src`, `dst`, `type`, `repair_type`, `rank_list` as MindIO gives them."""
+
+    def rollback(self, step: int) -> None:
+        """Put loop, data and scheduler back to `step`; the training function is entered again after that."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was queued."""
+
+
 class GaspBackend(Protocol):
     """Who notices that a rank is lost, decides which step is saved and by whom, and has it saved.
 
@@ -104,6 +133,8 @@ class GaspBackend(Protocol):
     """
 
     name: str
+    grace: float
+    """Seconds that a process has after an ending until the backend ends it; inf where it does not."""
 
     def begin(self) -> None:
         """Training begins at `stand.step`; the device is chosen and the process group is up.

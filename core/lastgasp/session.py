@@ -108,6 +108,7 @@ class Session:
         self.backend = choose_backend()
         self._registry, self._registered = self._open_registry(marking), False
         self._gasp = self._open_gasp(contact)
+        self._patience = min(self._patience or LEAVE_GRACE, self._gasp.grace)
         # The hot path: with the embedded engine bound methods of the status word, no extra call in between.
         self.moved, self.updating, self.step_end = self.stand.moved, self._gasp.updating, self._gasp.step_end
         self._mark(marking)
@@ -122,7 +123,7 @@ class Session:
         from lastgasp.backends.ascend.mindio import Control, MindioGasp
 
         host = contact.address.rpartition(":")[0] if contact is not None else "127.0.0.1"
-        control = Control(self.stand, self._processor, self.gather, self._alone, host)
+        control = Control(self.stand, self._processor, self.gather, self._alone, host, leave_now)
         return MindioGasp(self.config, self.place, self._source, control)
 
     def _open_registry(self, marking: Marking | None) -> WorkerRegistry:
@@ -243,6 +244,8 @@ class Session:
             # The caller may handle its own exception, and its traceback and clean-up are worth more than a
             # fast restart. In a job of one rank nobody waits for it to end.
             self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
+        if self._patience is not None:
+            self._patience = min(self._patience, self._gasp.grace)
         self._gasp.fault(kind, cause)
         return self.stand.outcome or given_up("the backend told no outcome")
 

@@ -1,7 +1,8 @@
 """A rank without any framework: obeys lines on stdin, tells on stdout. For engine tests and benchmarks.
 
 step N   complete step N;   update   enter the update and stay there;   raise   report an exception
-stuck    block the main thread in a C call for ever;   done   leave normally
+stuck    block the main thread in a C call for ever;   done   leave normally;   vanish   sys.exit(3), told to nobody
+peer     a collective failed because another rank is gone
 loop F   take marked steps until the file F is there (option `profiling`: where the rows go)
 """
 
@@ -178,6 +179,11 @@ def obey(words: list[str], session: Session, source: ToySource) -> None:
     elif words[0] == "raise":
         say("raising")
         leave(session.fault("exception", "ValueError: boom"))
+    elif words[0] == "peer":
+        say("raising")
+        leave(session.fault("peer", "RuntimeError: connection closed by peer"))
+    elif words[0] == "vanish":
+        sys.exit(3)
     elif words[0] == "stuck":
         session.moved("backward")
         say("stuck")

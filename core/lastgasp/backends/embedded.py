@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 from lastgasp import _clock
@@ -21,6 +22,7 @@ class EmbeddedGasp:
     """
 
     name = "embedded"
+    grace = math.inf
 
     def __init__(self, rank: int, stand: Stand, processor: Processor, limit: float) -> None:
         self._rank, self._stand, self._processor, self._limit = rank, stand, processor, limit

@@ -44,6 +44,12 @@ class Observer(Machine):
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
         """Only hangs are looked for: every other deadline is the leader's."""
+        if self.state == "over":  # who still hangs was told to leave, and cannot hear it
+            silent = [self.members[rank] for rank in sorted(self.progress.silent(now, stopped))]
+            left = [member for member in silent if member.here]
+            for member in left:
+                member.hung = True
+            return [Kill(rank=member.rank) for member in left]
         if self.state != "running":
             return []
         hung = self.progress.hung(now, stopped)
@@ -66,6 +72,11 @@ class Observer(Machine):
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
         actions = super()._hang(ranks, at_ns, now)
         return actions + [Kill(rank=rank) for rank in sorted(ranks) if self.members[rank].hung]
+
+    @staticmethod
+    def _must_be_killed(member: Member) -> bool:
+        """Nobody is asked to prepare here, so an answer that is missing tells nothing."""
+        return member.hung and not member.gone
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
         if self.state == "over" or not self.faults or any(member.here for member in self.members.values()):

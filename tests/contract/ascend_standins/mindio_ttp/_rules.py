@@ -42,7 +42,9 @@ def trace(event: str, **more: Any) -> None:
     """Note what happened, on which thread."""
     main = threading.current_thread() is threading.main_thread()
     thread = "main" if main else type(threading.current_thread()).__name__
-    _append("MINDIO_STANDIN_TRACE", json.dumps({"event": event, "rank": rank, "thread": thread, **more}))
+    _append(
+        "MINDIO_STANDIN_TRACE", json.dumps({"event": event, "rank": rank, "thread": thread, "pid": os.getpid(), **more})
+    )
 
 
 def violation(text: str) -> None:

@@ -148,6 +148,7 @@ class Controller:
     def abnormal(self) -> None:
         """Collect, prelock, choose."""
         trace("abnormal", bad=self.bad())
+        self.collect(self.lost())
         if any(member.left for member in self.members.values()):
             trace("no_dump", why="a rank has left normally")
             return self.exit()
@@ -163,6 +164,10 @@ class Controller:
             trace("no_dump", why=why)
             return self.exit()
         return self.retry(bad) if npu else self.dump(bad)
+
+    def collect(self, lost: list[int]) -> None:
+        """The latest status of all linked ranks."""
+        self.order([rank for rank in self.members if rank not in lost], seconds(5.0), "collect")
 
     def prelock(self, bad: list[int]) -> str:
         """Why it failed, or nothing. The target counts dead ranks, too (§16.6)."""
@@ -213,6 +218,7 @@ class Controller:
         """Save on the chosen, rename on one, exit."""
         self.state = "DUMP"
         if not bad:
+            self.collect(bad)
             self.target = max((member.step for member in self.members.values()), default=0)
             self.order(list(self.members), seconds(35.0), "prelock", step=self.target)
         chosen = self.choose(bad)

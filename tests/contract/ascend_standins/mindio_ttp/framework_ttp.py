@@ -139,6 +139,11 @@ class _Processor:
 
     # -- orders -----------------------------------------------------------------------------------
 
+    def do_collect(self, message: dict[str, Any]) -> str:
+        """The status goes out first, on the same connection."""
+        self.beat()
+        return "ok"
+
     def do_prelock(self, message: dict[str, Any]) -> str:
         """Wait until the data are whole at exactly this step."""
         self.limit, self.force, self.state = message["step"], False, "PAUSE"
@@ -246,7 +251,13 @@ class _Processor:
             self.call("exit")
             rules.violation("the exit handler returned: it must end the process itself")
         else:
-            _thread.start_new_thread(lambda: (time.sleep(rules.EXIT_WAIT), trace("killed_by_2"), os._exit(2)), ())
+            _thread.start_new_thread(self.killer, ())
+
+    def killer(self) -> None:
+        """Whatever the process does by then."""
+        time.sleep(rules.EXIT_WAIT)
+        trace("killed_by_2")
+        os._exit(2)
 
     # -- the window -------------------------------------------------------------------------------
 
@@ -346,7 +357,8 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
     if not replica_info or not isinstance(replica_info, list):
         rules.refuse("set_optimizer_replica: no info")
     for entry in replica_info:
-        ranks, count = entry.get("rank_list"), entry.get("replica_cnt")
+        ranks: Any = entry.get("rank_list")
+        count: Any = entry.get("replica_cnt")
         plain = isinstance(ranks, list) and all(type(r) is int for r in ranks) and type(count) is int
         if not plain or type(entry.get("replica_shift")) is not int:
             rules.refuse(f"set_optimizer_replica: {entry}")

@@ -1,0 +1,10 @@
+"""The gasp on MindCluster's MindIO TFT (`mindio_ttp`): its controller decides, our StateSource saves and publishes.
+
+Importing this imports nothing of MindCluster; that happens when training begins (facts/mindio_tft.md §15).
+"""
+
+from __future__ import annotations
+
+from .gasp import Control, MindioGasp
+
+__all__ = ["Control", "MindioGasp"]

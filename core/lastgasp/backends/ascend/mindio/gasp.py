@@ -1,0 +1,314 @@
+"""The gasp's backend on MindIO: start-up in the order of facts/mindio_tft.md §15, faults, endings."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ConfigError, LastgaspError
+from lastgasp.events import Fault, FaultKind
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.stand import Stand, exit_code, given_up
+from lastgasp.ports import InPlace, StateSource
+from lastgasp.topology import Place
+
+from . import api as package
+from . import exits, limits
+from .controller import Endpoint, ask_for_dump, start_controller
+from .handlers import Handlers
+from .replicas import group_of, replica_info
+from .shutdown import destroy
+from .strategies import VARIABLES, Strategies, decide_strategies
+from .validation import address_of, check_size, checked_host
+from .window import Window
+
+log = logging.getLogger("lastgasp")
+
+NAME = "MindIO"
+SETTLE = 5.0
+"""Seconds that the word of the rank that published gets to reach the others."""
+LAG = 1.0
+"""Seconds that MindIO's threads get to tell its controller that the checkpoint is published."""
+TURN = 5.0
+"""Seconds between rank 0 and the others, where all are told to stop and nobody can be asked for a dump."""
+TASKD = "MINDX_TASK_ID"
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the Session shares with its backend.
+
+    Args:
+        processor: the control thread: black boxes, all-gathers, the record; it leads no recovery here.
+        gather: an all-gather over it. alone: the recovery by one rank's own decision.
+        host: where our own controller listens, and MindIO's is to. leave: ends the process at once.
+    """
+
+    stand: Stand
+    processor: Processor
+    gather: Callable[[str, bytes], list[bytes]]
+    alone: Callable[[Fault], m.Release]
+    host: str
+    leave: Callable[[int], NoReturn]
+
+
+class MindioGasp:
+    """As the port says (ports.GaspBackend).
+
+    MindIO notices processes that are gone (8 to 12 s) and ranks that report an error, locks the step, chooses who
+    saves and who publishes. What it lacks comes from here: see `gasp.observer`, and `fault` for ranks that are the
+    only holder of what they hold.
+    """
+
+    name = "mindio"
+    grace = 5.0
+
+    def __init__(self, config: GaspConfig, place: Place, source: StateSource, control: Control) -> None:
+        check_size(place.rank, place.world_size)
+        self._info = replica_info(place)
+        self._config, self._place, self._source, self._control = config, place, source, control
+        self._stand, self._processor = control.stand, control.processor
+        self._limit = config.finish_timeout + 2 * config.save_timeout + 5
+        self._api: Any = None
+        self._window: Window | None = None
+        self._endpoint = Endpoint("", 0)
+        self._state = "new"
+        self.strategies: Strategies | None = None
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the controller where that is ours, the processor, the handlers; the others' word on the address."""
+        nbytes = int(getattr(self._source, "nbytes", 0))
+        limit = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
+        for line in limits.prepare(os.environ, limit, self._config.directory / "mindio" / "logs"):
+            log.warning("%s", line)
+        self.strategies = self._decide()
+        self._endpoint = self._find_controller(self.strategies)
+        self._api = api = package.load()
+        self._start_processor(api, self.strategies)
+        self._handlers = Handlers(
+            self._config, self._place, self._source, self._stand, self._processor, self.strategies,
+            over=self._published, leave=self._leave,
+        )  # fmt: skip
+        self._handlers.register(api)
+        self._window = Window(api, self._stand, self._limit)
+        self._processor.led_elsewhere = self._told
+        self._processor.tell(m.Led(by=NAME))
+        self._processor.begin()
+        self._state = "running"
+        atexit.register(self._left_unannounced)
+
+    def _decide(self) -> Strategies:
+        asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("MS_NODE_NUM") or 1)
+        taskd, in_place = TASKD in os.environ, isinstance(self._source, InPlace)
+        found = decide_strategies(asked, in_place, taskd, nodes, package.for_mindspore())
+        for name, why in found.refused.items():
+            log.warning("strategy %s is refused: %s", name, why)
+        return found
+
+    def _find_controller(self, strategies: Strategies) -> Endpoint:
+        """TaskD's, or one of ours that rank 0 starts; the same on all ranks.
+
+        Raises:
+            ConfigError: an address that MindIO would end the process for.
+            ControlError: it could not be started, here or on rank 0.
+        """
+        if TASKD in os.environ:
+            address = address_of(*_taskd_address())
+            return Endpoint(address.host, address.port)
+        said, error = b"", ""
+        if self._place.rank == 0:
+            try:
+                host = checked_host(self._control.host, "LASTGASP_BIND")
+                found = start_controller(host, self._place.world_size, strategies.recover, strategies.elastic)
+                said = msgspec.json.encode(found)
+            except (LastgaspError, OSError) as problem:
+                error = m.one_line(problem)
+                said = msgspec.json.encode(error)
+        answer = msgspec.json.decode(self._control.gather("mindio", said)[0], type=Endpoint | str)
+        if isinstance(answer, str):
+            raise ConfigError("LASTGASP_BACKEND", "ascend", "'embedded' here", f"Rank 0 says: {answer}")
+        return answer
+
+    def _start_processor(self, api: Any, strategies: Strategies) -> None:
+        place, ours = self._place, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        arf, zit = strategies.recover, strategies.elastic
+        api.tft_init_processor(place.rank, place.world_size, False, False, "", strategies.retry, arf, zit)
+        for number, handler in ours.items():  # it has put one there that only logs
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        api.tft_start_processor(self._endpoint.host, self._endpoint.port, "")
+        if api.tft_is_reboot_node():
+            log.warning("MindIO takes rank %d into a job that runs", place.rank)
+        api.tft_set_optimizer_replica(place.rank, self._info)
+        set_group = package.hidden(api, "tft_set_dp_group_info") if zit else None
+        if set_group is not None:
+            set_group(place.rank, list(group_of(place)))
+
+    # -- the hot path -----------------------------------------------------------------------------
+
+    def updating(self) -> None:
+        """As the port says; before `begin` nothing is protected."""
+        if self._window is not None:
+            self._window.updating()
+        else:
+            self._stand.updating()
+
+    def step_end(self, step: int) -> None:
+        """As the port says."""
+        if self._window is not None:
+            self._window.step_end(step)
+        else:
+            self._stand.step_end(step)
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def fault(self, kind: str, cause: str) -> None:
+        """Tell MindIO, wait for its ending; where it makes no checkpoint, save alone if this rank can."""
+        fault = self._fault_here(kind, cause)
+        if self._state != "running" or self._api is None:
+            self._processor.over(given_up("MindIO was not running"))
+            return
+        self._state = "faulted"
+        self._processor.report(fault)
+        try:
+            self._tell(kind, cause)
+        except BaseException as error:  # whatever it is, the fallback follows
+            log.error("MindIO could not be told: %s", m.one_line(error))
+        if self._stand.wait_over(SETTLE) is None:
+            self._alone(fault)
+
+    def _tell(self, kind: str, cause: str) -> None:
+        assert self.strategies is not None
+        found = exits.telling(kind, cause, self.strategies.retry)
+        if found.after and self._stand.wait_over(found.after) is not None:
+            return
+        # RS_UNKNOWN waits for MindIO's exit notice, for the action limit at most.
+        self._api.tft_report_error(int(self._api.ReportState[found.state].value))
+        if found.state == "RS_NORMAL":
+            self._stand.wait_over(self._limit)
+
+    def _fault_here(self, kind: str, cause: str) -> Fault:
+        now, text = _clock.wall_ns(), m.encodable(cause)
+        return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._stand.step, seen_ns=now)
+
+    def _alone(self, fault: Fault) -> None:
+        """MindIO saves nothing where the faulty rank is the only holder, or all are faulty; our engine does."""
+        try:
+            outcome = self._control.alone(fault)
+        except BaseException as error:
+            outcome = given_up(m.one_line(error))
+        self._over(m.Ended(ending=outcome.ending, step=outcome.step, path=outcome.path, reason=outcome.reason))
+
+    def _told(self, fault: Fault) -> None:
+        """The control thread saw something; it must not wait."""
+        if fault.kind == "sigterm":
+            threading.Thread(target=self._stop_job, args=(fault,), name="lastgasp-sigterm", daemon=True).start()
+
+    def _stop_job(self, fault: Fault) -> None:
+        """Told to stop: have the healthy job saved; where nobody can be asked for that, rank 0 speaks first."""
+        if ask_for_dump(self._endpoint) and self._stand.wait_over(self._limit) is not None:
+            return
+        if self._place.rank and self._stand.wait_over(TURN) is not None:
+            return
+        try:
+            self._api.tft_report_error(int(self._api.ReportState["RS_UNKNOWN"].value))
+        except Exception as error:
+            log.error("MindIO could not be told: %s", m.one_line(error))
+        if self._stand.wait_over(SETTLE) is None:
+            self._alone(fault)
+
+    def _over(self, ended: m.Ended) -> None:
+        """This rank knows the ending: tell the others, by way of our controller, and this one's training thread."""
+        if self._processor.tell(ended) and self._stand.wait_over(SETTLE) is not None:
+            return  # the controller has heard it, and has released this rank with the others
+        self._processor.over(
+            m.Release(recovery=0, ending=ended.ending, step=ended.step, path=ended.path, reason=ended.reason)
+        )
+
+    def _published(self, ended: m.Ended) -> None:
+        """On MindIO's own thread, before it answers its controller: the process must not end before it has."""
+
+        def later() -> None:
+            self._stand.wait_over(LAG)
+            self._over(ended)
+
+        threading.Thread(target=later, name="lastgasp-mindio-over", daemon=True).start()
+
+    def _leave(self) -> None:
+        """MindSpore mode's exit order."""
+        waited = self._limit if self._state == "faulted" else SETTLE
+        outcome = self._stand.wait_over(waited) or given_up("MindIO ended the job without a checkpoint")
+        self._control.leave(exit_code(outcome))
+
+    def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """`train`, entered again with the same arguments after each fault that was repaired in place.
+
+        The job's loop must be derived from what `rollback` was given. Without a granted strategy it is `train` itself.
+        """
+        protected = exits.without_exits(train)
+
+        def run(*args: Any, **options: Any) -> Any:
+            while True:
+                try:
+                    return protected(*args, **options)
+                except RuntimeError as error:
+                    if not self._repaired(str(error)):
+                        raise
+
+        return run if self.strategies is not None and self.strategies.retry else train
+
+    def _repaired(self, text: str) -> bool:
+        state = exits.state_of(text, retry=True)
+        if state == "RS_UNKNOWN":
+            return False
+        api = self._api
+        api.tft_report_error(int(api.ReportState[state].value))
+        again = int(api.Action.RETRY.value)
+        if state not in exits.PARKED and api.tft_wait_next_action() != again:
+            return False
+        wait = package.hidden(api, "tft_wait_repair_action")
+        return wait is None or wait() == again
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def goodbye(self) -> None:
+        """Leave MindIO; bounded."""
+        if self._state == "running":
+            self._state = "left"
+            if self._stand.held:  # a dump may need this rank
+                self._stand.wait_over(self._limit)
+            destroy(self._api)
+
+    def close(self) -> None:
+        """Nothing waits here: the process's end tells MindIO the rest."""
+        self._processor.led_elsewhere = None
+
+    def _left_unannounced(self) -> None:
+        """The interpreter ends, and nobody has said why: MindIO's own exit hook would call that a normal end."""
+        if self._state != "running":
+            return
+        log.error("rank %d ends in the middle of training: counted as a fault", self._place.rank)
+        self.fault("exit", "the interpreter ended in the middle of training")
+        self._control.leave(exit_code(self._stand.outcome or given_up("no outcome")))
+
+
+def _taskd_address() -> tuple[str, str]:
+    """Where TaskD's controller listens (facts/mindio_tft.md §4, facts/taskd.md §5), and what says so."""
+    env = os.environ
+    hosts = ("PROCESSOR_ADDR", "CONTROLLER_ADDR", "TTP_ADDR", "MS_TFT_IP", "MASTER_ADDR", "MS_SCHED_HOST")
+    field = next((name for name in hosts if env.get(name)), "MASTER_ADDR")
+    port = env.get("TTP_PORT") or env.get("MS_TFT_PORT") or "8000"
+    return f"{checked_host(env.get(field, ''), field)}:{port}", f"{field}, TTP_PORT"

@@ -1,0 +1,207 @@
+"""What MindIO calls on a rank, mapped to our ports (facts/mindio_tft.md §6).
+
+All of it runs on foreign threads: the save on a fresh one, the rest on MindIO's one message thread, while the training
+thread is wherever it is. A handler fails by raising; what is no Exception would leave the controller without an
+answer, so it is turned into one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
+
+from lastgasp import _clock
+from lastgasp.config import GaspConfig
+from lastgasp.errors import NotSaveable
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.stand import Stand
+from lastgasp.ports import InPlace, SaveResult, StateSource
+from lastgasp.topology import Place
+
+from . import api as package
+from .strategies import Strategies
+
+log = logging.getLogger("lastgasp")
+
+CONSULT_TIMEOUT = 15.0
+LOOK = 0.001
+R = TypeVar("R")
+
+
+def answering(handler: Callable[..., R]) -> Callable[..., R]:
+    """The handler, whose every failure is an Exception and on record."""
+
+    @wraps(handler)
+    def run(*given: Any) -> R:
+        try:
+            return handler(*given)
+        except Exception:
+            log.exception("MindIO's order %s failed", handler.__name__)
+            raise
+        except BaseException as error:
+            log.exception("MindIO's order %s failed", handler.__name__)
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
+@dataclass
+class Handlers:
+    """The thirteen handlers of one rank.
+
+    Args:
+        over: called once the checkpoint is published.
+        leave: ends the process, in MindSpore mode: called with nothing, must not return.
+    """
+
+    config: GaspConfig
+    place: Place
+    source: StateSource
+    stand: Stand
+    processor: Processor
+    strategies: Strategies
+    over: Callable[[m.Ended], None]
+    leave: Callable[[], None]
+    _saved: dict[int, SaveResult] = field(default_factory=dict)
+    _published: set[int] = field(default_factory=set)
+
+    def register(self, api: Any) -> None:
+        """Each handler, once; the last one registered counts, so nobody else may register after this."""
+        for name in package.HANDLERS:
+            handler = getattr(self, name, None) or _refused(name, self.strategies)
+            getattr(api, f"tft_register_{name}_handler")(answering(handler))
+
+    # -- dump -------------------------------------------------------------------------------------
+
+    def save_ckpt(self, step: int, save_info: list[Mapping[str, Any]], args: Any, ctx: Any) -> None:
+        """This rank holds a shard that is wanted: write it under a temporary name, pass on what the publisher needs."""
+        limit = self.config.finish_timeout + 2 * self.config.save_timeout
+        self.stand.hold(limit, step)
+        self._outside(step)
+        small = self._consult(step, None).small
+        reason = f"MindIO ordered step {step} of ranks {sorted({r for info in save_info for r in info['ranks']})}"
+        result = self.source.save(step, small, reason)
+        self._saved[step] = result
+        told = m.Saved(
+            recovery=0, plan=step, path=result.path, nbytes=result.nbytes, first_byte_ns=result.first_byte_ns,
+            part=result.part,
+        )  # fmt: skip
+        try:
+            self._consult(step, told)
+        except NotSaveable:
+            self.source.discard(self._saved.pop(step))
+            raise
+
+    def _outside(self, step: int) -> None:
+        stand, deadline = self.stand, _clock.monotonic() + self.config.finish_timeout
+        stand.look()
+        while stand.inside and not stand.broken and _clock.monotonic() < deadline:
+            threading.Event().wait(LOOK)
+            stand.look()
+        if stand.broken or stand.inside or stand.step != step:
+            why = stand.broken or ("inside its update" if stand.inside else f"on step {stand.step}")
+            raise NotSaveable(f"MindIO wants step {step}, and rank {self.place.rank} is {why}")
+
+    def _consult(self, step: int, saved: m.Saved | None) -> m.Consulted:
+        """What our own controller keeps; without it this rank's own part, which is all where there is one shard."""
+        answer = self.processor.consult(step, saved, CONSULT_TIMEOUT)
+        if answer is not None:
+            return answer
+        if saved is not None and len(self.place.replicas) > 1:
+            raise NotSaveable("the controller that brings the shards of a checkpoint together is gone")
+        own = {self.place.rank: saved.part} if saved is not None else {}
+        return m.Consulted(step=step, small={}, parts=own)
+
+    def rename(self, step: int, _: Any) -> None:
+        """All savers have saved: publish, manifest last. On one rank; again is harmless.
+
+        Torch hands over `args` and MindSpore the registered ctx; neither is needed.
+        """
+        if step in self._published:
+            return
+        result = self._saved.get(step)
+        if result is None:
+            raise NotSaveable(f"rank {self.place.rank} has not saved step {step}")
+        parts = {**self._consult(step, None).parts, self.place.rank: result.part}
+        if len(parts) != len(self.place.replicas):
+            raise NotSaveable(f"{len(parts)} of {len(self.place.replicas)} shards of step {step} are known")
+        self.source.publish(result, parts)
+        self._published.add(step)
+        self.over(m.Ended(ending="saved", step=step, path=result.path, reason=""))
+
+    def exit(self, ctx: Any) -> None:
+        """MindSpore mode only: the end of the process, with a code that tells (torch mode: 2 after 10 s)."""
+        self.leave()
+
+    # -- in place ---------------------------------------------------------------------------------
+
+    def _in_place(self) -> InPlace:
+        if not isinstance(self.source, InPlace):
+            raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot go on in the same process"))
+        return self.source
+
+    def stop(self, args: Any, ctx: Any) -> None:
+        """Abort what the device does, so that the training thread raises.
+
+        Before a dump only where TTP_STOP_CLEAN_BEFORE_DUMP=1 asks for it: our saves read the state of a rank that is
+        stuck in a collective as it is, so they need no stop, and are done earlier.
+        """
+        if isinstance(self.source, InPlace):
+            self.source.stop()
+        else:
+            stop_device()
+
+    def clean(self, is_uce_error: bool, args: Any, ctx: Any) -> int:
+        """0: good, 1: not, 2: memory is good without a repair; a plain int."""
+        if isinstance(self.source, InPlace):
+            return int(self.source.clean(bool(is_uce_error)))
+        return 1 if is_uce_error else 0
+
+    def repair(
+        self, step: int, need_rebuild: bool, error_ranks: Any, repair_info: Mapping[str, Any], args: Any, ctx: Any
+    ) -> None:
+        """On those that give state and those that take it."""
+        self._in_place().repair(step, dict(repair_info), bool(need_rebuild))
+
+    def rollback(self, step: int, args: Any, ctx: Any) -> None:
+        """On all ranks; the status word goes back, too."""
+        self._in_place().rollback(step)
+        self.stand.step, self.stand.inside = step, False
+
+    def rebuild_group(self, fault_ranks: Any, args: Any, ctx: Any) -> None:
+        """Ranks were started anew."""
+        self._in_place().rebuild([int(rank) for rank in fault_ranks])
+
+    def stream_sync(self) -> None:
+        """After a pause took effect."""
+        if isinstance(self.source, InPlace):
+            self.source.synchronize()
+
+
+def stop_device() -> None:
+    """Torch mode's own way to end what hangs on the device; nothing where there is no NPU."""
+    if package.for_mindspore():
+        return
+    try:
+        import torch_npu  # type: ignore[import-not-found, unused-ignore]
+
+        npu = torch_npu.npu
+        npu.stop_device(npu.current_device())
+    except (ImportError, AttributeError) as error:
+        log.warning("the device cannot be stopped: %s", error)
+
+
+def _refused(name: str, strategies: Strategies) -> Callable[..., None]:
+    """MindIO takes a handler that is missing for one that succeeded, so a strategy that cannot be is refused aloud."""
+
+    def refuse(*given: Any) -> None:
+        why = strategies.refused.get("elastic-training", "it was not asked for")
+        raise NotSaveable(f"{name}: this job cannot go on with fewer ranks: {why}")
+
+    refuse.__name__ = name
+    return refuse

@@ -1,0 +1,70 @@
+"""MindIO's limits: what the environment must say before `mindio_ttp` is imported (facts/mindio_tft.md §4, §12)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from lastgasp.errors import ConfigError
+
+ACTION = "TTP_NORMAL_ACTION_TIME_LIMIT"
+"""Seconds for every order of the controller, the whole dump included."""
+LEAST, MOST, DEFAULT = 30, 1800, 180
+PARKING = 25
+"""Seconds that stop and clean may add before a save (5 x 5 s, §7.3)."""
+RATE = 200e6
+"""Bytes a second that a save reaches at least; slow network file systems do (facts/limits.md)."""
+LOG_PATH = "TTP_LOG_PATH"
+
+
+def action_limit(nbytes: int, save_timeout: float, finish_timeout: float) -> int:
+    """The limit for a state of this size, seconds.
+
+    Args:
+        nbytes: bytes that this rank saves; 0 where nobody can tell: `save_timeout` alone counts then.
+    """
+    needed = nbytes / RATE if nbytes else save_timeout
+    return min(MOST, max(DEFAULT, math.ceil(min(needed, save_timeout) + finish_timeout + PARKING)))
+
+
+def prepare(environ: MutableMapping[str, str], limit: int, logs: Path) -> list[str]:
+    """Set what is not set; returns what is wrong with what is, one line each.
+
+    Raises:
+        ConfigError: a value out of its range, which MindIO would replace by its default without a word.
+    """
+    check_environment(environ)
+    environ.setdefault(LOG_PATH, str(logs))  # MindIO's own default is ./logs
+    Path(environ[LOG_PATH]).mkdir(mode=0o750, parents=True, exist_ok=True)
+    given = environ.setdefault(ACTION, str(limit))
+    if int(given) < limit:
+        return [
+            f"{ACTION}={given} is shorter than a save may take here ({limit} s): MindIO drops a checkpoint that "
+            "comes later, complete or not; leave it out, or lower save_timeout"
+        ]
+    return []
+
+
+_RANGES: Mapping[str, tuple[int, int]] = {
+    ACTION: (LEAST, MOST),
+    "TTP_RETRY_TIMES": (1, 300),
+    "MINDIO_WAIT_MINDX_TIME": (1, 3600),
+    "TTP_STOP_CLEAN_BEFORE_DUMP": (0, 1),
+    "TTP_FRAMEWORK_TYPE": (0, 1),
+}
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse numbers that MindIO would silently not take.
+
+    Raises:
+        ConfigError: names the variable and its range.
+    """
+    for name, (least, most) in _RANGES.items():
+        text = environ.get(name)
+        if text is not None and not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+            raise ConfigError(name, text, f"{least} to {most}", "MindIO would use its default without a word.")
+    path = environ.get(LOG_PATH)
+    if path and Path(path).is_symlink():
+        raise ConfigError(LOG_PATH, path, "no symlink", "Name the directory itself.")

@@ -1,0 +1,62 @@
+"""What MindIO may do after a fault, as far as the adapter can: decided once, with a reason for each refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+VARIABLES = ("HIGH_AVAILABILITY", "HIGH_AVAILABILITY_STRATEGY")
+"""What MindCluster's operator, or a user, sets: a comma list."""
+_NAMES = {"elastic": "elastic-training", "zit": "elastic-training", "arf": "recover", "uce": "retry"}
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """What is granted; `refused` holds strategy -> why, for what was asked for and is not.
+
+    Args:
+        retry: on-chip memory and network faults are repaired in place (UCE, HCCE).
+        recover: one process is started anew and rejoins (ARF).
+        elastic: the job goes on with fewer ranks (ZIT).
+    """
+
+    retry: bool
+    recover: bool
+    elastic: bool
+    refused: Mapping[str, str]
+
+
+def decide_strategies(asked: str, in_place: bool, taskd: bool, nodes: int, mindspore: bool) -> Strategies:
+    """`dump` is always there.
+
+    Args:
+        asked: the comma list; empty asks for what the adapter can do without TaskD.
+        in_place: the adapter can go on in the same process (ports.InPlace).
+        taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (facts §7.1).
+        nodes: of the job; ARF needs two, since a fault of the controller's own node is none of its (facts §16.13).
+    """
+    words = [word.strip().lower() for word in asked.split(",") if word.strip()]
+    wanted = {_NAMES.get(word, word) for word in words} or ({"retry"} if in_place else set())
+    refused: dict[str, str] = {}
+    for name in ("retry", "recover", "elastic-training"):
+        why = _why_not(name, in_place, taskd, nodes, mindspore)
+        if name in wanted and why:
+            refused[name] = why
+    for name in sorted(wanted - {"dump", "retry", "recover", "elastic-training"}):
+        refused[name] = "there is no such strategy"
+    granted = wanted - set(refused)
+    return Strategies("retry" in granted, "recover" in granted, "elastic-training" in granted, refused)
+
+
+def _why_not(name: str, in_place: bool, taskd: bool, nodes: int, mindspore: bool) -> str:
+    if not in_place:
+        return "this adapter cannot roll a step back and go on in the same process: the job restarts from the dump"
+    if name == "recover" and not taskd:
+        return "MindIO starts single processes anew only where TaskD asks for it (MINDX_TASK_ID)"
+    if name == "recover" and nodes < 2:
+        return "it needs two nodes at least"
+    if name == "elastic-training":
+        if mindspore:
+            return "MindIO has none of it with MindSpore"
+        return "this adapter cannot go on with fewer ranks"
+    return ""

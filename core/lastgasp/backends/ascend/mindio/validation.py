@@ -1,0 +1,63 @@
+"""What is checked before calls of MindIO that end the process instead of raising (facts/mindio_tft.md §2)."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from lastgasp.errors import ConfigError
+
+MOST_RANKS = 100_000
+PORTS = (1024, 65535)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where MindIO's controller listens; plain values of the very types that its binding takes."""
+
+    host: str
+    port: int
+
+
+def address_of(text: str, field: str) -> Address:
+    """host:port, checked.
+
+    Raises:
+        ConfigError: no such thing; an address of zeros, which MindIO refuses; a port out of its range.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not port.isdigit() or not PORTS[0] <= int(port) <= PORTS[1]:
+        raise ConfigError(field, text, f"host:port with a port from {PORTS[0]} to {PORTS[1]}", "Fix the port.")
+    return Address(checked_host(host, field), int(port))
+
+
+def checked_host(host: str, field: str) -> str:
+    """The host itself.
+
+    Raises:
+        ConfigError: zeros, or a name that nobody knows.
+    """
+    try:
+        if not ipaddress.ip_address(host).is_unspecified:
+            return host
+        allowed = "an address that other ranks can reach, not one of zeros"
+    except ValueError:
+        try:
+            socket.getaddrinfo(host or "\0", None)
+            return host
+        except (OSError, UnicodeError, ValueError):
+            allowed = "an IP address or a host name that resolves"
+    raise ConfigError(field, host, allowed, "Set LASTGASP_BIND to node 0's address on the training network.")
+
+
+def check_size(rank: int, world_size: int) -> None:
+    """Refuse what `tft_init_processor` would answer with the end of the process.
+
+    Raises:
+        ConfigError: more ranks than MindIO takes.
+    """
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= MOST_RANKS:
+        allowed = f"plain integers, 0 <= rank < world_size <= {MOST_RANKS}"
+        raise ConfigError("rank, world_size", (rank, world_size), allowed, "Set LASTGASP_BACKEND=embedded.")

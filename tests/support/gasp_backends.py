@@ -1,0 +1,110 @@
+"""The backends of the gasp as the contract suite sees them: what to set, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONTRACT = Path(__file__).parents[1] / "contract"
+SCALE = "0.1"
+"""MindIO's seconds, shortened: 0.8 s to 1.2 s until a dead rank is noticed."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of them.
+
+    Args:
+        mindspore: which mode of MindIO. real: the installed package, not the stand-in.
+    """
+
+    name: str
+    mindspore: bool = False
+    real: bool = False
+
+    @property
+    def mindio(self) -> bool:
+        """MindIO leads."""
+        return self.name != "embedded"
+
+    def environment(self, directory: Path) -> dict[str, str]:
+        """For the ranks, and for what they start."""
+        if not self.mindio:
+            return {"LASTGASP_BACKEND": "embedded"}
+        found = {"LASTGASP_BACKEND": "ascend", "MINDIO_FOR_MINDSPORE": "1" if self.mindspore else "0"}
+        found["TTP_LOG_PATH"] = str(directory / "logs")
+        if self.real:
+            return found
+        folders = [CONTRACT / "ascend_standins", *([CONTRACT / "ascend_standins_ms"] if self.mindspore else [])]
+        path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+        return found | {
+            "PYTHONPATH": path,
+            "MINDIO_STANDIN_SCALE": SCALE,
+            "MINDIO_STANDIN_TRACE": str(directory / "trace"),
+            "MINDIO_STANDIN_VIOLATIONS": str(directory / "violations"),
+        }
+
+
+EMBEDDED = Backend("embedded")
+TORCH = Backend("mindio-torch")
+MINDSPORE = Backend("mindio-mindspore", mindspore=True)
+REAL = Backend("mindio-real", real=True)
+_no_mindio = pytest.mark.skipif(importlib.util.find_spec("mindio_ttp") is None, reason="mindio_ttp is not installed")
+BACKENDS = [
+    pytest.param(EMBEDDED, id="embedded"),
+    pytest.param(TORCH, id="mindio-torch"),
+    pytest.param(MINDSPORE, id="mindio-mindspore"),
+    pytest.param(REAL, id="mindio-real", marks=[pytest.mark.ascend, _no_mindio]),
+]
+
+
+class Trace:
+    """What the stand-in did in all processes, in order."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path, self._violations = directory / "trace", directory / "violations"
+
+    def events(self, name: str = "", rank: int | None = None) -> list[dict[str, Any]]:
+        """All of them, or those of one name and rank."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [e for e in found if name in ("", e["event"]) and rank in (None, e["rank"])]
+
+    def names(self, rank: int) -> list[str]:
+        """The names of one rank's."""
+        return [event["event"] for event in self.events(rank=rank)]
+
+    def violations(self) -> str:
+        """What broke MindIO's contract; empty where nothing did."""
+        return self._violations.read_text() if self._violations.exists() else ""
+
+
+@contextmanager
+def used(backend: Backend, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
+    """Set the environment; in the end no contract was broken, and the stand-in's controller is gone."""
+    for name, value in backend.environment(directory).items():
+        monkeypatch.setenv(name, value)
+    trace = Trace(directory)
+    try:
+        yield trace
+    finally:
+        for event in trace.events("start_controller"):
+            _end(int(event["pid"]))
+    assert trace.violations() == ""
+
+
+def _end(pid: int) -> None:
+    try:
+        if b"mindio.controller" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    except (OSError, ProcessLookupError):
+        pass
