@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MEGATRON := $(VENV)/.megatron
 MINDSPORE := $(VENV)/.mindspore
+TENSORFLOW := $(VENV)/.tensorflow
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
@@ -35,6 +36,11 @@ $(MINDSPORE): $(wildcard tests/support/mindspore/requirements-*.txt) tests/suppo
 	cd tests && ../$(BIN)/python -m support.mindspore.place
 	@touch $@
 
+# One more, of 1.5 GB, for make test-full alone.
+$(TENSORFLOW): tests/support/tensorflow/requirements.txt tests/support/tensorflow/place.py | $(STAMP)
+	cd tests && ../$(BIN)/python -m support.tensorflow.place
+	@touch $@
+
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
 	$(BIN)/lastgasp demo --out $(OUT)
 
@@ -46,6 +52,7 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 # What is skipped without Megatron or MindSpore must not be skipped where they are fetched.
 test test-full: export TESTS_NEED_MEGATRON := 1
 test test-full: export TESTS_NEED_MINDSPORE := 1
+test-full: export TESTS_NEED_TENSORFLOW := 1
 
 test: lint $(MEGATRON) $(MINDSPORE)  ## lint, then all tests but the full matrix
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
@@ -53,7 +60,7 @@ test: lint $(MEGATRON) $(MINDSPORE)  ## lint, then all tests but the full matrix
 test-fast: $(STAMP)  ## the tests of a few seconds
 	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)
 
-test-full: lint $(MEGATRON) $(MINDSPORE)  ## everything, the whole fault matrix included (long)
+test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW)  ## everything, the whole fault matrix included (long)
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
