@@ -37,7 +37,13 @@ def to_remove(
 
 
 def apply(
-    directories: Iterable[Path], layout: Layout, keep: int, *, job: str | None = None, protected: Collection[Path] = ()
+    directories: Iterable[Path],
+    layout: Layout,
+    keep: int,
+    *,
+    job: str | None = None,
+    protected: Collection[Path] = (),
+    kind: Kind = "gasp",
 ) -> list[Path]:
     """Remove superfluous gasps of `job`; returns the paths that were removed.
 
@@ -47,16 +53,17 @@ def apply(
         job: when given, gasps of other jobs stay.
         protected: paths known to be good, such as one just published. When empty, checkpoints are verified
             from the newest on until a good one is found; when none is good, nothing is removed.
+        kind: what is counted and removed; periodic checkpoints only by whoever wrote them.
 
     Raises:
         ConfigError: `keep` below 1, or a directory that cannot be listed.
         OSError: the disk refused.
     """
     found = candidates(directories, layout, job)
-    superfluous = to_remove(found, keep, protected=protected)
+    superfluous = to_remove(found, keep, kind, protected)
     if superfluous and not protected:
         good = next((c.path for c in found if not c.problem and verify(c.path, layout).ok), None)
-        superfluous = to_remove(found, keep, protected=[good]) if good else []
+        superfluous = to_remove(found, keep, kind, [good]) if good else []
     for candidate in superfluous:
         _remove(candidate.path, layout)
     return [candidate.path for candidate in superfluous]

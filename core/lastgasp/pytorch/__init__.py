@@ -1,4 +1,7 @@
-"""Plain PyTorch: files of `torch.save` that are atomic and verified. Names are loaded when they are asked for."""
+"""Plain PyTorch: a session for a hand-written loop; files of `torch.save` that are atomic and verified.
+
+Names are loaded when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 from lastgasp.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from lastgasp.pytorch.loop.session import Session
+    from lastgasp.pytorch.loop.state import TorchState
     from lastgasp.pytorch.plain import load, newest_good, save
 
 _PUBLIC = {
+    "Session": "loop.session",
+    "TorchState": "loop.state",
     "load": "plain",
     "newest_good": "plain",
     "save": "plain",
 }
 """Public name -> module of this package. Most modules here need torch; the command line uses one that does not."""
 
-__all__ = ["load", "newest_good", "save"]
+__all__ = ["Session", "TorchState", "load", "newest_good", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -119,6 +119,12 @@ class SmallRecorder:
         """The encoded small state of `step`, if it is among the last ones. Callable from any thread."""
         return BlackBox.read(self.box.fd, step)
 
+    def drew(self) -> bool:
+        """Whether random numbers were drawn between the two newest captures."""
+        size, payloads, slot = self._rng.size, self.box.payloads, self.box.slot
+        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in (slot, slot - 1))
+        return now != before
+
     def snapshot_rng(self) -> bytes:
         """The random state as it stands, as `rng.decode` reads it. For rare moments."""
         return self._rng.snapshot()

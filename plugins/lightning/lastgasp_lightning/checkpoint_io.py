@@ -93,7 +93,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
         with Staged(target, LAYOUT, sha256=self._config.sha256) as staged:
             save_verified(checkpoint, staged)
-            staged.publish(provenance(self._place, checkpoint.get("global_step", 0), "periodic", None))
+            staged.publish(provenance(self._place, checkpoint.get("global_step", 0)))
 
     def load_checkpoint(
         self,

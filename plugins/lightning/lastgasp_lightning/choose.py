@@ -10,20 +10,9 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lastgasp._fs import remove_stale_temps
-from lastgasp.checkpoint import (
-    Agreement,
-    Candidate,
-    Verdict,
-    agree,
-    candidates,
-    newest_good,
-    progress_bar,
-    quarantine,
-    verify,
-)
+from lastgasp.checkpoint import newest_good
+from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig
-from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.ports import Gather
 from lastgasp.topology import Place
 from lastgasp_lightning.checkpoint_io import search_folders
@@ -53,8 +42,9 @@ class Chooser:
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather) -> None:
-        self._trainer, self._config, self._place, self._gather = trainer, config, place, gather
-        self._folders = search_folders(trainer, config)
+        self._trainer, self._config, self._place = trainer, config, place
+        local = (trainer.local_rank, max(1, trainer.num_devices))
+        self._choice = Choice(config, search_folders(trainer, config), LAYOUT, place, gather, local)
         self.resumed = False
 
     def install(self) -> Undo:
@@ -81,51 +71,13 @@ class Chooser:
             NoGoodCheckpoint: candidates exist, none is good, and nobody said to start anew.
             DamagedCheckpoint: resume=<path> names a damaged one.
         """
-        if self._place.rank == 0:
-            for folder in self._folders:
-                remove_stale_temps(folder)
-        resume = self._config.resume
-        first = self._place.attempt == 0
-        if resume not in ("auto", "never") and first:
-            self.resumed = True
-            return self._explicit(Path(resume))
-        agreement = self._agree(job=self._place.job if resume != "auto" else None)
-        self._report(agreement)
-        if agreement.chosen is not None:
-            self.resumed = True
-            if given and Path(given).absolute() != agreement.chosen.path.absolute():
-                log.warning("ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given,
-                            agreement.chosen.path)  # fmt: skip
-            return str(agreement.chosen.path)
-        if agreement.rejected and resume == "auto" and not given:
-            reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
-            raise NoGoodCheckpoint(", ".join(map(str, self._folders)), reasons)
-        return given
-
-    def _explicit(self, path: Path) -> str:
-        if not path.exists():
-            raise ConfigError("resume", str(path), "'auto', 'never' or an existing checkpoint", "Check the path.")
-        if LAYOUT.manifest_path(path).exists() and not (verdict := verify(path, LAYOUT)).ok:
-            raise DamagedCheckpoint(str(path), verdict.reasons)
+        path = self._choice.choose(instead=bool(given))
+        if path is None:
+            return given
+        self.resumed = True
+        named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
+        if given and not named and Path(given).absolute() != path.absolute():
+            log.warning(
+                "ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given, path
+            )
         return str(path)
-
-    def _agree(self, job: str | None) -> Agreement:
-        found = candidates(self._folders, LAYOUT)
-        if job is not None:
-            found = [c for c in found if c.manifest is not None and c.manifest.job == job]
-        return agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
-
-    def _verify_share(self, candidate: Candidate) -> Verdict:
-        """This rank's part of the chunks: the ranks of one node share the reading."""
-        share = (self._trainer.local_rank, max(1, self._trainer.num_devices))
-        with progress_bar(f"verifying {candidate.path.name}") as progress:
-            return verify(candidate.path, LAYOUT, manifest=candidate.manifest, share=share, progress=progress)
-
-    def _report(self, agreement: Agreement) -> None:
-        """Say what was not used and why; move away what is proven bad."""
-        for path, reasons in agreement.rejected.items():
-            if self._place.rank == 0:
-                log.warning("%s was not used: %s", path, "; ".join(reasons))
-        if agreement.chosen is not None and self._trainer.local_rank == 0:
-            for bad in agreement.damaged:
-                quarantine(bad, agreement.rejected[str(bad.path)], proven=True)

@@ -1,31 +1,16 @@
 """The position in the training data: recorded at every boundary, restored so that nothing repeats or is skipped.
 
-Three kinds of loader, each with its own way back:
-
-* `map`: a DataLoader over a map-style dataset. Its sampler is repeated under the random state under which it
-  began, and the consumed part is dropped without loading data.
-* `stateful`: the loader has `state_dict` and `load_state_dict`; it knows its own position.
-* `stream`: anything else (IterableDataset, list, generator). It is iterated again from the start of the epoch,
-  under the random state of then, and the consumed batches are thrown away. A dataset whose *order* depends on
-  random numbers drawn in the main process between batches, in turn with the model's own, cannot be repeated.
-
-Random augmentation inside worker processes of a map-style loader cannot be restored bit for bit.
+`lastgasp.pytorch.loaders` tells the three kinds of loader; each has its own way back.
 """
 
 from __future__ import annotations
 
 import pickle
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _DatasetKind
 
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.data import (
@@ -35,10 +20,9 @@ from lastgasp.pytorch.data import (
     track_sampler,
     untrack_sampler,
 )
+from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress, kind_of
 from lastgasp_lightning.compat import Undo, replace_method
 
-MAP, STATEFUL, STREAM = "map", "stateful", "stream"
-_QUIET_S = 2.0
 _KEEP = 4
 
 
@@ -238,7 +222,7 @@ class DataPosition:
         if record.get("first"):
             rng.restore(rng.decode(record["first"]))
         consumed_flags = getattr(iterator, "_consumed", None)
-        with _Progress(k if streams else 0) as progress:
+        with SkipProgress(k if streams else 0) as progress:
             for _batch in progress:
                 for i in streams:
                     _drop_one(iterator, i, consumed_flags)
@@ -273,14 +257,6 @@ class DataPosition:
                 generator.set_state(rng.as_tensor(raw))
 
 
-def kind_of(loader: Any) -> str:
-    """How the position in `loader` is restored: MAP, STATEFUL or STREAM."""
-    if isinstance(loader, _Stateful):
-        return STATEFUL
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    return MAP if plain and loader._dataset_kind == _DatasetKind.Map else STREAM
-
-
 def _drop_one(iterator: Any, index: int, flags: list[bool] | None) -> None:
     """Throw away the next batch of one loader, as the mode of the CombinedLoader would consume it."""
     try:
@@ -310,35 +286,3 @@ def _tracked_class(base: type) -> type:
         assert issubclass(base, CombinedLoader)
         _classes[base] = type(base.__name__, (base,), {"__iter__": __iter__, "__next__": __next__})
     return _classes[base]
-
-
-class _Progress:
-    """`range(total)`, with a progress bar when it lasts and somebody watches."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Iterator[int]:
-        return self._steps()
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _steps(self) -> Iterator[int]:
-        begun = time.monotonic()
-        bar: Any = None
-        for done in range(self._total):
-            if bar is None and time.monotonic() - begun > _QUIET_S and sys.stderr.isatty():
-                bar = self._bar(done)
-            yield done
-            if bar is not None:
-                bar()
-
-    def _bar(self, done: int) -> Callable[[], None]:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        shown = self._stack.enter_context(Progress(console=Console(stderr=True)))
-        task = shown.add_task("lastgasp: skipping consumed batches", total=self._total, completed=done)
-        return lambda: shown.advance(task)

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lastgasp.errors import NotSaveable
+from lastgasp.pytorch.buckets import BucketLayout
 from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
-from lastgasp_lightning.buckets import BucketLayout
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.metrics import encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
@@ -55,7 +55,7 @@ class LightningState:
         self.watch = UpdateWatch(self._before_first_update, updated)
         self.position = DataPosition(trainer, self._devices())
         self.snapshot: Snapshot | None = None
-        self._buckets = BucketLayout(trainer)
+        self._buckets = BucketLayout(lambda: trainer.strategy.model)
         self.notes: list[str] = []
         self._recorder: SmallRecorder | None = None
         self._undo: list[compat.Undo] = []

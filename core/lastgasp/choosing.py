@@ -1,0 +1,96 @@
+"""Which checkpoint a job starts from: all ranks agree on the newest that verifies. The same for every framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from lastgasp._fs import remove_stale_temps
+from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.ports import Gather, Layout
+from lastgasp.topology import Place
+
+log = logging.getLogger("lastgasp")
+
+
+class Choice:
+    """The choice of one job. All ranks call `choose` together.
+
+    Args:
+        config: says what is wanted (`resume`).
+        folders: where to look; layout: how checkpoints lie there.
+        gather: the all-gather of the job.
+        local: this rank among those of its node, and how many they are: they share the reading.
+    """
+
+    def __init__(
+        self,
+        config: GaspConfig,
+        folders: Sequence[Path],
+        layout: Layout,
+        place: Place,
+        gather: Gather,
+        local: tuple[int, int],
+    ) -> None:
+        self._config, self._folders, self._layout = config, list(folders), layout
+        self._place, self._gather, self._local = place, gather, local
+
+    def choose(self, instead: bool = False) -> Path | None:
+        """The checkpoint to start from, the same on every rank; None to start from scratch.
+
+        Args:
+            instead: the caller has something else to start from where no checkpoint is good.
+
+        Raises:
+            NoGoodCheckpoint: there are some, none is good, and nobody said to start anew.
+            DamagedCheckpoint: resume=<path> names a damaged one.
+            ConfigError: resume=<path> names none.
+        """
+        if self._place.rank == 0:
+            for folder in self._folders:
+                remove_stale_temps(folder)
+        resume = self._config.resume
+        if resume not in ("auto", "never") and self._place.attempt == 0:
+            return self._explicit(Path(resume))
+        agreement = self._agree(job=self._place.job if resume != "auto" else None)
+        self._report(agreement)
+        if agreement.chosen is not None:
+            return agreement.chosen.path
+        if agreement.rejected and resume == "auto" and not instead:
+            reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
+            raise NoGoodCheckpoint(", ".join(map(str, self._folders)), reasons)
+        if resume not in ("auto", "never"):
+            return self._explicit(Path(resume))  # a restart before this job has saved anything
+        return None
+
+    def _explicit(self, path: Path) -> Path:
+        if not path.exists():
+            raise ConfigError("resume", str(path), "'auto', 'never' or an existing checkpoint", "Check the path.")
+        if self._layout.manifest_path(path).exists() and not (verdict := verify(path, self._layout)).ok:
+            raise DamagedCheckpoint(str(path), verdict.reasons)
+        return path
+
+    def _agree(self, job: str | None) -> Agreement:
+        found = candidates(self._folders, self._layout)
+        if job is not None:
+            found = [c for c in found if c.manifest is not None and c.manifest.job == job]
+        return agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
+
+    def _verify_share(self, candidate: Candidate) -> Verdict:
+        """This rank's part of the chunks."""
+        with progress_bar(f"verifying {candidate.path.name}") as progress:
+            return verify(
+                candidate.path, self._layout, manifest=candidate.manifest, share=self._local, progress=progress
+            )
+
+    def _report(self, agreement: Agreement) -> None:
+        """Say what was not used and why; move away what is proven bad."""
+        for path, reasons in agreement.rejected.items():
+            if self._place.rank == 0:
+                log.warning("%s was not used: %s", path, "; ".join(reasons))
+        if agreement.chosen is not None and self._local[0] == 0:
+            for bad in agreement.damaged:
+                quarantine(bad, agreement.rejected[str(bad.path)], proven=True)

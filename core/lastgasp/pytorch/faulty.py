@@ -1,0 +1,123 @@
+"""Faults inside the model, the optimizer and `torch.save`, placed by tests of every adapter of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lastgasp.testing.archive import FaultyArchive
+from lastgasp.testing.faults import FaultKit
+
+Closure = Callable[[], Any]
+Step = Callable[..., Any]
+Fire = Callable[[str], None]
+"""Performs the faults that are due in the phase of that name."""
+
+
+def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Set `owner.name` to `wrap(owner.name)` on this object alone, and push the way back."""
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, wrap(original))
+    if own:
+        undo.callback(setattr, owner, name, original)
+    else:
+        undo.callback(delattr, owner, name)
+
+
+def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
+    """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model."""
+
+    def in_forward(inner: torch.nn.Module, inputs: object, output: object) -> None:
+        if inner.training:
+            fire("forward")
+
+    inner = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    undo.callback(inner[len(inner) // 2].register_forward_hook(in_forward).remove)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    handle = trained[len(trained) // 2].register_hook(lambda grad: fire("backward"))  # type: ignore[no-untyped-call]
+    undo.callback(handle.remove)
+
+
+def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_now: Callable[[], int]) -> None:
+    """Fire `update` when half of the parameters have changed, and `after_update` when the optimizer has returned.
+
+    Args:
+        step_now: tells the step under way, in completed updates.
+    """
+
+    def wrap(step: Step) -> Step:
+        def faulty_step(closure: Closure | None = None, **options: Any) -> Any:
+            now = step_now()
+            fire = partial(kit.fire_at, step=now)
+            if kit.due("update", now):
+                result = _half_step(optimizer, step, fire, closure, options)
+            else:
+                result = step(closure, **options)
+            fire("after_update")
+            return result
+
+        return faulty_step
+
+    replace(undo, optimizer, "step", wrap)
+
+
+def _half_step(
+    optimizer: Optimizer, step: Step, fire: Fire, closure: Closure | None, options: Mapping[str, Any]
+) -> Any:
+    """The step, with the fault after the first half of its parameters.
+
+    The first half is updated by the optimizer's bare function: its hooks tell others that the update is
+    complete, and it is not.
+    """
+    bare = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    with ExitStack() as hidden:
+
+        def closure_and_half() -> Any:
+            loss = closure() if closure is not None else None
+            first, second = _halves(optimizer)
+            with _without_gradient(second):
+                bare(optimizer)
+            fire("update")
+            hidden.enter_context(_without_gradient(first))
+            return loss
+
+        return step(closure_and_half, **options)
+
+
+def _halves(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    middle = (len(moving) + 1) // 2
+    return moving[:middle], moving[middle:]
+
+
+@contextmanager
+def _without_gradient(params: list[torch.Tensor]) -> Iterator[None]:
+    """Optimizers leave a parameter without a gradient alone."""
+    gradients = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+
+
+@contextmanager
+def at_first_bytes(fire: Callable[[], None]) -> Iterator[None]:
+    """Call `fire` once the pickle and the first tensor of a `torch.save` have been written."""
+
+    def faulty(save: Step) -> Step:
+        def save_to(obj: object, archive: object, *more: Any, **options: Any) -> Any:
+            return save(obj, FaultyArchive(archive, fire), *more, **options)
+
+        return save_to
+
+    with ExitStack() as undo:
+        replace(undo, torch.serialization, "_save", faulty)
+        yield

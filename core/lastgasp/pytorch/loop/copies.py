@@ -1,0 +1,84 @@
+"""A copy of parameters and optimizer states as they were before the update that is under way.
+
+Loops that wait for other ranks between an update and the end of the step (several optimizers, an evaluation in between,
+a loss that is averaged for the log, closures) can be stuck there by a fault; then this copy is what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Copies:
+    """Memory for one copy; taken anew before the first update of each step.
+
+    Args:
+        modules: whose parameters are copied.
+        optimizers: whose states are copied.
+
+    Attributes:
+        valid: the copy is that of the end of the last step, and an update has begun since.
+        nbytes: bytes that it takes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], optimizers: Sequence[Any]) -> None:
+        unique = {id(p): p for module in modules for p in module.parameters()}
+        self._live: list[Tensor] = list(unique.values())
+        self._optimizers = optimizers
+        self._kept: list[Tensor] = []
+        self._states: list[Any] = []
+        self.valid = False
+        self.nbytes = 0
+
+    def take(self) -> None:
+        """Copy. Memory is allocated by the first call, and where a state has grown."""
+        tensors: list[Tensor] = [p.detach() for p in self._live]
+        self._states = [_without_tensors(o.state_dict(), tensors) for o in self._optimizers]
+        same = len(tensors) == len(self._kept) and all(
+            a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+            for a, b in zip(tensors, self._kept, strict=True)
+        )
+        with torch.no_grad():
+            if same:
+                torch._foreach_copy_(self._kept, tensors)
+            else:
+                self._kept = [t.detach().clone() for t in tensors]
+                self.nbytes = sum(t.numel() * t.element_size() for t in self._kept)
+        self.valid = True
+
+    def parameters(self) -> Iterable[tuple[int, Tensor]]:
+        """Address of the live parameter -> its copy."""
+        return ((p.data_ptr(), kept) for p, kept in zip(self._live, self._kept, strict=False) if p.numel())
+
+    def optimizers(self) -> list[dict[str, Any]]:
+        """What `state_dict` of each optimizer returned then."""
+        return [_with_tensors(state, self._kept) for state in self._states]
+
+
+class _At(int):
+    """Stands for a tensor: its number."""
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return _At(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_without_tensors(item, tensors) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _At):
+        return tensors[value]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value

@@ -1,0 +1,56 @@
+"""The faults that `LASTGASP_FAULT` asks for, in a hand-written loop; for tests and drills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from lastgasp.pytorch.faulty import Step, at_first_bytes, hook_model, hook_optimizer, replace
+from lastgasp.testing.faults import FaultKit, install, kit_from_env
+
+
+def install_faults(run: Any) -> Callable[[], None]:
+    """Arrange them; returns how they are taken away. Nothing where none are asked for.
+
+    data: the loop has asked for the next batch. forward, backward, update, after_update: see `pytorch.faulty`.
+    step_end: the loop's body has ended and the step was not captured yet. periodic_save: within `torch.save` on rank
+    0, while rank 0 writes on others. validation: the model's forward pass, not in training.
+
+    Args:
+        run: the `loop.run.Run`.
+
+    Raises:
+        ConfigError: `LASTGASP_FAULT` is malformed.
+    """
+    kit = kit_from_env()
+    if kit is None:
+        return lambda: None
+    kit.rank = run.rank
+    install(kit)
+    undo = ExitStack()
+    undo.callback(install, None)
+    for module in run.state.modules.values():
+        if any(p.requires_grad for p in module.parameters()):
+            hook_model(undo, module, lambda phase: kit.fire_at(phase, run.step))
+            undo.callback(module.register_forward_pre_hook(partial(_validation, kit, run)).remove)
+    for optimizer in run.state.optimizers.values():
+        hook_optimizer(undo, optimizer, kit, lambda: int(run.step))
+    replace(undo, run, "save", partial(_faulty_save, kit, run))
+    return undo.close
+
+
+def _validation(kit: FaultKit, run: Any, module: Any, *_: object) -> None:
+    if not module.training:
+        kit.fire_at("validation", run.step)
+
+
+def _faulty_save(kit: FaultKit, run: Any, save: Step) -> Step:
+    def faulty() -> Any:
+        if run.rank != 0 or not kit.due("periodic_save", run.step):
+            return save()
+        with at_first_bytes(lambda: kit.fire_at("periodic_save", run.step)):
+            return save()
+
+    return faulty

@@ -1,0 +1,37 @@
+"""How the checkpoints of a session lie: `step=00000012.pt` and `gasp-step=00000012.pt`, and no other files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgasp.checkpoint import SingleFile
+
+FORMAT = "pytorch-loop"
+_NAME = re.compile(r"^(gasp-)?step=\d+\.pt$")
+
+
+@dataclass(unsafe_hash=True)  # not frozen: the port's `name` is a settable attribute
+class LoopFiles(SingleFile):
+    """`SingleFile(".pt")` that leaves the user's own files, such as model_best.pt, alone."""
+
+    suffix: str = ".pt"
+
+    def discover(self, directory: Path) -> Iterable[Path]:
+        """Names that a session gives, and names that only a manifest is left of."""
+        return [path for path in super().discover(directory) if _NAME.match(path.name)]
+
+
+LAYOUT = LoopFiles()
+
+
+def periodic_path(directory: Path, step: int) -> Path:
+    """Where a periodic checkpoint stands."""
+    return directory / f"step={step:08d}.pt"
+
+
+def gasp_path(directory: Path, step: int) -> Path:
+    """Where a gasp stands."""
+    return directory / f"gasp-step={step:08d}.pt"

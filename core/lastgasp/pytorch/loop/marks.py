@@ -1,0 +1,163 @@
+"""Phases and step marks of a hand-written loop, by hooks: what a step's time goes to, without a change of the loop."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.stepranges import StepRanges
+from lastgasp.session import Session as Engine
+
+
+class LoopMarks:
+    """The marks of one session; the training thread's alone, but for `saving`.
+
+    `step N`: from the first fetch of its data to the end of the loop's body that completes it; an evaluation in the
+    body lies inside. `dataloader`: the wait for a batch. `forward`: the model's forward pass in training mode.
+    `backward`: `loss.backward()`; DDP reduces gradients in it, and waits for other ranks. `optimizer`: `step` of an
+    optimizer. `save_checkpoint`: the session's writes, also the gasp's.
+
+    Args:
+        state: its models and optimizers are hooked.
+        engine: is told each phase, for the hang watchdog; has the recorder, if there is one.
+    """
+
+    def __init__(self, state: TorchState, engine: Engine) -> None:
+        self._engine, self._thread = engine, threading.get_ident()
+        device = next(iter(state.devices()), torch.device("cpu"))
+        self._ranges = StepRanges(engine.recorder.marks, device) if engine.recorder is not None else None
+        self._in_step, self._depth = False, 0
+        self._handles: list[Any] = []
+        for model in state.models.values():
+            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+            self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
+        self._backward = _replace_backward(self._around_backward)
+        if self._ranges is not None:
+            for optimizer in state.optimizers.values():
+                self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+                self._handles.append(optimizer.register_step_post_hook(self._after_update))
+            self._ranges.communicate(state.models.values())
+
+    @property
+    def device_rows(self) -> Literal["host", "events"]:
+        """Where the times of the device rows come from."""
+        return self._ranges.device_rows if self._ranges is not None else "host"
+
+    def close(self) -> None:
+        """Take all hooks away. Idempotent."""
+        self._backward()
+        while self._handles:
+            self._handles.pop().remove()
+        if self._ranges is not None:
+            self._ranges.close()
+
+    # -- called by the session ----------------------------------------------------------------------------
+
+    def fetching(self) -> None:
+        """The loop asks for a batch."""
+        self._engine.moved("data")
+        if self._ranges is not None:
+            self._begin_step(self._ranges)
+            self._ranges.dataloader.begin()
+
+    def fetched(self, there: bool) -> None:
+        """It is here; or there was none, and what follows belongs to no step."""
+        self._engine.moved("forward" if there else "data")
+        if self._ranges is None:
+            return
+        if there:
+            self._ranges.dataloader.end()
+        else:
+            self._ranges.dataloader.cancel()
+            self._ranges.step.cancel()
+            self._in_step = False
+
+    def step_end(self, step: int) -> None:
+        """`step` is complete."""
+        if self._ranges is not None:
+            self._ranges.step.end(step)
+            self._in_step = False
+            self._ranges.look()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the write of a checkpoint."""
+        if self._ranges is None:
+            yield
+            return
+        with self._ranges.save:
+            yield
+
+    # -- hooks --------------------------------------------------------------------------------------------
+
+    def _begin_step(self, ranges: StepRanges) -> None:
+        if not self._in_step:
+            self._in_step = True
+            ranges.step.begin()
+
+    def _before_forward(self, module: Any, *_: object) -> None:
+        if not module.training:
+            self._engine.moved("validation")
+            return
+        self._engine.moved("forward")
+        self._depth += 1
+        if self._ranges is not None and self._depth == 1:
+            self._begin_step(self._ranges)
+            self._ranges.forward.begin()
+
+    def _after_forward(self, module: Any, *_: object) -> None:
+        if not module.training or not self._depth:
+            return
+        self._depth -= 1
+        if self._ranges is not None and not self._depth:
+            self._ranges.forward.end()
+
+    def _around_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:  # activation checkpoints go back inside of a backward pass
+            return original(*args, **kwargs)
+        self._engine.moved("backward")
+        if self._ranges is None:
+            return original(*args, **kwargs)
+        self._ranges.backward.begin()
+        result = original(*args, **kwargs)
+        self._ranges.backward.end()
+        return result
+
+    def _before_update(self, *_: object) -> None:
+        assert self._ranges is not None
+        self._ranges.optimizer.cancel()
+        self._ranges.optimizer.begin()
+
+    def _after_update(self, *_: object) -> None:
+        assert self._ranges is not None
+        self._ranges.optimizer.end()
+
+
+def _replace_backward(around: Callable[..., Any]) -> Callable[[], None]:
+    """Call `around(original, args, kwargs)` for `torch.autograd.backward`, which `Tensor.backward` looks up there."""
+    original, busy = torch.autograd.backward, False
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        if busy:
+            return original(*args, **kwargs)
+        busy = True
+        try:
+            return around(original, args, kwargs)
+        finally:
+            busy = False
+
+    torch.autograd.backward = backward
+
+    def undo() -> None:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = original
+
+    return undo

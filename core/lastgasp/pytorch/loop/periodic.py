@@ -1,0 +1,66 @@
+"""Periodic checkpoints of a loop: rank 0 writes, all ranks contribute their small state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lastgasp.checkpoint import Staged, apply
+from lastgasp.config import GaspConfig
+from lastgasp.errors import LastgaspError
+from lastgasp.pytorch.io import save_verified
+from lastgasp.pytorch.loop import files
+from lastgasp.pytorch.staged import Writer
+from lastgasp.session import Session as Engine
+from lastgasp.testing import faults
+
+log = logging.getLogger("lastgasp")
+
+
+class Periodic:
+    """Writes them. All ranks call `save` after the same step."""
+
+    def __init__(self, engine: Engine, writer: Writer, config: GaspConfig) -> None:
+        self._engine, self._writer, self._config = engine, writer, config
+
+    def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:
+        """Gather the small states; write, on rank 0. A failing disk does not end training.
+
+        Args:
+            step: completed steps; own: this rank's small state of it.
+            dump: makes the checkpoint from all small states.
+
+        Raises:
+            ControlError, DeadlineExceeded: another rank is gone.
+        """
+        engine, rank = self._engine, self._writer.place.rank
+        engine.moved("save")
+        found = engine.gather(f"loop/save/{step}", own)
+        if rank == 0:
+            self._write(step, dump({r: small for r, small in enumerate(found) if small}))
+        else:
+            faults.fire_at("periodic_save", step)
+        engine.moved("data")
+
+    def _write(self, step: int, checkpoint: dict[str, Any]) -> None:
+        target = files.periodic_path(self._config.directory, step)
+        try:
+            with Staged(target, files.LAYOUT, sha256=self._config.sha256) as staged:
+                save_verified(checkpoint, staged)
+                staged.publish(self._writer.provenance(step, "periodic"))
+        except OSError as error:
+            log.error("checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error)
+            return
+        stand = self._engine.stand
+        stand.durable = max(stand.durable, step)
+        self._prune(target)
+
+    def _prune(self, target: Path) -> None:
+        config = self._config
+        job = self._writer.place.job if config.resume == "never" else None
+        try:
+            apply([config.directory], files.LAYOUT, config.keep, job=job, protected=[target], kind="periodic")
+        except (OSError, LastgaspError) as error:
+            log.warning("old checkpoints could not be removed: %s", error)

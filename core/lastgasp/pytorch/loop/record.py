@@ -1,0 +1,75 @@
+"""The key `lastgasp` of a session's checkpoint: what bit-equal resume needs besides the state itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lastgasp.errors import CheckpointError
+from lastgasp.pytorch.buckets import Layout, rebuild
+from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.small import SmallRecorder, SmallState, decode_small, without_buffers
+from lastgasp.topology import Place
+
+log = logging.getLogger("lastgasp")
+
+KEY = "lastgasp"
+VERSION = 1
+
+
+def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, rank: int) -> dict[str, Tensor]:
+    """The buffers of the end of `step`, those of rank `rank`."""
+    found = dict(recorder.buffers.on_device(step))
+    if rank in smalls:
+        found.update(decode_small(smalls[rank]).buffers)
+    return found
+
+
+def record_of(
+    smalls: Mapping[int, bytes], place: Place, per_rank: bool, buckets: Layout | None, notes: list[str]
+) -> dict[str, Any]:
+    """What goes into the checkpoint.
+
+    Args:
+        per_rank: each rank has buffers of its own.
+        notes: why a resume may not be bit-equal.
+    """
+    return {
+        "version": VERSION,
+        "world_size": place.world_size,
+        "small": {rank: data if per_rank else without_buffers(data) for rank, data in smalls.items()},
+        "buckets": buckets,
+        "notes": notes,
+    }
+
+
+def small_of(record: Mapping[str, Any], place: Place, path: str) -> SmallState | None:
+    """This rank's small state; None where it was lost. Says what a resume cannot restore.
+
+    Raises:
+        CheckpointError: of a version that this code does not know.
+    """
+    if record.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has lastgasp state of version {record.get('version')!r}, this lastgasp reads version {VERSION}. "
+            "Install the lastgasp that wrote it."
+        )
+    own = record["small"].get(place.rank)
+    notes = list(record["notes"])
+    if record["world_size"] != place.world_size:
+        notes.append(f"saved by {record['world_size']} ranks, resumed by {place.world_size}: not bit-equal")
+    elif own is None:
+        notes.append(f"no random state of rank {place.rank} was saved: not bit-equal")
+    for note in notes:
+        log.warning("%s: %s", path, note)
+    return decode_small(own) if own is not None else None
+
+
+def restore_buckets(state: TorchState, layout: Layout | None) -> None:
+    """Give the DDP model the layout that was saved."""
+    if layout and state.ddp is not None and not rebuild(state.ddp, layout):
+        log.warning("DDP's buckets could not be laid out as before: with three ranks or more sums may differ in the "
+                    "last bit")  # fmt: skip

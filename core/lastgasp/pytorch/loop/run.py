@@ -1,0 +1,330 @@
+"""What happens behind a `Session`: hooks are put in, steps captured, faults answered."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastgasp.choosing import Choice
+from lastgasp.config import GaspConfig, check_writable
+from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable, UsageError
+from lastgasp.events import FaultKind
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released
+from lastgasp.pytorch import origin, rng
+from lastgasp.pytorch.buckets import BucketLayout
+from lastgasp.pytorch.io import load_verified
+from lastgasp.pytorch.loop import files
+from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.faults import install_faults
+from lastgasp.pytorch.loop.marks import LoopMarks
+from lastgasp.pytorch.loop.passes import Pass, PassBook
+from lastgasp.pytorch.loop.periodic import Periodic
+from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
+from lastgasp.pytorch.loop.record import KEY, buffers_of, record_of, restore_buckets, small_of
+from lastgasp.pytorch.loop.schedules import ScheduleWatch
+from lastgasp.pytorch.loop.source import LoopSource
+from lastgasp.pytorch.loop.state import Snapshot, TorchState
+from lastgasp.pytorch.loop.window import UpdateWindow
+from lastgasp.pytorch.processgroups import process_groups
+from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small
+from lastgasp.pytorch.staged import Writer
+from lastgasp.session import Session as Engine
+from lastgasp.session import leave
+from lastgasp.steps.attach import Marking
+from lastgasp.steps.settings import MarksConfig
+from lastgasp.testing import faults
+
+log = logging.getLogger("lastgasp")
+
+
+class Run:
+    """One session's work. The engine's threads call `dump` and `recorder.read`, the training thread all else.
+
+    Args:
+        state: the user's.
+        config: of the engine; marks: what is marked.
+        every: steps between periodic checkpoints; 0 makes none.
+
+    Attributes:
+        step: completed steps.
+        resumed: the checkpoint that was loaded; None at a start from scratch.
+    """
+
+    def __init__(self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int) -> None:
+        self.state, self.config, self._every = state, config, every
+        self.place = place_of()
+        self.rank, self.step = self.place.rank, 0
+        self.resumed: Path | None = None
+        state.require_supported(self.place.world_size)
+        check_writable(config.directory)
+        self._undo: list[Callable[[], None]] = []
+        self._per_rank = state.per_rank_buffers(self.place.world_size)
+        self._buffer_rank = self.rank if self._per_rank else 0
+        owner = state.container if self._buffer_rank == self.rank else None
+        self.recorder = SmallRecorder(state.devices(), owner)
+        self.book = PassBook(rng.RngRecorder(state.devices()), state.sampler)
+        self._schedules = ScheduleWatch(state.schedulers.values())
+        self._buckets = BucketLayout(lambda: state.ddp)
+        self._small: SmallState | None = None
+        self._snapshot: Snapshot | None = None
+        self._wanted = False
+        users = signal.getsignal(signal.SIGTERM)
+        self._users_handler = users if callable(users) else None
+        marking = Marking(config=marks, framework=f"pytorch {torch.__version__}", device=local(self.place)[0])
+        writer = Writer(files.FORMAT, files.LAYOUT, self.place)
+        self.source = LoopSource(self, config, writer)
+        try:
+            self.engine = Engine(config, self.place, self.source, connect(self.place), marking)
+        except BaseException:
+            self.recorder.close()
+            raise
+        self._periodic = Periodic(self.engine, writer, config)
+        try:
+            self._start()
+        except BaseException:
+            self.close(goodbye=False)
+            raise
+
+    # -- start --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        state, config = self.state, self.config
+        choice = Choice(config, [config.directory], files.LAYOUT, self.place, self.engine.gather, local(self.place))
+        path = choice.choose()
+        if path is not None:
+            self._load(path)
+        # MindIO counts updates itself, so that a step cannot be left between its updates.
+        useful = self.engine.backend.backend == "embedded"
+        copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
+        models = list(state.models.values())
+        self.window = UpdateWindow(list(state.optimizers.values()), models, copies, self._opens, self._safe)
+        self._undo.append(self.window.remove)
+        self.marks = LoopMarks(state, self.engine)
+        self._undo.append(self.marks.close)
+        self._undo.append(install_faults(self))
+        if self.engine.recorder is not None:
+            self.engine.recorder.set_groups(process_groups())
+            self.engine.recorder.set_device_rows(self.marks.device_rows)
+        self.engine.register(str(next(iter(state.devices()), "cpu")), versions())
+        self.engine.begin(self.step, durable=self.step)
+        if threading.current_thread() is threading.main_thread():
+            self.engine.take_sigterm(self._users_handler)
+
+    def _load(self, path: Path) -> None:
+        # Not weights_only: it is our own file, verified, and holds states of the user's objects.
+        checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
+        self.state.load(checkpoint, str(path))
+        self._small = small_of(checkpoint[KEY], self.place, str(path))
+        self.step, self.resumed = checkpoint["step"], path
+        self.book.resume(self._small.extra if self._small is not None else b"", checkpoint["epoch"])
+        restore_buckets(self.state, checkpoint[KEY]["buckets"])
+        if self.rank == 0:
+            log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
+
+    def at_boundary(self) -> None:
+        """A resumed run stands where it stood: restore random state, and buffers that are this rank's own."""
+        small, self._small = self._small, None
+        if small is not None:
+            restore_small(small, self.state.devices(), self.state.container if self._per_rank else None)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def _opens(self) -> None:
+        # A rank killed inside the update leaves its random state of just before, which the update does not use,
+        # to whoever survives it; in a job of one rank nobody does.
+        if self.place.world_size > 1:
+            self._capture_small(self.step + 1, settled=False)
+        self.engine.updating()
+        self._schedules.opens()
+
+    def _safe(self) -> None:
+        """A copy of the state before the update is complete: it can be saved whatever happens in this step."""
+        self.engine.stand.inside = False
+
+    def body_over(self) -> None:
+        """The loop's body has ended: if it made a step, that step is complete.
+
+        Raises:
+            Released: a recovery took place.
+        """
+        if self.window.open:
+            faults.fire_at("step_end", self.step)
+            self.complete(self.step + 1)
+
+    def complete(self, step: int) -> None:
+        """Everything of `step` has been done: capture it; write a checkpoint where one is due."""
+        if self.window.safe:
+            self.engine.updating()  # the gate: from the copy to the live state
+        self._capture(step)
+        self.marks.step_end(step)
+        if self._wanted or (self._every and step % self._every == 0):
+            self.save()
+
+    def _capture(self, step: int) -> None:
+        drew = self._capture_small(step, settled=True)
+        self._snapshot = self.state.snapshot(step, self.book.epoch)
+        self._buckets.look()
+        self.step = step
+        self._schedules.closes()
+        self.window.close(drew)
+        self.engine.step_end(step)
+
+    def _capture_small(self, step: int, settled: bool) -> bool:
+        """Returns: random numbers were drawn since the last capture."""
+        self.recorder.extra = self.book.record()
+        self.recorder.capture(step, settled)
+        return settled and self.place.world_size > 1 and self.recorder.drew()
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self, loader: Any) -> Pass:
+        """A pass over `loader` begins, or goes on where a resumed run stood."""
+        book = self.book
+        if book.before_begin():
+            self.body_over()
+        if self.window.open and book.nested():
+            raise UsageError("a loop over s.batches() begins inside the body of another one, after an update there: a "
+                             "resumed run could not go on inside. Move the update behind the inner loop.")  # fmt: skip
+        one, there = book.begin(loader)
+        if there:
+            self.at_boundary()
+        return one
+
+    def next_batch(self, one: Pass, finished: Callable[[], bool]) -> Any:
+        """The next batch; the loop's body before is over.
+
+        Raises:
+            StopIteration: there is none, or no further step is wanted.
+            Released: a recovery took place.
+        """
+        self.book.ask(one)
+        try:
+            self.body_over()
+            if finished():
+                raise StopIteration
+            self.marks.fetching()
+            faults.fire_at("data", self.step)
+            batch = self.book.fetch(one)
+        except StopIteration:
+            self.marks.fetched(False)
+            raise
+        finally:
+            one.asking = False
+        self.marks.fetched(True)
+        return batch
+
+    # -- periodic checkpoints -----------------------------------------------------------------------------
+
+    def want_save(self) -> None:
+        """A checkpoint is wanted: of the step under way, or of the last one where none is."""
+        if self.window.open or self._snapshot is None:
+            self._wanted = True
+        else:
+            self.save()
+
+    def save(self) -> None:
+        """Write a periodic checkpoint of the last step; all ranks call it at the same one."""
+        self._wanted = False
+        step, own = self.step, self.recorder.read(self.step)
+        with self.marks.saving():
+            self._periodic.save(step, own or b"", lambda smalls: self.dump(step, smalls))
+
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def dump(self, step: int, small: Mapping[int, bytes]) -> dict[str, Any]:
+        """The checkpoint of `step`. Enters no collective; callable from any thread while the gate is closed.
+
+        Raises:
+            NotSaveable: this rank's state is not that of `step`.
+        """
+        snapshot, safe = self._require(step), self.window.safe
+        own = self.recorder.read(step)
+        smalls = dict(small) if own is None else {self.rank: own, **small}
+        buffers = buffers_of(step, smalls, self.recorder, self._buffer_rank)
+        notes = list(snapshot.notes)
+        if not buffers and self._buffer_rank != self.rank and any(True for _ in self.state.container.buffers()):
+            notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
+        checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
+        if self._require(step) is not snapshot or self.window.safe != safe:
+            raise NotSaveable(f"step {step} ended while it was being dumped")
+        checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layout, notes)
+        return checkpoint
+
+    def _require(self, step: int) -> Snapshot:
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.step != step:
+            raise NotSaveable(f"this rank stands on step {self.step if snapshot is None else snapshot.step}, "
+                              f"not on {step}")  # fmt: skip
+        if self.window.open and not self.window.safe:
+            raise NotSaveable(f"the update after step {snapshot.step} has begun; step {step} is gone")
+        return snapshot
+
+    # -- end ----------------------------------------------------------------------------------------------
+
+    def end_with(self, error: BaseException) -> None:
+        """The loop raised: have the step saved. Returns when the exception shall go on as it is."""
+        if isinstance(error, Released):
+            leave(error.outcome)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            self.close(goodbye=True)
+            return
+        kind = _kind_of(error)
+        outcome = self._recover(kind, error)
+        if kind == "peer" and self.place.world_size > 1:
+            log.warning("left the job because a peer is gone (%s)", origin.cause_of(error))
+            leave(outcome)
+        self.close(goodbye=False)
+
+    def _recover(self, kind: FaultKind, error: BaseException) -> Release:
+        stand, cause = self.engine.stand, origin.cause_of(error)
+        if self.window.open and not self.window.safe and not self._finish_step(cause):
+            stand.broken = f"{cause}: raised inside the update, so the state is between two steps"
+        if not stand.inside:
+            stand.broken = ""
+        return self.engine.fault(kind, cause)
+
+    def _finish_step(self, cause: str) -> bool:
+        """All updates of the step are done, but the rest of the loop's body is not: call the step complete.
+
+        What that rest would have done is unknown, but for schedulers: they are stepped as in the step before.
+
+        Returns:
+            Whether the state is that of a step now.
+        """
+        window = self.window
+        if window.inside or window.updates < max(1, window.usual):
+            return False
+        try:
+            self._schedules.catch_up()
+        except Exception:  # a user's scheduler; the state is then unknown
+            log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
+            return False
+        self._capture_small(self.step + 1, settled=True)
+        snapshot = self.state.snapshot(self.step + 1, self.book.epoch)
+        snapshot.notes.append(f"the loop's body of step {snapshot.step} was cut short after its update by {cause}; "
+                              "what follows the update there was not repeated")  # fmt: skip
+        self._snapshot, self.step = snapshot, snapshot.step
+        window.close(False)
+        self.engine.step_end(snapshot.step)
+        return True
+
+    def close(self, goodbye: bool) -> None:
+        """Undo everything. Idempotent."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.book.close()
+        self.engine.close(goodbye)
+        self.recorder.close()
+
+
+def _kind_of(error: BaseException) -> FaultKind:
+    """As any exception of torch's tells; a lost controller or rank while a periodic checkpoint was agreed on, too."""
+    return "peer" if isinstance(error, ControlError | DeadlineExceeded) else origin.kind_of(error)

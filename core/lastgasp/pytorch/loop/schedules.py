@@ -1,0 +1,42 @@
+"""How often each scheduler is stepped between an update and the end of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+
+class ScheduleWatch:
+    """Counts, so that a step that was cut short after its update can be completed.
+
+    Args:
+        schedulers: the user's.
+    """
+
+    def __init__(self, schedulers: Iterable[Any]) -> None:
+        self._schedulers = list(schedulers)
+        self._before = self._counts()
+        self._usual = [0] * len(self._schedulers)
+
+    def _counts(self) -> list[int]:
+        return [int(getattr(s, "_step_count", 0)) for s in self._schedulers]
+
+    def opens(self) -> None:
+        """An update begins."""
+        self._before = self._counts()
+
+    def closes(self) -> None:
+        """The step has ended."""
+        self._usual = self._missing_since([0] * len(self._schedulers))
+
+    def _missing_since(self, usual: list[int]) -> list[int]:
+        return [now - before - n for now, before, n in zip(self._counts(), self._before, usual, strict=True)]
+
+    def catch_up(self) -> None:
+        """Step each scheduler as often as in the step before. One that needs a metric is left alone."""
+        for scheduler, done in zip(self._schedulers, self._missing_since(self._usual), strict=True):
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                for _ in range(-done):
+                    scheduler.step()

@@ -1,0 +1,270 @@
+"""`Session`, the one object of a hand-written training loop."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
+
+from lastgasp.config import GaspConfig, HangTimeout, integer
+from lastgasp.errors import ConfigError, UsageError
+from lastgasp.pytorch.loop.passes import Pass
+from lastgasp.pytorch.loop.run import Run
+from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.steps.settings import MarksConfig
+
+T = TypeVar("T")
+
+
+class Options(TypedDict, total=False):
+    """Settings that have defaults; each but `every` and `max_steps` has an environment variable (`LASTGASP_KEEP`, ...).
+
+    Attributes:
+        every: steps between periodic checkpoints; 0 (default) makes none, so that only gasps are written.
+        max_steps: `batches` and `epochs` end when so many steps are complete; default: they do not.
+        keep: how many periodic checkpoints, and how many gasps, to keep; default 3.
+        resume: "auto" (default) goes on from the newest checkpoint that verifies on all ranks; "never" ignores what
+            was there before this job; a path starts from that one.
+        hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it.
+        save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.
+        finish_timeout: seconds that a rank inside its update gets to finish it; default 10.
+        sha256: also write SHA-256 digests into the manifests; default False.
+        marks: what is marked in each step, for `lastgasp report`: True (default) for all but the collectives, False
+            for nothing, or names out of step, forward, dataloader, save, comm ("all", "none").
+        profiling_dir: where the marks' files go.
+        profiling_limit_mb: MB that they may take; beyond it the oldest go; default 5000.
+    """
+
+    every: int
+    max_steps: int
+    keep: int
+    resume: str | os.PathLike[str]
+    hang_timeout: HangTimeout
+    save_timeout: float
+    finish_timeout: float
+    sha256: bool
+    marks: bool | str
+    profiling_dir: str | os.PathLike[str]
+    profiling_limit_mb: int
+
+
+class Session:
+    """Saves the step that a loop stands on when a rank dies, raises, hangs or is told to stop; resumes from it.
+
+        with Session.open("ckpts", state=TorchState(model, optimizer, scheduler)) as s:
+            for epoch in s.epochs(90):
+                for batch in s.batches(loader):
+                    ...  # forward, backward, optimizer.step(), scheduler.step(), as before
+
+    A step is one turn of the innermost loop over `batches` that changed parameters; it is complete when the loop asks
+    for the next batch. docs/plain-loop.md says what a loop may do.
+
+    All methods are for the thread that trains.
+    """
+
+    _now: ClassVar[weakref.ref[Session] | None] = None
+
+    def __init__(self, run: Run, max_steps: int | None) -> None:
+        """For `open`."""
+        self._run, self._max = run, max_steps
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, dir: str | os.PathLike[str] | None = None, *, state: TorchState, **options: Unpack[Options]
+    ) -> Session:
+        """Connect, choose what to resume from, load it. All ranks do this together, once their models are built.
+
+        Args:
+            dir: where checkpoints and incidents go, the same on all ranks; default `LASTGASP_DIR`.
+            state: what is saved, and filled again.
+            options: see `Options`.
+
+        Raises:
+            ConfigError: a value that is not allowed, a sharded model, a directory that cannot be written.
+            NoGoodCheckpoint: there are checkpoints, and none can be trusted.
+            CheckpointMismatch: the checkpoint is of another model, optimizer or loop; nothing was loaded.
+            ControlError: the controller refused this rank, or is not there.
+            UsageError: another session is open in this process.
+        """
+        given: dict[str, Any] = dict(options)
+        every = integer("every", given.pop("every", 0), 0, "Use 0 for gasps alone.")
+        limit = given.pop("max_steps", None)
+        most = None if limit is None else integer("max_steps", limit, 1, "Leave it out for no limit.")
+        marks = [given.pop(name, None) for name in ("marks", "profiling_dir", "profiling_limit_mb")]
+        if not isinstance(state, TorchState):
+            raise ConfigError("state", type(state).__name__, "a TorchState", "state=TorchState(model, optimizer, ...)")
+        config = GaspConfig.resolve(dir, **given)
+        other = cls._now() if cls._now is not None else None
+        if other is not None and not other._closed:
+            raise UsageError("another session is open in this process: leave its `with` block first")
+        session = cls(Run(state, config, MarksConfig.resolve(*marks), every), most)
+        cls._now = weakref.ref(session)
+        return session
+
+    # -- where it stands ----------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self._run.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in, or begins with: `for epoch in range(s.epoch, 90)`."""
+        return self._run.book.epoch
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a checkpoint was loaded."""
+        return self._run.resumed is not None
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are left, up to `count` of them since the job's first start.
+
+        The first one of a resumed run is the epoch in which it was interrupted. `TorchState(sampler=...)` is told.
+        """
+        run = self._run
+        epoch = run.book.epoch
+        while True:
+            self._check()
+            if run.book.next_epoch(epoch):
+                run.at_boundary()
+            run.body_over()
+            if epoch >= count or self._finished():
+                return
+            yield epoch
+            epoch += 1
+
+    def batches(self, loader: Iterable[T]) -> Batches[T]:
+        """`loader`, but each turn tells where the training stands, and a resumed run gets what is still due.
+
+        Args:
+            loader: a DataLoader or any iterable; where it can be iterated once only, a resumed run must give an equal
+                one.
+        """
+        return Batches(self, loader)
+
+    def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """`batches` with the number of the batch in its pass, which a resumed run goes on with."""
+        giver = iter(self.batches(loader))
+        for batch in giver:
+            yield giver.number, batch
+
+    def _finished(self) -> bool:
+        return self._max is not None and self._run.step >= self._max
+
+    # -- by hand ------------------------------------------------------------------------------------------
+
+    def updating(self) -> None:
+        """Parameters are about to change. Only where that is not done by `step` of an optimizer of `TorchState`.
+
+        Raises:
+            Released: a recovery took place; the update must not happen.
+        """
+        self._check()
+        self._run.window.begin()
+
+    def updated(self, step: int | None = None) -> None:
+        """All of a step has been done; for loops that do not ask `batches` for data.
+
+        Args:
+            step: its number, greater than the one before; default: the next one.
+
+        Raises:
+            UsageError: no update has begun since the step before, or the number is not greater.
+        """
+        self._check()
+        run = self._run
+        if not run.window.open:
+            raise UsageError(f"updated() without updating(): no update has begun since step {run.step} was completed")
+        number = run.step + 1 if step is None else step
+        if number <= run.step:
+            raise UsageError(f"updated(step={step}) goes backwards: step {run.step} is complete already")
+        run.complete(number)
+
+    def save(self) -> None:
+        """Write a checkpoint of the step under way when it is complete, or of the last one; all ranks call it."""
+        self._check()
+        self._run.want_save()
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """A range of the user's own in `lastgasp report`: `with s.mark("augment"):`."""
+        return self._run.engine.mark(name)
+
+    def alive(self) -> None:
+        """Progress, for the hang watchdog, in work that neither trains nor evaluates a model of the state."""
+        self._run.engine.moved("between")
+
+    def _check(self) -> None:
+        if self._closed:
+            raise UsageError("this session is closed: use it inside of its `with` block")
+
+    # -- end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Training ended well. Idempotent; leaving the `with` block does it."""
+        if not self._closed:
+            self._run.body_over()
+            self._closed = True
+            self._run.close(goodbye=True)
+
+    def __enter__(self) -> Session:
+        self._check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self.close()
+            except BaseException as last:
+                self._closed = True
+                self._run.end_with(last)
+                raise
+        elif not self._closed:
+            self._closed = True
+            self._run.end_with(error)
+
+
+class Batches(Generic[T]):
+    """What `Session.batches` returns; each iteration of it is a pass over the data."""
+
+    def __init__(self, session: Session, loader: Iterable[T]) -> None:
+        self._session, self._loader = session, loader
+
+    def __len__(self) -> int:
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"a {type(self._loader).__name__} has no length")
+        return len(self._loader)
+
+    def __iter__(self) -> Giver[T]:
+        session = self._session
+        session._check()
+        return Giver(session, session._run.begin_pass(self._loader))
+
+
+class Giver(Iterator[T]):
+    """The iterator of one pass."""
+
+    def __init__(self, session: Session, one: Pass) -> None:
+        self._session, self._pass = session, one
+
+    @property
+    def number(self) -> int:
+        """Of the newest batch in its pass, from 0."""
+        return self._pass.consumed - 1
+
+    def __next__(self) -> T:
+        self._session._check()
+        batch: T = self._session._run.next_batch(self._pass, self._session._finished)
+        return batch
+
+    def __del__(self) -> None:
+        self._pass.broken = True

@@ -1,0 +1,284 @@
+"""`TorchState`: what the state of a hand-written loop consists of; how it is dumped, and loaded again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
+
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineModule")
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What is remembered at the end of a step; references and shallow copies."""
+
+    step: int
+    epoch: int
+    schedulers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]
+    scaler: dict[str, Any] | None
+    extra: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+class TorchState:
+    """All that a training loop carries from step to step.
+
+    Args:
+        model: an `nn.Module` (also wrapped by DistributedDataParallel or torch.compile), a list or a dict of them; an
+            averaged model (EMA) is one of them.
+        optimizer: one, a list or a dict of them.
+        scheduler: learning-rate schedulers, one, a list or a dict of them.
+        scaler: a `torch.amp.GradScaler`.
+        sampler: has `set_epoch`, called at the beginning of each epoch; where it has `state_dict` and
+            `load_state_dict`, its state at the beginning of the pass over the data is restored, too.
+        extra: name -> a dict (saved as it is at the end of a step, filled again in place), or an object with
+            `state_dict` and `load_state_dict`. For small things, they are copied in every step.
+        replicated: says that all ranks hold the same model although it is not wrapped by DistributedDataParallel.
+
+    Raises:
+        ConfigError: an object without the methods it needs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        *,
+        sampler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        replicated: bool = False,
+    ) -> None:
+        self.models = Parts.of("model", model, "named_parameters")
+        self.optimizers = Parts.of("optimizer", optimizer, "param_groups")
+        self.schedulers = Parts.of("scheduler", scheduler, "load_state_dict")
+        self.scaler, self.sampler, self.replicated = scaler, sampler, replicated
+        self.extra = dict(extra or {})
+        if not self.models:
+            raise ConfigError("model", model, "at least one nn.Module", "Give the model that is trained.")
+        for name, item in self.extra.items():
+            if isinstance(item, nn.Module):
+                raise ConfigError(f"extra[{name!r}]", type(item).__name__, "something small",
+                                  "A module belongs into model={...}, even if it is not trained.")  # fmt: skip
+            if not isinstance(item, dict) and not hasattr(item, "load_state_dict"):
+                raise ConfigError(f"extra[{name!r}]", type(item).__name__,
+                                  "a dict, or an object with state_dict() and load_state_dict()",
+                                  "A number is kept in a dict: best = {'acc': 0.0}.")  # fmt: skip
+        self.modules = {name: unwrapped(module) for name, module in self.models.items.items()}
+        self.container = nn.ModuleDict(self.modules)
+        self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
+
+    # -- what it is ---------------------------------------------------------------------------------------
+
+    def require_supported(self, world_size: int) -> None:
+        """Refuse what the survivors alone could not save.
+
+        Raises:
+            ConfigError: a sharded or an unwrapped model, an optimizer that gathers its state from other ranks.
+        """
+        remedy = "Use DistributedDataParallel, or Lightning's or Megatron's plugin of lastgasp where it fits."
+        for name, module in [*self.models.items.items(), *self.modules.items()]:
+            kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
+            inner = [kind for kind in _SHARDED if kind in kinds]
+            spread = [n for n, p in module.named_parameters() if hasattr(p, "device_mesh")]
+            if inner or spread:
+                value = inner[0] if inner else f"{name}.{spread[0]} is a DTensor"
+                raise ConfigError("model", value, "a model that each rank holds whole (DDP)", remedy)
+        for optimizer in self.optimizers.values():
+            if hasattr(optimizer, "consolidate_state_dict"):
+                allowed = "an optimizer that each rank holds whole"
+                raise ConfigError("optimizer", type(optimizer).__name__, allowed, remedy)
+        if world_size > 1 and self.ddp is None and not self.replicated:
+            raise ConfigError("model", type(next(iter(self.models.values()))).__name__,
+                              "a DistributedDataParallel model, since this job has several ranks",
+                              "Wrap it before the session is opened; or say TorchState(..., replicated=True) if your "
+                              "loop itself keeps all ranks equal.")  # fmt: skip
+
+    def devices(self) -> list[torch.device]:
+        """The accelerators that hold the model."""
+        found = {p.device for p in self.container.parameters()}
+        return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+
+    def per_rank_buffers(self, world_size: int) -> bool:
+        """Whether each rank has module buffers of its own, instead of those that rank 0 broadcasts."""
+        if world_size == 1:
+            return False
+        wrapped = [ddp_of(module) for module in self.models.values()]
+        return not all(w is not None and w.broadcast_buffers for w in wrapped)
+
+    # -- at the end of a step -----------------------------------------------------------------------------
+
+    def snapshot(self, step: int, epoch: int) -> Snapshot:
+        """Remember everything small as it stands. Microseconds."""
+        return Snapshot(
+            step,
+            epoch,
+            [s.state_dict() for s in self.schedulers.values()],
+            [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()],
+            _scaler_state(self.scaler),
+            {name: copy.deepcopy(_state_of(item)) for name, item in self.extra.items()},
+        )
+
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def dump(self, snapshot: Snapshot, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[str, Any]:
+        """The checkpoint of `snapshot`, but for the key `lastgasp`. Tensors are the live ones, or the copies.
+
+        Args:
+            buffers: key in the container's `state_dict` -> value at the end of the step.
+            copies: parameters and optimizer states of the end of the step, where an update has begun since.
+        """
+        places = self._places(buffers, copies)
+        models = [_replaced(m.state_dict(), places) for m in self.modules.values()]
+        live = copies.optimizers() if copies is not None else [o.state_dict() for o in self.optimizers.values()]
+        for state, groups in zip(live, snapshot.groups, strict=True):
+            for group, values in zip(state["param_groups"], groups, strict=True):
+                group.update(values)
+        return {
+            "step": snapshot.step,
+            "epoch": snapshot.epoch,
+            "model": self.models.pack(models),
+            "optimizer": self.optimizers.pack(live),
+            "scheduler": self.schedulers.pack(snapshot.schedulers),
+            "scaler": _scaler_dump(self.scaler, snapshot.scaler),
+            "extra": snapshot.extra,
+        }
+
+    def _places(self, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[int, Tensor]:
+        """Address of a live tensor -> what is saved instead."""
+        found = dict(copies.parameters()) if copies is not None else {}
+        for name, live in self.container.named_buffers(remove_duplicate=False):
+            if name in buffers and live.numel():
+                found[live.data_ptr()] = buffers[name]
+        return found
+
+    # -- load ---------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Mapping[str, Any], path: str) -> None:
+        """Fill everything from a checkpoint; nothing is touched before all of it was compared.
+
+        Raises:
+            CheckpointMismatch: it is of another model, optimizer, ...; lists every difference.
+        """
+        stored = {role.role: role.unpack(checkpoint.get(role.role)) for role in self._roles()}
+        problems = self._problems(checkpoint, stored)
+        if problems:
+            raise CheckpointMismatch(path, problems)
+        for name, module in self.modules.items():
+            module.load_state_dict(stored["model"][name])  # type: ignore[index]
+        for role in (self.optimizers, self.schedulers):
+            for name, item in role.items.items():
+                item.load_state_dict(stored[role.role][name])  # type: ignore[index]
+        if self.scaler is not None and checkpoint["scaler"]:
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        for name, item in self.extra.items():
+            _fill(item, checkpoint["extra"][name])
+
+    def _roles(self) -> tuple[Parts, ...]:
+        return self.models, self.optimizers, self.schedulers
+
+    def _problems(self, checkpoint: Mapping[str, Any], stored: Mapping[str, dict[str, Any] | None]) -> list[str]:
+        problems = [
+            f"{role.role}: the checkpoint has {_names(checkpoint.get(role.role))}, this loop has {len(role.items)}"
+            for role in self._roles()
+            if (role or checkpoint.get(role.role) is not None) and stored[role.role] is None
+        ]
+        if (self.scaler is None) != (checkpoint.get("scaler") is None):
+            problems.append("scaler: only one of the checkpoint and this loop has one")
+        missing = sorted(set(self.extra) ^ set(checkpoint.get("extra", {})))
+        problems += [f"extra[{name!r}]: only one of the checkpoint and this loop has it" for name in missing]
+        for name, module in self.modules.items():
+            if stored["model"]:
+                problems += _model_problems(name, module, stored["model"][name])
+        for name, optimizer in self.optimizers.items.items():
+            if stored["optimizer"]:
+                problems += _optimizer_problems(name, optimizer, stored["optimizer"][name])
+        return problems
+
+
+def _names(stored: Any) -> str:
+    if stored is None:
+        return "none"
+    named = isinstance(stored, dict) and all(isinstance(v, dict) for v in stored.values())
+    return f"{sorted(stored)}" if named and stored else "one"
+
+
+def _model_problems(name: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+    own = module.state_dict()
+    lines = [f"model {name}: {key} is not in the checkpoint" for key in own if key not in stored]
+    lines += [f"model {name}: {key} is only in the checkpoint" for key in stored if key not in own]
+    for key, value in own.items():
+        other = stored.get(key)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+            lines.append(f"model {name}: {key} is {list(other.shape)} in the checkpoint and {list(value.shape)} here")
+    return lines if len(lines) <= 8 else [*lines[:8], f"and {len(lines) - 8} more of model {name}"]
+
+
+def _optimizer_problems(name: str, optimizer: Any, stored: Mapping[str, Any]) -> list[str]:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    other = [len(group["params"]) for group in stored.get("param_groups", [])]
+    if own == other:
+        return []
+    return [f"optimizer {name}: its groups have {other} parameters in the checkpoint and {own} here"]
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    copied = group.copy()
+    del copied["params"]
+    lr = copied.get("lr")
+    if isinstance(lr, Tensor):  # schedulers fill a tensor learning rate in place
+        copied["lr"] = lr.clone()
+    return copied
+
+
+def _state_of(item: Any) -> Any:
+    return item if isinstance(item, dict) else item.state_dict()
+
+
+def _fill(item: Any, stored: Any) -> None:
+    if isinstance(item, dict):
+        item.clear()
+        item.update(stored)
+    else:
+        item.load_state_dict(stored)
+
+
+def _scaler_state(scaler: Any) -> dict[str, Any] | None:
+    """Its state; on a device its tensors, because `state_dict` would wait for the device in every step."""
+    if scaler is None:
+        return None
+    tensors = {key: getattr(scaler, key, None) for key in ("_scale", "_growth_tracker")}
+    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in tensors.values()):
+        return {key: t.clone() if isinstance(t, Tensor) else None for key, t in tensors.items()}
+    return dict(scaler.state_dict())
+
+
+def _scaler_dump(scaler: Any, state: dict[str, Any] | None) -> dict[str, Any] | None:
+    if state is None or "_scale" not in state:
+        return state
+    whole = dict(scaler.state_dict())
+    if state["_scale"] is not None:
+        whole["scale"] = float(state["_scale"].item())
+    if state["_growth_tracker"] is not None:
+        whole["_growth_tracker"] = int(state["_growth_tracker"].item())
+    return whole
+
+
+def _replaced(state: dict[str, Any], places: Mapping[int, Tensor]) -> dict[str, Any]:
+    if not places:
+        return state
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.numel() and value.data_ptr() in places:
+            state[name] = places[value.data_ptr()].view(value.shape)
+    return state

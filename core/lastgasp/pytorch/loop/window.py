@@ -1,0 +1,131 @@
+"""The time between a step's first update and its end, followed by hooks of the optimizers and of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lastgasp.pytorch.loop.copies import Copies
+
+log = logging.getLogger("lastgasp")
+
+_Event = Callable[[], None]
+
+
+class UpdateWindow:
+    """Knows whether the state stands between two steps.
+
+    The window opens at the first update of a step and closes when the loop's body has ended. Inside it this rank
+    cannot be asked for its state, unless a copy of the state before was taken (`copies.valid`). A copy is taken once
+    the loop has been seen to wait for other ranks in its window, to draw random numbers there, to update more than
+    once in a step, or to give its optimizer a closure: a fault may then hold it there for ever.
+
+    Args:
+        optimizers: whose `step` is followed.
+        models: whose forward passes are followed.
+        copies: for the copies; None where they are of no use.
+        opens: called before the first parameter changes. It may wait at the update gate and raise there.
+        safe: called when the copy is complete.
+
+    Attributes:
+        open: an update of this step has begun.
+        inside: an optimizer is at work at this moment.
+        updates: how many of this step are done.
+        copying: whether copies are taken.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Any], models: Sequence[Any], copies: Copies | None, opens: _Event, safe: _Event
+    ) -> None:
+        self.copies, self._opens, self._safe = copies, opens, safe
+        self.open = self.inside = self.copying = False
+        self.updates = self.usual = 0
+        self._waited = False
+        self._calls = _sequence_number()
+        self._handles: list[Any] = []
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        for model in models:
+            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+
+    def remove(self) -> None:
+        """Remove all hooks. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def begin(self, closure: bool = False) -> None:
+        """Parameters are about to change. More calls in one step do nothing."""
+        if self.open:
+            return
+        self._opens()
+        self.open, self.updates = True, 0
+        if self.copies is not None and (self.copying or closure):
+            self._copy(self.copies)
+
+    def _copy(self, copies: Copies) -> None:
+        first = not copies.nbytes
+        try:
+            copies.take()
+        except RuntimeError as error:  # no memory for it; torch.cuda.OutOfMemoryError is one
+            log.warning("no copy of the state can be kept (%s): a fault between an update and the end of its step "
+                        "may cost that step", str(error).splitlines()[0])  # fmt: skip
+            self.copies, self.copying = None, False
+            return
+        self.copying = True
+        if first:
+            log.info("this loop waits between an update and the end of its step, so a copy of the state is kept from "
+                     "now on: %.1f MB", copies.nbytes / 1e6)  # fmt: skip
+        self._safe()
+
+    @property
+    def safe(self) -> bool:
+        """Whether a copy of the state at the end of the last step is there."""
+        return self.copies is not None and self.copies.valid
+
+    def close(self, drew: bool) -> None:
+        """The step has ended and was captured.
+
+        Args:
+            drew: random numbers were drawn since the window opened.
+        """
+        waited = self._waited or self.updates > 1 or drew or self._called()
+        if waited and self.copies is not None:
+            self.copying = True
+        if self.copies is not None:
+            self.copies.valid = False
+        self.usual = self.updates
+        self.open = self.inside = self._waited = False
+
+    def _called(self) -> bool:
+        """Whether a collective began since the last update."""
+        return _sequence_number() != self._calls
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self.begin(closure=closure is not None)
+        self.inside = True
+
+    def _after_step(self, *_: object) -> None:
+        self.inside = False
+        self.updates += 1
+        self._calls = _sequence_number()
+
+    def _before_forward(self, *_: object) -> None:
+        if self.open and not self.inside:
+            self._waited = True
+
+
+def _sequence_number() -> int:
+    """Of the newest collective of the default group; 0 where there is none, or torch does not tell."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    try:
+        group: Any = distributed_c10d._get_default_group()  # the stub lacks the method
+        return int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return 0

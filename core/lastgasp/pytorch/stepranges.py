@@ -1,0 +1,90 @@
+"""The ranges of a training step that every loop of PyTorch has, with events where there is a CUDA device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
+from lastgasp.pytorch.devicemarks import cuda_marks
+from lastgasp.pytorch.ranges import Range, Sink
+from lastgasp.steps.bits import BIT_OF_MARK, STEP
+from lastgasp.steps.marks import Mark
+
+
+class Open(Protocol):
+    """What is called of a range: of a `steps.marks.Mark` (two C calls) or, on a device, of a `DeviceRange`."""
+
+    def begin(self) -> None:
+        """It begins."""
+
+    def end(self) -> None:
+        """It ends."""
+
+    def cancel(self) -> bool:
+        """Forget that it began."""
+
+
+class StepRanges:
+    """step, forward, backward, optimizer, dataloader, save_checkpoint, communication of one rank.
+
+    Args:
+        marks: where they go.
+        device: where the model is.
+    """
+
+    def __init__(self, marks: Sink, device: torch.device) -> None:
+        self._marks = marks
+        self._device = cuda_marks(marks, device, os.environ)
+        self.step = self._step_range()
+        self.forward, self.backward, self.optimizer = map(self._stream, ("forward", "backward", "optimizer"))
+        self.dataloader, self.save = map(self._host, ("dataloader", "save_checkpoint"))
+        self._communication: list[Collectives | GradientBuckets] = []
+
+    def _step_range(self) -> Range:
+        """Its number is known when it ends."""
+        mark, bit = self._marks.define("step {}", bit=STEP, stream=True), STEP
+        return self._device.range("step", mark, bit) if self._device is not None else Range(self._marks, mark, bit)
+
+    def _stream(self, name: str) -> Open:
+        bit = BIT_OF_MARK[name]
+        mark: Open = self._marks.define(name, bit=bit, stream=True)
+        return self._device.range(name, mark, bit) if self._device is not None else mark
+
+    def _host(self, name: str) -> Mark:
+        mark: Mark = self._marks.define(name, bit=BIT_OF_MARK[name], stream=False)
+        return mark
+
+    def communicate(self, models: Iterable[Any]) -> None:
+        """Follow the collectives, and the gradients of those models that are wrapped by DDP."""
+        names = CommunicationMarks(self._marks)
+        self._communication.append(Collectives(names))
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                self._communication.append(GradientBuckets(names, model))
+        self.look()
+
+    def look(self) -> None:
+        """Once a step, at its end: bring device times home, follow the switch of the communication marks."""
+        if self._device is not None:
+            self._device.settle()
+        for communication in self._communication:
+            communication.look()
+
+    @property
+    def device_rows(self) -> Literal["host", "events"]:
+        """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
+        return "host" if self._device is None else "events"
+
+    def close(self) -> None:
+        """Unwrap; open ranges are thrown away. Idempotent."""
+        while self._communication:
+            self._communication.pop().close()
+        for kind in (self.step, self.forward, self.backward, self.optimizer, self.dataloader):
+            kind.cancel()
+        if self._device is not None:
+            self._device.close()
