@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ps": ("lastgasp.cli.ps:ps", "List the running jobs of this machine and their ranks."),
     "switch": ("lastgasp.cli.switch:switch", "Turn step marks on and off in a running job, rank by rank."),
     "manager": ("lastgasp.cli.manager:manager", "Run TaskD's manager for this job, on MindCluster."),
+    "doctor": ("lastgasp.cli.doctor:doctor", "Find what is wrong with this machine before a job does."),
     "job": ("lastgasp.cli.job:job", "Check and patch AscendJob YAML, and switch its step marks on a cluster."),
     "demo": ("lastgasp.cli.demo:demo", "Kill a rank of a real training, lose nothing, end bit-equal."),
 }
@@ -34,6 +35,7 @@ Examples:
   lastgasp incident ckpts --png timeline.png
   lastgasp ps
   lastgasp switch --ranks 0,3-5 step=on comm=off
+  lastgasp doctor ckpts
   lastgasp job check job.yaml
   lastgasp demo --out out/demo
 

@@ -1,0 +1,112 @@
+"""`lastgasp doctor`: what is wrong with this machine, each with its fix."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from lastgasp.backends import choose_backend
+from lastgasp.doctor.look import look
+from lastgasp.doctor.machine import JobFacts, Machine
+from lastgasp.doctor.software import FRAMEWORKS
+from lastgasp.doctor.traps import TRAPS, Finding, examine
+from lastgasp.errors import ConfigError
+
+from ._console import console
+
+_STYLE = {"error": "bold red", "warning": "yellow"}
+
+EPILOG = """
+Run it where the job runs: in its container, with its user, environment and Python. What it looks for stands in
+docs/doctor.md. No framework is imported, and nothing is changed but for a probe file in DIR.
+
+\b
+Examples:
+  lastgasp doctor ckpts
+  lastgasp doctor ckpts --dp-size 16 --replicas 2 --save-seconds 240
+  lastgasp doctor --json | jq '.findings[] | select(.severity == "error")'
+
+\b
+Exit codes:
+  0  no errors (there may be warnings)
+  1  at least one error: the job would not start, not recover, or lose data
+  2  wrong usage
+"""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
+    backend: str
+    """Which one a job would get here, and why."""
+    frameworks: dict[str, str]
+    """What is installed, with versions."""
+    findings: list[Finding]
+    errors: int
+    warnings: int
+    version: int = 1
+
+
+@click.command(epilog=EPILOG)
+@click.argument("directory", metavar="[DIR]", default="", type=click.Path())
+@click.option("--dp-size", type=click.IntRange(min=1), metavar="N", help="Ranks of the data-parallel group.")
+@click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Copies of each shard of the optimizer.")
+@click.option("--save-seconds", type=click.FloatRange(min=0, max=86_400), metavar="S",
+              help="How long a save takes [from the incidents in DIR].")  # fmt: skip
+@click.option("--tls-info", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="A file with MindIO's tls_info string.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of a table.")
+def doctor(
+    directory: str,
+    dp_size: int | None,
+    replicas: int | None,
+    save_seconds: float | None,
+    tls_info: Path | None,
+    as_json: bool,
+) -> None:
+    """Find what is wrong with this machine before a job does, each with what to do.
+
+    DIR is where checkpoints go [LASTGASP_DIR]; it is tried for writing and fsync.
+    """
+    info = tls_info.read_text(errors="replace").strip() if tls_info is not None else ""
+    job = JobFacts(dp_size=dp_size, replicas=replicas, save_s=save_seconds, tls_info=info)
+    report = report_of(look(directory or os.environ.get("LASTGASP_DIR", ""), job))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    else:
+        _print(report)
+    sys.exit(int(report.errors > 0))
+
+
+def report_of(machine: Machine) -> Report:
+    """Everything about a machine."""
+    findings = examine(machine)
+    errors = sum(one.severity == "error" for one in findings)
+    frameworks = {name: machine.versions[name] for name in FRAMEWORKS if name in machine.versions}
+    return Report(_backend(machine), frameworks, findings, errors, len(findings) - errors)
+
+
+def _backend(machine: Machine) -> str:
+    try:
+        return choose_backend(machine.env, machine.places.get).describe()
+    except ConfigError as error:
+        return f"none: {error}"
+
+
+def _print(report: Report) -> None:
+    out = console()
+    found = ", ".join(f"{name} {version}" for name, version in report.frameworks.items()) or "none"
+    out.print(f"{escape(report.backend)}\nframeworks: {escape(found)}")
+    if report.findings:
+        table = Table("", "what is wrong, and what to do", "trap", title_justify="left")
+        for one in report.findings:
+            text = f"{escape(one.what)}\n[dim]{escape(one.fix)}[/]"
+            table.add_row(f"[{_STYLE[one.severity]}]{one.severity}[/]", text, one.trap)
+        out.print(table)
+    out.print(f"{len(TRAPS)} traps looked for: {report.errors} errors, {report.warnings} warnings")

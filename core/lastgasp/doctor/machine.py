@@ -1,0 +1,144 @@
+"""A machine as doctor sees it: a frozen value, looked at once, so that every trap is a pure function of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Ring = Literal["compiled", "missing", "other version", "switched off"]
+_LISTENING = "0A"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """The checkpoint directory, probed by writing to it.
+
+    Attributes:
+        error: why nothing can be written there; empty where it can.
+        fsync_error: why fsync of a file or of the directory fails; empty where it works.
+        kind, options: of the file system, as mounted.
+        free: bytes that this user may still write.
+        largest: bytes of the largest checkpoint there; 0 where there is none.
+        clock_offset_s: the file system's clock minus this host's, seconds; None where it could not be told.
+        save_s: seconds of the longest save in the directory's incident records; None where there is none.
+    """
+
+    error: str = ""
+    fsync_error: str = ""
+    kind: str = ""
+    options: tuple[str, ...] = ()
+    free: int = 0
+    largest: int = 0
+    clock_offset_s: float | None = None
+    save_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """What only the user knows of the job; None or empty where it was not said.
+
+    Attributes:
+        dp_size: ranks of the data-parallel group.
+        replicas: copies of each shard of the optimizer.
+        save_s: seconds that a save takes.
+        tls_info: MindIO's `tls_info` string.
+    """
+
+    dp_size: int | None = None
+    replicas: int | None = None
+    save_s: float | None = None
+    tls_info: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine, one user, one environment.
+
+    Attributes:
+        root: where /proc, /user and /dev stand; tests bring their own.
+        cwd: the working directory.
+        env: the environment as Python has it.
+        exec_env: the environment that this process was started with; None where it cannot be read.
+        umask: of this process.
+        versions: of the distributions of `look.DISTRIBUTIONS` that are installed.
+        places: where packages of `look.PACKAGES` lie that could be imported.
+        ring: what writes step marks.
+        directory: the checkpoint directory's name; empty where none was given.
+        storage: what is there; None where none was given.
+        shm: bytes of /dev/shm; None where there is none.
+        clock_in_step: whether the kernel says that the clock is synchronised; None where it does not tell.
+        job: what the user said.
+    """
+
+    root: Path = Path("/")
+    cwd: Path = Path("/")
+    env: Mapping[str, str] = field(default_factory=dict)
+    exec_env: Mapping[str, str] | None = None
+    umask: int = 0o022
+    versions: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Path] = field(default_factory=dict)
+    ring: Ring = "compiled"
+    directory: str = ""
+    storage: Storage | None = None
+    shm: int | None = 1 << 40
+    clock_in_step: bool | None = None
+    job: JobFacts = JobFacts()
+
+    def at(self, path: str) -> Path:
+        """A path as this machine has it: an absolute one below `root`, another below `cwd`."""
+        return self.root / path.lstrip("/") if path.startswith("/") else self.cwd / path
+
+    def has(self, distribution: str) -> bool:
+        """Whether it is installed."""
+        return distribution in self.versions
+
+    def version(self, distribution: str) -> tuple[int, ...]:
+        """The leading numbers of its version; empty where it is not installed."""
+        found = re.match(r"\d+(\.\d+)*", self.versions.get(distribution, ""))
+        return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+    @property
+    def taskd(self) -> Path | None:
+        """MindCluster's TaskD; None where there is none, or only PyPI's unrelated one."""
+        place = self.places.get("taskd")
+        return place if place is not None and is_mindcluster(place) else None
+
+    @property
+    def mindio(self) -> bool:
+        """Whether MindIO TFT is installed."""
+        return "mindio_ttp" in self.places
+
+    @property
+    def in_mindcluster(self) -> bool:
+        """Whether this is a pod of MindCluster's, or is set up like one."""
+        return self.taskd is not None or bool(self.env.get("MINDX_TASK_ID"))
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the operator has configured process-level recovery."""
+        return self.env.get("PROCESS_RECOVER") == "on" or bool(self.env.get("HIGH_AVAILABILITY"))
+
+    @property
+    def npus(self) -> int:
+        """NPUs that /dev shows."""
+        return len(list((self.root / "dev").glob("davinci[0-9]*")))
+
+    def is_listening(self, port: int) -> bool:
+        """Whether some process listens on the TCP port."""
+        return any(port in _listening(self.root / "proc/net" / name) for name in ("tcp", "tcp6"))
+
+
+def is_mindcluster(taskd: Path) -> bool:
+    """Whether a package `taskd` is MindCluster's; PyPI's is a task runner (facts/taskd.md §1)."""
+    return (taskd / "python" / "cython_api").is_dir() and (taskd / "api").is_dir()
+
+
+def _listening(table: Path) -> set[int]:
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return set()
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == _LISTENING}

@@ -1,0 +1,120 @@
+"""`lastgasp doctor` on this machine: what it looks at, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lastgasp import cli
+from lastgasp.doctor import look
+from lastgasp.doctor.machine import JobFacts
+from lastgasp.events import Incident, Phases, encode_incident
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, ["doctor", *map(str, words)])
+    return done.exit_code, done.output
+
+
+def test_this_machine_has_no_errors(tmp_path: Path) -> None:
+    code, output = run(tmp_path)
+    assert code == 0 and "traps looked for: 0 errors" in output and "backend embedded" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_and_the_code_of_an_error(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "--dp-size", "9", "--replicas", "2", "--json")
+    said = json.loads(output)
+    assert (code, said["version"], said["errors"]) == (1, 1, 1)
+    assert said["findings"][0]["trap"] == "dp-replicas" and said["findings"][0]["fix"]
+    assert said["frameworks"]["torch"].startswith("2.")
+
+
+def test_the_directory_may_stand_in_the_environment_and_need_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTGASP_DIR", str(tmp_path / "new" / "ckpts"))
+    assert run()[0] == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_wrong_usage() -> None:
+    assert run("--dp-size", "0")[0] == 2
+    assert run("--tls-info", "/absent")[0] == 2
+
+
+def test_tls_info_comes_from_a_file(tmp_path: Path) -> None:
+    info = tmp_path / "tls"
+    info.write_text("tlsCert: /absent/cert.pem; tlsPk: /absent/key.pem\n")
+    code, output = run("--tls-info", info, "--json")
+    assert code == 1 and {one["trap"] for one in json.loads(output)["findings"]} >= {
+        "tls-items",
+        "tls-key",
+        "tls-files",
+    }
+
+
+@pytest.mark.parametrize("blocked", ["torch", "lightning"])
+def test_no_framework_is_imported(blocked: str) -> None:
+    code = "import sys, lastgasp.cli as c\ntry:\n  c.main(['doctor'])\nexcept SystemExit: pass\n"
+    code += f"assert not [m for m in sys.modules if m.partition('.')[0] == {blocked!r}], sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_look_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POD_IP", "10.9.8.7")  # after the start
+    machine = look.look(str(tmp_path), JobFacts())
+    assert machine.env["POD_IP"] == "10.9.8.7" and machine.exec_env is not None
+    assert machine.exec_env.get("POD_IP") != "10.9.8.7" and machine.exec_env["PATH"]
+    assert machine.versions["torch"] and machine.places["torch"].is_dir()
+    before = os.umask(0o077)
+    try:
+        assert look.look("", JobFacts()).umask == 0o077
+    finally:
+        os.umask(before)
+
+
+def test_a_probe_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"x" * 10)
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "a").write_bytes(b"x" * 20_000)
+    second = 10**9
+    for number, took in enumerate((3, 7)):
+        phases = Phases(fault=second, agreed=10 * second, committed=(10 + took) * second)
+        record = Incident(id=str(number), job="j", attempt=0, world_size=2, ending="saved", faults=[], phases=phases)
+        (tmp_path / "incidents").mkdir(exist_ok=True)
+        (tmp_path / "incidents" / f"{number}.json").write_bytes(encode_incident(record))
+    (tmp_path / "incidents" / "broken.json").write_text("{")
+    found = look.probe(tmp_path)
+    assert (found.error, found.fsync_error, found.largest, found.save_s) == ("", "", 20_000, 7.0)
+    assert found.kind and found.free > 0 and found.clock_offset_s == 0.0
+
+
+def test_a_probe_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("lastgasp.doctor.look.os.open", refuse)
+    assert look.probe(tmp_path).error == "Permission denied"
+
+
+def test_a_probe_where_fsync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("lastgasp.doctor.look.os.fsync", refuse)
+    assert look.probe(tmp_path).fsync_error == "Invalid argument" and list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_somebody_listens_on_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert look.look("", JobFacts()).is_listening(port)
+    assert not look.look("", JobFacts()).is_listening(port)
