@@ -30,6 +30,7 @@ from .machine import Action, Kill, Note, Send
 from .operator import NOBODY
 from .rundir import Announcement
 from .service import Service
+from .tls import TlsFiles
 
 log = logging.getLogger("lastgasp.controller")
 
@@ -72,13 +73,21 @@ class Controller:
         self._announcement: Announcement | None = None
 
     async def start(self) -> int:
-        """Listen.
+        """Listen; over TLS where the environment names the files.
+
+        Raises:
+            ConfigError: the TLS files.
 
         Returns:
             The port.
         """
         self._loop = asyncio.get_running_loop()
-        self._server = await asyncio.start_server(self._serve, self._host, self._port, start_serving=False)
+        files = TlsFiles.from_environment()
+        secure = files.server() if files is not None else None
+        limit = GREETING_TIMEOUT if secure is not None else None
+        self._server = await asyncio.start_server(
+            self._serve, self._host, self._port, start_serving=False, ssl=secure, ssl_handshake_timeout=limit
+        )
         self._watch = DeathWatch(self._saw_death)
         await self._server.start_serving()
         self._ticker = asyncio.create_task(self._tick())

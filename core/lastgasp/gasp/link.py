@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 import weakref
 from typing import TypeVar
@@ -14,6 +15,7 @@ from lastgasp import __version__, _clock
 from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, LastgaspError, VersionMismatch
 
 from . import messages as m
+from .tls import TlsFiles
 
 M = TypeVar("M", bound=m.Message)
 CONNECT_TIMEOUT = 30.0
@@ -25,7 +27,7 @@ SEND_TIMEOUT = 10.0
 class Channel:
     """Frames over a socket to the controller, with a proof of the token on both sides.
 
-    `send` may be called from any thread; `receive` from one.
+    `send` may be called from any thread; `receive` from one. Over TLS where the environment names the files (`tls`).
 
     Args:
         seconds: to reach the controller, and as many again to be greeted.
@@ -33,13 +35,19 @@ class Channel:
 
     Raises (constructor):
         DeadlineExceeded: nobody listens at `address`, or who does says nothing.
+        ControlError: no TLS came about with who listens there.
+        ConfigError: the TLS files.
     """
 
     def __init__(self, address: str, seconds: float, retry: bool) -> None:
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self._address = address
+        files = TlsFiles.from_environment()
+        context = files.client() if files is not None else None
         self._socket = _connect(address, seconds, retry)
+        if context is not None:
+            self._socket = _secured(context, self._socket, address, seconds)
         self._deadline = _clock.monotonic() + seconds
         _live.add(self)
 
@@ -56,7 +64,8 @@ class Channel:
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError | EOFError) and not isinstance(error, LastgaspError):
-                why = f"the controller at {self._address} broke the greeting off: {error}"
+                plain = "" if isinstance(self._socket, ssl.SSLSocket) else _HINT
+                why = f"the controller at {self._address} broke the greeting off: {error}{plain}"
                 raise ControlError(why) from error
             raise
         self._socket.settimeout(SEND_TIMEOUT)
@@ -85,6 +94,8 @@ class Channel:
     def send(self, message: m.Message) -> None:
         """Send one message; raises OSError when the controller is gone."""
         with self._lock:
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.settimeout(SEND_TIMEOUT)
             self._socket.sendall(m.frame(message))
 
     def receive(self) -> list[m.FromController]:
@@ -94,7 +105,10 @@ class Channel:
             OSError, EOFError: the controller is gone.
             ProtocolError: it said something that is no message.
         """
-        self._read_more()
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._read_secured(self._socket)
+        else:
+            self._read_more()
         found = []
         while body := self._next_frame(m.MAX_FRAME):
             found.append(m.from_controller(body))
@@ -105,6 +119,16 @@ class Channel:
         if not data:
             raise EOFError("the controller closed the connection")
         self._buffer += data
+
+    def _read_secured(self, secured: ssl.SSLSocket) -> None:
+        """All that has come in: what TLS holds back would wake no select. Never beside a send, as OpenSSL demands."""
+        with self._lock:
+            secured.settimeout(0)
+            try:
+                while True:
+                    self._read_more()
+            except ssl.SSLWantReadError:
+                pass
 
     def _next_frame(self, limit: int) -> bytes:
         if len(self._buffer) < m.HEADER:
@@ -166,6 +190,21 @@ def _connect(address: str, seconds: float, retry: bool) -> socket.socket:
                     "Is LASTGASP_CONTROLLER that of this job, and does a firewall stand between?",
                 ) from error
             threading.Event().wait(0.1)  # the launcher may still be starting it
+
+
+_HINT = "; where the job uses TLS, set LASTGASP_TLS_CERT, LASTGASP_TLS_KEY and LASTGASP_TLS_CA here as well"
+
+
+def _secured(context: ssl.SSLContext, plain: socket.socket, address: str, seconds: float) -> socket.socket:
+    plain.settimeout(seconds)
+    try:
+        return context.wrap_socket(plain)
+    except OSError as error:
+        plain.close()
+        raise ControlError(
+            f"no TLS with the controller at {address}: {error}. Do all nodes have certificates of the same CA, and "
+            "LASTGASP_TLS_CERT, LASTGASP_TLS_KEY and LASTGASP_TLS_CA set?"
+        ) from error
 
 
 def _refusal(reason: str) -> ControlError:

@@ -82,11 +82,13 @@ class ResetFile:
                 self._asked_before = False  # it was not there: whatever appears now is meant for this run
             return None
         except OSError as error:
-            return self._warn(f"it cannot be read ({error.strerror})")
+            self._warn(f"it cannot be read ({error.strerror})")
+            return None
         try:
             return _DECODER.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            return self._warn(f"it is not what MindCluster writes ({error})")
+            self._warn(f"it is not what MindCluster writes ({error})")
+            return None
 
     def _warn(self, problem: str) -> None:
         if problem != self._problem:
@@ -116,7 +118,7 @@ class ResetWatch:
         period: seconds between two looks.
     """
 
-    def __init__(self, act: Callable[[], None], file: ResetFile | None = None, period: float = PERIOD) -> None:
+    def __init__(self, act: Callable[[], object], file: ResetFile | None = None, period: float = PERIOD) -> None:
         self._act, self._file, self._period = act, file or ResetFile(), period
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lastgasp-reset-file", daemon=True)

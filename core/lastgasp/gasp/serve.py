@@ -58,7 +58,7 @@ class ControllerThread:
         self._thread.start()
         try:
             self.endpoint = Endpoint(host, self._run(self._controller.start()), token)
-        except OSError:
+        except BaseException:
             self._end()
             raise
 

@@ -1,0 +1,94 @@
+"""TLS 1.3 with client certificates on the control connection, where the environment names the files.
+
+The token proves that both ends belong to one job; TLS keeps what they say, the token's proofs included, from others on
+the network. Addresses in a cluster change, so a certificate is checked against the job's own CA and not for a name.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgasp.errors import ConfigError
+
+CERT, KEY, CA = "LASTGASP_TLS_CERT", "LASTGASP_TLS_KEY", "LASTGASP_TLS_CA"
+_WHAT = {CERT: "a PEM file with this node's certificate", KEY: "a PEM file with its private key, without a password",
+         CA: "a PEM file with the CA that has signed all nodes' certificates"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one node.
+
+    Args:
+        cert, key: its own certificate and private key; ca: who signs the certificates of all nodes.
+    """
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] | None = None) -> TlsFiles | None:
+        """What `LASTGASP_TLS_CERT`, `_KEY` and `_CA` name; None where none of them is set.
+
+        Raises:
+            ConfigError: one of them is missing, cannot be read, or the key can be read by others.
+        """
+        env = os.environ if env is None else env
+        named = {name: env.get(name, "") for name in (CERT, KEY, CA)}
+        if not any(named.values()):
+            return None
+        return cls(*(_readable(name, value) for name, value in named.items()))
+
+    def server(self) -> ssl.SSLContext:
+        """For the controller: it asks each rank for a certificate.
+
+        Raises:
+            ConfigError: the files are no certificate, no key, or do not belong together.
+        """
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client(self) -> ssl.SSLContext:
+        """For ranks and operators. Raises as `server`."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            allowed = "a certificate and the private key that belongs to it, without a password, in PEM"
+            given = f"{self.cert}, {self.key}"
+            raise ConfigError(f"{CERT}, {KEY}", given, allowed, f"OpenSSL says: {error}") from error
+        try:
+            context.load_verify_locations(self.ca)
+        except ssl.SSLError as error:
+            raise ConfigError(CA, str(self.ca), _WHAT[CA], f"OpenSSL says: {error}") from error
+        return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key asks for a password")
+
+
+def _readable(name: str, value: str) -> Path:
+    if not value:
+        raise ConfigError(name, None, _WHAT[name], f"Set {CERT}, {KEY} and {CA}, or none of them.")
+    path = Path(value).expanduser()
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    except OSError as error:
+        raise ConfigError(name, value, _WHAT[name], f"It cannot be read: {error.strerror or error}.") from error
+    if name == KEY and mode & 0o077:
+        allowed = f"a file that only its owner can read, not one of mode {mode:04o}"
+        raise ConfigError(name, value, allowed, f"chmod 600 {value}")
+    return path
