@@ -44,7 +44,7 @@ def test_the_module_runs_as_the_script_does() -> None:
     assert done.stdout == f"lastgasp, version {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["verify", "incident", "ps", "switch", "demo"])
+@pytest.mark.parametrize("command", ["verify", "incident", "ps", "switch", "doctor", "job", "demo"])
 def test_each_command_has_help_with_examples_and_codes(command: str) -> None:
     done = CliRunner().invoke(cli.main, [command, "--help"])
     assert done.exit_code == 0

@@ -1,0 +1,88 @@
+"""Tables of the documentation that are made from the code: `python tests/support/tables.py` writes them anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def acjob_rules() -> str:
+    """The rules of `lastgasp job check`."""
+    from lastgasp.jobs.acjob.check import FAMILIES
+    from lastgasp.jobs.acjob.rules import RULES
+
+    assert FAMILIES
+    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in RULES.values()]
+    return _table(("rule", "weight", "what is found", "facts"), rows)
+
+
+def acjob_patches() -> str:
+    """What `lastgasp job patch` adds for each goal, taken from patches of a bare job."""
+    from lastgasp.jobs.acjob.check import source_of
+    from lastgasp.jobs.acjob.patch import GOALS, goals_of, patch
+    from support.acjob import NAME, bare
+
+    rows = []
+    for goal in GOALS:
+        patched = patch(source_of(NAME, bare().encode()), goals_of(goal))
+        added = [line[1:] for line in patched.diff("x").splitlines()[2:] if line.startswith("+")]
+        job = [_cell(line.strip()) for line in added if re.match(r" {4}[a-zA-Z]", line)]
+        names = dict.fromkeys(found[1] for line in added if (found := re.search(r"name: ([-A-Z_a-z]+)$", line)))
+        rows.append((f"`{goal}`", "<br>".join(job), ", ".join(f"`{name}`" for name in names)))
+    return _table(("strategy", "labels and annotations", "variables, ports and mounts of every replica type"), rows)
+
+
+def doctor_traps() -> str:
+    """The traps of `lastgasp doctor`."""
+    from lastgasp.doctor.machine import Machine
+    from lastgasp.doctor.traps import TRAPS, examine
+
+    examine(Machine())  # fills the table
+    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in TRAPS.values()]
+    return _table(("trap", "weight", "what is found", "facts"), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "rules": ("ascend-job-yaml.md", acjob_rules),
+    "patches": ("ascend-job-yaml.md", acjob_patches),
+    "traps": ("doctor.md", doctor_traps),
+}
+"""Name of the marker -> page, and what makes the table."""
+
+
+def in_page(name: str) -> str:
+    """The table as the page has it."""
+    page, _ = TABLES[name]
+    found = _between(name).search((DOCS / page).read_text())
+    return found[1] if found else ""
+
+
+def write() -> None:
+    """Put every table into its page."""
+    for name, (page, make) in TABLES.items():
+        text = (DOCS / page).read_text()
+        new = f"<!-- begin {name} -->\n{make()}<!-- end {name} -->"
+        (DOCS / page).write_text(_between(name).sub(lambda _, new=new: new, text))  # type: ignore[misc]
+
+
+def _between(name: str) -> re.Pattern[str]:
+    return re.compile(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", re.S)
+
+
+def _cell(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in lines)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "core")]
+    write()
