@@ -120,6 +120,29 @@ def test_the_faulty_rank_saves_where_nobody_else_is_left(tmp_path: Path, trace: 
     assert job.saved() == ["step-1.toy"]
 
 
+def test_another_holder_saves_where_one_cannot(tmp_path: Path, trace: Trace) -> None:
+    with begun(tmp_path, world=3, failing=[0]) as job:
+        job.step(2)
+        job.stuck(0, 1)
+        job.ranks[2].signal(signal.SIGKILL)
+        assert job.ranks[0].wait_for("save")["step"] == 2
+        assert job.ranks[1].wait_for("save")["step"] == 2
+        assert [job.ranks[rank].code() for rank in (0, 1)] == [exitcodes.SAVED] * 2
+        incident = job.incident()
+    assert incident.savers == [1]
+    assert job.saved() == ["step-2.toy"]
+
+
+def test_ranks_that_all_raise_are_saved_all_the_same(tmp_path: Path, trace: Trace) -> None:
+    with begun(tmp_path, world=2) as job:
+        job.step(6)
+        for rank in job.ranks:
+            rank.tell("raise")
+        assert [rank.code() for rank in job.ranks] == [exitcodes.SAVED] * 2
+        assert {fault.rank for fault in job.incident().faults} == {0, 1}
+    assert job.saved() == ["step-6.toy"]
+
+
 @pytest.mark.parametrize("told", [(1,), (0, 1)], ids=["one", "all"])
 def test_told_to_stop_by_sigterm(tmp_path: Path, trace: Trace, told: tuple[int, ...]) -> None:
     with begun(tmp_path, world=2) as job:

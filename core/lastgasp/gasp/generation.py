@@ -119,7 +119,8 @@ class Generation:
         if self.incident is None:
             self.incident = new_incident(self.hello, self.machine.recovery, now)
             if isinstance(self.machine, Observer):
-                self.incident.led_by, self.incident.backend = self.machine.leader, self.machine.leader.lower()
+                leader = self.machine.leader
+                self.incident.led_by, self.incident.backend = leader, leader.partition(" ")[0].lower()
         setattr(self.incident.phases, note.phase, now)
         if note.phase == "released":
             self.over_since = _clock.monotonic()
@@ -129,6 +130,8 @@ class Generation:
         """Fill in what the machine knows now; the causes of deaths become known a little later."""
         if self.incident is not None:
             fill_incident(self.incident, self.machine)
+            if isinstance(self.machine, Observer) and self.machine.leading:
+                self.incident.led_by = f"{self.machine.leader}, then controller"
 
 
 _SAME = (

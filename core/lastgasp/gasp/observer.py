@@ -2,11 +2,13 @@
 
 What MindIO lacks is added here: the small state of dead ranks, what savers pass to the rank that publishes, the
 incident record, a word to all ranks how the recovery ended, and the end of ranks that hang (MindIO notices only
-processes that are gone, facts/mindio_tft.md §7.1).
+processes that are gone, facts/mindio_tft.md §7.1). Where it ends without a checkpoint, or begins none (§16.4-6), this
+one leads after all, as the embedded engine does: MindIO gives the ranks ten seconds more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,13 +17,23 @@ from lastgasp.events import Fault, Unused
 from . import messages as m
 from .machine import Action, Kill, Machine, Member, Note, Send
 
+PATIENCE = 40.0
+"""Seconds from a fault until the leader must have ordered a save: 8 to 12 until it notices, 2 and 5 to look again, and
+half a minute in which ranks reach the step (facts/mindio_tft.md §12)."""
+IN_MINDX = "MindIO in TaskD"
+"""The leader's name where TaskD decides what is done, which may take as long as it likes."""
+
 
 @dataclass
 class Observer(Machine):
-    """As the machine, for one generation that `leader` leads. Hold no reference to the machine that it follows."""
+    """As the machine, for one generation that `leader` leads."""
 
     leader: str = ""
+    leading: bool = False
+    """It has taken over."""
     _kept: dict[int, m.Saved] = field(default_factory=dict)
+    _asked: bool = False
+    _patient_until: float = math.inf
 
     @classmethod
     def following(cls, machine: Machine, leader: str) -> Observer:
@@ -38,72 +50,99 @@ class Observer(Machine):
 
     def joined(self, rank: int, now: float) -> list[Action]:
         """A rank proved itself; also one that the leader has started anew in the middle of the job."""
+        if self.leading or self.state == "over":
+            return super().joined(rank, now)
         self.members[rank] = Member(rank=rank)
         self.progress.joined(rank, now)
-        return [self._release_to(rank)] if self.state == "over" else []
+        return []
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
-        """Only hangs are looked for: every other deadline is the leader's."""
+        """Of the deadlines only one is this one's: the leader must begin."""
         if self.state == "over":  # who still hangs was told to leave, and cannot hear it
-            silent = [self.members[rank] for rank in sorted(self.progress.silent(now, stopped))]
-            left = [member for member in silent if member.here]
-            for member in left:
-                member.hung = True
-            return [Kill(rank=member.rank) for member in left]
+            return self._kill_silent(now, stopped)
+        if self.leading:
+            return super().tick(now, at_ns, stopped)
         if self.state != "running":
-            return []
+            return self._take_over(now) if now >= self._patient_until and not self._asked else []
         hung = self.progress.hung(now, stopped)
         return self._hang(hung, at_ns, now) if hung else []
 
+    def _kill_silent(self, now: float, stopped: frozenset[int]) -> list[Action]:
+        members = [self.members[rank] for rank in sorted(self.progress.silent(now, stopped)) if rank in self.members]
+        left = [member for member in members if member.here]
+        for member in left:
+            member.hung = True
+        return [Kill(rank=member.rank) for member in left]
+
     def _handlers(self) -> dict[type, Callable[[Member, m.FromRank, float], list[Action]]]:
-        keep = (m.Begin, m.Status, m.Report, m.Goodbye)
-        mine = {kind: handler for kind, handler in super()._handlers().items() if kind in keep}
-        return mine | {m.Consult: self._on_consult, m.Ended: self._on_ended}
+        all_of_them = super()._handlers() | {m.Consult: self._on_consult, m.Ended: self._on_ended}
+        if self.leading:
+            return all_of_them
+        keep = (m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended)
+        mine = {kind: handler for kind, handler in all_of_them.items() if kind in keep}
+        return mine | {m.SaveFailed: self._on_leaders_save_failed}
 
     def _fault(self, fault: Fault, now: float) -> list[Action]:
+        if self.leading:
+            return super()._fault(fault, now)
         if self.state == "over" or any(f.rank == fault.rank and f.kind == fault.kind for f in self.faults):
             return []
         self.faults.append(fault)
-        if self.state == "running":
-            self.state, self.recovery = "preparing", self.recovery + 1
-            return [Note(phase="detected")]
-        return []
+        if self.state != "running":
+            return []
+        self.state = "preparing"
+        self._patient_until = math.inf if self.leader == IN_MINDX else now + PATIENCE
+        return [Note(phase="detected")]
+
+    def _take_over(self, now: float) -> list[Action]:
+        """Lead, from the faults that are known, as if they had happened just now."""
+        self.leading, self.state = True, "running"
+        faults, self.faults = self.faults, []
+        actions = [action for fault in faults for action in super(Observer, self)._fault(fault, now)]
+        return [action for action in actions if action != Note(phase="detected")]
 
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
         actions = super()._hang(ranks, at_ns, now)
         return actions + [Kill(rank=rank) for rank in sorted(ranks) if self.members[rank].hung]
 
-    @staticmethod
-    def _must_be_killed(member: Member) -> bool:
-        """Nobody is asked to prepare here, so an answer that is missing tells nothing."""
+    def _must_be_killed(self, member: Member) -> bool:  # type: ignore[override]
+        """Nobody is asked to prepare while another leads, so an answer that is missing tells nothing."""
+        if self.leading:
+            return Machine._must_be_killed(member)
         return member.hung and not member.gone
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
+        if self.leading:
+            return super()._after_loss(rank, now)
         if self.state == "over" or not self.faults or any(member.here for member in self.members.values()):
             return []
         return self._end("gave_up", f"{self.leader} ended all ranks and no checkpoint was published")
 
     def _on_consult(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Consult)
-        first = not self._kept
         if message.saved is not None:
             self._kept[member.rank] = message.saved
         parts = {rank: kept.part for rank, kept in sorted(self._kept.items()) if kept.plan == message.step}
         answer = Send(rank=member.rank, message=m.Consulted(step=message.step, small={}, parts=parts))
-        notes: list[Action] = [Note(phase="agreed")] if message.saved is None and first else []
+        notes: list[Action] = [] if self._asked else [Note(phase="agreed")]
+        self._asked = True
         return [*notes, answer]
+
+    def _on_leaders_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        """The leader gives up with that; another holder may do better."""
+        assert isinstance(message, m.SaveFailed)
+        member.failed, member.failures = message.why, member.failures + 1
+        return self._take_over(now) if self.faults else []
 
     def _on_ended(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Ended)
         if self.state == "over":
             return []
+        if message.ending != "saved":
+            return [] if self.leading else self._take_over(now)
         out, kept = self.outcome, {r: s for r, s in self._kept.items() if s.plan == message.step}
         reached = max((other.step for other in self.members.values()), default=0)
-        durable = max((other.durable for other in self.members.values()), default=0)
         out.step, out.path, out.savers = message.step, message.path, tuple(kept)
-        if message.ending != "saved":
-            out.step, out.lost = None, max(0, reached - durable)
-            return self._end(message.ending, message.reason)
         out.nbytes, out.lost = sum(saved.nbytes for saved in kept.values()), max(0, reached - message.step)
         out.first_byte_ns = min((s.first_byte_ns for s in kept.values() if s.first_byte_ns), default=None)
         out.unused = tuple(

@@ -18,6 +18,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.ports import InPlace, StateSource
@@ -105,7 +106,7 @@ class MindioGasp:
         self._handlers.register(api)
         self._window = Window(api, self._stand, self._limit)
         self._processor.led_elsewhere = self._told
-        self._processor.tell(m.Led(by=NAME))
+        self._processor.tell(m.Led(by=IN_MINDX if TASKD in os.environ else NAME))
         self._processor.begin()
         self._state = "running"
         atexit.register(self._left_unannounced)
@@ -176,7 +177,7 @@ class MindioGasp:
     # -- faults -----------------------------------------------------------------------------------
 
     def fault(self, kind: str, cause: str) -> None:
-        """Tell MindIO, wait for its ending; where it makes no checkpoint, save alone if this rank can."""
+        """Tell MindIO, wait for its ending; where it makes no checkpoint, our controller leads after all."""
         fault = self._fault_here(kind, cause)
         if self._state != "running" or self._api is None:
             self._processor.over(given_up("MindIO was not running"))
@@ -188,7 +189,7 @@ class MindioGasp:
         except BaseException as error:  # whatever it is, the fallback follows
             log.error("MindIO could not be told: %s", m.one_line(error))
         if self._stand.wait_over(SETTLE) is None:
-            self._alone(fault)
+            self._lead_after_all(fault)
 
     def _tell(self, kind: str, cause: str) -> None:
         assert self.strategies is not None
@@ -204,13 +205,17 @@ class MindioGasp:
         now, text = _clock.wall_ns(), m.encodable(cause)
         return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._stand.step, seen_ns=now)
 
-    def _alone(self, fault: Fault) -> None:
-        """MindIO saves nothing where the faulty rank is the only holder, or all are faulty; our engine does."""
+    def _lead_after_all(self, fault: Fault) -> None:
+        """MindIO saves nothing where the faulty ranks are the only holders, and in other cases (facts §16); we do."""
+        log.warning("MindIO made no checkpoint (its log is in %s)", os.environ.get(limits.LOG_PATH))
+        nothing = m.Ended(ending="gave_up", step=-1, path="", reason=f"{NAME} made no checkpoint")
+        if self._processor.tell(nothing) and self._stand.wait_over(self._limit) is not None:
+            return
         try:
             outcome = self._control.alone(fault)
         except BaseException as error:
             outcome = given_up(m.one_line(error))
-        self._over(m.Ended(ending=outcome.ending, step=outcome.step, path=outcome.path, reason=outcome.reason))
+        self._processor.over(outcome)
 
     def _told(self, fault: Fault) -> None:
         """The control thread saw something; it must not wait."""
@@ -228,7 +233,7 @@ class MindioGasp:
         except Exception as error:
             log.error("MindIO could not be told: %s", m.one_line(error))
         if self._stand.wait_over(SETTLE) is None:
-            self._alone(fault)
+            self._lead_after_all(fault)
 
     def _over(self, ended: m.Ended) -> None:
         """This rank knows the ending: tell the others, by way of our controller, and this one's training thread."""

@@ -79,7 +79,17 @@ class Handlers:
     # -- dump -------------------------------------------------------------------------------------
 
     def save_ckpt(self, step: int, save_info: list[Mapping[str, Any]], args: Any, ctx: Any) -> None:
-        """This rank holds a shard that is wanted: write it under a temporary name, pass on what the publisher needs."""
+        """This rank holds a shard that is wanted: write it under a temporary name, pass on what the publisher needs.
+
+        A failure is our controller's as well, which then finds another holder: MindIO looks for none.
+        """
+        try:
+            self._save(step, save_info)
+        except BaseException as error:
+            self.processor.tell(m.SaveFailed(recovery=0, plan=step, why=m.one_line(error)))
+            raise
+
+    def _save(self, step: int, save_info: list[Mapping[str, Any]]) -> None:
         limit = self.config.finish_timeout + 2 * self.config.save_timeout
         self.stand.hold(limit, step)
         self._outside(step)
