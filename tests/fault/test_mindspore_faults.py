@@ -1,0 +1,146 @@
+"""Real MindSpore and MindFormers jobs with real faults: the step is saved, the restart goes on with the same losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from lastgasp.events import Incident, decode_incident
+from lastgasp.testing.faults import read_log
+from support.mindspore import place
+from support.mindspore.job import Job, LlamaJob
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
+]
+STEP, LAST = 11, 16
+"""Completed updates when the fault comes, in the middle of the second epoch; and at the end."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault on one rank. `saved`: the step that must be saved."""
+
+    kind: str
+    rank: int
+    phase: str = "forward"
+    saved: tuple[int, ...] = (STEP,)
+    job: str = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.job}-{self.kind}-rank{self.rank}-{self.phase}"
+
+    @property
+    def fault(self) -> str:
+        """For LASTGASP_FAULT."""
+        return f"kind={self.kind},rank={self.rank},step={STEP},phase={self.phase}"
+
+
+# A rank that is told to stop goes on to the end of its graph, and so do the others. Whoever has finished its graph has
+# given the others all that they need, so they finish theirs too.
+KILLED = [Case("sigkill", rank) for rank in (0, 1)]
+REST = [
+    *(Case("exception", rank) for rank in (0, 1)),
+    *(Case("sigterm", rank, saved=(STEP + 1,)) for rank in (0, 1)),
+    *(Case("sigkill", rank, "data") for rank in (0, 1)),
+    *(Case("sigkill", rank, "after_update", (STEP + 1,)) for rank in (0, 1)),
+    *(Case("exception", rank, "after_update", (STEP + 1,)) for rank in (0, 1)),
+    *(Case("sigkill", rank, "step_end", (STEP + 1,)) for rank in (0, 1)),
+]
+COVERING = [
+    *KILLED,
+    Case("exception", 1),
+    Case("sigterm", 0, saved=(STEP + 1,)),
+    Case("sigkill", 0, "after_update", (STEP + 1,)),
+]
+LLAMA = [replace(case, job="llama") for case in (*KILLED, *REST)]
+LLAMA_COVERING = [replace(KILLED[1], job="llama")]
+
+
+def plain(folder: Path, ranks: int = 2) -> Job:
+    """Two epochs of eight steps, nothing saved but by a gasp. No clipping: nothing gathers the gradients."""
+    return Job(folder=folder, ranks=ranks, launcher="run", arguments=("--lastgasp", str(folder / "ckpts")))
+
+
+def llama(folder: Path, ranks: int = 2) -> LlamaJob:
+    """MindFormers with the flag in its YAML; CheckpointMonitor saves at step 4, 8, 12."""
+    changes = {"lastgasp": {"enable": True, "dir": str(folder / "ckpts")}}
+    return LlamaJob(folder=folder, ranks=ranks, launcher="run", changes=changes)
+
+
+JOBS = {"plain": plain, "llama": llama}
+Losses = dict[tuple[int, int], list[str]]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Losses]:
+    """The losses of uninterrupted runs, filled as they are asked for."""
+    return {}
+
+
+def reference(name: str, ranks: int, kept: dict[tuple[str, int], Losses], near: Path) -> Losses:
+    """The losses of the uninterrupted run, without lastgasp."""
+    if (name, ranks) not in kept:
+        folder = near.parent / f"reference-{name}-{ranks}"
+        folder.mkdir()
+        bare = Job(folder=folder, ranks=ranks) if name == "plain" else LlamaJob(folder=folder, ranks=ranks)
+        finished = bare.run({"LASTGASP_FAULT": ""})
+        assert finished.returncode == 0, finished.output
+        kept[name, ranks] = bare.losses()
+        assert {step for _, step in kept[name, ranks]} == set(range(1, LAST + 1))
+    return kept[name, ranks]
+
+
+def incidents(folder: Path) -> list[Incident]:
+    """The records, oldest first."""
+    return [decode_incident(path.read_bytes()) for path in sorted((folder / "ckpts" / "incidents").glob("*.json"))]
+
+
+def run_with(job: Job, fault: str, **environ: str) -> str:
+    """Run it under the launcher, which restarts it; returns the output."""
+    log = job.folder / "faults"
+    finished = job.run({"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(log)} | environ, timeout=170)
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+    assert len(read_log(log)) == fault.count("kind="), finished.output
+    return finished.output
+
+
+def check(case: Case, folder: Path, kept: dict[tuple[str, int], Losses], ranks: int = 2) -> None:
+    """Saved at the right step, by nobody that was dead, and trained on as if nothing had been."""
+    expected = reference(case.job, ranks, kept, folder)
+    job = JOBS[case.job](folder, ranks)
+    output = run_with(job, case.fault)
+    (incident,) = incidents(folder)
+    assert (incident.ending, incident.steps_lost) == ("saved", 0), (incident, output)
+    assert incident.step_saved in case.saved, (incident, output)
+    assert case.kind != "sigkill" or case.rank not in incident.savers
+    assert incident.step_saved is not None
+    check_losses(job, expected, incident.step_saved)
+
+
+def check_losses(job: Job, expected: Losses, saved: int) -> None:
+    """Each step after the saved one was trained by the second process, and every loss is bit for bit the same."""
+    losses = job.losses()
+    assert set(losses) | {key for key in expected if key[1] == saved} == set(expected)
+    wrong = {key: (times, expected[key]) for key, times in losses.items() if set(times) != set(expected[key])}
+    assert not wrong, wrong
+    for rank in {rank for rank, _ in expected}:
+        assert job.steps(rank)[-1] == list(range(saved + 1, LAST + 1))
+
+
+@pytest.mark.parametrize("case", [*COVERING, *LLAMA_COVERING], ids=str)
+def test_covering(case: Case, tmp_path: Path, references: dict[tuple[str, int], Losses]) -> None:
+    check(case, tmp_path, references)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", [case for case in (*KILLED, *REST, *LLAMA) if case not in (*COVERING, *LLAMA_COVERING)], ids=str
+)
+def test_rest_of_the_matrix(case: Case, tmp_path: Path, references: dict[tuple[str, int], Losses]) -> None:
+    check(case, tmp_path, references)
