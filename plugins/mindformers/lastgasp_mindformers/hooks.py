@@ -58,6 +58,16 @@ class Training:
         run.close(goodbye=True)
         return result
 
+    def around_pynative(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """`train` of the pynative Trainer, which has a loop of its own."""
+        from lastgasp_mindformers.pynative import asked, protected
+
+        options = asked(args[0])
+        if options is None:
+            with self._absent():
+                return call(*args, **kwargs)
+        return protected(call, args[0], bound(call, args, kwargs), options)
+
     def around_process(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """`training_process`: what was chosen must still be what is about to be loaded."""
         if self._run is not None:

@@ -26,6 +26,7 @@ log = logging.getLogger("lastgasp")
 
 _TRAINER = "mindformers.trainer.trainer"
 _BASE = "mindformers.trainer.base_trainer"
+_PYNATIVE = "mindformers.pynative.trainer.trainer"
 _MODEL = "mindspore.train.model"
 _ARGUMENTS = ("train_dataset", "callbacks", "dataset_sink_mode", "sink_size", "initial_epoch")
 _RESUME = ("resume_from_checkpoint", "resume_training")
@@ -95,6 +96,7 @@ class Installation:
                 Hook(_TRAINER, "Trainer", "finetune", around, _RESUME),
             ]
         )
+        self._pynative = Patches([Hook(_PYNATIVE, "Trainer", "train", training.around_pynative, ("checkpoint_path",))])
         self._model = Patches(
             [
                 Hook(_MODEL, "Model", "train", training.around_model, ("epoch", *_ARGUMENTS)),
@@ -108,6 +110,7 @@ class Installation:
         """Wrap the triggers, now or when they are imported."""
         self._active = True
         wrapt.register_post_import_hook(self._imported, _TRAINER)
+        wrapt.register_post_import_hook(self._pynative_imported, _PYNATIVE)
 
     def turn_on(self) -> None:
         """Wrap what protects a training. Idempotent.
@@ -125,20 +128,22 @@ class Installation:
     def undo(self) -> None:
         """Take everything back. Idempotent."""
         self._active = self._on = False
-        for patches in (self._process, self._model, self._trigger):
+        for patches in (self._process, self._model, self._trigger, self._pynative):
             patches.undo()
 
     @contextlib.contextmanager
     def absent(self) -> Iterator[None]:
         """For a training that does not ask for lastgasp: nothing is wrapped, and afterwards the triggers are again."""
         was_on, self._on = self._on, False
-        for patches in (self._process, self._model, self._trigger):
+        for patches in (self._process, self._model, self._trigger, self._pynative):
             patches.undo()
         try:
             yield
         finally:
             if self._active:
-                self._trigger.place()
+                for patches in (self._trigger, self._pynative):
+                    if patches.hooks[0].module in sys.modules:
+                        patches.place()
             if self._active and was_on:
                 self.turn_on()
 
@@ -148,6 +153,10 @@ class Installation:
         self._trigger.place()
         if self._on and _BASE in sys.modules:
             self._process.place()
+
+    def _pynative_imported(self, module: ModuleType) -> None:
+        if self._active:
+            self._pynative.place()
 
     def _model_imported(self, module: ModuleType) -> None:
         if self._active and self._on:

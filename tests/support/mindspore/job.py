@@ -28,7 +28,8 @@ class Job:
     Attributes:
         folder: working directory; losses go to `losses` in it, logs of msrun to `msrun`.
         ranks: processes; 1 without msrun, unless the launcher is "run".
-        launcher: "msrun" without lastgasp; "run" is `lastgasp run --framework mindspore`.
+        launcher: "msrun" without lastgasp; "run" is `lastgasp run --framework mindspore`; "start" is one process with
+            the plugin's hooks, as the `.pth` file of an installed lastgasp places them.
         launch_options: of the launcher.
         version: of mindformers, one of `place.VERSIONS`.
         script: what each rank runs.
@@ -50,6 +51,8 @@ class Job:
         there = ["env", "-C", str(self.folder)]
         numbers = [f"--worker_num={self.ranks}", f"--local_worker_num={self.ranks}", f"--master_port={free_port()}"]
         options = [*numbers, f"--log_dir={self.folder / 'msrun'}", "--join=True", *self.launch_options]
+        if self.launcher == "start":
+            return [*there, python, "-m", "lastgasp_mindformers.start", *script]
         if self.launcher == "run":
             return [*there, python, "-m", "lastgasp", "run", "--framework", "mindspore", *options, *script]
         return [*there, str(binaries / "msrun"), *options, *script] if self.ranks > 1 else [*there, python, *script]

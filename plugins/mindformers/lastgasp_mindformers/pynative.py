@@ -1,0 +1,285 @@
+"""The Trainer of `mindformers.pynative`: what happens around its `train`, and what its callbacks tell (facts §8).
+
+It has neither `Model.train` nor BaseTrainer, its callbacks hear of no exception, and nobody marks its steps. The state
+is read as in graph mode: by another thread, with the optimizer's two counters (gate.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lastgasp.choosing import Choice
+from lastgasp.errors import CheckpointError, ConfigError
+from lastgasp.gasp.stand import Released
+from lastgasp_mindformers.layouts import ITERATIONS, decode_small
+from lastgasp_mindformers.manifests import SMALL, Saved
+from lastgasp_mindformers.pynative_source import PynativeSource
+from lastgasp_mindformers.run import Run
+from lastgasp_mindformers.settings import Options, options_of_config
+from lastgasp_mindformers.small import Numbers, decode, restore_random
+from lastgasp_mindformers.state import MindSporeState
+
+log = logging.getLogger("lastgasp")
+
+
+def asked(trainer: Any) -> Options | None:
+    """What the trainer's configuration or the environment asks for; None where lastgasp is off.
+
+    Raises:
+        ConfigError: a key or a value that is not allowed.
+    """
+    config = trainer.config
+    section = getattr(config, "lastgasp", None)
+    told = {
+        "lastgasp": section if section is None or isinstance(section, dict) else section.to_dict(),
+        "output_dir": config.checkpoint.save_path,
+    }
+    return options_of_config(told)
+
+
+def protected(call: Any, trainer: Any, arguments: dict[str, Any], options: Options) -> Any:
+    """Call `train` of a trainer that asked for lastgasp.
+
+    Args:
+        arguments: of the call, by name.
+    """
+    run = PynativeRun(options, trainer)
+    try:
+        with run.callbacks():
+            result = call(trainer, **run.steered(arguments))
+    except BaseException as error:
+        end = run.end_with if run.begun else run.end_early
+        end(_origin(error))
+        raise
+    run.close(goodbye=True)
+    return result
+
+
+def _origin(error: BaseException) -> BaseException:
+    """What the trainer of 1.9.0 wraps into a RuntimeError of its own ("Error in training step")."""
+    cause = error.__cause__
+    wrapped = isinstance(cause, Released) or str(error).startswith("Error in training step")
+    return cause if wrapped and cause is not None else error
+
+
+class _At(NamedTuple):
+    """The step under way or just completed; as much of `Model.train`'s parameters as Run looks at."""
+
+    step: int
+    epoch: int
+    within: int
+    net_outputs: Any = None
+
+
+class _Both:
+    """Model and optimizer as one network, as far as the state looks at it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._parts = [*_models(trainer), trainer.optimizer]
+
+    def cells_and_names(self) -> Iterator[tuple[str, Any]]:
+        """Every cell."""
+        for part in self._parts:
+            yield from part.cells_and_names()
+
+    def parameters_and_names(self) -> Iterator[tuple[str, Any]]:
+        """Every parameter, under its own name."""
+        for part in self._parts:
+            yield from ((param.name, param) for param in part.get_parameters())
+
+
+def _models(trainer: Any) -> list[Any]:
+    """2.x has a list of them, for pipelines."""
+    return list(trainer.model) if isinstance(trainer.model, list | tuple) else [trainer.model]
+
+
+class PynativeRun(Run):
+    """One training of the pynative Trainer.
+
+    Args:
+        options: what was asked for; trainer: MindFormers'.
+
+    Attributes:
+        begun: whether training has; before that there is nothing to save.
+
+    Raises (constructor):
+        ConfigError: more than one process or model part, no optimizer, a directory that cannot be written.
+    """
+
+    def __init__(self, options: Options, trainer: Any) -> None:
+        _refuse(trainer)
+        super().__init__(options)
+        self._trainer, self._checkpoint = trainer, trainer.config.checkpoint
+        saves = self._checkpoint.save_path if self._checkpoint.enable_save else ""
+        self._directory = Path(saves or options.gasp.directory).absolute()
+        self._was: tuple[int, bool] = (0, bool(self._checkpoint.no_load_optim))
+        self._waiting: list[Saved] = []
+        self.begun = False
+        self._bind_pynative()
+
+    def _bind_pynative(self) -> None:
+        session = self.session
+        self.state = MindSporeState(
+            _Both(self._trainer),
+            session.stand,
+            updating=session.updating,
+            step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method
+            finish=session.config.finish_timeout,
+        )
+        self._source.inner = PynativeSource(self.state, self._trainer, self._directory, self.place, session.config)
+
+    def callbacks(self) -> _Callbacks:
+        """While its context lasts, the trainer calls this run."""
+        return _Callbacks(self, self._trainer.callback_handler.callbacks)
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def steered(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `train` with the checkpoint to go on from, where there is one.
+
+        Raises:
+            NoGoodCheckpoint: this job has checkpoints, and none can be trusted.
+        """
+        folders = dict.fromkeys((self._directory, self.options.gasp.directory.absolute()))
+        elsewhere = arguments.get("checkpoint_path") or self._checkpoint.load_path
+        if elsewhere and ITERATIONS.step(Path(elsewhere)) is None:
+            folders[Path(elsewhere).absolute()] = None
+        choice = Choice(self.options.gasp, list(folders), ITERATIONS, self.place, self.session.gather, (0, 1))
+        chosen = choice.choose(instead=bool(elsewhere) and Path(elsewhere).absolute() not in folders)
+        if chosen is None:
+            if elsewhere and not Path(elsewhere).exists():
+                log.warning("%s does not exist: training starts from scratch", elsewhere)
+                self._checkpoint.load_path = ""
+                return arguments | {"checkpoint_path": None}
+            return arguments
+        self._was = (ITERATIONS.step(chosen) or 0, self._was[1])
+        if self._was[1] and chosen.parent in (self._directory, self.options.gasp.directory.absolute()):
+            self._checkpoint.no_load_optim = False  # the job's own: it goes on, whatever it once started from
+        self._small = _small_of(chosen, self.place.rank)
+        log.info("going on from %s", chosen)
+        return arguments | {"checkpoint_path": str(chosen)}
+
+    def began(self, state: Any) -> None:
+        """`on_train_begin`: everything is loaded."""
+        assert self.state is not None
+        self._checkpoint.no_load_optim = self._was[1]
+        if self._small:
+            restore_random(decode(self._small))
+        self._marks.begin([])
+        done = int(state.global_step)
+        self.state.begin(Numbers(step=done, epoch=self._epoch(done), within=done % self._per_epoch))
+        self.session.begin(done, durable=done if done and done == self._was[0] else 0)
+        self.session.take_sigterm()
+        self.begun = True
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @property
+    def _per_epoch(self) -> int:
+        return max(1, int(self._trainer.train_epoch_step))
+
+    def _epoch(self, step: int) -> int:
+        return max(1, -(-step // self._per_epoch))
+
+    def at(self, step: int) -> _At:
+        """The step that makes `step` completed ones."""
+        return _At(step, self._epoch(step), (step - 1) % self._per_epoch + 1)
+
+    def _numbers(self, params: Any, outputs: Any = None) -> Numbers:
+        return Numbers(params.step, params.epoch, params.within)
+
+    def first_batch(self, trainer_state: Any) -> None:
+        """The iterator has been made and skipped what was trained; the one of the next epoch must not skip again."""
+        if int(trainer_state.global_step) == self._was[0] and self._was[0]:
+            self._trainer.train_dataset.set_init_step(0)
+
+    def saved(self, step: int) -> None:
+        """The trainer's own callback may have saved this step: a manifest for it, and for those of before."""
+        every = int(self._checkpoint.save_interleaved_steps)
+        path = self._directory / f"iteration_{step:08d}"
+        if self._checkpoint.enable_save and path.is_dir() and (step % every == 0 or step >= self._last):
+            self._waiting.append(Saved(path, ITERATIONS, step))
+        ready = [one for one in self._waiting if one.there]
+        self._waiting = [one for one in self._waiting if one not in ready]
+        for one in ready:
+            self.manifests.commit(one)
+
+    @property
+    def _last(self) -> int:
+        return int(self._trainer.config.training.steps)
+
+
+class _Callbacks:
+    """Two callbacks among the trainer's: one before all others, one behind them.
+
+    Args:
+        run: hears them; callbacks: the trainer's own list.
+    """
+
+    def __init__(self, run: PynativeRun, callbacks: list[Any]) -> None:
+        self._callbacks = callbacks
+        self._front, self._back = _made(run)
+
+    def __enter__(self) -> None:
+        self._callbacks.insert(0, self._front)
+        self._callbacks.append(self._back)
+
+    def __exit__(self, *error: Any) -> None:
+        for ours in (self._front, self._back):
+            if ours in self._callbacks:
+                self._callbacks.remove(ours)
+
+
+def _made(run: PynativeRun) -> tuple[Any, Any]:
+    from mindformers.pynative.callback import TrainerCallback
+
+    class Front(TrainerCallback):  # type: ignore[misc]
+        """The step has ended, and nothing of others has happened since."""
+
+        def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+            run.step_end(run.at(int(state.global_step)))
+
+    class Back(TrainerCallback):  # type: ignore[misc]
+        """Behind all others: the last look before a step, and what they have saved."""
+
+        def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+            run.began(state)
+
+        def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+            run.first_batch(state)
+            run.step_begin(run.at(int(state.global_step) + 1))
+
+        def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+            run.saved(int(state.global_step))
+            run.callbacks_end()
+
+        def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+            run.saved(int(state.global_step))
+
+    return Front(), Back()
+
+
+def _small_of(checkpoint: Path, rank: int) -> bytes:
+    try:
+        return decode_small((checkpoint / SMALL).read_bytes()).get(rank, b"")
+    except FileNotFoundError:
+        return b""  # the trainer's own, from before lastgasp
+    except (OSError, CheckpointError) as error:
+        log.warning("the random state is not restored: %s", error)
+        return b""
+
+
+def _refuse(trainer: Any) -> None:
+    """What cannot be protected, with what to do."""
+    remedy = "Use the Trainer of graph mode (`mindformers.Trainer`), or set LASTGASP=0 to run without lastgasp."
+    size = int(os.environ.get("MS_WORKER_NUM") or 1)
+    if size > 1 or getattr(trainer, "world_size", 1) > 1:
+        raise ConfigError("mindformers.pynative Trainer", f"{size} processes", "one process", remedy)
+    if len(_models(trainer)) > 1:
+        raise ConfigError("mindformers.pynative Trainer", f"{len(_models(trainer))} model parts", "one", remedy)
+    if trainer.optimizer is None:
+        raise ConfigError("optimizer", None, "an optimizer of MindSpore", "Give the Trainer one, or configure it.")
