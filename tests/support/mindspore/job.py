@@ -18,6 +18,7 @@ from support.mindspore import place
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
+EXAMPLE = REPOSITORY / "examples/mindformers_llama"
 LENGTH, BATCH = 32, 4
 
 
@@ -99,7 +100,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaJob(Job):
-    """The tiny LLaMA of `llama.yaml`; its output goes to `output` in `folder`.
+    """The tiny LLaMA of examples/mindformers_llama without its `lastgasp` section; it writes to `output` in `folder`.
 
     Attributes:
         each_epoch: steps.
@@ -140,7 +141,8 @@ class LlamaJob(Job):
             "train_dataset.data_loader.dataset_dir": str(dataset(samples, self.version)),
             "callbacks.1.save_checkpoint_steps": self.every,
         }
-        config = yaml.safe_load((HERE / "llama.yaml").read_text())
+        config = yaml.safe_load((EXAMPLE / "llama.yaml").read_text())
+        del config["lastgasp"]  # a job without lastgasp, unless `changes` says otherwise
         for key, value in (own | dict(self.changes)).items():
             change(config, key, value)
         self.yaml.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -165,8 +167,8 @@ def dataset(samples: int, version: str = place.MAIN) -> Path:
     if not kept.exists():
         made = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
         made.mkdir(parents=True)
-        command = [str(place.python(version)), str(HERE / "text.py"), str(made / "train.mindrecord")]
-        subprocess.run([*command, str(samples), str(LENGTH)], check=True, timeout=120, stdin=subprocess.DEVNULL)
+        command = [str(place.python(version)), str(EXAMPLE / "prepare.py"), str(made), str(samples), str(LENGTH)]
+        subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
         try:
             made.rename(kept)
         except OSError:  # another process was first

@@ -1,6 +1,6 @@
 """Real text without a download: the topics of Python's own help, byte by byte, as a MindRecord file.
 
-`python text.py FILE SAMPLES LENGTH`
+`python prepare.py DIR [SAMPLES [LENGTH]]` writes `DIR/train.mindrecord`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def write(path: Path, samples: int, length: int) -> None:
 
     text = "".join(text for _, text in sorted(topics.items())).encode()
     tokens = numpy.frombuffer(text, numpy.uint8).astype(numpy.int32) + FIRST
+    path.parent.mkdir(parents=True, exist_ok=True)
     writer = FileWriter(str(path), 1, overwrite=True)
     writer.add_schema({"input_ids": {"type": "int32", "shape": [-1]}}, "tokens")
     writer.write_raw_data([{"input_ids": tokens[at : at + length + 1]} for at in range(0, samples * length, length)])
@@ -27,4 +28,5 @@ def write(path: Path, samples: int, length: int) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    numbers = [int(number) for number in sys.argv[2:]]
+    write(Path(sys.argv[1], "train.mindrecord"), *(numbers + [480, 32][len(numbers) :]))
