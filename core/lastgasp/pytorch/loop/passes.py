@@ -144,24 +144,18 @@ class PassBook:
     # -- position -----------------------------------------------------------------------------------------
 
     def record(self) -> bytes:
-        """The encoded position, at the end of a step."""
-        if self._dirty or any(p.track is not None and p.track.changed for p in self._passes):
-            self._encode_fixed()
+        """The encoded position at the end of a step: the body of the innermost pass is over."""
         innermost = next((p for p in reversed(self._passes) if not p.over), None)
         asking = next((p for p in reversed(self._passes) if p.asking), innermost)
         outer = _parents(asking)
+        counted = [p for p in self._passes if asking not in _parents(p)]
+        if self._dirty or counted != self._passes or any(p.track is not None and p.track.changed for p in counted):
+            self._static = _encode_fixed(counted)
+            self._dirty = counted != self._passes
         rows = [
-            Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=_state_of(p))
-            for p in self._passes
+            Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=_state_of(p)) for p in counted
         ]
         return encode(Position(epoch=self.epoch, done=self._done, explicit=self.explicit, rows=rows), self._static)
-
-    def _encode_fixed(self) -> None:
-        for one in self._passes:
-            if one.track is not None:
-                one.track.changed = False
-                one.fixed.start = one.track.start.as_dict()
-        self._static, self._dirty = msgspec.msgpack.encode([p.fixed for p in self._passes]), False
 
     def resume(self, data: bytes, epoch: int) -> None:
         """Begin where `data` says; where it is empty, with `epoch`."""
@@ -338,9 +332,19 @@ class PassBook:
         for loader, _ in self._tracks.values():
             untrack_sampler(loader)
         self._tracks.clear()
+        for one in self._passes:
+            one.inner = None  # with it go the loader's worker processes
 
 
 _END = object()
+
+
+def _encode_fixed(passes: list[Pass]) -> bytes:
+    for one in passes:
+        if one.track is not None:
+            one.track.changed = False
+            one.fixed.start = one.track.start.as_dict()
+    return msgspec.msgpack.encode([p.fixed for p in passes])
 
 
 def _parents(one: Pass | None) -> list[Pass]:

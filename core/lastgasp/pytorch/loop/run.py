@@ -75,6 +75,7 @@ class Run:
         self._small: SmallState | None = None
         self._snapshot: Snapshot | None = None
         self._wanted = False
+        self._again: Callable[[], None] = lambda: None
         users = signal.getsignal(signal.SIGTERM)
         self._users_handler = users if callable(users) else None
         marking = Marking(config=marks, framework=f"pytorch {torch.__version__}", device=local(self.place)[0])
@@ -122,6 +123,7 @@ class Run:
         checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
         self.state.load(checkpoint, str(path))
         self._small = small_of(checkpoint[KEY], self.place, str(path))
+        self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(self._small.extra if self._small is not None else b"", checkpoint["epoch"])
         restore_buckets(self.state, checkpoint[KEY]["buckets"])
@@ -129,8 +131,10 @@ class Run:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
     def at_boundary(self) -> None:
-        """A resumed run stands where it stood: restore random state, and buffers that are this rank's own."""
+        """A resumed run stands where it stood: restore random state, and what the loop may have changed on its way."""
         small, self._small = self._small, None
+        self._again()
+        self._again = lambda: None
         if small is not None:
             restore_small(small, self.state.devices(), self.state.container if self._per_rank else None)
 
@@ -219,6 +223,22 @@ class Run:
             one.asking = False
         self.marks.fetched(True)
         return batch
+
+    def pass_broken(self, one: Pass) -> None:
+        """The loop has left this pass by `break`: its body is over, and it gives nothing more.
+
+        Called while an object is destroyed, so that nothing can be raised: a recovery that is on stops the loop where
+        it comes to the session next.
+        """
+        one.over = one.asking = True
+        try:
+            self.body_over()
+        except Released:
+            log.debug("the loop was left while a recovery is on")
+        except Exception:
+            log.exception("the end of the loop could not be captured")
+        finally:
+            one.asking = False
 
     # -- periodic checkpoints -----------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
 from lastgasp.config import GaspConfig, HangTimeout, integer
@@ -150,11 +152,9 @@ class Session:
         """
         return Batches(self, loader)
 
-    def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+    def enumerate(self, loader: Iterable[T]) -> Numbered[T]:
         """`batches` with the number of the batch in its pass, which a resumed run goes on with."""
-        giver = iter(self.batches(loader))
-        for batch in giver:
-            yield giver.number, batch
+        return Numbered(self.batches(loader))
 
     def _finished(self) -> bool:
         return self._max is not None and self._run.step >= self._max
@@ -267,4 +267,42 @@ class Giver(Iterator[T]):
         return batch
 
     def __del__(self) -> None:
-        self._pass.broken = True
+        """The loop has dropped its iterator: by `break` or `return` its body is over, after an exception it is not."""
+        one, self._pass.broken = self._pass, True
+        if not one.over and left_by_break(sys._getframe(1)):
+            self._session._run.pass_broken(one)
+
+
+class Numbered(Generic[T]):
+    """What `Session.enumerate` returns."""
+
+    def __init__(self, batches: Batches[T]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        return _Pairs(iter(self._batches))
+
+
+class _Pairs(Iterator[tuple[int, T]]):
+    """Not a generator: `Giver.__del__` looks at the frame that drops it."""
+
+    def __init__(self, giver: Giver[T]) -> None:
+        self._giver = giver
+
+    def __next__(self) -> tuple[int, T]:
+        batch = next(self._giver)
+        return self._giver.number, batch
+
+
+def left_by_break(frame: FrameType) -> bool:
+    """Whether the frame is popping the iterator of a `for` loop that it leaves by `break` or `return`.
+
+    An exception drops the iterator, too, but with the frame at the instruction that raised. Where neither can be told
+    (the iterator is held by a generator or a variable), this is False, and the body counts as over later: when the
+    session is asked for the next pass or epoch.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return 0 <= at < len(code) and dis.opname[code[at]] in ("POP_TOP", "POP_ITER")

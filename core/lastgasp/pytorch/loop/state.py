@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,13 +177,37 @@ class TorchState:
             raise CheckpointMismatch(path, problems)
         for name, module in self.modules.items():
             module.load_state_dict(stored["model"][name])  # type: ignore[index]
-        for role in (self.optimizers, self.schedulers):
-            for name, item in role.items.items():
-                item.load_state_dict(stored[role.role][name])  # type: ignore[index]
-        if self.scaler is not None and checkpoint["scaler"]:
-            self.scaler.load_state_dict(checkpoint["scaler"])
+        for name, item in self.optimizers.items.items():
+            item.load_state_dict(stored["optimizer"][name])  # type: ignore[index]
+        self._fill_small(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
+
+    def remember(self, checkpoint: Mapping[str, Any]) -> Callable[[], None]:
+        """After `load`: how to fill everything but parameters and optimizer states once more.
+
+        On its way to where it stood a resumed loop does again what lies between two passes over data.
+        """
+        kept = {name: value.detach().clone() for name, value in self.container.named_buffers()}
+        stored = {role.role: role.unpack(checkpoint.get(role.role)) or {} for role in self._roles()}
+        small = copy.deepcopy((stored["scheduler"], checkpoint["scaler"], checkpoint["extra"]))
+        groups = [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()]
+
+        def fill() -> None:
+            for name, value in self.container.named_buffers():
+                value.detach().copy_(kept[name])
+            for optimizer, saved in zip(self.optimizers.values(), groups, strict=True):
+                for group, values in zip(optimizer.param_groups, saved, strict=True):
+                    group.update(values)
+            self._fill_small(*small)
+
+        return fill
+
+    def _fill_small(self, schedulers: Mapping[str, Any], scaler: Any, extra: Mapping[str, Any]) -> None:
+        for name, item in self.schedulers.items.items():
+            item.load_state_dict(schedulers[name])
+        if self.scaler is not None and scaler:
+            self.scaler.load_state_dict(scaler)
         for name, item in self.extra.items():
-            _fill(item, checkpoint["extra"][name])
+            _fill(item, extra[name])
 
     def _roles(self) -> tuple[Parts, ...]:
         return self.models, self.optimizers, self.schedulers

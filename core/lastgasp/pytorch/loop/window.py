@@ -42,8 +42,9 @@ class UpdateWindow:
         self, optimizers: Sequence[Any], models: Sequence[Any], copies: Copies | None, opens: _Event, safe: _Event
     ) -> None:
         self.copies, self._opens, self._safe = copies, opens, safe
-        self.open = self.inside = self.copying = False
-        self.updates = self.usual = 0
+        self.open = self.inside = False
+        self.copying = copies is not None and len(optimizers) > 1  # more than one update in a step is to be expected
+        self.updates, self.usual = 0, len(optimizers)
         self._waited = False
         self._calls = _sequence_number()
         self._handles: list[Any] = []

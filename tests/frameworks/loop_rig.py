@@ -1,0 +1,179 @@
+"""Hand-written loops of every shape, on one process, that can be cut anywhere and resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lastgasp.pytorch import Session, TorchState
+
+
+class Cut(Exception):
+    """What ends a loop in the middle."""
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from the global generator in each item, as augmentation in the training process does."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.full((4,), index / 20) + 0.1 * torch.randn(4)
+        return x, x.sum(0, keepdim=True)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Comes in one order."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(20):
+            x = torch.full((4,), index / 20)
+            yield x, x.sum(0, keepdim=True)
+
+
+class Counting:
+    """A loader that knows its own position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.at < 5:
+            self.at += 1
+            x = torch.full((4, 4), self.at / 5) + 0.1 * torch.randn(4, 4)
+            yield x, x.sum(1, keepdim=True)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Its position."""
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go there."""
+        self.at = state["at"]
+
+
+def net() -> nn.Module:
+    """Batch norm and dropout."""
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def loader(seed: int = 1, **options: Any) -> DataLoader[Any]:
+    """Five shuffled batches."""
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True, **options)
+
+
+def backward(loss: Tensor) -> None:
+    """The backward pass; torch has no type for it."""
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Parts:
+    """What a loop works with; made anew for each start of the job."""
+
+    tick: Callable[[], None]
+    model: nn.Module = field(default_factory=net)
+    other: nn.Module = field(default_factory=net)
+    data: Any = field(default_factory=loader)
+    data2: Any = field(default_factory=lambda: loader(2))
+    best: dict[str, Any] = field(default_factory=lambda: {"error": 9.0, "seen": []})
+    schedules: Any = None
+    scaler: Any = None
+    optimizers: list[Any] = field(default_factory=list)
+    folder: Path = Path()
+
+    def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
+        """Squared error on noisy inputs; random numbers of all three generators."""
+        x, y = batch
+        noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
+        result: Tensor = (((model or self.model)(x + noise * torch.randn_like(x)) - y) ** 2).mean()
+        return result
+
+    def train(self, batch: Any, number: int = 0) -> None:
+        """One update with ticks around it."""
+        self.tick()
+        optimizer = self.optimizers[number]
+        optimizer.zero_grad()
+        loss = self.loss(batch, self.other if number else self.model)
+        self.tick()
+        backward(loss)
+        optimizer.step()
+
+    def evaluate(self) -> None:
+        """Draws random numbers, too."""
+        self.model.eval()
+        with torch.no_grad():
+            error = float(sum(self.loss(batch) for batch in self.data2))
+        self.model.train()
+        self.best["error"] = min(self.best["error"], error)
+
+
+Loop = Callable[[Session, Parts], None]
+
+
+@dataclass
+class Shape:
+    """A loop, and what it is made with."""
+
+    loop: Loop
+    state: Callable[[Parts], TorchState]
+    data: Callable[[], Any] | None = None
+
+
+def run(shape: Shape, folder: Path, cut: int | None = None, **options: Any) -> tuple[dict[str, Any] | None, int]:
+    """Run the job, or what is left of it, to its end or to tick number `cut`.
+
+    Returns:
+        What it ended with, None where it was cut; and how many ticks there were.
+    """
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    count = 0
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        if count == cut:
+            raise Cut
+
+    parts = Parts(tick, folder=folder)
+    if shape.data is not None:
+        parts.data = shape.data()
+    state = shape.state(parts)
+    parts.optimizers = list(state.optimizers.values())
+    parts.schedules = list(state.schedulers.values())
+    parts.scaler = state.scaler
+    try:
+        with Session.open(folder, state=state, marks=False, **options) as session:
+            shape.loop(session, parts)
+            end = {
+                "step": session.step,
+                "best": repr(parts.best),
+                "random": (random.random(), float(np.random.rand()), float(torch.rand(()))),
+                "model": {k: v.clone() for k, v in parts.model.state_dict().items()},
+                "other": {k: v.clone() for k, v in parts.other.state_dict().items()},
+                "lr": [g["lr"] for o in parts.optimizers for g in o.param_groups],
+            }
+    except Cut:
+        return None, count
+    return end, count
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What is not the same, bit for bit."""
+    wrong = [key for key in ("step", "best", "random", "lr") if a[key] != b[key]]
+    for part in ("model", "other"):
+        wrong += [f"{part}.{key}" for key in a[part] if not torch.equal(a[part][key], b[part][key])]
+    return wrong

@@ -1,0 +1,298 @@
+"""Loops of every shape keep the promise: cut anywhere, no step is lost, and the numbers stay the same."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from frameworks.loop_rig import Counting, Noisy, Parts, Shape, Stream, backward, differences, loader, run
+from lastgasp.checkpoint import candidates
+from lastgasp.pytorch import Session, TorchState
+from lastgasp.pytorch.loop.files import LAYOUT
+
+
+def plain(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.train(batch)
+            p.schedules[0].step()
+        p.tick()
+        p.evaluate()
+        p.tick()
+
+
+def per_epoch(s: Session, p: Parts) -> None:
+    for epoch in range(s.epoch, 3):
+        for group in p.optimizers[0].param_groups:
+            group["lr"] = 0.05 / (1 + epoch)
+        for batch in s.batches(p.data):
+            p.train(batch)
+        p.tick()
+        p.evaluate()
+        p.schedules[0].step(p.best["error"])
+        p.best["seen"].append(epoch)
+        p.tick()
+
+
+def accumulating(s: Session, p: Parts) -> None:
+    for _ in s.epochs(4):
+        for number, batch in s.enumerate(p.data):
+            p.tick()
+            backward(p.loss(batch))
+            if number % 2 == 0:
+                continue
+            p.optimizers[0].step()
+            p.optimizers[0].zero_grad()
+        p.optimizers[0].zero_grad()
+        p.tick()
+
+
+def breaking(s: Session, p: Parts) -> None:
+    for _ in s.epochs(4):
+        for number, batch in s.enumerate(p.data):
+            p.train(batch)
+            if number == 2:
+                break
+        p.evaluate()
+        p.schedules[0].step()
+        p.tick()
+
+
+def until_enough(s: Session, p: Parts) -> None:
+    while s.step < 12:
+        for batch in s.batches(p.data):
+            if s.step >= 12:
+                break
+            p.train(batch)
+
+
+def nested(s: Session, p: Parts) -> None:
+    for _ in s.epochs(2):
+        for first in s.batches(p.data):
+            weight = float(first[0].mean()) + float(torch.rand(()))
+            p.model(first[0])  # changes the statistics of batch norm
+            p.tick()
+            for batch in s.batches(p.data2):
+                p.optimizers[0].zero_grad()
+                backward(p.loss(batch) * weight)
+                p.optimizers[0].step()
+                p.tick()
+            p.optimizers[0].zero_grad()
+            backward(p.loss(first))
+            p.optimizers[0].step()
+            p.tick()
+
+
+def zipped(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch, second in zip(s.batches(p.data), s.batches(p.data2), strict=True):
+            p.optimizers[0].zero_grad()
+            backward(p.loss(batch) + p.loss(second))
+            p.tick()
+            p.optimizers[0].step()
+
+
+def one_after_the_other(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.train(batch)
+        p.tick()
+        p.evaluate()
+        for batch in s.batches(p.data2):
+            p.train(batch)
+        p.tick()
+
+
+def two_optimizers(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.train(batch, 0)
+            p.tick()
+            p.train(batch, 1)
+            p.schedules[0].step()
+
+
+def closures(s: Session, p: Parts) -> None:
+    for _ in s.epochs(2):
+        for batch in s.batches(p.data):
+
+            def closure(batch: Any = batch) -> torch.Tensor:
+                p.tick()
+                p.optimizers[0].zero_grad()
+                loss = p.loss(batch)
+                backward(loss)
+                return loss
+
+            p.optimizers[0].step(closure)
+
+
+def scaled(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for number, batch in s.enumerate(p.data):
+            p.tick()
+            p.optimizers[0].zero_grad()
+            bad = float("inf") if number == 3 else 1.0
+            backward(p.scaler.scale(p.loss(batch) * bad))
+            p.scaler.step(p.optimizers[0])
+            p.scaler.update()
+            p.tick()
+
+
+def averaging(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.train(batch)
+            p.other.update_parameters(p.model)  # type: ignore[operator]
+            p.best["seen"] = [*p.best["seen"][-2:], float(batch[0].sum())]
+        p.tick()
+
+
+def evaluating_inside(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.train(batch)
+            p.schedules[0].step()
+            if s.step % 2 == 0:
+                p.evaluate()
+            if s.step >= 2:
+                p.tick()
+
+
+def by_hand(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.tick()
+            p.model.zero_grad()
+            backward(p.loss(batch))
+            s.updating()
+            with torch.no_grad():
+                for parameter in p.model.parameters():
+                    parameter.sub_(0.01 * parameter.grad)  # type: ignore[operator]
+
+
+def saving(s: Session, p: Parts) -> None:
+    for epoch in s.epochs(3):
+        for number, batch in s.enumerate(p.data):
+            p.train(batch)
+            if number == 1:
+                s.save()
+        s.save()
+        torch.save(p.model.state_dict(), p.folder / f"mine-{epoch}.pt")
+        p.tick()
+
+
+def adam(p: Parts) -> TorchState:
+    optimizer = Adam(p.model.parameters(), lr=0.02)
+    return TorchState(p.model, optimizer, StepLR(optimizer, 2, 0.8), extra={"best": p.best})
+
+
+def momentum(p: Parts) -> TorchState:
+    optimizer = SGD(p.model.parameters(), lr=0.05, momentum=0.9)
+    return TorchState(p.model, optimizer, ReduceLROnPlateau(optimizer, patience=0), extra={"best": p.best})
+
+
+def two(p: Parts) -> TorchState:
+    first, second = Adam(p.model.parameters(), lr=0.02), SGD(p.other.parameters(), lr=0.01, momentum=0.5)
+    return TorchState({"g": p.model, "d": p.other}, {"g": first, "d": second}, StepLR(first, 2, 0.8))
+
+
+def lbfgs(p: Parts) -> TorchState:
+    return TorchState(p.model, LBFGS(p.model.parameters(), lr=0.1, max_iter=3, history_size=4))
+
+
+def with_scaler(p: Parts) -> TorchState:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    return TorchState(p.model, Adam(p.model.parameters(), lr=0.02), scaler=scaler)
+
+
+def averaged(p: Parts) -> TorchState:
+    p.other = AveragedModel(p.model)
+    optimizer = Adam(p.model.parameters(), lr=0.02)
+    return TorchState({"model": p.model, "ema": p.other}, optimizer, extra={"best": p.best})
+
+
+def bare(p: Parts) -> TorchState:
+    return TorchState(p.model)
+
+
+SHAPES = {
+    "plain": Shape(plain, adam),
+    "per-epoch": Shape(per_epoch, momentum),
+    "accumulating": Shape(accumulating, adam),
+    "breaking": Shape(breaking, adam),
+    "until-enough": Shape(until_enough, adam),
+    "nested": Shape(nested, adam),
+    "zipped": Shape(zipped, adam),
+    "one-after-the-other": Shape(one_after_the_other, adam),
+    "two-optimizers": Shape(two_optimizers, two),
+    "closures": Shape(closures, lbfgs),
+    "scaler": Shape(scaled, with_scaler),
+    "averaging": Shape(averaging, averaged),
+    "evaluating-inside": Shape(evaluating_inside, adam),
+    "by-hand": Shape(by_hand, bare),
+    "saving": Shape(saving, adam),
+    "augmented": Shape(plain, adam, lambda: DataLoader(Noisy(), batch_size=4, shuffle=True)),
+    "iterable": Shape(plain, adam, lambda: DataLoader(Stream(), batch_size=4)),
+    "stateful": Shape(plain, adam, Counting),
+    "workers": Shape(plain, adam, lambda: loader(num_workers=2)),
+    "own-generator": Shape(plain, adam, lambda: loader(generator=torch.Generator().manual_seed(5))),
+    "numbers": Shape(plain, adam, lambda: list(loader())),
+}
+
+
+@pytest.fixture
+def childrens_signal() -> Iterator[None]:
+    """DataLoader takes SIGCHLD for its workers, for good."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("childrens_signal")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_loop_that_was_cut_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, 8)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.usefixtures("childrens_signal")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_loop_may_be_cut_anywhere(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, 10_000)
+
+
+def check(name: str, folder: Path, most: int) -> None:
+    """Cut the loop at so many of its ticks, the first and the last among them, and let it go on each time."""
+    shape = SHAPES[name]
+    whole, ticks = run(shape, folder / "whole")
+    assert whole is not None and whole["step"] > 4
+    cuts = sorted({1 + round(i * (ticks - 1) / (most - 1)) for i in range(most)})
+    for cut in cuts:
+        nothing, _ = run(shape, folder / str(cut), cut)
+        assert nothing is None
+        end, left = run(shape, folder / str(cut))
+        assert end is not None
+        assert differences(whole, end) == [], f"cut at tick {cut} of {ticks}"
+        assert left <= ticks - cut + 12, f"cut at tick {cut} of {ticks}: {left} were done again"
+
+
+def test_twice_cut(tmp_path: Path) -> None:
+    shape = SHAPES["plain"]
+    whole, _ = run(shape, tmp_path / "whole")
+    for _ in range(8):
+        end, _ = run(shape, tmp_path / "cut", 9)
+        if end is not None:
+            break
+    assert whole is not None and end is not None
+    assert differences(whole, end) == []
+    assert len(candidates([tmp_path / "cut"], LAYOUT)) == 3
