@@ -82,18 +82,23 @@ class Training:
         arguments = bound(call, args, kwargs)
         arguments["callbacks"] = as_list(arguments.get("callbacks"))
         if self._run is not None:
-            return call(args[0], **self._run.attach(args[0], arguments))
+            return _unless_done(call, args[0], self._run.attach(args[0], arguments))
         options = _options_of_call(arguments["callbacks"])
         if options is None:
             return call(*args, **kwargs)
         run = new_run(options)
         try:
-            result = call(args[0], **run.attach(args[0], arguments))
+            result = _unless_done(call, args[0], run.attach(args[0], arguments))
         except BaseException as error:
             run.end_early(error)
             raise
         run.close(goodbye=True)
         return result
+
+
+def _unless_done(call: Any, model: Any, arguments: Keywords | None) -> Any:
+    """`Model.train`, unless all of its epochs are trained."""
+    return None if arguments is None else call(model, **arguments)
 
 
 def new_run(options: Options) -> Run:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 
 from lastgasp.errors import CheckpointError
-from lastgasp_mindformers.settings import Options
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.reload import Chooser
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("lastgasp")
 
 
-def load(chooser: Chooser, network: Any, arguments: dict[str, Any], options: Options) -> tuple[dict[str, Any], bytes]:
+def load(
+    chooser: Chooser, network: Any, arguments: dict[str, Any], directories: Sequence[Path]
+) -> tuple[dict[str, Any], bytes]:
     """Load the newest good checkpoint, if there is one.
 
     Args:
         chooser: tells which, on all ranks the same; network: the train network.
-        arguments: of the call of `Model.train`.
+        arguments: of the call of `Model.train`; directories: where to look.
 
     Returns:
         The arguments to call it with, and the small state of this rank (empty where there is none).
@@ -29,7 +32,7 @@ def load(chooser: Chooser, network: Any, arguments: dict[str, Any], options: Opt
     Raises:
         CheckpointError: it is of another network, or all are bad.
     """
-    choice = chooser.choose_plain([options.gasp.directory])
+    choice = chooser.choose_plain(list(directories))
     if choice is None:
         return arguments, b""
     _into(network, choice.path)

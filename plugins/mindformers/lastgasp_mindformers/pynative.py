@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 from lastgasp.choosing import Choice
 from lastgasp.errors import CheckpointError, ConfigError
 from lastgasp.gasp.stand import Released
+from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import ITERATIONS, decode_small
 from lastgasp_mindformers.manifests import SMALL, Saved
 from lastgasp_mindformers.pynative_source import PynativeSource
 from lastgasp_mindformers.run import Run
 from lastgasp_mindformers.settings import Options, options_of_config
-from lastgasp_mindformers.small import Numbers, decode, restore_random
+from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
 from lastgasp_mindformers.state import MindSporeState
 
 log = logging.getLogger("lastgasp")
@@ -122,9 +123,10 @@ class PynativeRun(Run):
         self._bind_pynative()
 
     def _bind_pynative(self) -> None:
-        session = self.session
+        session, both = self.session, _Both(self._trainer)
         self.state = MindSporeState(
-            _Both(self._trainer),
+            gate_of(both),
+            SmallRecorder(both),
             session.stand,
             updating=session.updating,
             step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import mindspore
@@ -20,14 +21,15 @@ from lastgasp.steps.attach import Marking, no_mark
 from lastgasp.testing import faults
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of
-from lastgasp_mindformers.manifests import Manifests
+from lastgasp_mindformers.gate import gate_of
+from lastgasp_mindformers.manifests import Manifests, is_monitor
 from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.native import Native, monitor_of
 from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import Chooser
 from lastgasp_mindformers.settings import Options
-from lastgasp_mindformers.small import Numbers, decode, restore_random
+from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.topology import advice, left_to_mindspore, replicas_of
@@ -104,7 +106,7 @@ class Run:
 
     # -- start ------------------------------------------------------------------------------------
 
-    def attach(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def attach(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Protect this call of `Model.train`.
 
         Args:
@@ -112,7 +114,7 @@ class Run:
             arguments: those of the call, by name; `callbacks` is a list.
 
         Returns:
-            The arguments that the original gets.
+            The arguments that the original gets; None where all epochs are trained already.
 
         Raises:
             ConfigError, CheckpointError: what is asked for cannot be protected; no good checkpoint is left.
@@ -128,16 +130,20 @@ class Run:
         network = model.train_network
         self._native = Native(network, others, self.options.gasp.directory)
         if not _is_mindformers(others):
-            arguments, self._small = load(self.chooser, network, arguments, self.options)
+            arguments, self._small = load(self.chooser, network, arguments, _directories(self.options, others))
         else:
             self._small = self.chooser.small
         self._bind(network)
+        if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
+            log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])
+            return None
         return arguments
 
     def _bind(self, network: Any) -> None:
         session = self.session
         self.state = MindSporeState(
-            network,
+            gate_of(network),
+            SmallRecorder(network),
             session.stand,
             updating=session.updating,
             step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method
@@ -262,6 +268,17 @@ def _made(options: Options) -> LastGasp:
 def _is_mindformers(callbacks: list[Any]) -> bool:
     """MindFormers loads and skips data itself, and its own trainer was called with what the chooser decided."""
     return any(type(callback).__module__.startswith("mindformers.") for callback in callbacks)
+
+
+def _directories(options: Options, callbacks: list[Any]) -> list[Path]:
+    """Where checkpoints of a plain training may stand: LastGasp's directory, and those of ModelCheckpoint."""
+    found = [options.gasp.directory]
+    for callback in callbacks:
+        directory = getattr(callback, "_directory", None) if is_monitor(callback) else None
+        if isinstance(directory, str):
+            path = Path(directory).absolute()
+            found.append(path.parent if path.name.startswith("rank_") else path)
+    return list(dict.fromkeys(found))
 
 
 def _epoch(params: Any, done: int) -> int:

@@ -149,7 +149,8 @@ def restore_random(state: SmallState) -> None:
 
 def _numpy_state() -> tuple[Any, Any, Any, Any, Any]:
     state: Any = numpy.random.get_state()
-    return tuple(state)  # type: ignore[return-value]
+    kind, key, position, has_gauss, gauss = state
+    return kind, key, position, has_gauss, gauss
 
 
 def _default_generator() -> Any:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,8 +20,7 @@ from lastgasp.ports import SaveResult
 from lastgasp.testing import faults
 from lastgasp.topology import Place
 from lastgasp_mindformers.layouts import FORMAT, LEGACY, LegacyName, encode_small
-from lastgasp_mindformers.native import Native
-from lastgasp_mindformers.small import Statistic, decode
+from lastgasp_mindformers.small import Numbers, Statistic, decode
 from lastgasp_mindformers.state import MindSporeState
 
 log = logging.getLogger("lastgasp")
@@ -55,6 +54,20 @@ class Saved:
         return str(self.target)
 
 
+class Writer(Protocol):
+    """How checkpoints of this job are named and written (`native.Native`)."""
+
+    @property
+    def directory(self) -> Path:
+        """Where `rank_R` folders are."""
+
+    def name(self, numbers: Numbers) -> LegacyName:
+        """That of a step."""
+
+    def write(self, path: Path, numbers: Numbers, statistics: Mapping[str, Any]) -> None:
+        """The live parameters, and `statistics` as given."""
+
+
 class MindSporeSource:
     """Called by the engine's threads while the training thread is in the graph, parked, or has raised.
 
@@ -63,9 +76,9 @@ class MindSporeSource:
         place: who this rank is; config: how many gasps stay.
     """
 
-    def __init__(self, state: MindSporeState, native: Native, place: Place, config: GaspConfig) -> None:
-        self._state, self._native, self.place, self._config = state, native, place, config
-        self.rank = place.rank
+    def __init__(self, state: MindSporeState, native: Writer, place: Place, config: GaspConfig) -> None:
+        self._state, self._native, self._config = state, native, config
+        self.place, self.rank = place, place.rank
 
     @property
     def box(self) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from lastgasp import _clock
 from lastgasp.gasp.stand import Stand
-from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.small import Numbers, SmallRecorder
 
 log = logging.getLogger("lastgasp")
@@ -21,12 +20,26 @@ PATIENCE = 0.8
 _SILENT_STEPS = 8
 
 
+class Counters(Protocol):
+    """What tells from any thread how far the graph is (`gate.UpdateGate`)."""
+
+    seen: bool
+    """The counters are known to move."""
+
+    def read(self) -> tuple[int, int]:
+        """Updates begun and ended."""
+
+    def undo(self) -> None:
+        """Put the optimizer back as it was."""
+
+
 class MindSporeState:
-    """Order: the constructor before the graph is compiled; per step `step_begin` and `step_end` on the training thread;
-    `settle` when it raised. `look` is the control thread's.
+    """Order: the gate before the graph is compiled; `begin`; per step `step_begin` and `step_end` on the training
+    thread; `settle` when it raised. `look` is the control thread's.
 
     Args:
-        train_network: what `Model` trains.
+        gate: the counters in the graph; None where there are none.
+        small: what captures the small state.
         stand: the status word of this rank.
         updating: called before the graph of a step; may raise, and then it does not run.
         step_end: called as soon as a step is complete and captured.
@@ -37,7 +50,8 @@ class MindSporeState:
 
     def __init__(
         self,
-        train_network: Any,
+        gate: Counters | None,
+        small: SmallRecorder,
         stand: Stand,
         *,
         updating: Callable[[], None],
@@ -45,8 +59,7 @@ class MindSporeState:
         finish: float,
         readable: bool = True,
     ) -> None:
-        self.gate = gate_of(train_network)
-        self.small = SmallRecorder(train_network)
+        self.gate, self.small = gate, small
         self._stand, self._finish, self._readable = stand, finish, readable
         self._updating, self._step_end = updating, step_end
         self._done = threading.Lock()
@@ -90,7 +103,6 @@ class MindSporeState:
         if not self._in_graph:
             return ""
         counters = self._counters()
-        self._in_graph = counters is None
         if counters is None:
             return "raised inside the step, and nothing tells whether its update had begun"
         began, ended = counters
@@ -98,7 +110,7 @@ class MindSporeState:
             return "raised inside the update, so the state is between two steps"
         if ended != self._base:
             self._complete(self._next)
-        self._stand.inside = False
+        self._in_graph = self._stand.inside = False
         return ""
 
     def _complete(self, numbers: Numbers) -> None:

@@ -1,0 +1,220 @@
+"""What the control thread says about a rank whose step is one compiled graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from lastgasp.config import GaspConfig
+from lastgasp.errors import Moved, NotSaveable
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released, Stand
+from lastgasp.topology import Place, data_parallel
+from lastgasp_mindformers import state as state_module
+from lastgasp_mindformers.layouts import LEGACY, LegacyName
+from lastgasp_mindformers.small import Numbers, SmallRecorder
+from lastgasp_mindformers.source import MindSporeSource
+from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
+
+FINISH = 10.0
+SAVED = Release(recovery=1, ending="saved", step=4, path="p", reason="")
+
+
+def numbers(step: int) -> Numbers:
+    """Of a step, eight to an epoch."""
+    return Numbers(step=step, epoch=(step - 1) // 8 + 1, within=(step - 1) % 8 + 1)
+
+
+class Gate:
+    """Counters that a test sets."""
+
+    def __init__(self) -> None:
+        self.seen = True
+        self.counters = (4, 4)
+
+    def read(self) -> tuple[int, int]:
+        """As the test says."""
+        return self.counters
+
+    def undo(self) -> None:
+        """Nothing."""
+
+
+class Small:
+    """Which steps were captured."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def capture(self, numbers: Numbers) -> None:
+        """Noted."""
+        self.steps.append(numbers.step)
+
+    def read(self, step: int) -> bytes:
+        """None is kept."""
+        return b""
+
+
+class Rank:
+    """A rank at step 4, in the graph of step 5."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, readable: bool = True) -> None:
+        self.now, self.stand, self.gate, self.small = 100.0, Stand(), Gate(), Small()
+        monkeypatch.setattr(state_module._clock, "monotonic", lambda: self.now)
+        self.state = MindSporeState(
+            self.gate,
+            cast(SmallRecorder, self.small),
+            self.stand,
+            updating=self.stand.updating,
+            step_end=self.stand.step_end,
+            finish=FINISH,
+            readable=readable,
+        )
+        self.state.begin(numbers(4))
+        self.stand.step = 4
+        self.state.step_begin(numbers(5))
+
+    def look(self, after: float = 0.0) -> tuple[int, bool]:
+        """What the control thread finds, some time later."""
+        self.now += after
+        self.stand.look()
+        return self.stand.step, self.stand.inside
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """In the graph."""
+    return Rank(monkeypatch)
+
+
+def test_a_rank_in_python_stands_where_it_says(rank: Rank) -> None:
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    assert rank.look() == (5, False)
+    assert rank.small.steps == [4, 5]
+
+
+def test_a_rank_that_waits_for_a_dead_peer_holds_its_last_step(rank: Rank) -> None:
+    rank.stand.hold(1.0)
+    assert rank.look() == (4, True)
+    assert rank.look(after=2 * SETTLE) == (4, False)
+    assert rank.state.stands_on(4) == ""
+
+
+def test_an_update_is_waited_for(rank: Rank) -> None:
+    rank.gate.counters = (5, 4)
+    rank.look()
+    assert rank.look(after=FINISH) == (4, True)
+    assert "has begun" in rank.state.stands_on(4)
+
+
+def test_a_graph_that_is_done_but_stuck_behind_counts(rank: Rank) -> None:
+    """In a collective behind the update, or in the callback of somebody else."""
+    rank.gate.counters = (5, 5)
+    assert rank.look() == (4, True)
+    assert rank.look(after=2 * SETTLE) == (5, False)
+    rank.state.step_end(numbers(5))  # it came out after all
+    assert rank.small.steps == [4, 5]
+
+
+def test_where_all_ranks_go_on_the_step_is_waited_for(rank: Rank) -> None:
+    rank.stand.hold(1.0, all_run=True)
+    rank.look()
+    assert rank.look(after=FINISH * PATIENCE - 0.1) == (4, True)
+    assert rank.look(after=0.2) == (4, False)
+
+
+@pytest.mark.parametrize("why", ["no counters", "a device"])
+def test_without_counters_nobody_can_tell(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    rank = Rank(monkeypatch, readable=why != "a device")
+    rank.gate.seen = why != "no counters"
+    rank.look()
+    assert rank.look(after=FINISH) == (4, True)
+    assert "nothing tells" in rank.state.stands_on(4)
+    assert "nothing tells" in rank.state.settle()
+
+
+@pytest.mark.parametrize(("counters", "why", "step"), [((4, 4), "", 4), ((5, 4), "between two", 4), ((5, 5), "", 5)])
+def test_an_exception_out_of_the_graph(rank: Rank, counters: tuple[int, int], why: str, step: int) -> None:
+    rank.gate.counters = counters
+    told = rank.state.settle()
+    assert why in told and bool(why) == bool(told)
+    assert rank.stand.step == step
+
+
+def test_no_graph_runs_behind_a_closed_gate(rank: Rank) -> None:
+    rank.state.step_end(numbers(5))
+    rank.stand.hold(1.0)
+    rank.stand.release(SAVED)
+    with pytest.raises(Released):
+        rank.state.step_begin(numbers(6))
+    assert rank.look() == (5, False)
+
+
+# -- the source ------------------------------------------------------------------------------------
+
+
+class Native:
+    """Writes the step into the file; `during` happens then."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.written: list[Path] = []
+        self.during: Any = lambda: None
+
+    def name(self, numbers: Numbers) -> LegacyName:
+        """As MindFormers would."""
+        return LegacyName("tiny", numbers.epoch, numbers.within, "ckpt")
+
+    def write(self, path: Path, numbers: Numbers, statistics: Any) -> None:
+        """The step."""
+        self.written.append(path)
+        path.write_text(str(numbers.step))
+        self.during()
+
+
+def source_of(rank: Rank, directory: Path, replicas: Any = None) -> tuple[MindSporeSource, Native]:
+    """A source for rank 0 of two."""
+    native = Native(directory)
+    place = Place(rank=0, world_size=2, replicas=replicas or data_parallel(2), job="job")
+    return MindSporeSource(rank.state, native, place, GaspConfig(directory=directory)), native
+
+
+def test_a_survivor_writes_the_files_of_all_ranks_once(rank: Rank, tmp_path: Path) -> None:
+    source, native = source_of(rank, tmp_path)
+    saved = source.save(4, {}, "because")
+    source.publish(saved, {0: saved.part})
+    assert len(native.written) == 1, "equal contents share their bytes"
+    files = LEGACY.files(Path(saved.path))
+    assert sorted(files) == [
+        "rank_0/tiny_rank_0-1_4.ckpt",
+        "rank_1/tiny_rank_1-1_4.ckpt",
+        "tiny_rank-1_4.ckpt.small",
+    ]
+    assert (tmp_path / "rank_1" / "meta.json").exists()
+    assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
+
+
+def test_a_rank_with_its_own_shard_writes_only_that(rank: Rank, tmp_path: Path) -> None:
+    source, native = source_of(rank, tmp_path, replicas=((0,), (1,)))
+    source.save(4, {}, "because")
+    assert [path.name for path in native.written] == ["tiny_rank_0-1_4.ckpt"]
+
+
+@pytest.mark.parametrize("counters", [(5, 4), (5, 5)])
+def test_a_save_that_the_graph_overtakes_is_thrown_away(rank: Rank, tmp_path: Path, counters: tuple[int, int]) -> None:
+    source, native = source_of(rank, tmp_path)
+    native.during = lambda: setattr(rank.gate, "counters", counters)
+    with pytest.raises(Moved):
+        source.save(4, {}, "because")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_step_than_the_one_that_stands_there_is_refused(rank: Rank, tmp_path: Path) -> None:
+    source, _ = source_of(rank, tmp_path)
+    with pytest.raises(NotSaveable, match="not on 7"):
+        source.save(7, {}, "because")
+    with pytest.raises(Moved):
+        source.save(3, {}, "because")
