@@ -11,7 +11,9 @@ import click
 from benchmarks import publish as readme
 from benchmarks.harness import Options, run, write
 
-NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "megatron", "report")
+NAMES = (
+    "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "megatron", "mindspore", "report",
+)  # fmt: skip
 
 
 @click.command()
@@ -29,7 +31,7 @@ NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks
 def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None, publish: bool) -> None:
     """Measure NAMES (all by default).
 
-    They are: detect, callback, checkpoint, restart, marks, flush, marks_step, slow, megatron, report.
+    They are: detect, callback, checkpoint, restart, marks, flush, marks_step, slow, megatron, mindspore, report.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

@@ -7,14 +7,13 @@ all of them; ratios are taken within a round. `cold` drops the file from the pag
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Measure, Options, interleave, paired
+from benchmarks.harness import Measure, Options, drop_cache, interleave, paired, timed, warm_cache
 from lastgasp.checkpoint import Provenance, SingleFile, Staged, verify
 from lastgasp.pytorch.io import load_verified, save_verified, without_crc32
 
@@ -74,28 +73,6 @@ def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
-
-
-def drop_cache(path: Path) -> None:
-    """Write the file back and drop its pages, so that the next read comes from the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-def warm_cache(path: Path) -> None:
-    """Read the file once."""
-    path.read_bytes()
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Seconds that `action` took; its result is freed outside of the clock."""
-    begun = time.perf_counter()
-    result = action()
-    seconds = time.perf_counter() - begun
-    del result
-    return seconds
 
 
 def bench_save(state: dict[str, torch.Tensor], path: Path, rounds: int) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -106,6 +107,28 @@ def interleave(
             before()
             results[name].append(variants[name]())
     return results
+
+
+def drop_cache(path: Path) -> None:
+    """Write the file back and drop its pages, so that the next read comes from the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def warm_cache(path: Path) -> None:
+    """Read the file once."""
+    path.read_bytes()
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that `action` took; its result is freed outside of the clock."""
+    begun = time.perf_counter()
+    result = action()
+    seconds = time.perf_counter() - begun
+    del result
+    return seconds
 
 
 def interval(samples: Sequence[float], resamples: int = 4000, seed: int = 1) -> tuple[float, float]:

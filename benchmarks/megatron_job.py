@@ -31,8 +31,7 @@ from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from torch import distributed  # noqa: E402
 
 import lastgasp_megatron  # noqa: E402
-from benchmarks.bench_checkpoint import drop_cache, timed, warm_cache  # noqa: E402
-from benchmarks.harness import interleave  # noqa: E402
+from benchmarks.harness import drop_cache, interleave, timed, warm_cache  # noqa: E402
 from lastgasp.checkpoint import verify  # noqa: E402
 from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402

@@ -14,7 +14,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
-NAMES = ("detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "report", "megatron")
+NAMES = (
+    "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "report", "megatron", "mindspore",
+)  # fmt: skip
 """In the order of the tables."""
 README, ALL = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 

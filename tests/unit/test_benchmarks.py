@@ -24,9 +24,10 @@ TARGETS = {
     "slow": {0.0},
     "report": {30.0, 400.0},
     "megatron": {0.5, 1.0, 1.3},
+    "mindspore": {1.0, 1.3},
 }
 """The targets that each benchmark judges."""
-LONG = ("megatron", "restart", "slow")
+LONG = ("megatron", "mindspore", "restart", "slow")
 """They start whole jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
 

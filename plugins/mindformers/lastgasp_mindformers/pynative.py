@@ -173,10 +173,22 @@ class PynativeRun(Run):
             restore_random(decode(self._small))
         self._marks.begin([])
         done = int(state.global_step)
+        if self._was[0]:
+            self._skip(done)
         self.state.begin(Numbers(step=done, epoch=self._epoch(done), within=done % self._per_epoch))
         self.session.begin(done, durable=done if done and done == self._was[0] else 0)
         self.session.take_sigterm()
         self.begun = True
+
+    def _skip(self, done: int) -> None:
+        """Let the data begin behind `done` steps.
+
+        The trainer has asked for that itself, and fails where it is more than an iterator gives: it makes a new one
+        then, each of `train_num_epochs` epochs (observed with 1.9.0).
+        """
+        self._trainer.train_dataset.set_init_step(
+            done % (self._per_epoch * max(1, int(self._trainer.train_num_epochs)))
+        )
 
     # -- steps ------------------------------------------------------------------------------------
 
