@@ -12,7 +12,8 @@ from benchmarks import publish as readme
 from benchmarks.harness import Options, run, write
 
 NAMES = (
-    "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "megatron", "mindspore", "report",
+    "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow",
+    "megatron", "mindspore", "report",
 )  # fmt: skip
 
 

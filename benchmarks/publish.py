@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
 NAMES = (
-    "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow", "report", "megatron", "mindspore",
+    "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow",
+    "report", "megatron", "mindspore",
 )  # fmt: skip
 """In the order of the tables."""
 README, ALL = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
