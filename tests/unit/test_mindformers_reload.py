@@ -1,0 +1,449 @@
+"""What MindFormers is told to load: every row of the damage tables of facts/mindformers.md §5, by one rank and two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.checkpoint import Provenance, Staged, World
+from lastgasp.checkpoint.adopt import read_entries, write_manifest
+from lastgasp.config import GaspConfig
+from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.ports import Gather, Layout
+from lastgasp.testing import corrupt
+from lastgasp.topology import Place, data_parallel
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, decode_small, encode_small
+from lastgasp_mindformers.reload import Choice, Chooser
+from lastgasp_mindformers.settings import Options
+from support.checkpoint_kit import as_ranks
+from support.mindspore_files import boundary, state, write
+
+STEPS = 4
+"""Of an epoch."""
+
+
+@dataclass
+class Home:
+    """A job's output directory with checkpoints of steps 2, 4, 6, 8."""
+
+    path: Path
+    ranks: int = 2
+    ext: Any = "safetensors"
+    crc: bool = False
+    manifests: bool = True
+    job: str = "first"
+    names: dict[int, LegacyName] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoint"
+
+    def fill(self, *steps: int) -> Home:
+        for step in steps:
+            self.put(step)
+        return self
+
+    def put(self, step: int) -> LegacyName:
+        """As CheckpointMonitor does, with a manifest from us."""
+        epoch, within = (step - 1) // STEPS + 1, (step - 1) % STEPS + 1
+        name = self.names[step] = LegacyName("tiny", epoch, within, self.ext)
+        for rank in range(self.ranks):
+            write(self.checkpoints / name.file(rank), state(step, epoch), crc=self.crc)
+        for relative, content in name.markers(range(self.ranks)).items():
+            (self.checkpoints / relative).write_bytes(content)
+        if self.manifests:
+            self.adopt(self.checkpoints / name.name, LEGACY, step)
+        return name
+
+    def adopt(self, path: Path, layout: Layout, step: int) -> None:
+        world = World(world_size=self.ranks, replica_groups=data_parallel(self.ranks))
+        made_by = Provenance(format="mindformers", step=step, kind="periodic", job=self.job, world=world)
+        write_manifest(path, layout, made_by, read_entries(path, layout))
+
+    def file(self, step: int, rank: int = 1) -> Path:
+        return self.checkpoints / self.names[step].file(rank)
+
+    def steer(self, config: dict[str, Any] | None = None, **given: Any) -> list[dict[str, Any]]:
+        """What each rank's configuration is afterwards; `chooser` and `arguments` are added to it."""
+        job = given.pop("job", "second")
+        attempt, arguments = given.pop("attempt", 0), given.pop("arguments", {})
+        attempts = {name: given.pop(name) for name in ("attempts", "require_manifest") if name in given}
+
+        def body(rank: int, gather: Gather) -> dict[str, Any]:
+            options = Options(gasp=GaspConfig.resolve(self.path, **given), **attempts)
+            everyone = data_parallel(self.ranks)
+            place = Place(rank=rank, world_size=self.ranks, replicas=everyone, job=job, attempt=attempt)
+            chooser = Chooser(options, place, gather)
+            own = {"output_dir": str(self.path), "use_parallel": self.ranks > 1} | (config or {})
+            called = dict(arguments)
+            chooser.steer(own, called)
+            chooser.check(own)
+            return own | {"chooser": chooser, "arguments": called}
+
+        return as_ranks(self.ranks, body)
+
+    def went_on_from(self, step: int | None, **given: Any) -> list[dict[str, Any]]:
+        """All ranks load that step, by MindFormers' own options."""
+        found = self.steer(**given)
+        for rank, config in enumerate(found):
+            assert config["chooser"].resumed == step
+            if step is not None:
+                assert config["load_checkpoint"] == str(self.checkpoints)
+                assert config["resume_training"] == self.names[step].base(rank)
+                assert config["load_ckpt_format"] == self.ext
+                assert config["arguments"]["resume_from_checkpoint"] == str(self.checkpoints)
+                told = json.loads((self.checkpoints / f"rank_{rank}" / "meta.json").read_text())
+                assert told["last_ckpt_file"] == self.names[step].base(rank)
+        return found
+
+
+def _cut_at_a_boundary(path: Path, keep: int = 8) -> None:
+    values = state(8, 2)
+    end = boundary(values, keep)
+    assert 0 < end < path.stat().st_size
+    corrupt.truncate(path, end)
+
+
+def _zero_tail(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+
+
+ROWS: dict[str, Callable[[Path], object]] = {
+    "truncated in a tensor": lambda path: corrupt.truncate(path, 1000),
+    "truncated by one byte": lambda path: corrupt.truncate(path, path.stat().st_size - 1),
+    "cut between parameters": _cut_at_a_boundary,
+    "zero-filled tail": _zero_tail,
+    "one bit flipped": lambda path: corrupt.flip_bit(path, path.stat().st_size // 2, 3),
+    "empty": corrupt.empty,
+    "missing": corrupt.drop,
+}
+FORMATS = [(ext, crc) for ext in ("ckpt", "safetensors") for crc in (False, True)]
+each_format = pytest.mark.parametrize(("ext", "crc"), FORMATS, ids=[f"{e}{'+crc' * c}" for e, c in FORMATS])
+each_row = pytest.mark.parametrize("row", ROWS)
+QUIET = {("one bit flipped", ext, False) for ext in ("ckpt", "safetensors")}
+QUIET |= {("zero-filled tail", "safetensors", False)}
+"""What cannot be seen without a manifest or a checksum."""
+
+
+# -- MindSpore's table ----------------------------------------------------------------------------
+
+
+@each_row
+@each_format
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_damage_falls_back(tmp_path: Path, row: str, ext: str, crc: bool, ranks: int) -> None:
+    home = Home(tmp_path, ranks, ext, crc).fill(6, 8)
+    ROWS[row](home.file(8, ranks - 1))
+    if ranks > 1:
+        home.went_on_from(6)
+    else:
+        (config,) = home.steer()
+        assert config["chooser"].resumed == 6
+        assert Path(config["load_checkpoint"]).resolve() == home.file(6, 0)
+        assert config["resume_training"] is True
+    home_of_bad = home.checkpoints / f"{home.names[8].name}.corrupt"
+    assert home_of_bad.exists() == (row != "missing")
+    assert len(list(home_of_bad.rglob(f"*.{ext}"))) == (ranks if row != "missing" else 0)
+
+
+@each_row
+@each_format
+def test_without_a_manifest_what_the_format_tells_is_seen(tmp_path: Path, row: str, ext: str, crc: bool) -> None:
+    home = Home(tmp_path, 2, ext, crc, manifests=False).fill(6, 8)
+    ROWS[row](home.file(8))
+    home.went_on_from(8 if (row, ext, crc) in QUIET else 6)
+    assert list(home.checkpoints.glob("*.corrupt")) == []  # nothing is proven
+
+
+@pytest.mark.parametrize("keep", range(1, 12))
+def test_a_ckpt_cut_at_any_boundary_without_a_manifest(tmp_path: Path, keep: int) -> None:
+    home = Home(tmp_path, 2, "ckpt", manifests=False).fill(6, 8)
+    _cut_at_a_boundary(home.file(8), keep)
+    home.went_on_from(6)
+
+
+# -- MindFormers' table ---------------------------------------------------------------------------
+
+
+def test_meta_json_is_repaired_and_not_believed(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(6, 8)
+    corrupt.truncate(home.checkpoints / "rank_1" / "meta.json", 7)
+    (home.checkpoints / "rank_0" / "meta.json").write_bytes(home.names[6].meta(0))
+    home.went_on_from(8)
+
+
+@pytest.mark.parametrize("how", ["absent", "empty", "hidden"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_first_start_begins_from_scratch(tmp_path: Path, how: str, resume: bool) -> None:
+    home = Home(tmp_path)
+    if how != "absent":
+        home.checkpoints.mkdir()
+    if how == "hidden":
+        (home.checkpoints / ".lastgasp.lock").touch()
+    given = str(home.checkpoints) if resume else ""
+    for config in home.steer({"load_checkpoint": given, "resume_training": resume}):
+        assert not config["load_checkpoint"]
+        assert not config["resume_training"]
+        assert config["chooser"].resumed is None
+
+
+def test_only_bad_ones_are_an_error_that_moves_nothing(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(6, 8)
+    corrupt.flip_bit(home.file(8), 3000)
+    corrupt.truncate(home.file(6), 3000)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(NoGoodCheckpoint) as caught:
+        home.steer()
+    assert set(caught.value.reasons) == {str(home.checkpoints / home.names[step].name) for step in (6, 8)}
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_that_meta_json_names_and_that_are_gone_are_an_error(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(8)
+    for path in (home.file(8, 0), home.file(8, 1), home.checkpoints / f"{home.names[8].name}.manifest.json"):
+        path.unlink()
+    with pytest.raises(NoGoodCheckpoint, match="names epoch 2, step 4"):
+        home.steer()
+
+
+def test_a_first_save_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
+    home = Home(tmp_path, manifests=False).fill(4)
+    home.file(4).unlink()
+    (home.checkpoints / "rank_1" / "meta.json").unlink()
+    home.went_on_from(None)
+
+
+def test_a_file_that_was_lost_is(tmp_path: Path) -> None:
+    home = Home(tmp_path, manifests=False).fill(4)
+    home.file(4).unlink()  # and meta.json of rank 1 names it
+    with pytest.raises(NoGoodCheckpoint, match="no file of rank 1"):
+        home.steer()
+
+
+def test_five_are_tried_and_no_more(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(*range(1, 8))
+    for step in range(3, 8):
+        corrupt.flip_bit(home.file(step), 3000)
+    with pytest.raises(NoGoodCheckpoint, match="5 newer ones were"):
+        home.steer()
+    home.went_on_from(2, attempts=6)
+
+
+# -- what is meant --------------------------------------------------------------------------------
+
+
+def test_the_newest_is_taken_whatever_its_name_and_time(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(4, 8)
+    name = LegacyName("tiny", 2, 1, "safetensors", "_1")  # after a restart MindFormers counts from 0 again
+    for rank in (0, 1):
+        write(home.checkpoints / name.file(rank), state(9, 2))
+    home.adopt(home.checkpoints / name.name, LEGACY, 9)
+    home.names[9] = name
+    home.went_on_from(9)
+
+
+def test_gasp_with_the_random_state_of_each_rank(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(4)
+    name = home.names[7] = LegacyName("tiny", 2, 3, "safetensors")
+    with Staged(home.checkpoints / name.name, LEGACY) as staged:
+        data = write(tmp_path / "made.safetensors", state(7, 2)).read_bytes()
+        staged.open(name.file(0)).write(data)
+        staged.link(name.file(1), name.file(0))
+        staged.open(name.small).write(encode_small({0: b"zero", 1: b"one"}))
+        about = Provenance(format="mindformers", step=7, kind="gasp", job="x",
+                           world=World(world_size=2, replica_groups=((0, 1),)))  # fmt: skip
+        staged.publish(about, markers=name.markers(range(2)))
+    found = home.went_on_from(7)
+    assert [config["chooser"].small for config in found] == [b"zero", b"one"]
+    corrupt.flip_bit(home.checkpoints / name.small, -1)
+    assert [config["chooser"].small for config in home.went_on_from(4)] == [b"", b""]
+
+
+def test_a_wish_of_the_user_counts_at_the_first_start(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(4, 8)
+    wish = {"load_checkpoint": str(home.checkpoints), "resume_training": home.names[4].base(0)}
+    home.went_on_from(4, config=wish)
+    home.went_on_from(4, resume=str(home.file(4, 0)))
+    home.went_on_from(4, resume=str(home.checkpoints / home.names[4].name))
+    home.job = "second"
+    home.fill(6)
+    home.went_on_from(6, config=wish, attempt=1)
+    corrupt.flip_bit(home.file(4), 3000)
+    with pytest.raises(DamagedCheckpoint, match="rank_1/tiny_rank_1-1_4"):
+        home.steer(wish)
+    with pytest.raises(ConfigError, match="resume"):
+        home.steer({"load_checkpoint": str(home.checkpoints), "resume_training": "tiny_rank_0-9_9"})
+
+
+def test_never_is_for_what_was_there_before_this_job(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(8)
+    home.went_on_from(None, resume="never")
+    home.job = "second"
+    home.fill(6)
+    home.went_on_from(6, resume="never")
+
+
+def test_weights_to_begin_with_stay_the_users(tmp_path: Path) -> None:
+    home = Home(tmp_path / "out")
+    weights = write(tmp_path / "pretrained" / "model.safetensors", state(100, 9)).parent
+    wish = {"load_checkpoint": str(weights), "resume_training": False, "auto_trans_ckpt": True}
+    for config in home.steer(wish):
+        assert (config["load_checkpoint"], config["auto_trans_ckpt"]) == (str(weights), True)
+        assert config["arguments"] == {}
+    home.fill(4)
+    for config in home.went_on_from(4, config=wish, arguments={"finetune_checkpoint": str(weights)}):
+        assert config["auto_trans_ckpt"] is False
+        assert config["arguments"]["finetune_checkpoint"] is False
+
+
+def test_manifests_may_be_required(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(4)
+    home.manifests = False
+    home.fill(8)
+    home.went_on_from(4, require_manifest=True)
+    home.went_on_from(8)
+
+
+def test_a_checkpoint_of_another_number_of_ranks(tmp_path: Path) -> None:
+    home = Home(tmp_path, ranks=4).fill(4, 8)
+    home.ranks = 2
+    home.went_on_from(8)  # equal on all ranks, and there is one for each
+    home.ranks = 5
+    with pytest.raises(NoGoodCheckpoint, match="was saved by 4 ranks, and this job has 5"):
+        home.steer()
+
+
+def test_what_was_decided_must_stand(tmp_path: Path) -> None:
+    home = Home(tmp_path).fill(4)
+    (config, _) = home.steer()
+    config["load_checkpoint"] = "elsewhere"
+    with pytest.raises(ConfigError, match="load_checkpoint"):
+        config["chooser"].check(config)
+    with pytest.raises(ConfigError, match="elsewhere"):
+        config["chooser"].check(config | {"checkpoint": {"load_path": "elsewhere"}})
+
+
+# -- the newer format -----------------------------------------------------------------------------
+
+
+def _iteration(home: Home, step: int) -> Path:
+    path = home.checkpoints / f"iteration_{step:08d}"
+    for kind in ("model", "opt"):
+        write(path / f"tiny-{kind}-0000000-0000001.safetensors", state(step, 1))
+    (path / "common.json").write_text(json.dumps({"step_num": step}))
+    (home.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
+    if home.manifests:
+        home.adopt(path, ITERATIONS, step)
+    return path
+
+
+@pytest.mark.parametrize("row", ["truncated in a tensor", "one bit flipped", "empty", "missing"])
+@pytest.mark.parametrize("manifests", [True, False])
+@pytest.mark.parametrize("section", [True, False])
+def test_the_newer_format(tmp_path: Path, row: str, manifests: bool, section: bool) -> None:
+    home = Home(tmp_path, 1, manifests=manifests)
+    old, new = _iteration(home, 4), _iteration(home, 8)
+    ROWS[row](new / "tiny-model-0000000-0000001.safetensors")
+    unseen = not manifests and row in ("one bit flipped", "missing")
+    wish: dict[str, Any] = {"checkpoint": {"prefix": "tiny"}} if section else {"use_legacy_format": False}
+    (config,) = home.steer(wish)
+    expected = new if unseen else old
+    assert config["load_checkpoint"] == str(expected)
+    assert config["resume_training"] is True
+    if section:
+        assert config["checkpoint"]["load_path"] == str(expected)
+        assert config["checkpoint"]["no_load_optim"] is False
+    tracker = (home.checkpoints / "latest_checkpointed_iteration.txt").read_text()
+    assert tracker == expected.name[-8:].lstrip("0")
+
+
+def test_an_iteration_that_was_not_finished(tmp_path: Path) -> None:
+    home = Home(tmp_path, 1, manifests=False)
+    old, _ = _iteration(home, 4), _iteration(home, 8)
+    (home.checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+    (config,) = home.steer({"use_legacy_format": False})
+    assert config["load_checkpoint"] == str(old)
+
+
+# -- plain MindSpore ------------------------------------------------------------------------------
+
+
+def _plain(directory: Path, ranks: int = 1) -> list[Choice | None]:
+    def body(rank: int, gather: Gather) -> Choice | None:
+        options = Options(gasp=GaspConfig.resolve(directory))
+        place = Place(rank=rank, world_size=ranks, replicas=data_parallel(ranks), job="x")
+        return Chooser(options, place, gather).choose_plain([directory])
+
+    return as_ranks(ranks, body)
+
+
+def test_plain_the_newest_by_content_and_not_by_time(tmp_path: Path) -> None:
+    assert _plain(tmp_path) == [None]
+    write(tmp_path / "net-3_2.ckpt", state(10, 3))
+    write(tmp_path / "net-1_4.ckpt", state(4, 1))  # the newest by its time
+    (choice,) = _plain(tmp_path)
+    assert choice == Choice(tmp_path / "net-3_2.ckpt", 3, 2, 10, b"")
+    corrupt.truncate(tmp_path / "net-3_2.ckpt", 2000)
+    (choice,) = _plain(tmp_path)
+    assert choice is not None
+    assert (choice.path.name, choice.step) == ("net-1_4.ckpt", 4)
+
+
+def test_plain_breakpoints_count_for_what_they_hold(tmp_path: Path) -> None:
+    """MindSpore names them by the step under way, which is not in them."""
+    write(tmp_path / "net-1_4.ckpt", state(4, 1))
+    write(tmp_path / "net-2_3_breakpoint.ckpt", state(6, 2))
+    (choice,) = _plain(tmp_path)
+    assert choice == Choice(tmp_path / "net-2_3_breakpoint.ckpt", 2, 3, 6, b"")
+    first, second = _plain(tmp_path, 2)
+    assert first == second == choice
+    for rank in (0, 1):
+        write(tmp_path / f"rank_{rank}" / "net-2_4.ckpt", state(8, 2))
+    write(tmp_path / "rank_0" / "net-3_1_breakpoint.ckpt", state(9, 3))  # one rank raised
+    chosen = _plain(tmp_path, 2)
+    assert [c and c.path for c in chosen] == [tmp_path / f"rank_{rank}/net-2_4.ckpt" for rank in (0, 1)]
+
+
+def test_plain_what_lastgasp_saved_and_what_modelcheckpoint_saved(tmp_path: Path) -> None:
+    home = Home(tmp_path, 2, "ckpt")
+    name = LegacyName("lastgasp", 2, 1, "ckpt")
+    for rank in (0, 1):
+        write(tmp_path / name.file(rank), state(5, 2))
+        write(tmp_path / f"rank_{rank}" / "net-1_4.ckpt", state(4, 1))
+    home.adopt(tmp_path / name.name, LEGACY, 5)
+    home.adopt(tmp_path / "net-1_4.ckpt", PLAIN, 4)
+    assert [c and (c.path, c.step) for c in _plain(tmp_path, 2)] == [(tmp_path / name.file(rank), 5) for rank in (0, 1)]
+    corrupt.flip_bit(tmp_path / name.file(0), 3000)
+    chosen = _plain(tmp_path, 2)
+    assert [c and (c.path, c.step) for c in chosen] == [(tmp_path / f"rank_{rank}/net-1_4.ckpt", 4) for rank in (0, 1)]
+    corrupt.flip_bit(tmp_path / "rank_1/net-1_4.ckpt", 3000)
+    with pytest.raises(NoGoodCheckpoint, match=r"rank_1/net-1_4\.ckpt"):
+        _plain(tmp_path, 2)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", ["", "_1", "_12"])
+def test_names_there_and_back(again: str) -> None:
+    name = LegacyName.of_monitor(f"my_rank_net_rank_7{again}", 3, 2, "ckpt")
+    assert name == LegacyName("my_rank_net", 3, 2, "ckpt", again)
+    assert name.file(5) == f"rank_5/my_rank_net_rank_5{again}-3_2.ckpt"
+    assert LegacyName.parse(name.name) == name
+    assert LEGACY.title_of(name.file(5)) == LEGACY.title_of(name.small) == name.name
+    assert PLAIN.title_of(name.file(5)) is None
+    assert LegacyName.parse("net-3_2.ckpt") is None
+    with pytest.raises(CheckpointError, match="names no rank"):
+        LegacyName.of_monitor("net", 1, 1, "ckpt")
+
+
+def test_small_states_there_and_back() -> None:
+    assert decode_small(encode_small({1: b"b", 0: b"a"})) == {0: b"a", 1: b"b"}
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        decode_small(b"\xc1")
