@@ -10,6 +10,7 @@ import pytest
 
 from lastgasp.jobs.acjob.check import FAMILIES, check, source_of
 from lastgasp.jobs.acjob.rules import RULES
+from lastgasp.jobs.acjob.switchmap import switch_configmap
 from support.acjob import bare, findings, ready
 
 assert FAMILIES
@@ -51,6 +52,9 @@ POD = "        spec:\n          containers:"
 DATATRACE = "                - name: datatrace\n                  mountPath: /user/cluster-info/datatrace-config\n"
 RESET = "                - name: reset\n                  mountPath: /user/restore/reset/config\n"
 ENV = "              env:\n"
+
+
+SWITCHED = switch_configmap("llama", "team", 1).replace("namespace: team", "namespace: team # map") + "---\n" + DUMP
 
 
 def env(name: str, value: str) -> tuple[str, str]:
@@ -149,6 +153,7 @@ CASES = [
             '      template:\n        metadata:\n          labels:\n            fault-scheduling: "grace" # HERE\n',
         ),
     ),
+    case("misplaced", bare(), ("\nspec:\n", f"\nspec:\n  annotations:\n{STRATEGY} # HERE\n")),
     case("pod-ip-missing", DUMP, (POD_IP, ""), (CONTAINER, MARKED)),
     case("pod-ip-source", DUMP, ("- name: POD_IP\n", "- name: POD_IP # HERE\n"), ("status.podIP", "status.hostIP")),
     case("xdl-ip-source", DUMP, ("- name: XDL_IP\n", "- name: XDL_IP # HERE\n"), ("status.hostIP", "status.podIP")),
@@ -216,6 +221,17 @@ CASES = [
         ),
     ),
     case("datatrace-partial", DUMP, (DATATRACE, ""), ("    Master:\n", "    Master: # HERE\n")),
+    *(
+        case("switch-configmap", SWITCHED, ("  name: llama\n", "  name: llama   # HERE\n"), swap)
+        for swap in (
+            ('reset: "true"', 'reset: "yes"'),
+            ("namespace: team # map", "namespace: other"),
+            ('"Step"', '"step"'),
+            ('"CommunicationOperator"', '"Communication"'),
+            ('"off"', "false"),
+            ("profilingSwitch:", "switch:"),
+        )
+    ),
     case(
         "profiling-read-only",
         DUMP,

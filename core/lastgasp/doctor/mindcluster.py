@@ -49,7 +49,10 @@ def taskd_log_mode(machine: Machine) -> Iterator[Hit]:
     if machine.in_mindcluster and path.is_dir() and not path.is_symlink():
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode != LOG_MODE:
-            yield Hit(f"TaskD's log directory {path} has mode {mode:04o}: importing taskd raises", f"chmod 0750 {path}")
+            yield Hit(
+                f"TaskD's log directory {path} has mode {mode:04o}: importing taskd raises",
+                f"chmod 0750 {path} (lastgasp does it)",
+            )
 
 
 @trap("umask", "error", "taskd.md §1", "A umask that makes TaskD's log directory too strict")
@@ -57,7 +60,7 @@ def umask(machine: Machine) -> Iterator[Hit]:
     """The package makes it, and then refuses it."""
     if machine.in_mindcluster and LOG_MODE & ~machine.umask != LOG_MODE and not _log_directory(machine).exists():
         what = f"with umask {machine.umask:03o} TaskD makes its log directory {LOG_MODE & ~machine.umask:04o}, not 0750"
-        yield Hit(what + ", and refuses it", f"umask 027, or mkdir -m 0750 {_log_directory(machine)}")
+        yield Hit(what + ", and refuses it", f"umask 027, or mkdir -m 0750 {_log_directory(machine)} (lastgasp does)")
 
 
 @trap("switch-symlink", "warning", "taskd.md §6", "The switch file is reached through a symlink")

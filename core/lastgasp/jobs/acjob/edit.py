@@ -178,17 +178,22 @@ class Edits:
 
     def _flow_addition(self, node: Node, more: Any) -> _Insert:
         uses = [*node.pairs, *node.items]
-        quotes = any(pair.key.style for pair in node.pairs) or self.text.lstrip().startswith("{")
+        quotes = any(pair.key.style for pair in node.pairs) or self._is_json
         inner = _flow(more, quotes)[1:-1]
         if uses:
             return _Insert(uses[-1].end, 0, False, f", {inner}", uses[-1].end)
         at = self.text.index("{" if node.kind == "map" else "[", node.begin) + 1
         return _Insert(at, 0, False, inner, node.end - 1)
 
+    @property
+    def _is_json(self) -> bool:
+        roots = [document.root for document in self.documents if document.root is not None]
+        return bool(roots) and roots[0].flow and any(pair.key.style for pair in roots[0].pairs)
+
     def _fill_text(self, parent: Node, pair: Pair, more: Any) -> list[_Insert]:
         if parent.flow:
             blank = "" if self.text[pair.begin - 1] == " " else " "
-            return [_Insert(pair.begin, 0, False, blank + _flow(more, bool(pair.key.style)), pair.node.end)]
+            return [_Insert(pair.begin, 0, False, blank + _flow(more, self._is_json), pair.node.end)]
         column = pair.key.column - 1
         inner = column + (2 if isinstance(more, dict) or self.indents_lists else 0)
         lines = self._lines_behind(pair.node.end, _lines(more, inner, self.indents_lists), inner, False)

@@ -174,7 +174,7 @@ def fault_scheduling_force(job: Job) -> Iterator[Hit]:
 def force_host_network(job: Job) -> Iterator[Hit]:
     """MindCluster excludes it."""
     if job.label("fault-scheduling") == "force" and any(replica.host_network for replica in job.replicas):
-        what = "fault-scheduling force does not go with hostNetwork"
+        what = "fault-scheduling force does not go with hostNetwork (the documentation; some of its samples have it)"
         yield Hit(job.at(*_LABELS, "fault-scheduling"), what, 'Write "grace".')
 
 
@@ -223,7 +223,8 @@ def misplaced(job: Job) -> Iterator[Hit]:
     other = {"labels": "annotations", "annotations": "labels"}
     for kind, names in _IN_JOB.items():
         here = {name for name in names if job.root.get("metadata", kind, name) is not None}
-        places = [(f"metadata.{other[kind]}", job.root.get("metadata", other[kind]))]
+        places = [(f"metadata.{other[kind]}", job.root.get("metadata", other[kind])), (kind, job.root.get(kind))]
+        places += [(f"spec.{kind}", job.root.get("spec", kind))]
         places += [(f"the pods of {one.type}", one.node.get("template", "metadata", kind)) for one in job.replicas]
         for where, node in places:
             for name in names:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import msgspec
+
+from lastgasp.steps import bits
+
 from .model import DATATRACE, PROFILING, RESET, Job, Mount, Replica
 from .rules import Hit, rule
 from .structure import nodes_of
@@ -63,6 +67,32 @@ def datatrace_partial(job: Job) -> Iterator[Hit]:
         if having and replica.type not in having:
             what = f"{replica.type}: {DATATRACE} is not mounted, so ClusterD switches by gRPC, which needs a manager"
             yield Hit(replica.pair.key, what, "Mount it in every replica type.")
+
+
+@rule("switch-configmap", "error", "§6, taskd §6", "The switch's ConfigMap does not switch")
+def switch_configmap(job: Job) -> Iterator[Hit]:
+    """Looked at where it is checked along with the job; the findings stand at the job's name."""
+    for root in job.elsewhere:
+        if root.string("kind") != "ConfigMap" or root.string("metadata", "name") != f"data-trace-{job.name}":
+            continue
+        for what in _wrong_in_switch(job, root):
+            fix = f"Print a right one: lastgasp job switch-configmap --job {job.name} --namespace {job.namespace}."
+            yield Hit(job.at("metadata", "name"), f"ConfigMap data-trace-{job.name} (line {root.line}): {what}", fix)
+
+
+def _wrong_in_switch(job: Job, root: Node) -> Iterator[str]:
+    if (root.string("metadata", "namespace") or "default") != job.namespace:
+        yield f"its namespace is not the job's, {job.namespace}"
+    if root.string("metadata", "labels", "reset") != "true":
+        yield 'the label reset: "true" is missing, so the device plugin does not see it'
+    try:
+        found = msgspec.json.decode(root.string("data", "profilingSwitch") or "", type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        yield "data.profilingSwitch is no JSON object of strings"
+        return
+    wrong = [f"{key}={value}" for key, value in found.items() if key not in bits.TASKD or value not in ("on", "off")]
+    if wrong:
+        yield f"{', '.join(wrong)} is not understood; the keys are {', '.join(bits.TASKD)}, each on or off"
 
 
 @rule("profiling-read-only", "error", "§6", "The profiling directory cannot be written")
@@ -149,9 +179,9 @@ def _min_available(job: Job) -> tuple[Node | None, int]:
     return (node if known else None), sum(one.count or 0 for one in job.replicas)
 
 
-@rule("grace-period", "error", "§7", "terminationGracePeriodSeconds is not below grace-over-time")
+@rule("grace-period", "warning", "§7", "terminationGracePeriodSeconds is not below grace-over-time")
 def grace_period(job: Job) -> Iterator[Hit]:
-    """Volcano's force comes first then."""
+    """Volcano's force comes first then; MindCluster's own samples have 900."""
     for replica, node in _grace_periods(job):
         if job.label("fault-scheduling") in ("grace", "external-grace") and not 0 < _number(node) < GRACE_OVER_TIME:
             what = f"{replica.type}: terminationGracePeriodSeconds is {node.text}"
