@@ -247,9 +247,8 @@ def _join(payloads: Sequence[bytes]) -> list[FileEntry]:
 
 def is_monitor(callback: Any) -> bool:
     """Whether it is MindSpore's ModelCheckpoint, of which MindFormers' CheckpointMonitor is one."""
-    from mindspore.train.callback import ModelCheckpoint
-
-    return isinstance(callback, ModelCheckpoint)
+    names = {(base.__module__.partition(".")[0], base.__name__) for base in type(callback).__mro__}
+    return ("mindspore", "ModelCheckpoint") in names
 
 
 class Monitor:
