@@ -62,6 +62,11 @@ def test_check_as_json(job: Path, tmp_path: Path) -> None:
     assert (first["rule"], first["severity"], first["line"], first["job"]) == ("strategy-unknown", "error", 12, "llama")
 
 
+def test_check_of_standard_input() -> None:
+    done = CliRunner().invoke(cli.main, ["job", "check", "-"], input=ready().replace('"dump"', '"dmp"'))
+    assert done.exit_code == 1 and "strategy-unknown" in done.output and "1 error, 0 warnings" in done.output
+
+
 def test_check_of_what_is_no_yaml_and_of_what_is_no_job(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("a:\n\tb: c\n")

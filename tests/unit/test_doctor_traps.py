@@ -164,7 +164,7 @@ CASES: list[tuple[str, Step, Step]] = [
     ("megatron-series", installed(megatron_core="0.19.2"), installed(megatron_core="0.20.0")),
     ("backend", GOOD, env(LASTGASP_BACKEND="ascend")),
     ("backend", GOOD, env(LASTGASP_BACKEND="npu")),
-    ("no-framework", GOOD, lambda box: box.set(versions={"numpy": "2.0"})),
+    ("no-framework", GOOD, lambda box: box.set(versions={"numpy": "2.0"}, places={"megatron": box.root})),
     ("ring-extension", GOOD, lambda box: box.set(ring="missing")),
     ("ring-extension", GOOD, lambda box: box.set(ring="switched off")),
     ("ring-extension", GOOD, lambda box: box.set(ring="other version")),

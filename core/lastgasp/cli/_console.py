@@ -13,3 +13,8 @@ WIDE = 160
 def console() -> Console:
     """Standard output."""
     return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+
+
+def counted(errors: int, warnings: int) -> str:
+    """`1 error, 2 warnings`."""
+    return f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"

@@ -14,11 +14,11 @@ from rich.table import Table
 from lastgasp.backends import choose_backend
 from lastgasp.doctor.look import look
 from lastgasp.doctor.machine import JobFacts, Machine
-from lastgasp.doctor.software import FRAMEWORKS
+from lastgasp.doctor.software import frameworks
 from lastgasp.doctor.traps import TRAPS, Finding, examine
 from lastgasp.errors import ConfigError
 
-from ._console import console
+from ._console import console, counted
 
 _STYLE = {"error": "bold red", "warning": "yellow"}
 
@@ -88,8 +88,7 @@ def report_of(machine: Machine) -> Report:
     """Everything about a machine."""
     findings = examine(machine)
     errors = sum(one.severity == "error" for one in findings)
-    frameworks = {name: machine.versions[name] for name in FRAMEWORKS if name in machine.versions}
-    return Report(_backend(machine), frameworks, findings, errors, len(findings) - errors)
+    return Report(_backend(machine), frameworks(machine), findings, errors, len(findings) - errors)
 
 
 def _backend(machine: Machine) -> str:
@@ -109,4 +108,4 @@ def _print(report: Report) -> None:
             text = f"{escape(one.what)}\n[dim]{escape(one.fix)}[/]"
             table.add_row(f"[{_STYLE[one.severity]}]{one.severity}[/]", text, one.trap)
         out.print(table)
-    out.print(f"{len(TRAPS)} traps looked for: {report.errors} errors, {report.warnings} warnings")
+    out.print(f"{len(TRAPS)} traps looked for: {counted(report.errors, report.warnings)}")

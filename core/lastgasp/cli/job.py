@@ -21,7 +21,7 @@ from lastgasp.jobs.acjob.patch import patch as patch_one
 from lastgasp.jobs.acjob.switchmap import switch_configmap as make_configmap
 from lastgasp.steps import bits
 
-from ._console import console
+from ._console import console, counted
 from .switch import parse_settings
 
 _CODES = """
@@ -44,12 +44,14 @@ Rules: docs/ascend-job-yaml.md
 {_CODES.format(good="all is well", bad="a file has errors")}"""
 
 CHECK_EPILOG = f"""
-Documents that are no AscendJob are left alone; of the device plugin's DaemonSet hotReset is looked at.
+A dash is standard input. Documents that are no AscendJob are left alone; of the device plugin's DaemonSet hotReset is
+looked at, of the ConfigMap data-trace-<job> whether it switches.
 
 \b
 Examples:
   lastgasp job check job.yaml
   lastgasp job check jobs/*.yaml device-plugin.yaml --json
+  kubectl get acjob llama -o yaml | lastgasp job check -
 {_CODES.format(good="no errors (there may be warnings)", bad="at least one error")}"""
 
 PATCH_EPILOG = f"""
@@ -100,7 +102,8 @@ def job() -> None:
 
 
 @job.command(epilog=CHECK_EPILOG)
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("files", nargs=-1, required=True, metavar="FILE...",
+                type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of lines.")
 def check(files: tuple[Path, ...], as_json: bool) -> None:
     """Look for what MindCluster rejects, ignores or silently does otherwise, each with line and fix."""
@@ -205,7 +208,7 @@ def _print(path: Path, findings: list[Finding]) -> None:
         text = f"{escape(one.what)}\n[dim]{escape(one.fix)}[/]"
         table.add_row(str(one.line), f"[{_STYLE[one.severity]}]{one.severity}[/]", escape(one.job), text, one.rule)
     bad = len(errors(findings))
-    table.caption, table.caption_justify = f"{bad} errors, {len(findings) - bad} warnings", "left"
+    table.caption, table.caption_justify = counted(bad, len(findings) - bad), "left"
     out.print(table)
 
 

@@ -21,14 +21,27 @@ FRAMEWORKS = {
     "lightning": "lightning",
     "megatron-core": "megatron",
     "mindformers": "mindformers",
-    "mindspore": "mindformers",
+    "mindspore": "mindspore",
     "tensorflow": "tensorflow",
     "torch": "torch",
 }
-"""Distributions, and the adapter that each is for."""
+"""Distributions of what lastgasp has an adapter or a layout for, and their packages."""
 _MINDIO_ITEMS = ("TTP", "UCE", "ARF", "TSP", "HCCE")
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _CANN = "/usr/local/Ascend/ascend-toolkit/latest"
+
+
+def frameworks(machine: Machine) -> dict[str, str]:
+    """What is installed of `FRAMEWORKS`, with versions; a question mark for a package without metadata."""
+    found = {name: machine.versions.get(name) or _unversioned(machine, name) for name in FRAMEWORKS}
+    return {name: version for name, version in found.items() if version}
+
+
+def _unversioned(machine: Machine, name: str) -> str:
+    place = machine.places.get(FRAMEWORKS[name])
+    # Some other directory may be called megatron: that is a namespace package.
+    there = place is not None and (name != "megatron-core" or (place / "core").is_dir())
+    return "?" if there else ""
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -148,7 +161,7 @@ def backend(machine: Machine) -> Iterator[Hit]:
 @trap("no-framework", "warning", "DESIGN §1", "No framework of any adapter is installed")
 def no_framework(machine: Machine) -> Iterator[Hit]:
     """Perhaps this is another environment than the job's."""
-    if not any(machine.has(one) for one in FRAMEWORKS):
+    if not frameworks(machine):
         what = "neither lightning, megatron-core, mindformers, mindspore, tensorflow nor torch is installed"
         yield Hit(what, "Run doctor with the job's own Python: python -m lastgasp doctor.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,14 +51,14 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read one file.
+    """Read one file; `-` is standard input.
 
     Raises:
         ConfigError: it cannot be read, is empty, or larger than 16 MiB.
         MissingExtra: ruamel.yaml is not installed.
     """
     try:
-        with path.open("rb") as file:
+        with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
             data = file.read(SIZE_LIMIT + 1)
     except OSError as error:
         raise ConfigError("FILE", str(path), "a readable file", f"{error.strerror}.") from error
