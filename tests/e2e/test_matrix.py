@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished, run_job
 from lastgasp.testing.weights import differences
-from support import taskd_reader
-from support.matrix import LAST_STEP, SAVE_STEP, Case, all_cases, covering_cases
+from support.matrix import SAVE_STEP, Case, all_cases, check_marks, covering_cases
 
 LAYOUT = SingleFile(".ckpt")
 LIMIT = 150.0
@@ -68,7 +66,7 @@ def check(case: Case, folder: Path, reference: dict[int, Path]) -> None:
     assert done.left == ()
     _check_saved(case, directory, done)
     assert differences(expected, final) == []
-    _check_marks(case, directory / "profiling")
+    check_marks(case, directory / "profiling")
     assert [p.name for p in directory.rglob("*") if ".tmp" in p.name or p.name.endswith(".corrupt")] == []
 
 
@@ -99,21 +97,6 @@ def _check_saved(case: Case, directory: Path, done: Finished) -> None:
         assert step == case.exact_step, where
     saved = [c for c in found.values() if c.step == step]
     assert saved, where
-
-
-def _check_marks(case: Case, base: Path) -> None:
-    """Each rank's every step is on disk, that of the killed one too; whole, and once in each attempt that took it."""
-    wanted = set(range(1, LAST_STEP + 1))
-    for rank in range(case.world):
-        found: list[int] = []
-        for folder in sorted(base.glob(f"*/{rank}")):
-            taken = taskd_reader.read(folder)
-            assert taken.open == {}
-            assert not [name for name in taken.names if name.startswith("dropped")]
-            found += [int(name.split()[1]) for name in taken.names if name.startswith("step ")]
-        assert wanted - set(found) <= case.unmarked, f"rank {rank}: {found}"
-        restarts = sum(later <= earlier for earlier, later in itertools.pairwise(found))
-        assert restarts <= 1, f"rank {rank}: {found}"
 
 
 def _first_incident(directory: Path) -> Incident:

@@ -315,7 +315,7 @@ class Passed:
 def test_on_a_device_stream_ranges_have_its_times(
     marks: Marks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lastgasp_lightning.marks.cuda_marks", lambda marks, *_: DeviceMarks(marks, Passed))
+    monkeypatch.setattr("lastgasp.pytorch.stepranges.cuda_marks", lambda marks, *_: DeviceMarks(marks, Passed))
     fit(Model(), loader(), tmp_path, Marking(marks))
     ranges = seen(marks)
     assert len(ranges) == 5 * BATCHES

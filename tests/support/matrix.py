@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support import taskd_reader
+
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 
 KINDS = ("sigkill", "exception", "exit3", "sigterm", "sigterm-all", "sigstop", "killed-while-raising")
@@ -126,3 +128,18 @@ def covering_cases() -> list[Case]:
         rank = RANKS[(row + column // 2) % 2]
         cases.append(Case(kind, moment, rank, launcher, 3 if i % 6 == 5 else 2))
     return cases
+
+
+def check_marks(case: Case, base: Path) -> None:
+    """Each rank's every step is on disk, that of the killed one too; whole, and once in each attempt that took it."""
+    wanted = set(range(1, LAST_STEP + 1))
+    for rank in range(case.world):
+        found: list[int] = []
+        for folder in sorted(base.glob(f"*/{rank}")):
+            taken = taskd_reader.read(folder)
+            assert taken.open == {}
+            assert not [name for name in taken.names if name.startswith("dropped")]
+            found += [int(name.split()[1]) for name in taken.names if name.startswith("step ")]
+        assert wanted - set(found) <= case.unmarked, f"rank {rank}: {found}"
+        restarts = sum(later <= earlier for earlier, later in itertools.pairwise(found))
+        assert restarts <= 1, f"rank {rank}: {found}"

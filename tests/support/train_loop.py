@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState
+
+Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def main() -> None:
@@ -23,39 +30,92 @@ def main() -> None:
     parser.add_argument("--dir", required=True)
     parser.add_argument("--final", type=Path)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--no-periodic", action="store_true")
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--shape", default="plain", choices=sorted(TURNS))
+    parser.add_argument("--processes", type=int, help="start so many ranks, as a shell script would")
     args = parser.parse_args()
+    if args.processes:
+        sys.exit(start(args.processes))
     torch.set_num_threads(1)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
         dist.init_process_group("gloo")
     seed = 7 + 1000 * rank  # other random numbers on each rank
-    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
     x = torch.randn(4 * 5 * world, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    sampler: DistributedSampler[object] | None = DistributedSampler(data) if world > 1 else None
+    sampler: DistributedSampler[Any] | None = DistributedSampler(data) if world > 1 else None
     loader = DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1))
-    model: nn.Module = DistributedDataParallel(net) if world > 1 else net
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-    state = TorchState(model, optimizer, schedule, sampler=sampler)
-    every = 0 if args.no_periodic else 4
-    with Session.open(args.dir, state=state, every=every, max_steps=args.steps, keep=9) as s:
+    critic = nn.Linear(8, 1)
+    models: list[nn.Module] = [DistributedDataParallel(m) if world > 1 else m for m in (net, critic)]
+    kind = torch.optim.LBFGS if args.shape == "closure" else torch.optim.Adam
+    optimizers = [kind(m.parameters(), lr=0.01) for m in models][: 2 if args.shape == "adversary" else 1]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 3, 0.7)
+    state = TorchState({"net": models[0], "critic": models[1]}, optimizers, schedule, sampler=sampler)
+    turn = TURNS[args.shape]
+    with Session.open(args.dir, state=state, every=args.every, max_steps=args.steps, keep=9) as s:
         for _ in s.epochs(1000):
-            for inputs, wanted in s.batches(loader):
-                noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
-                loss = ((model(inputs + noise * torch.randn_like(inputs)) - wanted) ** 2).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            for batch in s.batches(loader):
+                turn(models, optimizers, batch)
                 schedule.step()
             evaluate(net, x)
     if args.final and rank == 0:
-        torch.save({name: value.clone() for name, value in net.state_dict().items()}, args.final)
+        torch.save({name: value.clone() for m in (net, critic) for name, value in m.state_dict().items()}, args.final)
 
 
-def evaluate(net: nn.Module, x: torch.Tensor) -> None:
+def plain(models: list[nn.Module], optimizers: list[Any], batch: Any) -> Tensor:
+    """One update."""
+    inputs, wanted = batch
+    noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
+    loss: Tensor = ((models[0](inputs + noise * torch.randn_like(inputs)) - wanted) ** 2).mean()
+    update(loss, optimizers[0])
+    return loss
+
+
+def waiting(models: list[nn.Module], optimizers: list[Any], batch: Any) -> Tensor:
+    """After the update the loss is averaged over all ranks, for a log."""
+    loss = plain(models, optimizers, batch).detach()
+    dist.all_reduce(loss)
+    return loss + float(torch.rand(()))
+
+
+def adversary(models: list[nn.Module], optimizers: list[Any], batch: Any) -> Tensor:
+    """Two models take turns."""
+    inputs, wanted = batch
+    update(((models[1](inputs) - wanted) ** 2).mean(), optimizers[1])
+    loss: Tensor = ((models[0](inputs + torch.randn_like(inputs)) - models[1](inputs).detach()) ** 2).mean()
+    update(loss, optimizers[0])
+    return loss
+
+
+def closure(models: list[nn.Module], optimizers: list[Any], batch: Any) -> Tensor:
+    """LBFGS asks for the loss several times in one step."""
+    inputs, wanted = batch
+
+    def evaluate_loss() -> Tensor:
+        optimizers[0].zero_grad()
+        loss: Tensor = ((models[0](inputs) - wanted) ** 2).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    result: Tensor = optimizers[0].step(evaluate_loss)
+    return result
+
+
+TURNS = {"plain": plain, "waiting": waiting, "adversary": adversary, "closure": closure}
+
+
+def update(loss: Tensor, optimizer: Any) -> None:
+    """Backward pass and step."""
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def evaluate(net: nn.Module, x: Tensor) -> None:
     """Draws random numbers, and waits for the other ranks."""
     net.eval()
     with torch.no_grad():
@@ -63,6 +123,24 @@ def evaluate(net: nn.Module, x: torch.Tensor) -> None:
     if dist.is_initialized():
         dist.all_reduce(error)
     net.train()
+
+
+def start(world: int) -> int:
+    """Start the ranks, wait for all of them; the exit code of one that failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    given = sys.argv[1:]
+    place = given.index("--processes")
+    command = [sys.executable, sys.argv[0], *given[:place], *given[place + 2 :]]
+    ranks = [subprocess.Popen(command, env=os.environ | where | {"RANK": str(r)}) for r in range(world)]
+    return max(abs(code) for code in _codes(ranks))
+
+
+def _codes(ranks: list[subprocess.Popen[bytes]]) -> Iterator[int]:
+    for rank in ranks:
+        yield rank.wait()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
 from lastgasp.pytorch.devicemarks import cuda_marks
-from lastgasp.pytorch.ranges import Range, Sink
+from lastgasp.pytorch.ranges import Range, Sink, range_of
 from lastgasp.steps.bits import BIT_OF_MARK, STEP
 from lastgasp.steps.marks import Mark
 
@@ -35,20 +35,23 @@ class StepRanges:
     Args:
         marks: where they go.
         device: where the model is.
+        first: number of the first step.
     """
 
-    def __init__(self, marks: Sink, device: torch.device) -> None:
+    def __init__(self, marks: Sink, device: torch.device, first: int) -> None:
         self._marks = marks
         self._device = cuda_marks(marks, device, os.environ)
-        self.step = self._step_range()
+        self.step = self._step_range(first)
         self.forward, self.backward, self.optimizer = map(self._stream, ("forward", "backward", "optimizer"))
         self.dataloader, self.save = map(self._host, ("dataloader", "save_checkpoint"))
         self._communication: list[Collectives | GradientBuckets] = []
 
-    def _step_range(self) -> Range:
+    def _step_range(self, first: int) -> Range:
         """Its number is known when it ends."""
         mark, bit = self._marks.define("step {}", bit=STEP, stream=True), STEP
-        return self._device.range("step", mark, bit) if self._device is not None else Range(self._marks, mark, bit)
+        if self._device is not None:
+            return self._device.range("step", mark, bit)
+        return range_of(self._marks, mark, bit, first=first)
 
     def _stream(self, name: str) -> Open:
         bit = BIT_OF_MARK[name]

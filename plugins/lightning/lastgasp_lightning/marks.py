@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import Strategy
-from torch.nn.parallel import DistributedDataParallel
 
-from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
-from lastgasp.pytorch.devicemarks import cuda_marks
-from lastgasp.pytorch.ranges import Range, Sink, range_of
-from lastgasp.steps.bits import BIT_OF_MARK, STEP
-from lastgasp.steps.marks import Mark
+from lastgasp.pytorch.ranges import Sink
+from lastgasp.pytorch.stepranges import StepRanges
 from lastgasp_lightning.boundary import before_calls
 from lastgasp_lightning.compat import Undo, replace_method, require
 
 _Method = Callable[..., Any]
-
-
-class _Open(Protocol):
-    """What is called of a range: of a `steps.marks.Mark` (two C calls) or, on a device, of a `DeviceRange`."""
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def cancel(self) -> bool: ...
 
 
 class LightningMarks:
@@ -50,31 +37,13 @@ class LightningMarks:
     """
 
     def __init__(self, trainer: Any, marks: Sink, source: object | None = None) -> None:
-        self._trainer, self._marks, self._source = trainer, marks, source
+        self._trainer, self._source = trainer, source
         self._undo: list[Undo] = []
         self._handles: list[Any] = []
         self._in_step = self._inside = self._went_back = False
-        self._device = cuda_marks(marks, trainer.strategy.root_device, os.environ)
-        self._step = self._step_range()
-        self._forward, self._backward, self._optimizer = map(self._stream, ("forward", "backward", "optimizer"))
-        self._dataloader, self._save = map(self._host, ("dataloader", "save_checkpoint"))
-        self._communication: list[Collectives | GradientBuckets] = []
-
-    def _step_range(self) -> Range:
-        """Its number is known when it ends: in manual optimization a batch may complete several steps."""
-        mark, bit = self._marks.define("step {}", bit=STEP, stream=True), STEP
-        if self._device is not None:
-            return self._device.range("step", mark, bit)
-        return range_of(self._marks, mark, bit, first=self._trainer.global_step + 1)
-
-    def _stream(self, name: str) -> _Open:
-        bit = BIT_OF_MARK[name]
-        mark: _Open = self._marks.define(name, bit=bit, stream=True)
-        return self._device.range(name, mark, bit) if self._device is not None else mark
-
-    def _host(self, name: str) -> Mark:
-        mark: Mark = self._marks.define(name, bit=BIT_OF_MARK[name], stream=False)
-        return mark
+        self._ranges = ranges = StepRanges(marks, trainer.strategy.root_device, trainer.global_step + 1)
+        self._step, self._forward, self._backward = ranges.step, ranges.forward, ranges.backward
+        self._optimizer, self._dataloader, self._save = ranges.optimizer, ranges.dataloader, ranges.save
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -109,11 +78,7 @@ class LightningMarks:
             if not trainer.lightning_module.automatic_optimization:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
-        names = CommunicationMarks(self._marks)
-        self._communication.append(Collectives(names))
-        if isinstance(strategy.model, DistributedDataParallel):
-            self._communication.append(GradientBuckets(names, strategy.model))
-        self._look()
+        self._ranges.communicate([strategy.model])
 
     def close(self) -> None:
         """Put everything back; open ranges are thrown away. Idempotent."""
@@ -121,21 +86,12 @@ class LightningMarks:
             self._undo.pop()()
         while self._handles:
             self._handles.pop().remove()
-        while self._communication:
-            self._communication.pop().close()
-        for kind in (self._step, self._forward, self._backward, self._optimizer, self._dataloader):
-            kind.cancel()
-        if self._device is not None:
-            self._device.close()
-
-    def _look(self) -> None:
-        for communication in self._communication:
-            communication.look()
+        self._ranges.close()
 
     @property
     def device_rows(self) -> Literal["host", "events"]:
         """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
-        return "host" if self._device is None else "events"
+        return self._ranges.device_rows
 
     # -- called by the callback ---------------------------------------------------------------------------
 
@@ -151,9 +107,7 @@ class LightningMarks:
         self._in_step = False
         self._step.end(step)
         self._optimizer.cancel()  # a gradient scaler skipped the update
-        if self._device is not None:
-            self._device.settle()
-        self._look()
+        self._ranges.look()
 
     # -- the patches --------------------------------------------------------------------------------------
 

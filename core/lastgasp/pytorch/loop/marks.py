@@ -26,12 +26,13 @@ class LoopMarks:
     Args:
         state: its models and optimizers are hooked.
         engine: is told each phase, for the hang watchdog; has the recorder, if there is one.
+        first: number of the first step.
     """
 
-    def __init__(self, state: TorchState, engine: Engine) -> None:
+    def __init__(self, state: TorchState, engine: Engine, first: int) -> None:
         self._engine, self._thread = engine, threading.get_ident()
         device = next(iter(state.devices()), torch.device("cpu"))
-        self._ranges = StepRanges(engine.recorder.marks, device) if engine.recorder is not None else None
+        self._ranges = StepRanges(engine.recorder.marks, device, first) if engine.recorder is not None else None
         self._in_step, self._depth = False, 0
         self._handles: list[Any] = []
         for model in state.models.values():

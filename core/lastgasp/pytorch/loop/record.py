@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.buckets import Layout, rebuild
+from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
+from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.small import SmallRecorder, SmallState, decode_small, without_buffers
 from lastgasp.topology import Place
@@ -29,19 +31,20 @@ def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, 
 
 
 def record_of(
-    smalls: Mapping[int, bytes], place: Place, per_rank: bool, buckets: Layout | None, notes: list[str]
+    smalls: Mapping[int, bytes], place: Place, per_rank: bool, buckets: Mapping[str, Layout], notes: list[str]
 ) -> dict[str, Any]:
     """What goes into the checkpoint.
 
     Args:
         per_rank: each rank has buffers of its own.
+        buckets: of each model that is wrapped by DDP.
         notes: why a resume may not be bit-equal.
     """
     return {
         "version": VERSION,
         "world_size": place.world_size,
         "small": {rank: data if per_rank else without_buffers(data) for rank, data in smalls.items()},
-        "buckets": buckets,
+        "buckets": dict(buckets),
         "notes": notes,
     }
 
@@ -68,8 +71,26 @@ def small_of(record: Mapping[str, Any], place: Place, path: str) -> SmallState |
     return decode_small(own) if own is not None else None
 
 
-def restore_buckets(state: TorchState, layout: Layout | None) -> None:
-    """Give the DDP model the layout that was saved."""
-    if layout and state.ddp is not None and not rebuild(state.ddp, layout):
-        log.warning("DDP's buckets could not be laid out as before: with three ranks or more sums may differ in the "
-                    "last bit")  # fmt: skip
+class Buckets:
+    """The bucket layouts of all models that are wrapped by DDP."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._models = {name: ddp for name, model in state.models.items.items() if (ddp := ddp_of(model)) is not None}
+        self._looks = {name: BucketLayout(partial(self._models.get, name)) for name in self._models}
+
+    def look(self) -> None:
+        """At the end of a step."""
+        for one in self._looks.values():
+            one.look()
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """What is known of them."""
+        return {name: one.layout for name, one in self._looks.items() if one.layout}
+
+    def restore(self, layouts: Mapping[str, Layout]) -> None:
+        """Give each model the layout that was saved."""
+        for name, layout in layouts.items():
+            if name in self._models and not rebuild(self._models[name], layout):
+                log.warning("DDP's buckets of model %s could not be laid out as before: with three ranks or more sums "
+                            "may differ in the last bit", name)  # fmt: skip

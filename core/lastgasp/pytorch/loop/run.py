@@ -18,7 +18,6 @@ from lastgasp.events import FaultKind
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
 from lastgasp.pytorch import origin, rng
-from lastgasp.pytorch.buckets import BucketLayout
 from lastgasp.pytorch.io import load_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Copies
@@ -27,7 +26,7 @@ from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.passes import Pass, PassBook
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
-from lastgasp.pytorch.loop.record import KEY, buffers_of, record_of, restore_buckets, small_of
+from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, record_of, small_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.source import LoopSource
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
@@ -71,7 +70,7 @@ class Run:
         self.recorder = SmallRecorder(state.devices(), owner)
         self.book = PassBook(rng.RngRecorder(state.devices()), state.sampler)
         self._schedules = ScheduleWatch(state.schedulers.values())
-        self._buckets = BucketLayout(lambda: state.ddp)
+        self._buckets = Buckets(state)
         self._small: SmallState | None = None
         self._snapshot: Snapshot | None = None
         self._wanted = False
@@ -104,10 +103,10 @@ class Run:
         # MindIO counts updates itself, so that a step cannot be left between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
-        models = list(state.models.values())
-        self.window = UpdateWindow(list(state.optimizers.values()), models, copies, self._opens, self._safe)
+        models, events = list(state.models.values()), (self._opens, self._safe, self._drawn)
+        self.window = UpdateWindow(list(state.optimizers.values()), models, copies, events)
         self._undo.append(self.window.remove)
-        self.marks = LoopMarks(state, self.engine)
+        self.marks = LoopMarks(state, self.engine, self.step + 1)
         self._undo.append(self.marks.close)
         self._undo.append(install_faults(self))
         if self.engine.recorder is not None:
@@ -126,7 +125,7 @@ class Run:
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(self._small.extra if self._small is not None else b"", checkpoint["epoch"])
-        restore_buckets(self.state, checkpoint[KEY]["buckets"])
+        self._buckets.restore(checkpoint[KEY]["buckets"])
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
@@ -147,6 +146,11 @@ class Run:
             self._capture_small(self.step + 1, settled=False)
         self.engine.updating()
         self._schedules.opens()
+
+    def _drawn(self) -> None:
+        """An update with a closure has ended: its forward passes drew random numbers."""
+        if self.place.world_size > 1:
+            self._capture_small(self.step + 1, settled=False)
 
     def _safe(self) -> None:
         """A copy of the state before the update is complete: it can be saved whatever happens in this step."""
@@ -274,7 +278,7 @@ class Run:
         checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
         if self._require(step) is not snapshot or self.window.safe != safe:
             raise NotSaveable(f"step {step} ended while it was being dumped")
-        checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layout, notes)
+        checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layouts, notes)
         return checkpoint
 
     def _require(self, step: int) -> Snapshot:

@@ -28,21 +28,22 @@ class UpdateWindow:
         optimizers: whose `step` is followed.
         models: whose forward passes are followed.
         copies: for the copies; None where they are of no use.
-        opens: called before the first parameter changes. It may wait at the update gate and raise there.
-        safe: called when the copy is complete.
+        events: three calls. Before the first parameter changes: it may wait at the update gate and raise there. When
+            the copy is complete. When an update with a closure has ended.
 
     Attributes:
         open: an update of this step has begun.
-        inside: an optimizer is at work at this moment.
         updates: how many of this step are done.
         copying: whether copies are taken.
     """
 
     def __init__(
-        self, optimizers: Sequence[Any], models: Sequence[Any], copies: Copies | None, opens: _Event, safe: _Event
+        self, optimizers: Sequence[Any], models: Sequence[Any], copies: Copies | None, events: tuple[_Event, ...]
     ) -> None:
-        self.copies, self._opens, self._safe = copies, opens, safe
-        self.open = self.inside = False
+        self.copies = copies
+        self._opens, self._safe, self._drawn = events
+        self.open = False
+        self._depth = 0
         self.copying = copies is not None and len(optimizers) > 1  # more than one update in a step is to be expected
         self.updates, self.usual = 0, len(optimizers)
         self._waited = False
@@ -88,6 +89,11 @@ class UpdateWindow:
         """Whether a copy of the state at the end of the last step is there."""
         return self.copies is not None and self.copies.valid
 
+    @property
+    def inside(self) -> bool:
+        """An optimizer is at work at this moment."""
+        return self._depth > 0
+
     def close(self, drew: bool) -> None:
         """The step has ended and was captured.
 
@@ -100,25 +106,34 @@ class UpdateWindow:
         if self.copies is not None:
             self.copies.valid = False
         self.usual = self.updates
-        self.open = self.inside = self._waited = False
+        self.open = self._waited = False
+        self._depth = 0
 
     def _called(self) -> bool:
         """Whether a collective began since the last update."""
         return _sequence_number() != self._calls
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self.begin(closure=closure is not None)
-        self.inside = True
+        self.begin(closure=_has_closure(args, kwargs))
+        self._depth += 1
 
-    def _after_step(self, *_: object) -> None:
-        self.inside = False
+    def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth -= 1
+        if self._depth:  # `super().step()` of a derived optimizer has hooks of its own
+            return
+        if _has_closure(args, kwargs):
+            self._drawn()
         self.updates += 1
         self._calls = _sequence_number()
 
     def _before_forward(self, *_: object) -> None:
         if self.open and not self.inside:
             self._waited = True
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of `step`, whose first argument is the optimizer itself."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def _sequence_number() -> int:

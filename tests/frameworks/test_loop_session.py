@@ -1,0 +1,268 @@
+"""`lastgasp.pytorch.Session` as its users meet it: five lines, its checkpoints, and errors that say what to do."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+
+from frameworks.loop_rig import Counting, Cut, Parts, Shape, loader, run
+from lastgasp.checkpoint import candidates
+from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, UsageError
+from lastgasp.pytorch import Session, TorchState, newest_good
+from lastgasp.pytorch.loop.files import LAYOUT
+from lastgasp.testing.jobs import run_job
+from lastgasp.testing.weights import differences
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def tiny(width: int = 3) -> TorchState:
+    """A model and its optimizer."""
+    model = nn.Linear(4, width)
+    return TorchState(model, SGD(model.parameters(), lr=0.1))
+
+
+def step(session: Session, state: TorchState) -> None:
+    """One update by hand."""
+    for optimizer in state.optimizers.values():
+        optimizer.step()
+    session.updated()
+
+
+# -- five lines -----------------------------------------------------------------------------------------------
+
+
+def test_a_ddp_script_needs_at_most_five_added_lines() -> None:
+    before, after = ((SUPPORT / name).read_text().splitlines() for name in ("loop_before.py", "loop_after.py"))
+    old, new = ([line.strip() for line in lines if line.strip()] for lines in (before, after))
+    changed = [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
+    added, removed = ([line for line in changed if line[0] == sign] for sign in "+-")
+    assert len(added) <= 5, added
+    assert len(removed) == 2, removed  # the heads of the two loops
+
+
+@pytest.mark.fault
+def test_those_lines_change_no_number(tmp_path: Path) -> None:
+    finals = []
+    for name in ("loop_before", "loop_after"):
+        finals.append(tmp_path / f"{name}.pt")
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        command = ["env", "-C", str(tmp_path), *ranks, str(SUPPORT / f"{name}.py"), str(finals[-1])]
+        done = run_job(command, tmp_path / "log", timeout=100, environ=environ, grace=10.0)
+        assert done.ok, done.output[-3000:]
+    assert differences(*finals) == []
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def plain(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.train(batch)
+
+
+def adam(p: Parts) -> TorchState:
+    return TorchState(p.model, Adam(p.model.parameters()))
+
+
+def test_every_and_keep(tmp_path: Path) -> None:
+    run(Shape(plain, adam), tmp_path, every=4, keep=2)
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step=00000008.pt", "step=00000012.pt"]
+
+
+def test_a_damaged_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
+    run(Shape(plain, adam), tmp_path, every=4)
+    newest = tmp_path / "step=00000012.pt"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    seen = []
+
+    def look(s: Session, p: Parts) -> None:
+        seen.append((s.step, s.resumed))
+
+    run(Shape(look, adam), tmp_path)
+    assert seen == [(8, True)]
+    assert list(tmp_path.glob("step=00000012.pt.corrupt*"))
+
+
+def test_only_bad_ones_refuses(tmp_path: Path) -> None:
+    run(Shape(plain, adam), tmp_path, every=12)
+    (tmp_path / "step=00000012.pt").write_bytes(b"torn")
+    with pytest.raises(NoGoodCheckpoint, match="resume='never'"):
+        run(Shape(plain, adam), tmp_path)
+
+
+def test_the_users_own_files_are_no_candidates(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "model_best.pt")
+    run(Shape(plain, adam), tmp_path, every=12)
+    assert [c.path.name for c in candidates([tmp_path], LAYOUT)] == ["step=00000012.pt"]
+
+
+def test_a_checkpoint_is_an_ordinary_file_of_torch_save(tmp_path: Path) -> None:
+    run(Shape(plain, adam), tmp_path, every=12)
+    path = newest_good(tmp_path)
+    assert path is not None
+    stored = torch.load(path, weights_only=True)
+    assert stored["step"] == 12
+    Parts(tick=lambda: None).model.load_state_dict(stored["model"])
+    assert set(stored) == {"step", "epoch", "model", "optimizer", "scheduler", "scaler", "extra", "lastgasp"}
+
+
+def test_max_steps_is_where_a_resumed_run_stops_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        end, _ = run(Shape(plain, adam), tmp_path, every=1, max_steps=7)
+        assert end is not None and end["step"] == 7
+
+
+def test_an_update_that_was_torn_is_not_saved(tmp_path: Path) -> None:
+    class Torn(SGD):
+        """Breaks in the middle of the fourth update."""
+
+        calls = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            Torn.calls += 1
+            self.param_groups[0]["params"][0].add_(1.0)
+            if Torn.calls == 4:
+                raise Cut
+            return super().step(closure)
+
+    def torn(p: Parts) -> TorchState:
+        return TorchState(p.model, Torn(p.model.parameters(), lr=0.1))
+
+    assert run(Shape(plain, torn), tmp_path)[0] is None
+    assert candidates([tmp_path], LAYOUT) == []
+
+
+# -- misuse ---------------------------------------------------------------------------------------------------
+
+
+def test_updated_without_updating(tmp_path: Path) -> None:
+    with Session.open(tmp_path, state=tiny(), marks=False) as s, pytest.raises(UsageError, match="without updating"):
+        s.updated()
+
+
+def test_a_step_that_goes_backwards(tmp_path: Path) -> None:
+    with Session.open(tmp_path, state=tiny(), marks=False) as s:
+        s.updating()
+        s.updated(5)
+        assert s.step == 5
+        s.updating()
+        with pytest.raises(UsageError, match="goes backwards: step 5"):
+            s.updated(5)
+
+
+def test_two_sessions(tmp_path: Path) -> None:
+    with Session.open(tmp_path, state=tiny(), marks=False), pytest.raises(UsageError, match="another session"):
+        Session.open(tmp_path, state=tiny(), marks=False)
+    Session.open(tmp_path, state=tiny(), marks=False).close()
+
+
+def test_a_closed_session(tmp_path: Path) -> None:
+    s = Session.open(tmp_path, state=tiny(), marks=False)
+    s.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(iter(s.batches([1])))
+
+
+def test_an_update_before_an_inner_loop(tmp_path: Path) -> None:
+    state = tiny()
+    with Session.open(tmp_path, state=state, marks=False) as s:
+        for _ in s.batches([1]):
+            state.optimizers.items["optimizer"].step()
+            with pytest.raises(UsageError, match="behind the inner"):
+                iter(s.batches([3, 4]))
+
+
+def test_an_inner_loop_in_one_that_cannot_go_back(tmp_path: Path) -> None:
+    with Session.open(tmp_path, state=tiny(), marks=False) as s:
+        for _ in s.batches(Counting()):
+            with pytest.raises(UsageError, match="state of its own"):
+                iter(s.batches([3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: tiny(5), r"weight is \[3, 4\] in the checkpoint and \[5, 4\] here"),
+        (lambda: TorchState(nn.Linear(4, 3)), "optimizer: the checkpoint has one, this loop has 0"),
+        (lambda: TorchState(nn.Sequential(nn.Linear(4, 3)), SGD(nn.Linear(4, 3).parameters())), "is only in the"),
+        (lambda: TorchState((m := nn.Linear(4, 3)), SGD([m.weight])), r"have \[2\] parameters in .* and \[1\] here"),
+        (lambda: TorchState((m := nn.Linear(4, 3)), (o := SGD(m.parameters())), StepLR(o, 1)), "scheduler"),
+        (lambda: TorchState((m := nn.Linear(4, 3)), SGD(m.parameters()), extra={"best": {}}), r"extra\['best'\]"),
+    ],
+)
+def test_a_state_that_does_not_match_the_checkpoint(make: Any, says: str, tmp_path: Path) -> None:
+    state = tiny()
+    with Session.open(tmp_path, state=state, marks=False, every=1) as s:
+        s.updating()
+        s.updated()
+    other = make()
+    before = [p.clone() for p in other.container.parameters()]
+    with pytest.raises(CheckpointMismatch, match=says):
+        Session.open(tmp_path, state=other, marks=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.container.parameters(), strict=True))
+
+
+class FullyShardedDataParallel(nn.Linear):
+    """Named as torch names it."""
+
+
+@pytest.mark.parametrize("model", [FullyShardedDataParallel(2, 2), nn.Sequential(FullyShardedDataParallel(2, 2))])
+def test_sharded_models_are_refused(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="each rank holds whole"):
+        Session.open(tmp_path, state=TorchState(model), marks=False)
+
+
+def test_several_processes_need_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="init_process_group"):
+        Session.open(tmp_path, state=tiny(), marks=False)
+
+
+def test_wrong_values_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="evry"):
+        Session.open(tmp_path, state=tiny(), evry=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="every"):
+        Session.open(tmp_path, state=tiny(), every=-1)
+    with pytest.raises(ConfigError, match="TorchState"):
+        Session.open(tmp_path, state=nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="named_parameters"):
+        TorchState(3)
+    with pytest.raises(ConfigError, match="kept in a dict"):
+        TorchState(nn.Linear(1, 1), extra={"best": 0.0})
+    with pytest.raises(ConfigError, match="belongs into model"):
+        TorchState(nn.Linear(1, 1), extra={"ema": nn.Linear(1, 1)})
+
+
+def test_the_public_module_loads_torch_only_when_asked() -> None:
+    code = "import sys, lastgasp.pytorch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_hooks_are_gone_after_the_session(tmp_path: Path) -> None:
+    state, backward = tiny(), torch.autograd.backward
+    model, optimizer = state.models.items["model"], state.optimizers.items["optimizer"]
+    data = loader()
+    with Session.open(tmp_path, state=state, marks=False) as s:
+        assert torch.autograd.backward is not backward
+        for _ in s.batches(data):
+            step(s, state)
+    assert torch.autograd.backward is backward
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert type(data.batch_sampler).__name__ == "BatchSampler"

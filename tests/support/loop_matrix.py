@@ -1,0 +1,76 @@
+"""The matrix of faults of a hand-written loop: kind x moment x rank, with launcher and world size taking turns."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.matrix import STEP, Case
+
+SCRIPT = Path(__file__).with_name("train_loop.py")
+KINDS = ("sigkill", "exception", "sigterm", "sigstop")
+MOMENTS = ("data", "forward", "backward", "update", "after_update", "validation", "periodic_save", "gasp_save")
+LAUNCHERS = ("run", "torchrun", "script")
+RANKS = ("first", "last")
+
+
+@dataclass(frozen=True)
+class LoopCase(Case):
+    """One job with one fault (or two). Launcher `script` starts the ranks itself, as a shell script would."""
+
+    shape: str = "plain"
+
+    def __str__(self) -> str:
+        return super().__str__() + ("" if self.shape == "plain" else f"-{self.shape}")
+
+    @property
+    def exact_step(self) -> int | None:
+        """The step that must be saved; loops that wait after their update go back to the step before it."""
+        if self.shape == "closure" and self.moment == "after_update":
+            return None  # the survivor may have come to the end of the step, or not
+        if self.shape != "plain" and self.moment in ("update", "after_update", "forward", "backward"):
+            return STEP
+        return super().exact_step
+
+    def command(self, directory: Path, final: Path) -> list[str]:
+        """The job's command line."""
+        script = [str(SCRIPT), "--dir", str(directory), "--final", str(final), "--shape", self.shape]
+        ranks = ["--nproc-per-node", str(self.world)]
+        if self.launcher == "run":
+            return [sys.executable, "-m", "lastgasp", "run", *ranks, *script]
+        if self.launcher == "torchrun":
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, *script]
+        return [sys.executable, *script, "--processes", str(self.world)]
+
+
+def all_cases() -> list[LoopCase]:
+    """Every kind at every moment on either rank."""
+    cases = []
+    for i, (kind, moment, rank) in enumerate(itertools.product(KINDS, MOMENTS, RANKS)):
+        cases.append(LoopCase(kind, moment, rank, LAUNCHERS[i % 3], 3 if i % 5 == 4 else 2))
+    return cases
+
+
+COVERING = (
+    LoopCase("sigkill", "backward", "first", "run"),
+    LoopCase("sigkill", "update", "last", "torchrun", 3),
+    LoopCase("exception", "validation", "last", "run"),
+    LoopCase("sigterm", "forward", "first", "torchrun"),
+    LoopCase("sigstop", "data", "last", "run"),
+    LoopCase("sigkill", "periodic_save", "first", "script"),
+    LoopCase("sigkill", "after_update", "first", "run", shape="waiting"),
+)
+"""Each kind, rank and launcher, and most moments."""
+
+SHAPES = tuple(
+    LoopCase("sigkill", moment, rank, launcher, shape=shape)
+    for (shape, moment), rank, launcher in zip(
+        itertools.product(("waiting", "adversary", "closure"), ("forward", "backward", "after_update")),
+        itertools.cycle(RANKS),
+        itertools.cycle(("run", "torchrun", "run")),
+        strict=False,
+    )
+)
+"""Loops that wait for other ranks between an update and the end of its step."""
