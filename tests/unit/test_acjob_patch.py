@@ -56,6 +56,33 @@ def test_patched_files_pass_and_a_second_patch_changes_nothing(framework: str, g
     assert again.after == once.after and again.diff("x") == ""
 
 
+def test_one_strategy_after_the_other_ends_with_the_last() -> None:
+    text = bare()
+    goals = [one for one in GOALS if one != "grace-exit"]
+    for goal in (*goals, *reversed(goals)):
+        result = patched(text, goal)
+        assert errors(result.findings) == [], goal
+        text = result.after
+    assert text.count("POD_IP") == text.count("TTP_PORT") == text.count("taskd-port") == 2
+
+
+def test_dump_is_not_taken_from_a_job_that_saves_by_it() -> None:
+    result = patched(patched(bare(), "grace-exit").after, "recover")
+    assert [one.rule for one in errors(result.findings)] == ["grace-exit-dump"]
+
+
+def test_to_kubernetes_parser_every_label_annotation_and_variable_is_a_string() -> None:
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)
+    text = bare().replace("    ring-controller.atlas: ascend-910b", "    tor-affinity: off\n    fault-scheduling: yes")
+    job = reader.load(patched(text, ",".join(GOALS)).after)
+    found = [*job["metadata"]["labels"].values(), *job["metadata"]["annotations"].values()]
+    for replica in job["spec"]["replicaSpecs"].values():
+        found += [one.get("value", "") for one in replica["template"]["spec"]["containers"][0]["env"]]
+    assert {type(one) for one in found} == {str}
+    assert job["metadata"]["labels"]["tor-affinity"] == "off"
+
+
 def test_the_strategy_stands_in_clusterds_order_without_blanks() -> None:
     after = patched(bare(), "dump, recover ,retry").after
     assert 'recover-strategy: "retry,recover,dump"' in after
