@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -17,7 +18,7 @@ def acjob_rules() -> str:
     from lastgasp.jobs.acjob.rules import RULES
 
     assert FAMILIES
-    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in RULES.values()]
+    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in _sorted(RULES)]
     return _table(("rule", "weight", "what is found", "facts"), rows)
 
 
@@ -43,7 +44,7 @@ def doctor_traps() -> str:
     from lastgasp.doctor.traps import TRAPS, examine
 
     examine(Machine())  # fills the table
-    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in TRAPS.values()]
+    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in _sorted(TRAPS)]
     return _table(("trap", "weight", "what is found", "facts"), rows)
 
 
@@ -72,6 +73,11 @@ def write() -> None:
 
 def _between(name: str) -> re.Pattern[str]:
     return re.compile(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", re.S)
+
+
+def _sorted(table: Mapping[str, Any]) -> list[Any]:
+    """Errors first, then by name: the tables' own order is that of imports."""
+    return sorted(table.values(), key=lambda one: (one.severity, one.id))
 
 
 def _cell(text: str) -> str:
