@@ -6,15 +6,17 @@ import json
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from click.testing import CliRunner
 
-from lastgasp.checkpoint import Provenance, SingleFile, Staged, newest_good
+from lastgasp.checkpoint import Provenance, SingleFile, Staged, candidates, newest_good
 from lastgasp.cli import main
 from lastgasp.cli._layouts import PLAIN
+from lastgasp.mindspore.layout import LEGACY, LegacyName
 from lastgasp.testing import corrupt
+from support.mindspore_files import state, write
 
 NUMBER = b"0123456789abcdef" * 256
 
@@ -126,3 +128,41 @@ def test_an_empty_directory_is_wrong_use(command: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [command, str(tmp_path)])
     assert done.exit_code == 2
     assert "iter_* directories" in done.output
+
+
+@pytest.mark.parametrize("ext", ["ckpt", "safetensors"])
+def test_mindformers_files_of_all_ranks_and_mindspores_own(ext: Literal["ckpt", "safetensors"], tmp_path: Path) -> None:
+    for step in (4, 8, 9):
+        for rank in range(1 if step == 9 else 2):  # the last save was not finished
+            write(tmp_path / LegacyName("tiny", 1, step, ext).file(rank), state(step, 1))
+    write(tmp_path / "net-2_3.ckpt", state(7, 2))
+    cut = tmp_path / LegacyName("tiny", 1, 8, ext).file(1)
+    corrupt.truncate(cut, cut.stat().st_size - 1)
+    code, rows = run("manifest", tmp_path)
+    assert code == 1
+    assert rows[f"tiny_rank-1_4.{ext}"] == rows["net-2_3.ckpt"] == ("written", "")
+    assert rows[f"tiny_rank-1_8.{ext}"][0] == "refused"
+    assert "rank_1/tiny_rank_1-1_8" in rows[f"tiny_rank-1_8.{ext}"][1]
+    why = "it has no file in rank_1: its save was not finished, or files were lost"
+    assert rows[f"tiny_rank-1_9.{ext}"] == ("refused", why)
+    _, rows = run("verify", tmp_path)
+    assert {name: state for name, (state, _) in rows.items()} == {
+        "net-2_3.ckpt": "good",
+        f"tiny_rank-1_4.{ext}": "good",
+        f"tiny_rank-1_8.{ext}": "no manifest",
+        f"tiny_rank-1_9.{ext}": "no manifest",
+    }
+    found = candidates([tmp_path], LEGACY)
+    assert [(c.step, c.manifest.world.world_size) for c in found if c.manifest is not None] == [(4, 2)]
+
+
+def test_mindformers_newer_format(tmp_path: Path) -> None:
+    for step in (4, 8):
+        write(tmp_path / f"iteration_{step:08d}" / "tiny-model-0000000-0000001.safetensors", state(step, 1))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    code, rows = run("manifest", tmp_path)
+    assert code == 1
+    assert {name: state for name, (state, _) in rows.items()} == {
+        "iteration_00000004": "written",
+        "iteration_00000008": "refused",
+    }

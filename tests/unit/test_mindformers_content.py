@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lastgasp.mindspore.content import Unreadable, read_content
 from lastgasp.testing import corrupt
-from lastgasp_mindformers.content import Unreadable, read_content
 from support.mindspore_files import boundary, ckpt, state, write
 
 FORMATS = [(ext, crc) for ext in ("ckpt", "safetensors") for crc in (False, True)]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zipfile
 from pathlib import Path
 
 from lastgasp.checkpoint import Candidate, DirectoryLayout, SingleFile, candidates
 from lastgasp.errors import ConfigError
+from lastgasp.mindspore.layout import ITERATIONS, LEGACY
+from lastgasp.mindspore.layout import PLAIN as MINDSPORE
+from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
 from lastgasp.pytorch.layout import PlainFiles
 from lastgasp.tensorflow.layout import LAYOUT
 
 LIGHTNING, MEGATRON, PLAIN = SingleFile(".ckpt"), DirectoryLayout("iter_*"), PlainFiles()
 LAYOUTS: dict[str, Layout] = {
+    "mindformers": LEGACY,
+    "mindformers iterations": ITERATIONS,
+    "mindspore": MINDSPORE,
     "lightning": LIGHTNING,
     "megatron": MEGATRON,
     "tensorflow": LAYOUT,
@@ -29,11 +37,20 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
     found: dict[Path, tuple[str, Layout, Candidate]] = {}
     for name, layout in LAYOUTS.items():
         for candidate in candidates([directory], layout):
-            found.setdefault(candidate.path, (name, layout, candidate))
+            if not (layout is MINDSPORE and zipfile.is_zipfile(candidate.path)):  # then torch wrote it
+                found.setdefault(candidate.path, (name, layout, _with_step(layout, candidate)))
     return sorted(found.values(), key=lambda item: item[2].age_key, reverse=True)
+
+
+def _with_step(layout: Layout, candidate: Candidate) -> Candidate:
+    """Names of MindSpore's files tell no step; what is in them does."""
+    if candidate.step is not None or layout not in (LEGACY, MINDSPORE):
+        return candidate
+    return dataclasses.replace(candidate, step=told_step(candidate.path, layout))
 
 
 def nothing_in(directory: Path) -> ConfigError:
     """The error for a directory without checkpoints."""
-    allowed = "a directory with *.ckpt, *.pt or *.pth files, TensorFlow's *.index with *.data-*, or iter_* directories"
+    allowed = "a directory with *.ckpt, *.pt or *.pth files, TensorFlow's *.index with *.data-*, MindFormers' rank_* "
+    allowed += "or iteration_*, or iter_* directories"
     return ConfigError("DIR", str(directory), allowed, "Give the checkpoint directory.")

@@ -9,10 +9,12 @@ from typing import Literal
 import click
 import msgspec
 
-from lastgasp.checkpoint import Candidate, Provenance
+from lastgasp.checkpoint import Candidate, Provenance, World
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
 from lastgasp.checkpoint.whole import torch_problem
 from lastgasp.errors import CheckpointError
+from lastgasp.mindspore.layout import ITERATIONS, LEGACY
+from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Layout
 from lastgasp.tensorflow.bundle import content_problem
 from lastgasp.tensorflow.prefixes import whole_problem
@@ -58,8 +60,9 @@ def manifest(directory: Path, as_json: bool) -> None:
     """Give every checkpoint in DIR that has no manifest one, from the bytes that are there now.
 
     From then on a change of them is seen. Those that can be told not to be whole are refused: files of torch.save
-    with a wrong checksum, TensorFlow's that lack a file or bytes (or, up to 256 MB, have a wrong checksum), and
-    iterations behind Megatron's tracker, whose save was not finished. Nothing else is changed, and checkpoints that
+    with a wrong checksum, TensorFlow's that lack a file or bytes (or, up to 256 MB, have a wrong checksum),
+    MindSpore's that lack a rank's file, bytes or parameters that others hold, and iterations behind the tracker of
+    Megatron or MindFormers, whose save was not finished. Nothing else is changed, and checkpoints that
     have a manifest are left alone. Plain files without a step in their names count from 0, in the order in which they
     were last written.
     """
@@ -100,7 +103,9 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
     try:
         reason = _not_whole(name, layout, candidate)
         if not reason:
-            made_by = Provenance(format=name, step=step or 0, kind="periodic", job=JOB)
+            ranks = _ranks(layout, path)
+            world = World(world_size=len(ranks), replica_groups=tuple((rank,) for rank in ranks)) if ranks else World()
+            made_by = Provenance(format=name.split()[0], step=step or 0, kind="periodic", job=JOB, world=world)
             write_manifest(path, layout, made_by, read_entries(path, layout))
     except (OSError, CheckpointError) as error:
         reason = str(error)
@@ -114,12 +119,33 @@ def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
     latest = _tracked(candidate.path.parent)
     if format == "megatron" and latest is not None and (candidate.step or 0) > latest:
         return f"{TRACKER} says {latest}: its save was not finished"
+    if format.startswith("mind"):
+        return _mindspore_problem(layout, candidate)
     if format == "tensorflow":
         return whole_problem(candidate.path) or content_problem(candidate.path)
     for name, path in sorted(data_files(candidate.path, layout).items()):
         if path.suffix in ENDINGS and (problem := torch_problem(path)):
             return f"{name}: {problem}"
     return ""
+
+
+def _ranks(layout: Layout, path: Path) -> range:
+    """The ranks that have a file of MindSpore's; whether they hold the same, nobody wrote down."""
+    folders = {name.split("/")[0] for name in layout.files(path) if name.startswith("rank_")}
+    return range(len(folders))
+
+
+def _mindspore_problem(layout: Layout, candidate: Candidate) -> str:
+    if candidate.step is None:
+        return "it does not tell how many steps it holds"
+    latest = _tracked(candidate.path.parent)
+    if layout is ITERATIONS and (latest is None or candidate.step > latest):
+        return f"{TRACKER} says {latest}: its save was not finished"
+    ranks = sorted(path.name for path in candidate.path.parent.glob("rank_*") if path.is_dir())
+    lacking = set(ranks) - {name.split("/")[0] for name in layout.files(candidate.path)} if layout is LEGACY else set()
+    if lacking:
+        return f"it has no file in {', '.join(sorted(lacking))}: its save was not finished, or files were lost"
+    return "; ".join(probe(candidate.path, layout, candidate.step).reasons)
 
 
 def _tracked(directory: Path) -> int | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lastgasp.checkpoint import Candidate, candidates
 from lastgasp.checkpoint.layout import next_path
+from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName
-from lastgasp_mindformers.probe import told_step
 from lastgasp_mindformers.tracker import read_meta, read_tracker
 
 _RANK = re.compile(r"rank_(\d+)/")
@@ -82,6 +82,8 @@ class Shelf:
         world = candidate.manifest.world
         if layout is ITERATIONS or world.world_size == self.ranks:
             return None
+        if layout is PLAIN and not _ranks(candidate.path, layout):
+            return None  # one file for all
         if len(world.replica_groups) == 1 and world.world_size > self.ranks:
             return None
         return f"was saved by {world.world_size} ranks, and this job has {self.ranks}"

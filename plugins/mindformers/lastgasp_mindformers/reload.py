@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, progress_bar, quarantine, verify
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, decode_small
 from lastgasp_mindformers.listing import Shelf, layout_of, shelf_of
 from lastgasp_mindformers.manifests import SMALL
-from lastgasp_mindformers.probe import probe
 from lastgasp_mindformers.steering import Orders, Wish, apply, check, orders_for, wish_of
 from lastgasp_mindformers.tracker import repair_meta, repair_tracker
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from lastgasp.checkpoint import Damage, Verdict
 from lastgasp.checkpoint.adopt import data_files
+from lastgasp.mindspore.content import EPOCH, STEP, Content, Unreadable, read_content
+from lastgasp.mindspore.layout import ITERATIONS, LEGACY
 from lastgasp.ports import Layout
-from lastgasp_mindformers.content import EPOCH, STEP, Content, Unreadable, read_content
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY
 
 _DATA = (".ckpt", ".safetensors")
 _NUMBER = re.compile(r"\d+")

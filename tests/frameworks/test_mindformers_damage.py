@@ -1,0 +1,120 @@
+"""Real MindFormers jobs over damaged checkpoints: they fall back, all ranks to the same step (facts/mindformers.md §5).
+
+One job leaves checkpoints of steps 4, 8, 12 and 16; each is damaged in another way, and the next job goes on behind
+the newest that is good, with the losses that it had before.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.checkpoint import candidates, verify
+from lastgasp.mindspore.content import read_content
+from lastgasp.testing import corrupt
+from lastgasp_mindformers.layouts import LEGACY
+from support.mindspore import place
+from support.mindspore.job import LlamaJob
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
+]
+EACH_EPOCH, LAST = 8, 16
+NAMES = {4: "1_4", 8: "1_8", 12: "2_4", 16: "2_8"}
+
+
+def _job(folder: Path, ext: str, ranks: int, **changes: Any) -> LlamaJob:
+    own = {
+        "lastgasp": {"enable": True},
+        "load_ckpt_format": ext,
+        "callbacks.1.checkpoint_format": ext,
+        "callbacks.1.keep_checkpoint_max": 8,
+    }
+    return LlamaJob(folder=folder, ranks=ranks, launcher="run", changes=own | changes)
+
+
+def _trained(folder: Path, ext: str, ranks: int) -> LlamaJob:
+    job = _job(folder, ext, ranks)
+    done = job.run(timeout=200)
+    assert done.returncode == 0, done.output[-4000:]
+    found = candidates([job.checkpoints], LEGACY)
+    assert [c.step for c in found] == [16, 12, 8, 4], done.output[-4000:]
+    assert all(verify(c.path, LEGACY).ok for c in found)
+    for step, name in NAMES.items():
+        assert read_content(job.checkpoints / f"rank_0/tiny_rank_0-{name}.{ext}").numbers["step_num"] == step
+    return job
+
+
+def _goes_on_from(job: LlamaJob, step: int) -> str:
+    """The next job starts behind `step` on each rank, and its losses are those of the first one."""
+    done = job.run(timeout=200)
+    assert done.returncode == 0, done.output[-4000:]
+    for rank in range(job.ranks):
+        assert job.steps(rank)[-1] == list(range(step + 1, LAST + 1))
+    assert all(len(set(losses)) == 1 for losses in job.losses().values())
+    return done.output
+
+
+def _file(job: LlamaJob, step: int, rank: int, ext: str) -> Path:
+    return job.checkpoints / f"rank_{rank}/tiny_rank_{rank}-{NAMES[step]}.{ext}"
+
+
+def test_flipped_truncated_and_missing_with_two_ranks(tmp_path: Path) -> None:
+    job = _trained(tmp_path, "safetensors", 2)
+    flipped, cut, missing = (_file(job, step, 1, "safetensors") for step in (16, 12, 8))
+    corrupt.flip_bit(flipped, flipped.stat().st_size // 2, 3)
+    corrupt.truncate(cut, cut.stat().st_size // 2)
+    corrupt.drop(missing)
+    corrupt.truncate(job.checkpoints / "rank_1" / "meta.json", 9)
+    said = _goes_on_from(job, 4)
+    for path in (flipped, cut, missing):
+        assert f"rank_1/{path.name} bytes" in said
+    moved = sorted(path.name for path in job.checkpoints.glob("*.corrupt"))
+    assert moved == ["tiny_rank-2_4.safetensors.corrupt", "tiny_rank-2_8.safetensors.corrupt"]
+
+
+@pytest.mark.full
+def test_a_ckpt_cut_between_two_parameters_with_two_ranks(tmp_path: Path) -> None:
+    job = _trained(tmp_path, "ckpt", 2)
+    cut, flipped = _file(job, 16, 1, "ckpt"), _file(job, 12, 0, "ckpt")
+    data = cut.read_bytes()
+    end = data.rindex(b"\n", 0, data.index(b"adam_m."))
+    corrupt.truncate(cut, end)
+    assert "adam_m." not in read_content(cut).sizes  # a whole file, as far as the format tells
+    corrupt.flip_bit(flipped, flipped.stat().st_size // 2, 3)
+    said = _goes_on_from(job, 8)
+    assert f"rank_1/{cut.name} bytes" in said
+
+
+@pytest.mark.full
+def test_one_rank_falls_back_and_refuses_when_all_are_bad(tmp_path: Path) -> None:
+    job = _trained(tmp_path, "safetensors", 1)
+    files = {step: _file(job, step, 0, "safetensors") for step in NAMES}
+    for step in (16, 12):
+        corrupt.flip_bit(files[step], files[step].stat().st_size // 2, 3)
+    shutil.copytree(job.checkpoints, tmp_path / "kept")
+    _goes_on_from(job, 8)
+    shutil.rmtree(job.checkpoints)
+    (tmp_path / "kept").rename(job.checkpoints)
+    for step in (8, 4):
+        corrupt.truncate(files[step], 100)
+    before = sorted(job.checkpoints.rglob("*.*"))
+    done = job.run(timeout=200)
+    assert done.returncode == exitcodes.REFUSED
+    assert "can be trusted, and there are 4" in done.output
+    assert sorted(job.checkpoints.rglob("*.*")) == before
+
+
+@pytest.mark.full
+def test_the_first_start_asks_to_resume_from_nothing(tmp_path: Path) -> None:
+    wish = {"resume_training": True, "load_checkpoint": str(tmp_path / "output" / "checkpoint")}
+    job = _job(tmp_path, "safetensors", 1, **wish)
+    done = job.run(timeout=200)
+    assert done.returncode == 0, done.output[-4000:]
+    assert job.steps(0) == [list(range(1, LAST + 1))]
