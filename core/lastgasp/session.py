@@ -249,6 +249,11 @@ class Session:
         self._gasp.fault(kind, cause)
         return self.stand.outcome or given_up("the backend told no outcome")
 
+    def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """`train`, entered again after a fault that was repaired in place: MindIO's retry, where the state is InPlace."""
+        inner = getattr(self._gasp, "protect", None)
+        return inner(train) if inner is not None else train
+
     def _alone(self, fault: Fault) -> m.Release:
         return recover_alone(self.stand, self._source, self.place, self._hello(), fault)
 

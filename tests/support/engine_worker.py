@@ -131,6 +131,8 @@ def main() -> None:
             obey(line.split(), session, source)
     except Released as released:
         leave(released.outcome)
+    except RuntimeError as error:  # FORCE STOP: out of the loop, as an adapter sees it
+        leave(session.fault("exception", f"RuntimeError: {error}"))
 
 
 def marking(options: dict[str, Any]) -> Marking | None:

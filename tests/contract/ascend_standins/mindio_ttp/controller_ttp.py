@@ -300,6 +300,8 @@ def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_i
     strict("enable_tls", enable_tls, bool)
     if _controller is None:
         rules.refuse("start_controller before init_controller", SystemExit)
+    if os.environ.get("MINDIO_STANDIN_START") == "fail":
+        raise SystemExit(2)
     if enable_tls or rules.zero_ip(bind_ip) or not 1024 <= port <= 65535:
         rules.violation(f"start_controller({bind_ip!r}, {port}, {enable_tls})")
         raise SystemExit(2)

@@ -88,14 +88,23 @@ def start_controller(host: str, world_size: int, arf: bool, zit: bool) -> Endpoi
 
 def ask_for_dump(endpoint: Endpoint) -> bool:
     """Have the healthy job saved; False where nobody could be asked, or MindIO would not."""
+    return _ask(endpoint, "dump")
+
+
+def tell_used(endpoint: Endpoint) -> bool:
+    """A rank has joined: from now on it leaves when all have, however short the job was."""
+    return _ask(endpoint, "used")
+
+
+def _ask(endpoint: Endpoint, what: str) -> bool:
     if not endpoint.ask_port:
         return False
     try:
         with socket.create_connection((endpoint.host, endpoint.ask_port), timeout=ASK_TIMEOUT) as end:
-            end.sendall(endpoint.token.encode() + b"\n")
+            end.sendall(f"{what} {endpoint.token}\n".encode())
             return end.recv(1) == b"0"
     except OSError as error:
-        log.warning("MindIO's controller could not be asked for a dump: %s", error)
+        log.warning("MindIO's controller could not be reached (%s): %s", what, error)
         return False
 
 
@@ -128,8 +137,15 @@ def main() -> None:
         os._exit(1)
     os.write(writing, str(server.getsockname()[1]).encode())
     os.close(writing)
-    threading.Thread(target=_answer, args=(server, order.token, api.tft_notify_controller_dump), daemon=True).start()
-    serve(api.tft_query_high_availability_switch)
+    used = threading.Event()
+
+    def note() -> int:
+        used.set()
+        return 0
+
+    orders = {"dump": api.tft_notify_controller_dump, "used": note}
+    threading.Thread(target=_answer, args=(server, order.token, orders), daemon=True).start()
+    serve(api.tft_query_high_availability_switch, used.is_set)
     _end(api)
 
 
@@ -142,26 +158,26 @@ def _start(order: _Order) -> tuple[Any, socket.socket]:
     return api, server
 
 
-def serve(connected: Callable[[], bool]) -> None:
+def serve(connected: Callable[[], bool], used: Callable[[], bool]) -> None:
     """Return once the last rank has been gone for a while, or none has come."""
     since, ever, pause = _clock.monotonic(), False, threading.Event()
     while True:
         pause.wait(_PERIOD)
-        if connected():
+        if connected() or (used() and not ever):
             since, ever = _clock.monotonic(), True
         elif _clock.monotonic() - since > (LINGER if ever else UNUSED_TIMEOUT):
             return
 
 
-def _answer(server: socket.socket, token: str, dump: Callable[[], int]) -> None:
+def _answer(server: socket.socket, token: str, orders: dict[str, Callable[[], int]]) -> None:
     while True:
         end, _ = server.accept()
         with end:
             try:
                 end.settimeout(ASK_TIMEOUT)
-                line = end.makefile("rb").readline(256)
-                if hmac.compare_digest(line.strip(), token.encode()):
-                    end.sendall(str(dump()).encode()[:1])
+                what, _, proof = end.makefile("rb").readline(256).decode(errors="replace").strip().partition(" ")
+                if hmac.compare_digest(proof.encode(), token.encode()) and what in orders:
+                    end.sendall(str(orders[what]()).encode()[:1])
             except OSError as error:
                 log.debug("a request broke off: %s", error)
 

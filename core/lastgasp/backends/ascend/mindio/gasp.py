@@ -26,7 +26,7 @@ from lastgasp.topology import Place
 
 from . import api as package
 from . import exits, limits
-from .controller import Endpoint, ask_for_dump, start_controller
+from .controller import Endpoint, ask_for_dump, start_controller, tell_used
 from .handlers import Handlers
 from .replicas import group_of, replica_info
 from .shutdown import destroy
@@ -153,6 +153,8 @@ class MindioGasp:
         api.tft_start_processor(self._endpoint.host, self._endpoint.port, "")
         if api.tft_is_reboot_node():
             log.warning("MindIO takes rank %d into a job that runs", place.rank)
+        if place.rank == 0:
+            tell_used(self._endpoint)
         api.tft_set_optimizer_replica(place.rank, self._info)
         set_group = package.hidden(api, "tft_set_dp_group_info") if zit else None
         if set_group is not None:

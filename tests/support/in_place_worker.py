@@ -1,0 +1,88 @@
+"""A toy rank that can go on in the same process (ports.InPlace): rank 0 has one on-chip memory error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lastgasp.config import GaspConfig
+from lastgasp.session import Contact, Session
+from lastgasp.topology import Place, data_parallel
+from support.engine_worker import ToySource
+
+STEPS, BROKEN_AT = 40, 10
+
+
+class Repairable(ToySource):
+    """Its state is a number, which a repair brings over by a file."""
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        super().__init__(rank, directory, {})
+        self.value = self.step = self.entered = 0
+        self.broken = False
+
+    def stop(self) -> None:
+        """As the port says."""
+
+    def clean(self, memory_error: bool) -> int:
+        """As the port says."""
+        assert memory_error == self.broken
+        return 0
+
+    def rebuild(self, ranks: list[int]) -> None:
+        """As the port says."""
+
+    def repair(self, step: int, pairs: Mapping[str, Any], rebuild: bool) -> None:
+        """Send, or take."""
+        file = self.directory / "repair"
+        if self.rank in pairs["src"]:
+            file.with_suffix(".new").write_text(str(self.value))
+            file.with_suffix(".new").rename(file)
+            return
+        deadline = time.monotonic() + 30
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.value, self.broken = int(file.read_text()), False
+
+    def rollback(self, step: int) -> None:
+        """As the port says."""
+        assert self.value == step and not self.broken
+        self.step = step
+
+    def synchronize(self) -> None:
+        """As the port says."""
+
+    def train(self, session: Session) -> None:
+        """From wherever the state stands."""
+        self.entered += 1
+        while self.step < STEPS:
+            time.sleep(0.05)
+            if self.rank == 0 and self.step == BROKEN_AT and self.entered == 1:
+                self.value, self.broken = -1, True
+                raise RuntimeError("UCE ERROR: on-chip memory")
+            session.updating()
+            self.value += 1
+            self.note(self.step + 1)
+            self.step += 1
+            session.step_end(self.step)
+
+
+def main() -> None:
+    """Run one of two ranks: argv is rank, directory."""
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    source = Repairable(rank, directory)
+    place = Place(rank=rank, world_size=2, replicas=data_parallel(2))
+    session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
+    session.begin(0, 0)
+    session.protect(source.train)(session)
+    session.gather("done", b"")
+    session.close()
+    print(json.dumps({"value": source.value, "step": source.step, "entered": source.entered}))
+
+
+if __name__ == "__main__":
+    main()
