@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from lastgasp import _clock
 from lastgasp.config import GaspConfig
 from lastgasp.errors import Moved, NotSaveable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, Stand
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers import state as state_module
 from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.small import Numbers, SmallRecorder
 from lastgasp_mindformers.source import MindSporeSource
@@ -62,7 +62,7 @@ class Rank:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, readable: bool = True) -> None:
         self.now, self.stand, self.gate, self.small = 100.0, Stand(), Gate(), Small()
-        monkeypatch.setattr(state_module._clock, "monotonic", lambda: self.now)
+        monkeypatch.setattr(_clock, "monotonic", lambda: self.now)
         self.state = MindSporeState(
             self.gate,
             cast(SmallRecorder, self.small),

@@ -7,7 +7,10 @@ gradients before the update, so the update of one parameter may run before the A
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -24,17 +27,18 @@ BATCH, INPUTS, CLASSES = 16, 16, 4
 class Net(nn.Cell):  # type: ignore[misc]
     """Layers of `width` with dropout, so that the random state matters."""
 
-    def __init__(self, width: int, depth: int, dropout: float) -> None:
+    def __init__(self, width: int, depth: int, dropout: float, norm: bool = False) -> None:
         super().__init__()
         layers = [nn.Dense(INPUTS, width), nn.ReLU()]
         for _ in range(depth):
             layers += [nn.Dense(width, width), nn.ReLU()]
         self.body = nn.SequentialCell(*layers, nn.Dense(width, CLASSES))
         self.dropout = nn.Dropout(p=dropout) if dropout else nn.Identity()
+        self.norm = nn.BatchNorm1d(INPUTS) if norm else nn.Identity()
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
         """Logits."""
-        return self.body(self.dropout(x))
+        return self.body(self.dropout(self.norm(x)))
 
 
 class ClippedMomentum(nn.Momentum):  # type: ignore[misc]
@@ -57,6 +61,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--norm", action="store_true", help="a BatchNorm, whose statistics differ from rank to rank")
+    parser.add_argument("--final", action="store_true", help="tell the final parameters by their digest")
     return parser.parse_args()
 
 
@@ -75,7 +81,7 @@ def main() -> None:
     number = args.steps * BATCH * ranks
     data = random.random((number, INPUTS)).astype(np.float32), random.integers(0, CLASSES, number).astype(np.int32)
     dataset = ms.dataset.NumpySlicesDataset(data, shuffle=True, num_shards=ranks, shard_id=rank).batch(BATCH)
-    net = Net(args.width, args.depth, args.dropout)
+    net = Net(args.width, args.depth, args.dropout, args.norm)
     optimizer = (ClippedMomentum if args.clip else nn.Momentum)(net.trainable_params(), 0.1, 0.9)
     callbacks = [Losses()]
     if args.save:
@@ -87,6 +93,10 @@ def main() -> None:
         callbacks.append(LastGasp(args.lastgasp))
     model = Model(net, nn.CrossEntropyLoss(), optimizer)
     model.train(args.epochs, dataset, callbacks=callbacks, dataset_sink_mode=False)
+    if args.final:
+        values = sorted((param.name, param.asnumpy().tobytes()) for param in model.train_network.get_parameters())
+        hashed = {name: hashlib.sha256(value).hexdigest() for name, value in values}
+        Path(os.environ["LOSSES_DIR"], f"final-{rank}.json").write_text(json.dumps(hashed))
 
 
 if __name__ == "__main__":
