@@ -168,10 +168,8 @@ def test_statistics_and_random_state_of_a_dead_rank_are_its_own(tmp_path: Path) 
 @pytest.mark.full
 @pytest.mark.skipif(bool(place.missing(place.OLD)), reason=place.missing(place.OLD))
 def test_the_older_mindspore(tmp_path: Path) -> None:
-    bare, job = (
-        replace(plain(tmp_path / name), version=place.OLD, **given)
-        for name, given in (("reference", {"launcher": "msrun", "arguments": ()}), ("faulty", {}))
-    )
+    job = replace(plain(tmp_path / "faulty"), version=place.OLD)
+    bare = replace(job, folder=tmp_path / "reference", launcher="msrun", arguments=())
     for each, fault in ((bare, ""), (job, KILLED[0].fault)):
         each.folder.mkdir()
         run_with(each, fault)
