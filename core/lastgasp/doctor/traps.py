@@ -77,4 +77,4 @@ def examine(machine: Machine) -> list[Finding]:
         for one in TRAPS.values()
         for hit in one.look(machine)
     ]
-    return sorted(found, key=lambda one: one.severity)
+    return sorted(found, key=lambda one: (one.severity, one.trap))

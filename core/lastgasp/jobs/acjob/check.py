@@ -117,7 +117,7 @@ def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Finding
              for document in source.documents if document.root is not None and document.root.kind != "map"]  # fmt: skip
     for job in jobs_in(source.documents, list(elsewhere)):
         found += check_job(job)
-    return sorted(found, key=lambda one: one.line)
+    return sorted(found, key=lambda one: (one.line, one.rule))
 
 
 def check_job(job: Job) -> list[Finding]:
