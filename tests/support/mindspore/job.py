@@ -167,7 +167,7 @@ def dataset(samples: int, version: str = place.MAIN) -> Path:
     if not kept.exists():
         made = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
         made.mkdir(parents=True)
-        command = [str(place.python(version)), str(EXAMPLE / "prepare.py"), str(made), str(samples), str(LENGTH)]
+        command = [str(place.python(version)), str(EXAMPLE / "text_to_mindrecord.py"), str(made), str(samples), str(LENGTH)]
         subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
         try:
             made.rename(kept)
