@@ -235,9 +235,13 @@ class Run:
             return
         if why := self.state.settle():
             self.session.stand.broken = f"{cause_of(error)}: {why}"
-        outcome = self.session.fault(kind_of(error), cause_of(error))
+        kind = kind_of(error)
+        outcome = self.session.fault(kind, cause_of(error))
         if outcome.ending == "gave_up" and (why := advice(self.place.world_size)):
             log.error("%s", why)
+        if kind == "peer" and self.place.world_size > 1:
+            log.warning("left the job because a peer is gone (%s)", cause_of(error))
+            leave(outcome)
         self.close(goodbye=False)
 
     def end_early(self, error: BaseException) -> None:

@@ -175,9 +175,9 @@ def _watched(train_network: Any) -> tuple[_Watched, ...]:
 
     optimizers = [cell for _, cell in train_network.cells_and_names() if isinstance(cell, nn.Optimizer)]
     theirs = {id(param) for optimizer in optimizers for param in _of_optimizer(optimizer)}
-    named = dict(train_network.parameters_and_names())
-    found = [_Watched(name, param) for name, param in named.items() if id(param) not in theirs and _counts(param)]
-    return tuple(found)
+    # Under their own names, as checkpoints have them, not under the path of cells that leads to them.
+    named = {param.name: param for _, param in train_network.parameters_and_names()}
+    return tuple(_Watched(name, param) for name, param in named.items() if id(param) not in theirs and _counts(param))
 
 
 def _of_optimizer(optimizer: Any) -> list[Any]:
