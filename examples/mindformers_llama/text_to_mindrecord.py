@@ -1,6 +1,6 @@
 """Real text without a download: the topics of Python's own help, byte by byte, as a MindRecord file.
 
-`python prepare.py DIR [SAMPLES [LENGTH]]` writes `DIR/train.mindrecord`.
+`python text_to_mindrecord.py DIR [SAMPLES [LENGTH]]` writes `DIR/train.mindrecord`.
 """
 
 from __future__ import annotations

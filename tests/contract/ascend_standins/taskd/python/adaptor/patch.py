@@ -16,4 +16,4 @@ def launch_agent(config: Any, entrypoint: Any, args: Any) -> dict[int, Any]:
     return {}
 
 
-api.launch_agent = launch_agent
+vars(api)["launch_agent"] = launch_agent
