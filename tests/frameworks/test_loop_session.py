@@ -218,6 +218,41 @@ def test_a_state_that_does_not_match_the_checkpoint(make: Any, says: str, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(before, other.container.parameters(), strict=True))
 
 
+def test_a_file_of_somebody_elses(tmp_path: Path) -> None:
+    torch.save({"model": tiny().container.state_dict()}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointMismatch, match="not written by a Session"):
+        Session.open(tmp_path / "new", state=tiny(), marks=False, resume=tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("data", [loader, Counting, lambda: list(loader())])
+def test_a_rank_whose_random_state_was_lost_goes_on_with_the_right_batch(data: Any, tmp_path: Path) -> None:
+    """Ranks that disagreed on the number of batches would wait for each other for ever."""
+    numbers: list[int] = []
+
+    def numbered(s: Session, p: Parts) -> None:
+        numbers.clear()
+        for number, batch in s.enumerate(p.data):
+            numbers.append(number)
+            p.train(batch)
+
+    assert run(Shape(numbered, adam, data), tmp_path, cut=6)[0] is None
+    path = tmp_path / "gasp-step=00000002.pt"
+    stored = torch.load(path, weights_only=False)
+    stored["lastgasp"]["small"] = {1: stored["lastgasp"]["small"][0]}
+    torch.save(stored, tmp_path / "lost.pt")
+    run(Shape(numbered, adam, data), tmp_path / "new", resume=tmp_path / "lost.pt")
+    assert numbers == [2, 3, 4]
+
+
+def test_a_loop_that_does_not_tell_its_steps_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = tiny()
+    with Session.open(tmp_path, state=state, marks=False) as s:
+        for _ in s.epochs(2):
+            for _ in range(60):
+                state.optimizers.items["optimizer"].step()
+    assert caplog.text.count("60 updates in one step") == 1
+
+
 class FullyShardedDataParallel(nn.Linear):
     """Named as torch names it."""
 

@@ -75,6 +75,14 @@ def encode(position: Position, fixed: bytes) -> bytes:
     return len(head).to_bytes(4, "little") + head + fixed
 
 
+def position_only(data: bytes) -> bytes:
+    """The position of another rank, for one whose own was lost: how many batches, but not under which random state."""
+    position, fixed = decode(data)
+    for row in position.rows:
+        row.state = b""
+    return encode(position, msgspec.msgpack.encode([Fixed() for _ in fixed]))
+
+
 def decode(data: bytes) -> tuple[Position, list[Fixed]]:
     """What `encode` made.
 
@@ -274,7 +282,7 @@ class PassBook:
             one.track.resume(SamplerStart(**fixed.start), one.consumed)
             one.inner = iter(one.loader)
             one.track.settle()
-        elif one.kind == STATEFUL:
+        elif one.kind == STATEFUL and row.state:
             one.loader.load_state_dict(pickle.loads(row.state))
             one.inner = iter(one.loader)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
 from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.loop.passes import position_only
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.small import SmallRecorder, SmallState, decode_small, without_buffers
 from lastgasp.topology import Place
@@ -47,6 +48,14 @@ def record_of(
         "buckets": dict(buckets),
         "notes": notes,
     }
+
+
+def position_of(record: Mapping[str, Any], place: Place) -> bytes:
+    """Where this rank stood in the data; where that was lost, as far as another rank tells. All ranks stand alike."""
+    smalls: Mapping[int, bytes] = record["small"]
+    if place.rank in smalls:
+        return decode_small(smalls[place.rank]).extra
+    return position_only(decode_small(smalls[min(smalls)]).extra) if smalls else b""
 
 
 def small_of(record: Mapping[str, Any], place: Place, path: str) -> SmallState | None:

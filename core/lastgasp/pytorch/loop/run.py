@@ -13,7 +13,7 @@ import torch
 
 from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig, check_writable
-from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable, UsageError
+from lastgasp.errors import CheckpointMismatch, ControlError, DeadlineExceeded, NotSaveable, UsageError
 from lastgasp.events import FaultKind
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
@@ -26,7 +26,7 @@ from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.passes import Pass, PassBook
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
-from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, record_of, small_of
+from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, position_of, record_of, small_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.source import LoopSource
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
@@ -119,12 +119,17 @@ class Run:
 
     def _load(self, path: Path) -> None:
         # Not weights_only: it is our own file, verified, and holds states of the user's objects.
-        checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
+        if files.LAYOUT.manifest_path(path).exists():
+            checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
+        else:  # resume=<path> of one that the user trusts
+            checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+        if not isinstance(checkpoint, dict) or KEY not in checkpoint:
+            raise CheckpointMismatch(str(path), ["it was not written by a Session"])
         self.state.load(checkpoint, str(path))
         self._small = small_of(checkpoint[KEY], self.place, str(path))
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
-        self.book.resume(self._small.extra if self._small is not None else b"", checkpoint["epoch"])
+        self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"])
         self._buckets.restore(checkpoint[KEY]["buckets"])
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)

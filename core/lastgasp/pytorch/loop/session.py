@@ -268,9 +268,10 @@ class Giver(Iterator[T]):
 
     def __del__(self) -> None:
         """The loop has dropped its iterator: by `break` or `return` its body is over, after an exception it is not."""
-        one, self._pass.broken = self._pass, True
-        if not one.over and left_by_break(sys._getframe(1)):
-            self._session._run.pass_broken(one)
+        one, session = self._pass, self._session
+        one.broken = True
+        if not (one.over or session._closed) and left_by_break(sys._getframe().f_back):
+            session._run.pass_broken(one)
 
 
 class Numbered(Generic[T]):
@@ -297,12 +298,14 @@ class _Pairs(Iterator[tuple[int, T]]):
         return self._giver.number, batch
 
 
-def left_by_break(frame: FrameType) -> bool:
+def left_by_break(frame: FrameType | None) -> bool:
     """Whether the frame is popping the iterator of a `for` loop that it leaves by `break` or `return`.
 
     An exception drops the iterator, too, but with the frame at the instruction that raised. Where neither can be told
     (the iterator is held by a generator or a variable), this is False, and the body counts as over later: when the
     session is asked for the next pass or epoch.
     """
+    if frame is None:  # the interpreter is ending
+        return False
     code, at = frame.f_code.co_code, frame.f_lasti
     return 0 <= at < len(code) and dis.opname[code[at]] in ("POP_TOP", "POP_ITER")

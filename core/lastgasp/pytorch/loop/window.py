@@ -13,6 +13,9 @@ from lastgasp.pytorch.loop.copies import Copies
 
 log = logging.getLogger("lastgasp")
 
+MANY = 50
+"""Updates in one step that make it likely that the loop does not tell where its steps end."""
+
 _Event = Callable[[], None]
 
 
@@ -100,6 +103,9 @@ class UpdateWindow:
         Args:
             drew: random numbers were drawn since the window opened.
         """
+        if self.updates >= MANY and self.usual < MANY:
+            log.warning("%d updates in one step: a step ends where the loop asks s.batches() for the next batch, or "
+                        "calls s.updated(); a fault goes back to the end of a step", self.updates)  # fmt: skip
         waited = self._waited or self.updates > 1 or drew or self._called()
         if waited and self.copies is not None:
             self.copying = True
