@@ -23,6 +23,7 @@ from support.mindspore.job import LlamaJob
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.slow,
+    pytest.mark.timeout(450),
     pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
 ]
 EACH_EPOCH, LAST = 8, 16

@@ -217,6 +217,8 @@ def test_a_first_save_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
     home.file(4).unlink()
     (home.checkpoints / "rank_1" / "meta.json").unlink()
     home.went_on_from(None)
+    for config in home.steer({"load_checkpoint": str(home.checkpoints), "resume_training": True}):
+        assert (config["load_checkpoint"], config["resume_training"]) == ("", False)
 
 
 def test_a_file_that_was_lost_is(tmp_path: Path) -> None:
@@ -300,6 +302,14 @@ def test_weights_to_begin_with_stay_the_users(tmp_path: Path) -> None:
     for config in home.went_on_from(4, config=wish, arguments={"finetune_checkpoint": str(weights)}):
         assert config["auto_trans_ckpt"] is False
         assert config["arguments"]["finetune_checkpoint"] is False
+
+
+def test_weights_that_training_shall_resume_from_are_left_to_mindformers(tmp_path: Path) -> None:
+    home = Home(tmp_path / "out")
+    unified = write(tmp_path / "unified" / "hyper_param.safetensors", state(100, 9)).parent
+    wish = {"load_checkpoint": str(unified), "resume_training": True}
+    for config in home.steer(wish):
+        assert (config["load_checkpoint"], config["resume_training"]) == (str(unified), True)
 
 
 def test_manifests_may_be_required(tmp_path: Path) -> None:

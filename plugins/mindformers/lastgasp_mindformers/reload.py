@@ -23,6 +23,7 @@ from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, 
 from lastgasp_mindformers.listing import Shelf, layout_of, shelf_of
 from lastgasp_mindformers.manifests import SMALL
 from lastgasp_mindformers.steering import Orders, Wish, apply, check, orders_for, wish_of
+from lastgasp_mindformers.strategies import files_of, files_of_context, keep
 from lastgasp_mindformers.tracker import repair_meta, repair_tracker
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Chooser:
         self._orders = self._orders_of(wish, chosen)
         if chosen is not None:
             self._take(chosen)
+            keep(files_of(config, self._place.rank), f"step-{chosen.step}")
             if wish.load not in (None, chosen.path, chosen.path.parent) and self._place.rank == 0:
                 log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, wish.load)
         self._gather("reload/ready", b"")  # rank 0 has repaired what all may be about to read
@@ -108,8 +110,8 @@ class Chooser:
     def _orders_of(self, wish: Wish, chosen: Candidate | None) -> Orders | None:
         """None where MindFormers shall do what the user told it."""
         if chosen is None:
-            absent = wish.load is not None and not _holds_anything(wish.load)
-            return Orders("", False) if wish.resume and (absent or wish.load is None) else None
+            foreign = wish.load is not None and _holds_others(wish.load)
+            return Orders("", False) if wish.resume and not foreign else None
         if wish.newer:
             return Orders(str(chosen.path), True, ours=not wish.resume)
         name = LegacyName.parse(chosen.path.name)
@@ -135,6 +137,7 @@ class Chooser:
         chosen = self._choose(shelf, None)
         if chosen is not None:
             self._take(chosen)
+            keep(files_of_context(), f"step-{chosen.step}")
         self._gather("reload/ready", b"")
         return None if chosen is None else self._choice(chosen)
 
@@ -298,8 +301,14 @@ def _of_folder(path: Path) -> str:
     return f"{path.parent.name}/{head}_rank_{rank}{tail.lstrip('0123456789')}"
 
 
-def _holds_anything(path: Path) -> bool:
-    """Whether there is a file, or a directory with something visible in it."""
+def _holds_others(path: Path) -> bool:
+    """Whether MindFormers may find weights there that are no checkpoints of a training, which it must judge itself."""
     if not path.is_dir():
         return path.exists()
-    return any(not entry.name.startswith(".") for entry in path.iterdir())
+    for entry in path.rglob("*"):
+        relative = entry.relative_to(path)
+        moved = any(part.startswith(".") or ".corrupt" in part for part in relative.parts)
+        known = relative.parts[0].startswith("iteration_") or LEGACY.title_of(relative.as_posix()) is not None
+        if entry.suffix in (".ckpt", ".safetensors") and not moved and not known and entry.is_file():
+            return True
+    return False
