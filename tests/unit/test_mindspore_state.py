@@ -17,6 +17,7 @@ from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.small import Numbers, SmallRecorder
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
+from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
 
 FINISH = 10.0
 SAVED = Release(recovery=1, ending="saved", step=4, path="p", reason="")
@@ -164,14 +165,14 @@ class Native:
         self.written: list[Path] = []
         self.during: Any = lambda: None
 
-    def name(self, numbers: Numbers) -> LegacyName:
+    def target(self, numbers: Numbers, ranks: Any) -> Target:
         """As MindFormers would."""
-        return LegacyName("tiny", numbers.epoch, numbers.within, "ckpt")
+        return legacy_target(LegacyName("tiny", numbers.epoch, numbers.within, "ckpt"), ranks)
 
-    def write(self, path: Path, numbers: Numbers, statistics: Any) -> None:
+    def write(self, folder: Path, files: Any, numbers: Numbers, statistics: Any) -> None:
         """The step."""
-        self.written.append(path)
-        path.write_text(str(numbers.step))
+        self.written.append(folder / files[0])
+        self.written[-1].write_text(str(numbers.step))
         self.during()
 
 
@@ -218,3 +219,31 @@ def test_another_step_than_the_one_that_stands_there_is_refused(rank: Rank, tmp_
         source.save(7, {}, "because")
     with pytest.raises(Moved):
         source.save(3, {}, "because")
+
+
+def test_a_directory_checkpoint_is_published_whole(rank: Rank, tmp_path: Path) -> None:
+    class Iterations(Native):
+        """MindFormers' newer format, in a job of one process."""
+
+        def target(self, numbers: Numbers, ranks: Any) -> Target:
+            """A directory."""
+            return iteration_target(numbers.step, "tiny", ["model", "opt"])
+
+        def write(self, folder: Path, files: Any, numbers: Numbers, statistics: Any) -> None:
+            """Each file."""
+            for name in files:
+                (folder / name).write_text(name)
+
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job")
+    source = MindSporeSource(rank.state, Iterations(tmp_path), place, GaspConfig(directory=tmp_path))
+    saved = source.save(4, {}, "because")
+    source.publish(saved, {0: saved.part})
+    names = {path.name for path in (tmp_path / "iteration_00000004").iterdir()}
+    assert names == {
+        "common.json",
+        "lastgasp.small",
+        "tiny-model-0000000-0000001.safetensors",
+        "tiny-opt-0000000-0000001.safetensors",
+    }
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]

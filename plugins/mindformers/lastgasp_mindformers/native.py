@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import mindspore
 from lastgasp.errors import ConfigError
 from lastgasp_mindformers.layouts import Extension, LegacyName
 from lastgasp_mindformers.small import Numbers
+from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
 
 PREFIX = "lastgasp"
 """Of the names where no CheckpointMonitor has one."""
@@ -45,18 +47,20 @@ class Native:
         """Steps that earlier runs of the job completed, as CheckpointMonitor counts them."""
         return int(getattr(self._monitor, "_append_step_num", 0) or 0)
 
-    def name(self, numbers: Numbers) -> LegacyName:
-        """The name of the checkpoint of a step. Looked up late: CheckpointMonitor settles its prefix at the start."""
+    def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
+        """Where the checkpoint of a step stands. Looked up late: CheckpointMonitor settles its prefix at the start."""
         if self._monitor is None:
-            return LegacyName(PREFIX, numbers.epoch, numbers.within, "ckpt")
+            return legacy_target(LegacyName(PREFIX, numbers.epoch, numbers.within, "ckpt"), ranks)
         extension: Extension = "ckpt" if self._monitor._config.format == "ckpt" else "safetensors"
-        return LegacyName.of_monitor(self._monitor._prefix, numbers.epoch, numbers.within, extension)
+        name = LegacyName.of_monitor(self._monitor._prefix, numbers.epoch, numbers.within, extension)
+        return legacy_target(name, ranks)
 
-    def write(self, path: Path, numbers: Numbers, statistics: Mapping[str, Any]) -> None:
-        """Write the live parameters to `path`, those in `statistics` as they stand there. Raises OSError.
+    def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
+        """Write the live parameters, those in `statistics` as they stand there. Raises OSError.
 
         MindSpore writes; nothing in it is a collective, since nothing is integrated over ranks.
         """
+        path = folder / files[0]
         monitor, keep = self._monitor, self._kept(statistics)
         config = monitor._config if monitor is not None else None
         network = (config.saved_network if config is not None else None) or self._network
@@ -100,11 +104,84 @@ def monitor_of(callbacks: Sequence[Any]) -> Any:
     return next((callback for callback in named if hasattr(callback, "use_legacy_format")), None)
 
 
+class Iterations:
+    """The newer format of MindFormers, in a job of one process: a directory `iteration_NNNNNNNN`.
+
+    Args:
+        train_network: what `Model` trains; monitor: its CheckpointMonitor.
+        ranks: of the job.
+
+    Raises:
+        ConfigError: of several ranks, whose `metadata.json` only all of them together can write.
+    """
+
+    def __init__(self, train_network: Any, monitor: Any, ranks: int) -> None:
+        if ranks > 1:
+            remedy = "Set use_legacy_format: True, or leave the section `checkpoint:` out of the YAML."
+            raise ConfigError("use_legacy_format", False, "True in a job of several ranks", remedy)
+        self._network, self._monitor = train_network, monitor
+
+    @property
+    def directory(self) -> Path:
+        """Where `iteration_*` are."""
+        if self._monitor.directory:
+            return Path(self._monitor.directory).resolve()
+        from mindformers.tools.utils import get_output_subpath
+
+        return Path(get_output_subpath("checkpoint", append_rank=False)).absolute()
+
+    @property
+    def completed_before(self) -> int:
+        """As `Native.completed_before`."""
+        return int(self._monitor._append_step_num or 0)
+
+    def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
+        """Where the checkpoint of a step stands."""
+        return iteration_target(numbers.step, self._monitor.origin_prefix, ["model", *self._optimizer()])
+
+    def _optimizer(self) -> list[str]:
+        return ["opt"] if self._monitor.save_optimizer else []
+
+    def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
+        """The files of MindFormers' own `save_checkpoint`, which has barriers and removes before it writes."""
+        network, optimizer = self._network.network, self._network.optimizer
+        weights = {param.name for param in network.get_parameters()}
+        told = {name: mindspore.Tensor(value) for name, value in statistics.items() if name in weights}
+
+        def live(name: str) -> bool:
+            return name not in told
+
+        def others(name: str) -> bool:
+            return name not in weights
+
+        save, common = mindspore.save_checkpoint, files[-1]
+        save(network, str(folder / files[0]), append_dict=told, choice_func=live, format="safetensors")
+        if self._optimizer():
+            save(optimizer, str(folder / files[1]), choice_func=others, format="safetensors")
+        content = {
+            "epoch_num": numbers.epoch,
+            "step_num": numbers.step,
+            "global_step": int(optimizer.global_step),
+            "loss_scale": numbers.loss_scale,
+            "global_batch_size": self._monitor.global_batch_size,
+            "ckpt_status": None,
+        }
+        (folder / common).write_text(json.dumps(content, indent=4))
+
+
+def native_of(train_network: Any, callbacks: Sequence[Any], directory: Path, ranks: int) -> Native | Iterations:
+    """How this job writes checkpoints.
+
+    Raises:
+        ConfigError: as `Native` and `Iterations`.
+    """
+    monitor = monitor_of(callbacks)
+    if monitor is not None and not monitor.use_legacy_format:
+        return Iterations(train_network, monitor, ranks)
+    return Native(train_network, callbacks, directory)
+
+
 def _check(monitor: Any) -> None:
-    if not monitor.use_legacy_format:
-        raise ConfigError(
-            "use_legacy_format", False, "True with lastgasp for now", "Set use_legacy_format: True in the YAML."
-        )
     if getattr(monitor._config, "remove_redundancy", False):
         remedy = "Leave remove_redundancy out: a file without its redundant parts needs the files of dead ranks."
         raise ConfigError("remove_redundancy", True, "False", remedy)

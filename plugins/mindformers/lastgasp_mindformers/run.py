@@ -24,7 +24,7 @@ from lastgasp_mindformers.exits import cause_of, is_success, kind_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.manifests import Manifests, is_monitor
 from lastgasp_mindformers.marks import LoopMarks
-from lastgasp_mindformers.native import Native, monitor_of
+from lastgasp_mindformers.native import monitor_of, native_of
 from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import Chooser
@@ -128,7 +128,7 @@ class Run:
             log.warning("MS_ENABLE_TFT: saving after a fault is left to TrainFaultTolerance")
             return arguments
         network = model.train_network
-        self._native = Native(network, others, self.options.gasp.directory)
+        self._native = native_of(network, others, self.options.gasp.directory, self.place.world_size)
         if not _is_mindformers(others):
             arguments, self._small = load(self.chooser, network, arguments, _directories(self.options, others))
         else:

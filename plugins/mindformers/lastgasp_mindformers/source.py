@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +20,10 @@ from lastgasp.errors import LastgaspError, Moved, NotSaveable
 from lastgasp.ports import SaveResult
 from lastgasp.testing import faults
 from lastgasp.topology import Place
-from lastgasp_mindformers.layouts import FORMAT, LEGACY, LegacyName, encode_small
+from lastgasp_mindformers.layouts import FORMAT, encode_small
 from lastgasp_mindformers.small import Numbers, Statistic, decode
 from lastgasp_mindformers.state import MindSporeState
+from lastgasp_mindformers.targets import Target
 
 log = logging.getLogger("lastgasp")
 
@@ -41,7 +43,7 @@ class Saved:
     """What one rank has written."""
 
     step: int
-    name: LegacyName
+    where: Target
     target: Path
     folder: Path
     nbytes: int
@@ -55,17 +57,17 @@ class Saved:
 
 
 class Writer(Protocol):
-    """How checkpoints of this job are named and written (`native.Native`)."""
+    """How checkpoints of this job are named and written (`native.Native`, `iterations.Iterations`)."""
 
     @property
     def directory(self) -> Path:
-        """Where `rank_R` folders are."""
+        """Where they stand."""
 
-    def name(self, numbers: Numbers) -> LegacyName:
-        """That of a step."""
+    def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
+        """Where the checkpoint of a step of so many ranks stands."""
 
-    def write(self, path: Path, numbers: Numbers, statistics: Mapping[str, Any]) -> None:
-        """The live parameters, and `statistics` as given."""
+    def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
+        """The live parameters, and `statistics` as given, into the files of one rank."""
 
 
 class MindSporeSource:
@@ -94,26 +96,25 @@ class MindSporeSource:
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Saved:
         """Write the files of every rank that holds the same as this one, dead or alive, under a temporary name."""
         self._require(step)
-        numbers = self._state.numbers
-        name = self._native.name(numbers)
-        target = self._native.directory / name.name
+        where = self._native.target(self._state.numbers, range(self.place.world_size))
+        target = self._native.directory / where.name
         make_directory(target.parent)
         folder, begun = unique_temp(target), _clock.wall_ns()
         states = {rank: data for rank, data in small.items() if data} | {self.rank: self.capture(step)}
         try:
-            entries = list(self._write(folder, name, states))
+            entries = list(self._write(folder, where, states))
             if self.rank == self._first_saver():
-                entries.append(_write_bytes(folder, name.small, encode_small(states)))
+                entries.append(_write_bytes(folder, where.small, encode_small(states)))
             faults.fire_at("gasp_save", step)
             self._require(step)
-            for inner in (*(path for path in folder.iterdir() if path.is_dir()), folder):
+            for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
                 fsync_dir(inner)
         except BaseException:
             DISK.remove(folder)
             raise
         part = msgspec.json.encode(_Part(str(folder), tuple(entries)))
         nbytes = sum(entry.size for entry in entries)
-        return Saved(step, name, target, folder, nbytes, begun, part)
+        return Saved(step, where, target, folder, nbytes, begun, part)
 
     def _require(self, step: int) -> None:
         why = self._state.stands_on(step)
@@ -132,31 +133,35 @@ class MindSporeSource:
         first = self.place.replicas[0]
         return self.rank if self.rank in first else first[0]
 
-    def _write(self, folder: Path, name: LegacyName, states: Mapping[int, bytes]) -> Iterator[FileEntry]:
-        """One file for each rank; those with the same content share their bytes on disk."""
-        written: dict[tuple[Statistic, ...], FileEntry] = {}
+    def _write(self, folder: Path, where: Target, states: Mapping[int, bytes]) -> Iterator[FileEntry]:
+        """The files of each rank; those with the same content share their bytes on disk."""
+        written: dict[tuple[Statistic, ...], list[FileEntry]] = {}
         own = _statistics(states[self.rank])
         for rank in self._ranks():
             statistics = _statistics(states[rank]) if rank in states else own
-            path, relative = folder / name.file(rank), name.file(rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files = where.files[rank]
+            for relative in files:
+                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
             same = written.get(statistics)
-            if same is not None and _link(folder / same.path, path):
-                yield msgspec.structs.replace(same, path=relative)
-                continue
-            values = {one.name: one.array() for one in statistics}
-            self._native.write(path, self._state.numbers, values)
-            yield written.setdefault(statistics, _durable(path, relative))
+            if same is None or not _linked(folder, same, files):
+                self._native.write(folder, files, self._state.numbers, {one.name: one.array() for one in statistics})
+                same = written[statistics] = [_durable(folder / relative, relative) for relative in files]
+            yield from (
+                msgspec.structs.replace(entry, path=relative) for entry, relative in zip(same, files, strict=True)
+            )
 
     # -- publishing -------------------------------------------------------------------------------
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
         """Bring all savers' files together and make them visible, `meta.json` and the manifest last."""
         assert isinstance(result, Saved)
-        staged = Staged(result.target, LEGACY, sha256=self._config.sha256)
+        where = result.where
+        staged = Staged(result.target, where.layout, sha256=self._config.sha256)
         for _, data in sorted(parts.items()):
             part = _PARTS.decode(data)
-            staged.adopt(Path(part.folder), part.entries)
+            staged.adopt(_inside(Path(part.folder), where), part.entries)
+            with contextlib.suppress(OSError):
+                DISK.remove(Path(part.folder))
         world = World(world_size=self.place.world_size, replica_groups=self.place.replicas)
         provenance = Provenance(
             format=FORMAT,
@@ -166,14 +171,14 @@ class MindSporeSource:
             attempt=self.place.attempt,
             world=world,
         )
-        staged.publish(provenance, markers=result.name.markers(range(self.place.world_size)), aside=True)
-        self._prune(result.target)
+        staged.publish(provenance, markers=where.markers, aside=True)
+        self._prune(result.target, where)
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path, where: Target) -> None:
         config = self._config
         job = self.place.job if config.resume == "never" else None
         try:
-            apply([newest.parent], LEGACY, config.keep, job=job, protected=[newest])
+            apply([newest.parent], where.layout, config.keep, job=job, protected=[newest])
         except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
             log.warning("old checkpoints could not be removed: %s", error)
 
@@ -190,10 +195,16 @@ def _statistics(data: bytes) -> tuple[Statistic, ...]:
     return decode(data).statistics if data else ()
 
 
-def _link(existing: Path, path: Path) -> bool:
-    """Whether `path` is now another name of `existing`: native files are replaced, never changed in place."""
+def _inside(folder: Path, where: Target) -> Path:
+    """Of a checkpoint that is a directory: what becomes that directory (`Staged.adopt`)."""
+    return folder / where.name if where.layout.owns(Path(where.name), where.name) else folder
+
+
+def _linked(folder: Path, existing: Sequence[FileEntry], files: Sequence[str]) -> bool:
+    """Whether `files` are now other names of `existing`: native files are replaced, never changed in place."""
     try:
-        os.link(existing, path)
+        for entry, relative in zip(existing, files, strict=True):
+            os.link(folder / entry.path, folder / relative)
     except OSError:  # a file system without hard links
         return False
     return True

@@ -1,0 +1,47 @@
+"""Where a checkpoint of this job stands: its files, its small states, and what the framework finds it by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lastgasp.ports import Layout
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName
+from lastgasp_mindformers.manifests import SMALL
+from lastgasp_mindformers.tracker import NAME as TRACKER
+
+
+@dataclass(frozen=True)
+class Target:
+    """Paths are POSIX, relative to the directory that holds the checkpoint.
+
+    Attributes:
+        name: the checkpoint's own; layout: how its files lie.
+        small: the file of all ranks' small states.
+        markers: the framework's own files that name the newest checkpoint -> content.
+        files: of each rank.
+    """
+
+    name: str
+    layout: Layout
+    small: str
+    markers: Mapping[str, bytes]
+    files: Mapping[int, tuple[str, ...]]
+
+
+def legacy_target(name: LegacyName, ranks: Iterable[int]) -> Target:
+    """`rank_R/{prefix}_rank_R-{epoch}_{step}.{ext}` and `meta.json` for each rank."""
+    ranks = tuple(ranks)
+    return Target(name.name, LEGACY, name.small, name.markers(ranks), {rank: (name.file(rank),) for rank in ranks})
+
+
+def iteration_target(step: int, prefix: str | None, parts: Iterable[str]) -> Target:
+    """`iteration_NNNNNNNN` of one process (facts/mindformers.md §5).
+
+    Args:
+        prefix: CheckpointMonitor's; parts: "model", and "opt" where the optimizer is saved.
+    """
+    name, start = f"iteration_{step:08d}", f"{prefix}-" if prefix is not None else ""
+    files = [f"{name}/{start}{part}-{0:07d}-{1:07d}.safetensors" for part in parts]
+    files.append(f"{name}/common.json")
+    return Target(name, ITERATIONS, f"{name}/{SMALL}", {TRACKER: str(step).encode()}, {0: tuple(files)})
