@@ -16,7 +16,7 @@ from lastgasp import exitcodes
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.mindspore.content import read_content
 from lastgasp.testing import corrupt
-from lastgasp_mindformers.layouts import LEGACY
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY
 from support.mindspore import place
 from support.mindspore.job import LlamaJob
 
@@ -119,3 +119,19 @@ def test_the_first_start_asks_to_resume_from_nothing(tmp_path: Path) -> None:
     done = job.run(timeout=200)
     assert done.returncode == 0, done.output[-4000:]
     assert job.steps(0) == [list(range(1, LAST + 1))]
+
+
+@pytest.mark.full
+def test_the_newer_format_truncated_and_flipped(tmp_path: Path) -> None:
+    job = _job(tmp_path, "safetensors", 1, use_legacy_format=False)
+    done = job.run(timeout=200)
+    assert done.returncode == 0, done.output[-4000:]
+    found = candidates([job.checkpoints], ITERATIONS)
+    assert [c.step for c in found] == [16, 12, 8, 4], done.output[-4000:]
+    cut, flipped = (next(path.path.glob("tiny-model-*.safetensors")) for path in found[:2])
+    corrupt.truncate(cut, cut.stat().st_size // 2)
+    corrupt.flip_bit(flipped, flipped.stat().st_size // 2, 3)
+    said = _goes_on_from(job, 8)
+    for path in (cut, flipped):
+        assert f"{path.parent.name}/{path.name} bytes" in said
+    assert len(list(job.checkpoints.glob("iteration_*.corrupt"))) == 2
