@@ -185,3 +185,18 @@ def test_a_job_that_is_trained_to_its_end_has_nothing_left_to_do(tmp_path: Path)
     (incident,) = incidents(tmp_path)
     assert (incident.ending, incident.step_saved) == ("saved", LAST)
     assert "nothing left to do" in output
+
+
+@pytest.mark.full
+def test_the_newer_format_of_mindformers(tmp_path: Path) -> None:
+    """`iteration_*` directories, one process: a section `checkpoint:` in the YAML turns them on (facts §5)."""
+    new = {"use_legacy_format": False}
+    bare, job = (LlamaJob(folder=tmp_path / name, ranks=1, changes=new) for name in ("reference", "faulty"))
+    job = replace(job, launcher="run", changes=new | {"lastgasp": {"enable": True, "dir": str(job.folder / "ckpts")}})
+    for each, fault in ((bare, ""), (job, f"kind=exception,rank=0,step={STEP},phase=forward")):
+        each.folder.mkdir()
+        run_with(each, fault)
+    (incident,) = incidents(job.folder)
+    assert (incident.ending, incident.step_saved) == ("saved", STEP)
+    assert (job.checkpoints / f"iteration_{STEP:08d}" / "common.json").exists()
+    check_losses(job, bare.losses(), STEP)
