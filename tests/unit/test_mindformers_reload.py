@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, decode_small, encode_small
 from lastgasp_mindformers.reload import Choice, Chooser
 from lastgasp_mindformers.settings import Options
-from support.checkpoint_kit import as_ranks
-from support.mindspore_files import boundary, state, write
+from support.checkpoint_kit import Died, DyingDisk, as_ranks
+from support.mindspore_files import boundary, safetensors, state, write
 
 STEPS = 4
 """Of an epoch."""
@@ -221,6 +222,23 @@ def test_a_first_save_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
         assert (config["load_checkpoint"], config["resume_training"]) == ("", False)
 
 
+def _gasp(directory: Path, name: LegacyName, disk: DyingDisk) -> None:
+    with contextlib.suppress(Died), Staged(directory / name.name, LEGACY, disk=disk) as staged:
+        for rank in (0, 1):
+            staged.open(name.file(rank)).write(safetensors(state(3, 1)))
+        staged.open(name.small).write(encode_small({0: b"0"}))
+        staged.publish(Provenance(format="mindformers", step=3, kind="gasp", job="x"))
+
+
+def test_a_first_gasp_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
+    home, name, whole = Home(tmp_path), LegacyName("tiny", 1, 3, "safetensors"), DyingDisk()
+    _gasp(tmp_path / "elsewhere", name, whole)
+    renames = [number for number, call in enumerate(whole.log) if call == "rename"]
+    _gasp(home.checkpoints, name, DyingDisk(renames[3]))  # of the manifest, of the ranks' files, of the small state
+    assert sorted(LEGACY.files(home.checkpoints / name.name)) == [name.file(0), name.file(1)]
+    home.went_on_from(None)
+
+
 def test_a_file_that_was_lost_is(tmp_path: Path) -> None:
     home = Home(tmp_path, manifests=False).fill(4)
     home.file(4).unlink()  # and meta.json of rank 1 names it
@@ -373,6 +391,16 @@ def test_the_newer_format(tmp_path: Path, row: str, manifests: bool, section: bo
     assert tracker == expected.name[-8:].lstrip("0")
 
 
+def test_a_first_iteration_that_was_not_finished_is_no_loss(tmp_path: Path) -> None:
+    home = Home(tmp_path, 1, manifests=False)
+    _iteration(home, 4)
+    (home.checkpoints / "latest_checkpointed_iteration.txt").unlink()
+    wish = {"use_legacy_format": False, "resume_training": True, "load_checkpoint": str(home.checkpoints)}
+    (config,) = home.steer(wish)
+    assert config["chooser"].resumed is None
+    assert not config["load_checkpoint"]
+
+
 def test_an_iteration_that_was_not_finished(tmp_path: Path) -> None:
     home = Home(tmp_path, 1, manifests=False)
     old, _ = _iteration(home, 4), _iteration(home, 8)
@@ -418,6 +446,18 @@ def test_plain_breakpoints_count_for_what_they_hold(tmp_path: Path) -> None:
     write(tmp_path / "rank_0" / "net-3_1_breakpoint.ckpt", state(9, 3))  # one rank raised
     chosen = _plain(tmp_path, 2)
     assert [c and c.path for c in chosen] == [tmp_path / f"rank_{rank}/net-2_4.ckpt" for rank in (0, 1)]
+
+
+def test_plain_a_damaged_file_and_its_small_state_move_together(tmp_path: Path) -> None:
+    home = Home(tmp_path, 1)
+    for step in (4, 8):
+        write(tmp_path / f"net-1_{step}.ckpt", state(step, 1))
+        (tmp_path / f"net-1_{step}.ckpt.small").write_bytes(encode_small({0: b"small"}))
+        home.adopt(tmp_path / f"net-1_{step}.ckpt", PLAIN, step)
+    corrupt.flip_bit(tmp_path / "net-1_8.ckpt", 3000)
+    assert _plain(tmp_path) == [Choice(tmp_path / "net-1_4.ckpt", 1, 4, 4, b"small")]
+    moved = sorted(path.name for path in (tmp_path / "net-1_8.ckpt.corrupt").iterdir())
+    assert moved == ["net-1_8.ckpt", "net-1_8.ckpt.small"]
 
 
 def test_plain_what_lastgasp_saved_and_what_modelcheckpoint_saved(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ def move_parts(checkpoint: Path, layout: Layout | None, home: Path, disk: Disk =
     Raises:
         OSError: the disk refused; files at several file systems cannot be moved to one place.
     """
-    folders = set()
-    for path in [checkpoint] if layout is None else layout.parts(checkpoint):
+    folders, parts = set(), [checkpoint] if layout is None else layout.parts(checkpoint)
+    for path in parts:
         target = home
-        if path != checkpoint:
+        if parts != [checkpoint]:
             target = home / path.relative_to(checkpoint.parent)
             target.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

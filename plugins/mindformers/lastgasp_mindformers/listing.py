@@ -40,8 +40,12 @@ class Shelf:
 
     def never_finished(self, candidate: Candidate) -> bool:
         """Whether it is what a save that was cut short has left, and not what somebody has lost."""
-        if candidate.manifest is not None or candidate.path.is_dir():
+        if candidate.manifest is not None:
             return False
+        if candidate.path.is_dir():
+            return read_tracker(candidate.path.parent) is None
+        if next_path(LEGACY.manifest_path(candidate.path)).exists():
+            return True  # a gasp's, killed while its files were put in place
         lacking = _lacking(candidate.path, LEGACY, self.ranks)
         name = LegacyName.parse(candidate.path.name)
         if name is None:
