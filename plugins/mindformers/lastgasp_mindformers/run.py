@@ -36,6 +36,9 @@ from lastgasp_mindformers.topology import advice, left_to_mindspore, replicas_of
 
 log = logging.getLogger("lastgasp")
 
+_attached = False
+"""A training of this process was protected. Another one would go on from the first one's checkpoints."""
+
 
 class LateSource:
     """The state, once there is one: the session must exist before the network does, to agree on what to load."""
@@ -101,6 +104,7 @@ class Run:
         self._marks = LoopMarks(self.session)
         self._faults: Any = _faults(place.rank)
         self._small = b""
+        self._dataset: Any = None
         self._ended = False
         self.session.register(device(), versions())
 
@@ -119,7 +123,12 @@ class Run:
         Raises:
             ConfigError, CheckpointError: what is asked for cannot be protected; no good checkpoint is left.
         """
+        global _attached
         given = list(arguments["callbacks"])
+        if _attached:
+            log.warning("this process has trained before: lastgasp protects only its first Model.train")
+            return arguments
+        _attached = True
         ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
         others = [callback for callback in given if callback is not ours]
         arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}
@@ -130,6 +139,7 @@ class Run:
         network = model.train_network
         self._native = native_of(network, others, self.options.gasp.directory, self.place.world_size)
         if not _is_mindformers(others):
+            self._dataset = arguments["train_dataset"]
             arguments, self._small = load(self.chooser, network, arguments, _directories(self.options, others))
         else:
             self._small = self.chooser.small
@@ -191,7 +201,7 @@ class Run:
         self._fire("data", coming.step - 1)
         self._marks.step_begin(coming.step)
         self.state.step_begin(coming)
-        self.session.moved("forward")
+        self.session.moved("backward")  # the graph waits for the other ranks: who is elsewhere is to blame for a hang
         self._fire("forward", coming.step - 1)
 
     def step_end(self, params: Any) -> None:
@@ -214,6 +224,8 @@ class Run:
 
     def trained(self) -> None:
         """The last step is done."""
+        if self._dataset is not None:
+            self._dataset.set_init_step(0)  # whoever reads it next gets all of it
         if self.state is not None:
             self.manifests.step_end(self.state.numbers.step, last=True)
 
