@@ -116,7 +116,7 @@ class Session:
     def _open_gasp(self, contact: Contact | None) -> GaspBackend:
         """What leads the recoveries; the only place that loads a backend."""
         limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
-        level = logging.INFO if self.backend.backend == "embedded" else logging.WARNING
+        level = logging.WARNING if self.backend.backend != "embedded" and self.place.rank == 0 else logging.INFO
         log.log(level, "%s", self.backend.describe())
         if self.backend.backend == "embedded" or self.place.world_size == 1:  # MindIO saves nothing of a lone rank
             return EmbeddedGasp(self.place.rank, self.stand, self._processor, limit)
@@ -250,7 +250,7 @@ class Session:
         return self.stand.outcome or given_up("the backend told no outcome")
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """`train`, entered again after a fault that was repaired in place: MindIO's retry, where the state is InPlace."""
+        """`train`, entered again after each fault that was repaired in place (MindIO's retry, where the state can)."""
         inner = getattr(self._gasp, "protect", None)
         return inner(train) if inner is not None else train
 

@@ -192,19 +192,19 @@ def test_a_memory_error_is_repaired_in_place(tmp_path: Path, trace: Trace) -> No
     assert job.endpoint is not None
     environment = {"LASTGASP_CONTROLLER": job.endpoint.address, "LASTGASP_TOKEN": job.endpoint.token}
     command = [sys.executable, str(WORKER)]
-    ranks = [
+    processes = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], env=os.environ | environment, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     try:
-        told = [json.loads(rank.communicate(timeout=60)[0].splitlines()[-1]) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0]
+        told = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
         job.__exit__(None, None, None)
-    assert [(end["value"], end["step"]) for end in told] == [(40, 40), (40, 40)]
+    assert [(end["value"], end["step"]) for end in told] == [(200, 200), (200, 200)]
     assert [end["entered"] for end in told] == [2, 2]
     names = ("stop", "clean", "repair", "rollback")
     for rank in range(2):

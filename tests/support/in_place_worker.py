@@ -14,7 +14,8 @@ from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.engine_worker import ToySource
 
-STEPS, BROKEN_AT = 40, 10
+STEPS, BROKEN_AT = 200, 5
+"""The other rank must still train when the error is noticed, however slow the machine is."""
 
 
 class Repairable(ToySource):
@@ -60,7 +61,7 @@ class Repairable(ToySource):
         """From wherever the state stands."""
         self.entered += 1
         while self.step < STEPS:
-            time.sleep(0.05)
+            time.sleep(0.05 if self.entered == 1 else 0.001)
             if self.rank == 0 and self.step == BROKEN_AT and self.entered == 1:
                 self.value, self.broken = -1, True
                 raise RuntimeError("UCE ERROR: on-chip memory")

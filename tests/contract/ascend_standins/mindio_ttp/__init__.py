@@ -5,5 +5,6 @@ What the real package would refuse, ignore or hang on is also written to the fil
 a test asserts to be empty. What happened stands in `MINDIO_STANDIN_TRACE`, one JSON object a line.
 
 Times are the real ones times `MINDIO_STANDIN_SCALE`; the 10 s before `os._exit(2)` are `MINDIO_STANDIN_EXIT_WAIT`.
-`MINDIO_STANDIN_START=fail` makes `tft_start_controller` end as on any failure; `MINDIO_STANDIN_DESTROY=hang` makes `tft_destroy_processor` wait for ever (§16.1).
+`MINDIO_STANDIN_START=fail` makes `tft_start_controller` end as on any failure, `MINDIO_STANDIN_DESTROY=hang` makes
+`tft_destroy_processor` wait for ever (§16.1).
 """

@@ -31,7 +31,7 @@ from .handlers import Handlers
 from .replicas import group_of, replica_info
 from .shutdown import destroy
 from .strategies import VARIABLES, Strategies, decide_strategies
-from .validation import address_of, check_size, checked_host
+from .validation import Address, address_of, check_size, checked_host, wait_for_listener
 from .window import Window
 
 log = logging.getLogger("lastgasp")
@@ -39,6 +39,8 @@ log = logging.getLogger("lastgasp")
 NAME = "MindIO"
 SETTLE = 5.0
 """Seconds that the word of the rank that published gets to reach the others."""
+JOIN = 75.0
+"""Seconds that the controller gets to listen, as long as MindIO itself would try."""
 LAG = 1.0
 """Seconds that MindIO's threads get to tell its controller that the checkpoint is published."""
 TURN = 5.0
@@ -147,6 +149,7 @@ class MindioGasp:
     def _start_processor(self, api: Any, strategies: Strategies) -> None:
         place, ours = self._place, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         arf, zit = strategies.recover, strategies.elastic
+        wait_for_listener(Address(self._endpoint.host, self._endpoint.port), JOIN)
         api.tft_init_processor(place.rank, place.world_size, False, False, "", strategies.retry, arf, zit)
         for number, handler in ours.items():  # it has put one there that only logs
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
 from dataclasses import dataclass
 
-from lastgasp.errors import ConfigError
+from lastgasp import _clock
+from lastgasp.errors import ConfigError, DeadlineExceeded
 
 MOST_RANKS = 100_000
 PORTS = (1024, 65535)
@@ -50,6 +52,25 @@ def checked_host(host: str, field: str) -> str:
         except (OSError, UnicodeError, ValueError):
             allowed = "an IP address or a host name that resolves"
     raise ConfigError(field, host, allowed, "Set LASTGASP_BIND to node 0's address on the training network.")
+
+
+def wait_for_listener(address: Address, seconds: float) -> None:
+    """Return once somebody listens there: `tft_start_processor` ends the process where nobody does (facts §2.2).
+
+    Raises:
+        DeadlineExceeded: nobody does in time.
+    """
+    deadline = _clock.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address.host, address.port), timeout=min(5.0, seconds)).close()
+            return
+        except OSError as error:
+            if _clock.monotonic() > deadline:
+                what = f"MindIO's controller at {address.host}:{address.port} ({error})"
+                remedy = f"Does TaskD run with TTP_PORT={address.port} and POD_IP, and does a firewall stand between?"
+                raise DeadlineExceeded(what, seconds, remedy) from error
+            threading.Event().wait(0.1)
 
 
 def check_size(rank: int, world_size: int) -> None:

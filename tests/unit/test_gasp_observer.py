@@ -1,0 +1,131 @@
+"""The machine of a job that MindIO leads: it keeps, records, releases; and leads where MindIO does not."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from lastgasp.events import Fault
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.machine import Action, Kill, Machine, Note, Send
+from lastgasp.gasp.observer import IN_MINDX, PATIENCE, Observer
+from lastgasp.gasp.progress import Progress
+
+M = TypeVar("M", bound=m.Message)
+SAVED = m.Saved(recovery=0, plan=4, path="/c/4", nbytes=10, first_byte_ns=5, part=b"p")
+
+
+def job(world: int = 3, leader: str = "MindIO") -> Observer:
+    """All ranks have joined and stand on step 4."""
+    replicas = (tuple(range(world)),)
+    machine = Machine(replicas, world, finish_timeout=1.0, save_timeout=5.0, progress=Progress(limit=1.0))
+    observer = Observer.following(machine, leader)
+    for rank in range(world):
+        assert observer.joined(rank, 0.0) == []
+        observer.said(rank, m.Begin(step=0, durable=0, box=-1), 0.0)
+        observer.said(rank, m.Status(step=4, durable=0, tick=1, phase="data"), 0.0)
+    return observer
+
+
+def sent(actions: list[Action], kind: type[M]) -> dict[int, M]:
+    """Messages of one kind, by rank."""
+    return {a.rank: a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)}
+
+
+def test_a_death_orders_nothing() -> None:
+    observer = job()
+    assert observer.gone(1, "killed", "killed", 7, 1.0) == [Note(phase="detected")]
+    assert observer.state == "preparing"
+    assert observer.tick(1.0 + PATIENCE - 0.1, 8, frozenset()) == []
+
+
+def test_what_savers_pass_on_reaches_who_publishes_and_all_are_released() -> None:
+    observer = job()
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert Note(phase="agreed") in observer.said(0, m.Consult(step=4), 2.0)
+    observer.said(0, m.Consult(step=4, saved=SAVED), 3.0)
+    assert sent(observer.said(2, m.Consult(step=4), 3.0), m.Consulted)[2].parts == {0: b"p"}
+    actions = observer.said(2, m.Ended(ending="saved", step=4, path="/c/4", reason=""), 4.0)
+    assert {rank: release.step for rank, release in sent(actions, m.Release).items()} == {0: 4, 2: 4}
+    out = observer.outcome
+    assert (out.ending, out.savers, out.nbytes, out.lost, out.first_byte_ns) == ("saved", (0,), 10, 0, 5)
+    assert [(unused.rank, unused.why) for unused in out.unused] == [(1, "gone: killed"), (2, "not chosen by MindIO")]
+    assert not [action for action in actions if isinstance(action, Kill)]
+
+
+def test_parts_of_another_step_are_not_passed_on() -> None:
+    observer = job()
+    observer.said(0, m.Consult(step=4, saved=SAVED), 3.0)
+    assert sent(observer.said(1, m.Consult(step=5), 3.0), m.Consulted)[1].parts == {}
+
+
+@pytest.mark.parametrize("word", ["ended", "save failed", "patience"])
+def test_it_leads_where_mindio_does_not(word: str) -> None:
+    observer = job()
+    observer.said(0, m.Report(fault=Fault(kind="exception", rank=0, cause="x", step=4, seen_ns=1)), 1.0)
+    if word == "ended":
+        actions = observer.said(0, m.Ended(ending="gave_up", step=-1, path="", reason="no"), 2.0)
+    elif word == "save failed":
+        actions = observer.said(1, m.SaveFailed(recovery=0, plan=4, why="disk full"), 2.0)
+    else:
+        actions = observer.tick(1.0 + PATIENCE, 9, frozenset())
+    assert set(sent(actions, m.Prepare)) == {0, 1, 2}
+    for rank in range(3):
+        answer = m.Prepared(recovery=observer.recovery, step=4, durable=0, usable=True)
+        actions = observer.said(rank, answer, 3.0)
+    saver = 2 if word == "save failed" else 1  # rank 0 raised; rank 1 could not save
+    assert set(sent(actions, m.Save)) == {saver}
+    assert observer.leading
+    assert observer.said(0, m.Ended(ending="gave_up", step=-1, path="", reason="late"), 4.0) == []
+
+
+def test_in_taskd_it_waits_for_as_long_as_it_takes() -> None:
+    observer = job(leader=IN_MINDX)
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert observer.tick(10_000.0, 8, frozenset()) == []
+
+
+def test_a_rank_that_is_started_anew_is_welcome() -> None:
+    observer = job()
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert observer.joined(1, 2.0) == []
+    assert observer.members[1].here
+
+
+def test_all_gone_without_a_word_is_on_record() -> None:
+    observer = job(world=2)
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    actions = observer.gone(0, "exit code 2", "killed", 8, 2.0)
+    assert Note(phase="released") in actions
+    assert (observer.outcome.ending, observer.state) == ("gave_up", "over")
+    assert "MindIO ended all ranks" in observer.outcome.reason
+
+
+def test_a_hung_rank_is_killed_for_mindio_to_notice() -> None:
+    """The others are stuck in the collective that it does not join."""
+    observer = job()
+    actions: list[Action] = []
+    now = 0.0
+    while not actions and now < 60:
+        now += 0.5
+        for rank in (0, 2):
+            observer.said(rank, m.Status(step=4, durable=0, tick=2, phase="backward"), now)
+        actions = observer.tick(now, 9, frozenset({1}))
+    assert Kill(rank=1) in actions
+    assert [(fault.kind, fault.rank) for fault in observer.faults] == [("hang", 1)]
+
+
+def test_after_the_end_who_does_not_leave_is_killed() -> None:
+    observer = job()
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    observer.said(0, m.Consult(step=4, saved=SAVED), 2.0)
+    observer.said(0, m.Ended(ending="saved", step=4, path="/c/4", reason=""), 3.0)
+    observer.said(0, m.Status(step=4, durable=0, tick=9, phase="data"), 3.0)
+    kills: list[Action] = []
+    now = 3.0
+    while not kills and now < 200:
+        now += 0.5
+        kills = observer.tick(now, 9, frozenset({2}))
+    assert kills == [Kill(rank=2)]
+    assert observer.tick(now, 9, frozenset({2})) == []

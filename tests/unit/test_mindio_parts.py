@@ -1,0 +1,316 @@
+"""The parts of the MindIO backend that decide: limits, addresses, replicas, strategies, faults, the window, the end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lastgasp.backends.ascend.mindio import api, exits, limits, shutdown, validation
+from lastgasp.backends.ascend.mindio.controller import Endpoint, ask_for_dump, serve
+from lastgasp.backends.ascend.mindio.handlers import answering
+from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
+from lastgasp.backends.ascend.mindio.strategies import decide_strategies
+from lastgasp.backends.ascend.mindio.window import Window
+from lastgasp.errors import ConfigError, DeadlineExceeded
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.stand import Released, Stand
+from lastgasp.topology import Place, ReplicaGroups, data_parallel
+
+GIB = 1 << 30
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "save", "limit"),
+    [(0, 600.0, 635), (0, 5000.0, 1800), (0, 10.0, 180), (100 * GIB, 600.0, 572), (GIB, 600.0, 180)],
+)
+def test_the_limit_grows_with_the_state(nbytes: int, save: float, limit: int) -> None:
+    assert limits.action_limit(nbytes, save, 10.0) == limit
+
+
+def test_the_environment_is_set_once_and_too_short_a_limit_is_named(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    assert limits.prepare(environ, 635, tmp_path / "logs") == []
+    assert environ == {"TTP_NORMAL_ACTION_TIME_LIMIT": "635", "TTP_LOG_PATH": str(tmp_path / "logs")}
+    [said] = limits.prepare(environ | {"TTP_NORMAL_ACTION_TIME_LIMIT": "60"}, 635, tmp_path)
+    assert said.startswith("TTP_NORMAL_ACTION_TIME_LIMIT=60 is shorter than a save may take here (635 s)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TTP_NORMAL_ACTION_TIME_LIMIT", "29"), ("TTP_NORMAL_ACTION_TIME_LIMIT", "1801"), ("TTP_RETRY_TIMES", "0"),
+        ("MINDIO_WAIT_MINDX_TIME", "30 s"), ("TTP_STOP_CLEAN_BEFORE_DUMP", "yes"), ("TTP_RETRY_TIMES", ""),
+    ],
+)  # fmt: skip
+def test_what_mindio_would_silently_not_take_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        limits.check_environment({name: value})
+
+
+def test_a_log_path_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="no symlink"):
+        limits.check_environment({"TTP_LOG_PATH": str(tmp_path / "link")})
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+def test_addresses() -> None:
+    assert validation.address_of("127.0.0.1:8000", "X") == validation.Address("127.0.0.1", 8000)
+    assert validation.address_of("[::1]:8000", "X") == validation.Address("::1", 8000)
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:8000", ":::8000", "127.0.0.1:80", "127.0.0.1:x", "127.0.0.1", ":8000", ""])
+def test_addresses_that_would_end_the_process_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="WHERE"):
+        validation.address_of(text, "WHERE")
+
+
+@pytest.mark.parametrize("size", [(0, 100_001), (2, 2), (-1, 2), (True, 2), (0, 2.0)])
+def test_sizes_that_would_end_the_process_are_refused(size: tuple[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match="rank, world_size"):
+        validation.check_size(*size)
+
+
+def test_somebody_must_listen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = validation.Address("127.0.0.1", server.getsockname()[1])
+        validation.wait_for_listener(here, 5.0)
+    with pytest.raises(DeadlineExceeded, match=rf"MindIO's controller at 127.0.0.1:{here.port}"):
+        validation.wait_for_listener(here, 0.05)
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def place(rank: int, world: int, groups: ReplicaGroups) -> Place:
+    """Of one rank."""
+    return Place(rank=rank, world_size=world, replicas=groups)
+
+
+def test_each_shard_is_a_group_that_holds_everything() -> None:
+    assert replica_info(place(1, 3, data_parallel(3))) == [
+        {"rank_list": [0, 1, 2], "replica_cnt": 3, "replica_shift": 0}
+    ]
+    there = place(3, 4, ((2, 0), (3, 1)))
+    assert replica_info(there) == [{"rank_list": [1, 3], "replica_cnt": 2, "replica_shift": 0}]
+    assert group_of(there) == (1, 3)
+    assert all(type(rank) is int for rank in replica_info(there)[0]["rank_list"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (((0, 1), (2,)), "the same number of holders"),
+        (((0, 1), (1, 2)), "exactly one shard on each rank"),
+        (((0, 1),), "exactly one shard on each rank"),
+    ],
+)
+def test_what_mindio_cannot_describe_is_refused(groups: ReplicaGroups, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        replica_info(place(0, 3, groups))
+    assert "LASTGASP_BACKEND=embedded" in str(caught.value)
+
+
+# -- strategies ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_for_and_nothing_is_refused() -> None:
+    found = decide_strategies("", in_place=False, taskd=False, nodes=1, mindspore=False)
+    assert (found.retry, found.recover, found.elastic, dict(found.refused)) == (False, False, False, {})
+
+
+def test_what_the_adapter_can_do_is_granted() -> None:
+    assert decide_strategies("", in_place=True, taskd=False, nodes=1, mindspore=False).retry
+    found = decide_strategies("retry,recover,dump", in_place=True, taskd=True, nodes=2, mindspore=False)
+    assert (found.retry, found.recover, found.elastic) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "why"),
+    [
+        ("retry", {"in_place": False}, "cannot roll a step back"),
+        ("recover", {"taskd": False}, "only where TaskD asks for it"),
+        ("arf", {"nodes": 1}, "two nodes"),
+        ("elastic-training", {}, "fewer ranks"),
+        ("elastic-training", {"mindspore": True}, "none of it with MindSpore"),
+        ("magic", {}, "no such strategy"),
+    ],
+)
+def test_what_it_cannot_is_refused_with_the_reason(asked: str, more: dict[str, Any], why: str) -> None:
+    given: dict[str, Any] = {"in_place": True, "taskd": True, "nodes": 2, "mindspore": False}
+    found = decide_strategies(f"dump, {asked}", **(given | more))
+    [refused] = found.refused.values()
+    assert why in refused
+    assert not (found.recover or found.elastic)
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "state", "waits"),
+    [
+        ("exception", "ValueError: boom", "RS_UNKNOWN", False),
+        ("exit", "SystemExit: 3", "RS_UNKNOWN", False),
+        ("peer", "RuntimeError: connection closed by peer", "RS_UNKNOWN", True),
+        ("exception", "RuntimeError: FORCE STOP. ...", "RS_NORMAL", False),
+        ("peer", "RuntimeError: FORCE STOP. ...", "RS_NORMAL", False),
+        ("exception", "RuntimeError: UCE ERROR", "RS_UNKNOWN", False),
+    ],
+)
+def test_what_mindio_is_told(kind: str, cause: str, state: str, waits: bool) -> None:
+    found = exits.telling(kind, cause, retry=False)
+    assert (found.state, found.after > 0) == (state, waits)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("UCE ERROR and FORCE STOP", "RS_UCE"), ("HBM MULTI BIT ECC time us= 7", "RS_UCE"),
+        ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED"), ("STEP FINISH", "RS_STEP_FINISH"), ("other", "RS_UNKNOWN"),
+    ],
+)  # fmt: skip
+def test_the_first_pattern_counts(text: str, state: str) -> None:
+    assert exits.state_of(text, retry=True) == state
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_exits_of_a_framework_become_runtime_errors(error: BaseException) -> None:
+    def train(step: int) -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+        exits.without_exits(train)(1)
+    assert caught.value.__cause__ is error
+
+
+def test_handlers_fail_by_exceptions_only() -> None:
+    def bad(*given: object) -> None:
+        raise SystemExit(2)
+
+    with pytest.raises(RuntimeError, match="SystemExit: 2"):
+        answering(bad)(1)
+
+
+# -- the window ------------------------------------------------------------------------------------
+
+
+class FakeWindow:
+    """The three functions of the hot path, in order."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.error = error
+
+    def tft_start_updating_os(self, backup_step: int) -> None:
+        """Raises what the test wants."""
+        self.calls.append(("start", backup_step))
+        if self.error is not None:
+            raise self.error
+
+    def tft_end_updating_os(self, step: int) -> None:
+        """Notes it."""
+        assert type(step) is int
+        self.calls.append(("end", step))
+
+    def tft_pause_train(self, step: int) -> None:
+        """Notes it."""
+        self.calls.append(("pause", step))
+
+
+def test_the_window_of_a_step() -> None:
+    fake, stand = FakeWindow(), Stand()
+    window = Window(fake, stand, 1.0)
+    window.updating()
+    assert stand.inside
+    window.updating()  # a second optimizer of the same step
+    window.step_end(7)
+    assert (stand.step, stand.inside) == (7, False)
+    assert fake.calls == [("start", -1), ("end", 7), ("pause", 7)]
+
+
+def test_a_step_without_an_update_counts_for_mindio_too() -> None:
+    fake, stand = FakeWindow(), Stand()
+    Window(fake, stand, 1.0).step_end(8)
+    assert fake.calls == [("start", -1), ("end", 8), ("pause", 8)]
+
+
+def test_force_stop_leaves_the_state_whole() -> None:
+    stand = Stand()
+    with pytest.raises(RuntimeError, match="FORCE STOP"):
+        Window(FakeWindow(RuntimeError("FORCE STOP. x")), stand, 1.0).updating()
+    assert not stand.inside
+
+
+def test_once_a_dump_has_begun_the_training_thread_parks_until_it_is_over() -> None:
+    stand = Stand()
+    stand.release(Release(recovery=0, ending="saved", step=3, path="p", reason=""))
+    with pytest.raises(Released):
+        Window(FakeWindow(Exception("error num:1")), stand, 5.0).updating()
+    assert not stand.inside
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_destroy_that_returns_is_waited_for() -> None:
+    called = threading.Event()
+    assert shutdown.destroy(SimpleNamespace(tft_destroy_processor=called.set))
+    assert called.is_set()
+
+
+def test_a_destroy_that_fails_is_no_error() -> None:
+    def fail() -> None:
+        raise SystemExit(2)
+
+    assert shutdown.destroy(SimpleNamespace(tft_destroy_processor=fail))
+
+
+def test_a_destroy_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, ends = threading.Event(), []
+    monkeypatch.setattr(shutdown, "_end_hard", lambda: ends.append(True))
+    assert not shutdown.destroy(SimpleNamespace(tft_destroy_processor=release.wait), 0.05)
+    assert ends == [True]
+    release.set()
+
+
+def test_a_controller_leaves_once_it_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False])
+    monkeypatch.setattr("lastgasp.backends.ascend.mindio.controller.LINGER", 0.01)
+    serve(lambda: next(answers, False), lambda: False)
+    serve(lambda: False, lambda: True)
+
+
+def test_nobody_to_ask_is_an_answer() -> None:
+    assert not ask_for_dump(Endpoint("127.0.0.1", 8000))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert not ask_for_dump(Endpoint("127.0.0.1", 8000, port, "secret"))
+
+
+# -- the package -----------------------------------------------------------------------------------
+
+
+def test_a_package_that_cannot_be_imported_says_what_it_needs() -> None:
+    with pytest.raises(ConfigError, match="torch_npu, or mindspore"):
+        api.load()
+
+
+def test_another_version_is_told_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [*api.NAMES, *(f"tft_register_{name}_handler" for name in api.HANDLERS)]
+    whole = SimpleNamespace(**dict.fromkeys(names, 1))
+    monkeypatch.setattr(api, "_import", lambda name: whole)
+    assert api.load() is whole
+    del whole.tft_pause_train
+    with pytest.raises(ConfigError, match="a version with tft_pause_train"):
+        api.load()
