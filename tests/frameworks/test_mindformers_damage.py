@@ -30,18 +30,17 @@ EACH_EPOCH, LAST = 8, 16
 NAMES = {4: "1_4", 8: "1_8", 12: "2_4", 16: "2_8"}
 
 
-def _job(folder: Path, ext: str, ranks: int, **changes: Any) -> LlamaJob:
+def _job(folder: Path, ext: str, ranks: int, version: str = place.MAIN, **changes: Any) -> LlamaJob:
     own = {
         "lastgasp": {"enable": True},
         "load_ckpt_format": ext,
         "callbacks.1.checkpoint_format": ext,
         "callbacks.1.keep_checkpoint_max": 8,
     }
-    return LlamaJob(folder=folder, ranks=ranks, launcher="run", changes=own | changes)
+    return LlamaJob(folder=folder, ranks=ranks, launcher="run", version=version, changes=own | changes)
 
 
-def _trained(folder: Path, ext: str, ranks: int) -> LlamaJob:
-    job = _job(folder, ext, ranks)
+def _trained(job: LlamaJob, ext: str) -> LlamaJob:
     done = job.run(timeout=200)
     assert done.returncode == 0, done.output[-4000:]
     found = candidates([job.checkpoints], LEGACY)
@@ -66,8 +65,11 @@ def _file(job: LlamaJob, step: int, rank: int, ext: str) -> Path:
     return job.checkpoints / f"rank_{rank}/tiny_rank_{rank}-{NAMES[step]}.{ext}"
 
 
-def test_flipped_truncated_and_missing_with_two_ranks(tmp_path: Path) -> None:
-    job = _trained(tmp_path, "safetensors", 2)
+@pytest.mark.parametrize("version", [place.MAIN, pytest.param(place.OLD, marks=pytest.mark.full)])
+def test_flipped_truncated_and_missing_with_two_ranks(tmp_path: Path, version: str) -> None:
+    if place.missing(version):
+        pytest.skip(place.missing(version))
+    job = _trained(_job(tmp_path, "safetensors", 2, version), "safetensors")
     flipped, cut, missing = (_file(job, step, 1, "safetensors") for step in (16, 12, 8))
     corrupt.flip_bit(flipped, flipped.stat().st_size // 2, 3)
     corrupt.truncate(cut, cut.stat().st_size // 2)
@@ -82,7 +84,7 @@ def test_flipped_truncated_and_missing_with_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_ckpt_cut_between_two_parameters_with_two_ranks(tmp_path: Path) -> None:
-    job = _trained(tmp_path, "ckpt", 2)
+    job = _trained(_job(tmp_path, "ckpt", 2, run_mode="finetune"), "ckpt")
     cut, flipped = _file(job, 16, 1, "ckpt"), _file(job, 12, 0, "ckpt")
     data = cut.read_bytes()
     end = data.rindex(b"\n", 0, data.index(b"adam_m."))
@@ -95,7 +97,7 @@ def test_a_ckpt_cut_between_two_parameters_with_two_ranks(tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_one_rank_falls_back_and_refuses_when_all_are_bad(tmp_path: Path) -> None:
-    job = _trained(tmp_path, "safetensors", 1)
+    job = _trained(_job(tmp_path, "safetensors", 1), "safetensors")
     files = {step: _file(job, step, 0, "safetensors") for step in NAMES}
     for step in (16, 12):
         corrupt.flip_bit(files[step], files[step].stat().st_size // 2, 3)
@@ -114,7 +116,7 @@ def test_one_rank_falls_back_and_refuses_when_all_are_bad(tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_first_start_asks_to_resume_from_nothing(tmp_path: Path) -> None:
-    wish = {"resume_training": True, "load_checkpoint": str(tmp_path / "output" / "checkpoint")}
+    wish: dict[str, Any] = {"resume_training": True, "load_checkpoint": str(tmp_path / "output" / "checkpoint")}
     job = _job(tmp_path, "safetensors", 1, **wish)
     done = job.run(timeout=200)
     assert done.returncode == 0, done.output[-4000:]
