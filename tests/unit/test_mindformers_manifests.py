@@ -184,9 +184,10 @@ def test_ranks_that_save_under_different_names_get_no_manifest(
 def test_a_rank_that_is_gone_costs_the_manifest_and_not_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = False
+    gone, asked = False, list[str]()
 
     def gather(tag: str, payload: bytes) -> list[bytes]:
+        asked.append(tag)
         if gone:
             raise ControlError("rank 1 is gone")
         return [payload, payload]
@@ -197,7 +198,10 @@ def test_a_rank_that_is_gone_costs_the_manifest_and_not_the_training(
     gone = True
     monitor.save(2, "1_2", "safetensors")
     manifests.step_end(2)
-    assert "rank 1 is gone" in caplog.text
+    assert "tiny_rank-1_2.safetensors got no manifest and will not be trusted: rank 1 is gone" in caplog.text
+    times = len(asked)
+    manifests.step_end(3)
+    assert len(asked) == times  # the others' wait is over for good
 
 
 def test_the_newer_format(tmp_path: Path) -> None:

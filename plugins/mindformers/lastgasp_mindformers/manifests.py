@@ -145,7 +145,9 @@ class Manifests:
                 for saved in waiting:
                     self.commit(saved)
         except LastgaspError as error:
-            log.error("checkpoints got no manifest: %s", error)
+            names = ", ".join(saved.path.name for saved in self._waiting)
+            self._waiting = []  # asking again would cost every step to come the same wait
+            log.error("%s got no manifest and will not be trusted: %s", names, error)
 
     def commit(self, saved: Saved) -> bool:
         """Write the manifest of a finished checkpoint; all ranks, unless only this one saves at all.
