@@ -67,6 +67,17 @@ def test_one_without_a_manifest_is_not_good(tmp_path: Path) -> None:
     assert [(row["step"], row["state"]) for row in document["checkpoints"]] == [(5, "no manifest")]
 
 
+def test_weights_beside_a_framework_s_checkpoints_are_none(tmp_path: Path) -> None:
+    """Unless lastgasp has written them, or they are all that there is."""
+    (tmp_path / "final.pt").write_bytes(b"exported")
+    assert run_json(tmp_path)[1]["checkpoints"][0]["state"] == "no manifest"
+    publish(tmp_path, 10)
+    code, document = run_json(tmp_path)
+    assert (code, [row["step"] for row in document["checkpoints"]]) == (0, [10])
+    (tmp_path / "final.pt.manifest.json").write_bytes(b"torn")
+    assert run_json(tmp_path)[0] == 1
+
+
 def test_quarantined_ones_are_listed_and_do_not_count(tmp_path: Path) -> None:
     publish(tmp_path, 10)
     publish(tmp_path, 20)

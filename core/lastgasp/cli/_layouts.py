@@ -39,7 +39,15 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
         for candidate in candidates([directory], layout):
             if not (layout is MINDSPORE and zipfile.is_zipfile(candidate.path)):  # then torch wrote it
                 found.setdefault(candidate.path, (name, layout, _with_step(layout, candidate)))
-    return sorted(found.values(), key=lambda item: item[2].age_key, reverse=True)
+    kept = [item for item in found.values() if not _only_exported(item, list(found.values()))]
+    return sorted(kept, key=lambda item: item[2].age_key, reverse=True)
+
+
+def _only_exported(item: tuple[str, Layout, Candidate], all_of_them: list[tuple[str, Layout, Candidate]]) -> bool:
+    """A plain file without a manifest beside a framework's checkpoints: weights that somebody has put there."""
+    _, layout, candidate = item
+    bare = layout is PLAIN and candidate.manifest is None and not layout.manifest_path(candidate.path).exists()
+    return bare and any(other is not PLAIN for _, other, _ in all_of_them)
 
 
 def _with_step(layout: Layout, candidate: Candidate) -> Candidate:
