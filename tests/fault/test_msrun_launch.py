@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked
 from support.mindspore import place
 from support.mindspore.job import Job
+from support.waiting import until
 
 TOY = place.HERE / "toy_rank.py"
 LIMIT = 90.0
-PATIENCE = 60.0
 BOTH = [place.MAIN, pytest.param(place.OLD, marks=pytest.mark.full)]
 
 pytestmark = [
@@ -54,14 +53,6 @@ def incidents(folder: Path) -> list[Incident]:
 def told(folder: Path, attempt: int) -> list[dict[str, object]]:
     """What each rank of an attempt wrote about itself."""
     return [json.loads(path.read_text()) for path in sorted((folder / "d").glob(f"rank-*-{attempt}"))]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -88,6 +88,13 @@ def test_so_does_a_callback_in_the_yaml(version: str, tmp_path: Path) -> None:
 
 
 @main_version
+def test_so_does_a_callback_made_by_hand(version: str, tmp_path: Path) -> None:
+    found = told(version, "object", tmp_path)
+    assert found["training"] == sorted([*ALL, REGISTRY])
+    assert found["notes"][0] == ["run", str(tmp_path / "object")]
+
+
+@main_version
 def test_the_environment_turns_plain_mindspore_on(version: str, tmp_path: Path) -> None:
     found = told(version, "plain", tmp_path, "1")
     assert set(PLAIN) <= set(found["waiting"])

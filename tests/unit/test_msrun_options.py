@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lastgasp.errors import ConfigError
-from lastgasp.launch.msrounds import plan
+from lastgasp.launch import msrounds
+from lastgasp.launch.msrounds import MsRounds, Plan, plan
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
 from lastgasp.launch.taskdagent import Agent, serving
@@ -117,12 +118,12 @@ def test_both_forms_of_taskd_s_agent_are_served_and_taken_away() -> None:
     theirs = sys.modules["taskd"] = type(sys)("taskd")
     try:
         with serving(agent):
-            from taskd.api.taskd_agent_api import (  # type: ignore[import-not-found]
+            from taskd.api.taskd_agent_api import (
                 init_taskd_agent,
                 register_func,
                 start_taskd_agent,
             )
-            from taskd.python.framework.agent.ms_mgr.msrun_plugin import (  # type: ignore[import-not-found]
+            from taskd.python.framework.agent.ms_mgr.msrun_plugin import (
                 MSRunPlugin,
             )
 
@@ -186,3 +187,16 @@ def test_the_launcher_of_mindspore_jobs_imports_no_torch() -> None:
     code = "import sys, lastgasp.cli.run, lastgasp.launch.mswatch as m; print('torch' in sys.modules, m.LEAVE)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "15.0"]
+
+
+def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msrounds, "LED", 0.2)
+    first = MsRounds(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True))
+    found = first.begin()
+    port = int(found["LASTGASP_CONTROLLER"].rpartition(":")[2])
+    second = MsRounds(Plan(job="j", host="127.0.0.1", port=port, token="t", here=False))
+    assert second.begin() == found, "the ranks of both nodes find the same"
+    assert (first.led(), second.led(), second.close()) == (True, True, "")
+    assert (first.in_use(), second.in_use()) == (False, True)
+    assert first.close() == "" == first.close()
+    assert not second.led()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from lastgasp import _clock
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.rounds import HOLD_WITHOUT_CONTROLLER
 
+LED = 5.0
+"""Seconds in which the controller of another node must let itself be reached."""
+PAUSE = 0.5
+"""Seconds between two attempts."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -126,6 +133,20 @@ class MsRounds:
     def hold_limit(self) -> float:
         """Seconds that survivors may take."""
         return HOLD_WITHOUT_CONTROLLER if self._controller is None else self._controller.hold_limit()
+
+    def led(self) -> bool:
+        """The controller is there: its launcher, on another node, has not ended."""
+        if self._controller is not None:
+            return True
+        deadline = _clock.monotonic() + LED
+        while True:
+            try:
+                socket.create_connection((self._plan.host, self._plan.port), timeout=LED).close()
+                return True
+            except OSError:
+                if _clock.monotonic() > deadline:
+                    return False
+                time.sleep(PAUSE)
 
     def close(self) -> str:
         """Stop the controller; idempotent.

@@ -39,6 +39,8 @@ SCHEDULER = 10.0
 """Seconds that msrun's scheduler gets to end after the last worker."""
 MARKS_LIMIT = 5.0
 """Seconds that writing the last step marks of killed workers may take."""
+_SAID = (exitcodes.SAVED, exitcodes.NOTHING_TO_SAVE, exitcodes.GAVE_UP)
+"""With these a rank tells how the recovery ended, also to a launcher without the controller."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -60,7 +62,7 @@ class Watch:
         self._workers: list[Worker] = []
         self._mark = ""
         self._told: signal.Signals | None = None
-        self._ending = ""
+        self._ending, self._said = "", 0
         self.code = 1
 
     def run(self) -> None:
@@ -73,7 +75,7 @@ class Watch:
                 reset.close()
                 self._end()
         if self._told is not None and self.code != 0:
-            self.code = exitcodes.of_ending(self._ending) or 128 + self._told
+            self.code = exitcodes.of_ending(self._ending) or self._said or 128 + self._told
 
     # -- attempts ---------------------------------------------------------------------------------
 
@@ -94,6 +96,9 @@ class Watch:
                 return self._restarts.exit_code
             if self._told is not None:
                 return 128 + self._told
+            if not self._rounds.led():
+                sys.stderr.write("lastgasp: stopped: the launcher of the first node has ended; its output tells why\n")
+                return 1
 
     def _start(self) -> None:
         recover_orphans(MARKS_LIMIT)
@@ -147,6 +152,7 @@ class Watch:
         deadline = _clock.monotonic() + max(STOP, self._rounds.hold_limit())
         while self._running() and _clock.monotonic() < deadline:
             time.sleep(LOOK)
+        self._said = max((code for worker in self._workers if (code := worker.code()) in _SAID), default=0)
         self._clear()
 
     def _running(self) -> list[Worker]:

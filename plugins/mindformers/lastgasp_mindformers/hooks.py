@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class Training:
         """`Trainer.train` and `Trainer.finetune`: the last moment to choose what is loaded (facts §2)."""
         config = getattr(args[0], "config", None) if args else None
         options = options_of_config(config) if config is not None else None
+        options = _options_of_object(as_list(getattr(args[0], "callbacks", None))) or options
         if options is None:
             with self._absent():
                 return call(*args, **kwargs)
@@ -131,14 +133,17 @@ def _options_of_call(callbacks: list[Any]) -> Options | None:
     Raises:
         ConfigError: two LastGasps, or settings that are not allowed.
     """
-    from lastgasp_mindformers.callback import LastGasp
+    return _options_of_object(callbacks) or (options_of() if switched() else None)
 
-    given = [callback for callback in callbacks if isinstance(callback, LastGasp)]
+
+def _options_of_object(callbacks: list[Any]) -> Options | None:
+    """Those of the LastGasp among the callbacks; None where there is none, or it is switched off.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    module = sys.modules.get("lastgasp_mindformers.callback")
+    given = [callback for callback in callbacks if module is not None and isinstance(callback, module.LastGasp)]
     if len(given) > 1:
         raise ConfigError("callbacks", f"{len(given)} of LastGasp", "one", "Take the others out.")
-    if switched() is False:
-        return None
-    if given:
-        options: Options = given[0].options
-        return options
-    return options_of() if switched() else None
+    return given[0].options if given and switched() is not False else None

@@ -1,6 +1,6 @@
 """What is wrapped when, in a process with the real MindFormers. Prints one JSON object.
 
-Usage: hooks_child.py CASE DIRECTORY, with CASE off, quiet, yaml, entry, plain, drift.
+Usage: hooks_child.py CASE DIRECTORY, with CASE off, quiet, yaml, entry, object, plain, drift.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer, trainer
 from mindspore import nn
 
-from lastgasp_mindformers import hooks, install, uninstall
+from lastgasp_mindformers import LastGasp, hooks, install, uninstall
 from lastgasp_mindformers.patches import HookNotPlaced
 
 Snapshot = Mapping[str, int]
@@ -43,7 +44,7 @@ class Config(dict):  # type: ignore[type-arg]
 
 def snapshot() -> Snapshot:
     """Every attribute of every module of the two, and of the classes that we may touch."""
-    found = {}
+    found: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in PACKAGES and isinstance(module, ModuleType):
             found |= {f"{name}.{key}": id(value) for key, value in list(vars(module).items())}
@@ -87,10 +88,10 @@ class FakeRun:
         self.notes.append(["close", goodbye])
 
 
-def train(config: Config, **arguments: Any) -> str:
+def train(config: Config, callbacks: object, **arguments: Any) -> str:
     """The real `Trainer.train`, up to its first look."""
     try:
-        trainer.Trainer.train(SimpleNamespace(config=config), **arguments)
+        trainer.Trainer.train(SimpleNamespace(config=config, callbacks=callbacks), **arguments)
     except Stop:
         return "Stop"
     return ""
@@ -130,8 +131,9 @@ def main() -> dict[str, Any]:
         config["lastgasp"] = {"enable": True}
     if case == "entry":
         config["callbacks"] = [{"type": "LastGasp"}]
+    callbacks = [LastGasp(Path(directory, "object"))] if case == "object" else None
     config.look = lambda: told.update(training=changes(before))
-    told["trained"] = train(config, resume_training=True)
+    told["trained"] = train(config, callbacks, resume_training=True)
     told["after"] = changes(before)
     if case == "entry":
         told["entry"] = config["callbacks"][0]

@@ -1,0 +1,17 @@
+"""Waiting for what another process does, with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE = 60.0
+"""Seconds that something which must happen may take, on a loaded machine."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
+        time.sleep(0.02)
