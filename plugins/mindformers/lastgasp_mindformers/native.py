@@ -100,8 +100,11 @@ class Native:
 
 def monitor_of(callbacks: Sequence[Any]) -> Any:
     """MindFormers' CheckpointMonitor among `callbacks`; None where there is none."""
-    named = (callback for callback in callbacks if type(callback).__name__ == "CheckpointMonitor")
-    return next((callback for callback in named if hasattr(callback, "use_legacy_format")), None)
+    return next((callback for callback in callbacks if _is_monitor(type(callback))), None)
+
+
+def _is_monitor(kind: type) -> bool:
+    return any(one.__name__ == "CheckpointMonitor" and one.__module__.startswith("mindformers.") for one in kind.mro())
 
 
 class Iterations:
@@ -176,7 +179,7 @@ def native_of(train_network: Any, callbacks: Sequence[Any], directory: Path, ran
         ConfigError: as `Native` and `Iterations`.
     """
     monitor = monitor_of(callbacks)
-    if monitor is not None and not monitor.use_legacy_format:
+    if monitor is not None and not getattr(monitor, "use_legacy_format", True):  # 1.6.0 has only that one
         return Iterations(train_network, monitor, ranks)
     return Native(train_network, callbacks, directory)
 

@@ -61,6 +61,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--pynative", action="store_true", help="without a graph")
     parser.add_argument("--norm", action="store_true", help="a BatchNorm, whose statistics differ from rank to rank")
     parser.add_argument("--final", action="store_true", help="tell the final parameters by their digest")
     return parser.parse_args()
@@ -69,7 +70,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Train."""
     args = parsed()
-    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_context(mode=ms.PYNATIVE_MODE if args.pynative else ms.GRAPH_MODE)
     ms.set_device("CPU")
     rank, ranks = 0, 1
     if int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
