@@ -1,0 +1,89 @@
+"""Small parts of the MindSpore plugin that need no MindSpore: encodings, names, marks, what an exception says."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy
+import pytest
+
+from lastgasp_mindformers.exits import cause_of, is_success, kind_of
+from lastgasp_mindformers.layouts import LEGACY, LegacyName
+from lastgasp_mindformers.marks import marked_elsewhere
+from lastgasp_mindformers.small import VERSION, Numbers, SmallState, Statistic, decode
+from lastgasp_mindformers.targets import iteration_target, legacy_target
+
+
+def small(version: int = VERSION) -> SmallState:
+    """A small state with one statistic."""
+    mean = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
+    return SmallState(
+        version=version,
+        numbers=Numbers(step=11, epoch=2, within=3, loss_scale=1024.0),
+        python=b"p",
+        numpy=("MT19937", b"k", 1, 0, 0.0),
+        generator=(5, 6),
+        statistics=(Statistic("norm.moving_mean", mean.dtype.str, mean.shape, mean.tobytes()),),
+    )
+
+
+def test_a_small_state_comes_back() -> None:
+    state = decode(msgspec.msgpack.encode(small()))
+    assert state == small()
+    (mean,) = state.statistics
+    array = mean.array()
+    assert (array.dtype, array.tolist()) == (numpy.float32, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+    array[0, 0] = 7.0  # it can be written, and is a copy
+    assert mean.array()[0, 0] == 0.0
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", msgspec.msgpack.encode(small(version=VERSION + 1))])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="small state"):
+        decode(data)
+
+
+def test_a_legacy_checkpoint_is_complete_over_all_ranks() -> None:
+    where = legacy_target(LegacyName("tiny", 2, 3, "safetensors", "_1"), range(2))
+    assert where.files == {
+        0: ("rank_0/tiny_rank_0_1-2_3.safetensors",),
+        1: ("rank_1/tiny_rank_1_1-2_3.safetensors",),
+    }
+    assert set(where.markers) == {"rank_0/meta.json", "rank_1/meta.json"}
+    assert {LEGACY.title_of(path) for files in where.files.values() for path in files} == {where.name}
+
+
+def test_a_directory_checkpoint_holds_everything() -> None:
+    where = iteration_target(11, None, ["model"])
+    assert where.files == {
+        0: ("iteration_00000011/model-0000000-0000001.safetensors", "iteration_00000011/common.json")
+    }
+    assert where.small.startswith("iteration_00000011/")
+    assert where.markers == {"latest_checkpointed_iteration.txt": b"11"}
+
+
+class MFLossMonitor:
+    """Named as MindFormers' own."""
+
+
+@pytest.mark.parametrize(
+    ("preloaded", "monitor", "elsewhere"),
+    [("/x/libmspti.so", True, True), ("/x/libmspti.so", False, False), ("", True, False), ("libtaskd.so", True, False)],
+)
+def test_there_is_one_series_of_steps(preloaded: str, monitor: bool, elsewhere: bool) -> None:
+    assert marked_elsewhere([MFLossMonitor()] if monitor else [], preloaded) is elsewhere
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("x"), "exception"),
+        (SystemExit(3), "exit"),
+        (KeyboardInterrupt(), "interrupt"),
+        (RuntimeError("HCCL function error: EI0006 timeout"), "peer"),
+        (RuntimeError("out of memory"), "exception"),
+    ],
+)
+def test_what_an_exception_says(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+    assert cause_of(error).startswith(type(error).__name__)
+    assert not is_success(error) and is_success(SystemExit(0))
