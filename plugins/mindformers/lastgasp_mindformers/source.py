@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -211,12 +212,16 @@ def _linked(folder: Path, existing: Sequence[FileEntry], files: Sequence[str]) -
 
 
 def _durable(path: Path, relative: str) -> FileEntry:
+    """Flush a file to disk and read it meanwhile: what was written last is still in memory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        DISK.fsync(descriptor)
+        with ThreadPoolExecutor(1, thread_name_prefix="lastgasp-fsync") as pool:
+            flushed = pool.submit(DISK.fsync, descriptor)
+            entry = digest_file(path, relative)
+            flushed.result()
     finally:
         os.close(descriptor)
-    return digest_file(path, relative)
+    return entry
 
 
 def _write_bytes(folder: Path, relative: str, data: bytes) -> FileEntry:
