@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -16,6 +17,7 @@ from lastgasp.cli import main
 from lastgasp.cli._picture import shown_ranks
 from lastgasp.cli._timeline import Scale, Span, duration, headline, moments, spans
 from lastgasp.events import Fault, Incident, Phases, Unused, encode_incident
+from lastgasp.mindspore.layout import LegacyName
 
 MS = 1_000_000
 EPOCH = 1_700_000_000_000 * MS
@@ -74,6 +76,18 @@ def test_json_is_the_record_itself_and_draws_only_when_told(tmp_path: Path) -> N
     done = run(tmp_path, "--json", "--png", tmp_path / "t.png")
     assert json.loads(done.stdout)["id"] == "0001"
     assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_scattered_files_are_named(tmp_path: Path) -> None:
+    name = LegacyName("tiny", 2, 3, "safetensors")
+    for rank in range(10):
+        (tmp_path / name.file(rank)).parent.mkdir()
+        (tmp_path / name.file(rank)).touch()
+    files = [str(tmp_path / name.name), str(tmp_path / "gone.ckpt")]
+    write(tmp_path, msgspec.structs.replace(record(), files=files))
+    lines = [line.strip("│ ").removeprefix("files").strip(" │") for line in run(tmp_path).output.splitlines()]
+    assert name.file(0) in lines
+    assert "and 2 more" in lines
 
 
 def test_one_record_by_its_path(tmp_path: Path) -> None:

@@ -13,8 +13,11 @@ from lastgasp.errors import ConfigError
 from lastgasp.events import Incident, decode_incident, encode_incident
 
 from ._console import console
+from ._layouts import LAYOUTS
 from ._timeline import duration, headline, moments, spans
 
+SHOWN = 8
+"""Files of one checkpoint."""
 EPILOG = """
 \b
 Examples:
@@ -112,12 +115,25 @@ def _facts(record: Incident) -> Table:
         "steps lost": "unknown" if record.steps_lost is None else str(record.steps_lost),
         "saved by": ", ".join(f"rank {rank}" for rank in record.savers) or "nobody",
         "bytes": f"{record.nbytes:,}",
-        "files": "\n".join(record.files) or "none",
+        "files": "\n".join(line for name in record.files for line in _written(Path(name))) or "none",
         "led by": record.led_by or "unknown",
     }
     for name, value in rows.items():
         table.add_row(name, escape(value))
     return table
+
+
+def _written(checkpoint: Path) -> list[str]:
+    """The checkpoint, and its files where they are scattered: then nothing has its name."""
+    if checkpoint.exists():
+        return [str(checkpoint)]
+    scattered = [layout for layout in LAYOUTS.values() if not layout.owns(checkpoint, checkpoint.name)]
+    try:
+        names = next((sorted(found) for layout in scattered if (found := layout.files(checkpoint))), [])
+    except OSError:
+        names = []
+    more = [f"  and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return [str(checkpoint), *(f"  {name}" for name in names[:SHOWN]), *more]
 
 
 def _faults(record: Incident) -> Table:
