@@ -54,16 +54,19 @@ def main() -> None:
     kind = torch.optim.LBFGS if args.shape == "closure" else torch.optim.Adam
     optimizers = [kind(m.parameters(), lr=0.01) for m in models][: 2 if args.shape == "adversary" else 1]
     schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 3, 0.7)
-    state = TorchState({"net": models[0], "critic": models[1]}, optimizers, schedule, sampler=sampler)
+    errors: dict[str, list[float]] = {"all": []}
+    models_by_name = {"net": models[0], "critic": models[1]}
+    state = TorchState(models_by_name, optimizers, schedule, sampler=sampler, extra={"errors": errors})
     turn = TURNS[args.shape]
     with Session.open(args.dir, state=state, every=args.every, max_steps=args.steps, keep=9) as s:
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
                 turn(models, optimizers, batch)
                 schedule.step()
-            evaluate(net, x)
+            errors["all"].append(evaluate(net, x))
     if args.final and rank == 0:
-        torch.save({name: value.clone() for m in (net, critic) for name, value in m.state_dict().items()}, args.final)
+        final = {name: value.clone() for m in (net, critic) for name, value in m.state_dict().items()}
+        torch.save({**final, "errors": torch.tensor(errors["all"])}, args.final)
 
 
 def plain(models: list[nn.Module], optimizers: list[Any], batch: Any) -> Tensor:
@@ -115,14 +118,15 @@ def update(loss: Tensor, optimizer: Any) -> None:
     optimizer.step()
 
 
-def evaluate(net: nn.Module, x: Tensor) -> None:
-    """Draws random numbers, and waits for the other ranks."""
+def evaluate(net: nn.Module, x: Tensor) -> float:
+    """Draws random numbers, sees the rank's own statistics, and waits for the other ranks."""
     net.eval()
     with torch.no_grad():
         error = (net(x + torch.randn_like(x)) ** 2).mean()
     if dist.is_initialized():
         dist.all_reduce(error)
     net.train()
+    return float(error)
 
 
 def start(world: int) -> int:

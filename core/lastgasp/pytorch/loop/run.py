@@ -42,6 +42,9 @@ from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
+BUFFERS_OF_ALL = 32 << 20
+"""Bytes that the buffers of all ranks may take in a checkpoint where those of rank 0 would do for the next step."""
+
 
 class Run:
     """One session's work. The engine's threads call `dump` and `recorder.read`, the training thread all else.
@@ -64,9 +67,11 @@ class Run:
         state.require_supported(self.place.world_size)
         check_writable(config.directory)
         self._undo: list[Callable[[], None]] = []
-        self._per_rank = state.per_rank_buffers(self.place.world_size)
-        self._buffer_rank = self.rank if self._per_rank else 0
-        owner = state.container if self._buffer_rank == self.rank else None
+        own = state.per_rank_buffers(self.place.world_size)
+        # DDP gives rank 0's to all in the next forward pass; until then an evaluation sees each rank's own.
+        self._per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
+        self._buffer_rank = self.rank if own else 0
+        owner = state.container if self._per_rank or self._buffer_rank == self.rank else None
         self.recorder = SmallRecorder(state.devices(), owner)
         self.book = PassBook(rng.RngRecorder(state.devices()), state.sampler)
         self._schedules = ScheduleWatch(state.schedulers.values())

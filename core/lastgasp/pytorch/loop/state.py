@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
 
@@ -116,6 +117,14 @@ class TorchState:
             return False
         wrapped = [ddp_of(module) for module in self.models.values()]
         return not all(w is not None and w.broadcast_buffers for w in wrapped)
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the persistent buffers."""
+        return sum(
+            value.numel() * value.element_size()
+            for _, (holder, name) in persistent_buffers(self.container)
+            if (value := holder[name]) is not None
+        )
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
