@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lastgasp.errors import ConfigError
+from lastgasp.gasp.cards import JobState, RankRow, RankState
+from lastgasp.gasp.messages import Ranks
 from lastgasp.launch import msrounds
-from lastgasp.launch.msrounds import MsRounds, Plan, plan
+from lastgasp.launch.msrounds import MsRounds, Plan, plan, quiet
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
 from lastgasp.launch.taskdagent import Agent, serving
@@ -189,14 +192,44 @@ def test_the_launcher_of_mindspore_jobs_imports_no_torch() -> None:
     assert done.stdout.split() == ["False", "15.0"]
 
 
+def test_ranks_must_be_known_on_several_nodes() -> None:
+    args = SimpleNamespace(worker_num=2, local_worker_num=1, master_addr="a", master_port=1, node_rank=-1)
+    with pytest.raises(ConfigError, match="--node_rank"):
+        MsRounds.of(args, True)
+
+
+def never() -> bool:
+    """Nobody tells it to stop."""
+    return False
+
+
 def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(msrounds, "LED", 0.2)
-    first = MsRounds(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True))
+    first = MsRounds(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
     found = first.begin()
     port = int(found["LASTGASP_CONTROLLER"].rpartition(":")[2])
-    second = MsRounds(Plan(job="j", host="127.0.0.1", port=port, token="t", here=False))
+    second = MsRounds(Plan(job="j", host="127.0.0.1", port=port, token="t", here=False, several=True))
     assert second.begin() == found, "the ranks of both nodes find the same"
-    assert (first.led(), second.led(), second.close()) == (True, True, "")
+    assert [first.wait_quiet([0], never), second.wait_quiet([1], never), second.close()] == [True, True, ""]
     assert (first.in_use(), second.in_use()) == (False, True)
     assert first.close() == "" == first.close()
-    assert not second.led()
+    assert not second.wait_quiet([1], never)
+    assert second.wait_quiet([1], lambda: True), "told to stop, it does not wait"
+
+
+@pytest.mark.parametrize(
+    ("attempt", "state", "rows", "wanted"),
+    [
+        (3, "recovering", ["running", "dead"], False),
+        (3, "running", ["running", "dead"], False),
+        (3, "over", ["running", "dead"], True),
+        (3, "waiting", [], True),
+        (2, "recovering", ["running", "dead"], True),
+        (4, "running", ["running", "awaited"], True),
+        (3, "running", ["running", "awaited"], True),
+    ],
+)
+def test_a_node_waits_for_savers_on_others(attempt: int, state: JobState, rows: list[RankState], wanted: bool) -> None:
+    ranks = tuple(RankRow(rank=rank, state=row) for rank, row in enumerate(rows))
+    seen = Ranks(job="j", directory="", attempt=attempt, world_size=2, state=state, started_s=0, rows=ranks)
+    assert quiet(seen, 3, [1]) is wanted

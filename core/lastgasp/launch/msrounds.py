@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from lastgasp import _clock
-from lastgasp.errors import ConfigError
+from lastgasp.errors import ConfigError, LastgaspError
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.rounds import HOLD_WITHOUT_CONTROLLER
 
 LED = 5.0
 """Seconds in which the controller of another node must let itself be reached."""
-PAUSE = 0.5
-"""Seconds between two attempts."""
+PAUSE = 0.2
+"""Seconds between two looks at it."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -29,7 +31,7 @@ class Plan:
         job: the same on all nodes and in all attempts.
         host, port: where it listens; port 0 takes any.
         token: the job's secret.
-        here: it is this launcher's to start.
+        here: it is this launcher's to start; several: the job has ranks on other nodes.
     """
 
     job: str
@@ -37,6 +39,7 @@ class Plan:
     port: int
     token: str
     here: bool
+    several: bool = False
 
 
 def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -> Plan:
@@ -64,7 +67,28 @@ def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -
         remedy = "Set it to the same secret on every node, such as the output of `openssl rand -hex 32`."
         raise ConfigError("LASTGASP_TOKEN", None, "a secret that all nodes of the job share", remedy)
     job = env.get("LASTGASP_JOB") or env.get("MINDX_TASK_ID") or master
-    return Plan(job=job, host=host, port=int(port), token=token, here=is_master)
+    return Plan(job=job, host=host, port=int(port), token=token, here=is_master, several=True)
+
+
+def quiet(seen: m.Ranks, attempt: int, failed: Collection[int]) -> bool:
+    """Whether a restart disturbs nobody: no recovery of this attempt is under way. Pure.
+
+    Args:
+        seen: what the controller told.
+        failed: ranks that have ended; where none of them has ever joined, nobody is saving for them.
+    """
+    if seen.attempt != attempt or seen.state in ("waiting", "over", "ended"):
+        return True
+    return all(row.state == "awaited" for row in seen.rows if row.rank in failed)
+
+
+def _look(address: str, token: str) -> m.Ranks | None:
+    """Who is in the job; None where the controller does not answer."""
+    try:
+        with OperatorLink(address, token, LED) as link:
+            return link.ranks()
+    except LastgaspError:
+        return None
 
 
 class MsRounds:
@@ -95,6 +119,9 @@ class MsRounds:
     def of(cls, args: Any, is_master: bool) -> MsRounds:
         """For msrun's parsed command line."""
         master = f"{args.master_addr}:{args.master_port}"
+        if args.local_worker_num < args.worker_num and args.node_rank < 0:
+            remedy = "Give each node its own, from 0: msrun tells the ranks only then."
+            raise ConfigError("--node_rank", args.node_rank, "0 or more in a job of several nodes", remedy)
         return cls(plan(args.worker_num, args.local_worker_num, master, is_master))
 
     def begin(self) -> dict[str, str]:
@@ -134,19 +161,31 @@ class MsRounds:
         """Seconds that survivors may take."""
         return HOLD_WITHOUT_CONTROLLER if self._controller is None else self._controller.hold_limit()
 
-    def led(self) -> bool:
-        """The controller is there: its launcher, on another node, has not ended."""
-        if self._controller is not None:
+    def wait_quiet(self, failed: Collection[int], told: Callable[[], bool]) -> bool:
+        """Before a restart: wait while a survivor on another node saves; on one node nobody is left.
+
+        The first rank of the next attempt that joined would take the controller away from the savers of this one.
+
+        Args:
+            failed: the ranks of this node; told: whether to wait no longer.
+
+        Returns:
+            Whether there is somebody to go on with: False where the launcher of the first node has ended.
+        """
+        if not self._plan.several:
             return True
-        deadline = _clock.monotonic() + LED
-        while True:
-            try:
-                socket.create_connection((self._plan.host, self._plan.port), timeout=LED).close()
+        end = self._controller.endpoint.address if self._controller is not None else ""
+        address, now = end or f"{self._plan.host}:{self._plan.port}", _clock.monotonic()
+        deadline, lost_by = now + HOLD_WITHOUT_CONTROLLER, now + LED
+        while (now := _clock.monotonic()) < deadline and not told():
+            seen = _look(address, self._plan.token)
+            if seen is not None and quiet(seen, self.number, failed):
                 return True
-            except OSError:
-                if _clock.monotonic() > deadline:
-                    return False
-                time.sleep(PAUSE)
+            if seen is None and now > lost_by:
+                return False
+            lost_by = lost_by if seen is None else now + LED
+            time.sleep(PAUSE)
+        return True
 
     def close(self) -> str:
         """Stop the controller; idempotent.

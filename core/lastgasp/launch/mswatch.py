@@ -60,7 +60,7 @@ class Watch:
         self._rounds = MsRounds.of(args, bool(manager.is_master))
         self._restarts = Restarts(always=True)
         self._workers: list[Worker] = []
-        self._mark = ""
+        self._mark, self._progressed = "", False
         self._told: signal.Signals | None = None
         self._ending, self._said = "", 0
         self.code = 1
@@ -90,15 +90,16 @@ class Watch:
             self._hold()
             refused = any(worker.code() == exitcodes.REFUSED for worker in self._workers)
             self._clear()
-            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._rounds.progressed(), refused)
+            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._progressed, refused)
             if self._restarts.hopeless:
                 sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
                 return self._restarts.exit_code
-            if self._told is not None:
-                return 128 + self._told
-            if not self._rounds.led():
+            ranks = [worker.rank for worker in self._workers]
+            if not self._rounds.wait_quiet(ranks, lambda: self._told is not None):
                 sys.stderr.write("lastgasp: stopped: the launcher of the first node has ended; its output tells why\n")
                 return 1
+            if self._told is not None:
+                return 128 + self._told
 
     def _start(self) -> None:
         recover_orphans(MARKS_LIMIT)
@@ -129,6 +130,7 @@ class Watch:
     def _hold(self) -> None:
         """Let the survivors save and leave; msrun itself would kill them at once."""
         known: set[int] = set()
+        self._progressed = False
         deadline = _clock.monotonic() + self._rounds.hold_limit()
         while True:
             for worker in self._workers:
@@ -137,6 +139,8 @@ class Watch:
                     known.add(worker.rank)
                     log.warning("rank %d %s", worker.rank, describe_exit(code))
                     self._rounds.report_exit(worker.rank, describe_exit(code))
+            # Asked now: another node may be the first to start the next attempt.
+            self._progressed = self._progressed or self._rounds.progressed()
             over = self._rounds.over_for()
             if not self._running() or not self._rounds.in_use() or (over is not None and over > LEAVE):
                 return
