@@ -156,7 +156,7 @@ def run(shape: Shape, folder: Path, cut: int | None = None, **options: Any) -> t
     parts.schedules = list(state.schedulers.values())
     parts.scaler = state.scaler
     try:
-        with Session.open(folder, state=state, marks=False, **options) as session:
+        with Session.open(folder, state=state, **({"marks": False} | options)) as session:
             shape.loop(session, parts)
             end = {
                 "step": session.step,

@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from frameworks.loop_rig import Counting, Cut, Parts, Shape, loader, run
+from frameworks.loop_rig import Counting, Cut, Parts, Shape, backward, loader, run
 from lastgasp.checkpoint import candidates
 from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, UsageError
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
+from support import taskd_reader
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -146,6 +147,42 @@ def test_an_update_that_was_torn_is_not_saved(tmp_path: Path) -> None:
 
     assert run(Shape(plain, torn), tmp_path)[0] is None
     assert candidates([tmp_path], LAYOUT) == []
+
+
+@pytest.mark.parametrize("given", ["compiled", "raw"])
+def test_a_compiled_model_stays_in_one_piece(given: str, tmp_path: Path, restored_environ: None) -> None:
+    import torch._dynamo
+
+    raw = nn.Linear(4, 1)
+    compiled = torch.compile(raw, backend="eager", fullgraph=True)
+    optimizer = SGD(raw.parameters(), lr=0.1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    state = TorchState(compiled if given == "compiled" else raw, optimizer)
+    with Session.open(tmp_path, state=state, every=1) as s:
+        for x in s.batches([torch.randn(6, 4)] * 3):
+            optimizer.zero_grad()
+            backward(compiled(x).sum())
+            optimizer.step()
+    assert s.step == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert set(torch.load(tmp_path / "step=00000003.pt")["model"]) == {"weight", "bias"}
+
+
+def test_each_step_is_marked(tmp_path: Path) -> None:
+    def loop(s: Session, p: Parts) -> None:
+        plain(s, p)
+        p.evaluate()
+
+    run(Shape(loop, adam), tmp_path, every=15, marks=True)
+    [folder] = (tmp_path / "profiling").glob("*/0")
+    taken = taskd_reader.read(folder)
+    assert taken.open == {}
+    names = [name for name in taken.names if name.startswith("step ")]
+    assert sorted(names, key=lambda name: int(name.split()[1])) == [f"step {n}" for n in range(1, 16)]
+    for name in ("dataloader", "forward", "backward", "optimizer"):
+        assert taken.names.count(name) == 15, name
+    assert taken.names.count("save_checkpoint") == 1
 
 
 # -- misuse ---------------------------------------------------------------------------------------------------

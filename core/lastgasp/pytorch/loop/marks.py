@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lastgasp.pytorch.loop.hooks import follow_forward
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.stepranges import StepRanges
 from lastgasp.session import Session as Engine
@@ -35,9 +36,9 @@ class LoopMarks:
         self._ranges = StepRanges(engine.recorder.marks, device, first) if engine.recorder is not None else None
         self._in_step, self._depth = False, 0
         self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         for model in state.models.values():
-            self._handles.append(model.register_forward_pre_hook(self._before_forward))
-            self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
+            self._undo.append(follow_forward(model, self._before_forward, self._after_forward))
         self._backward = _replace_backward(self._around_backward)
         if self._ranges is not None:
             for optimizer in state.optimizers.values():
@@ -55,6 +56,8 @@ class LoopMarks:
         self._backward()
         while self._handles:
             self._handles.pop().remove()
+        while self._undo:
+            self._undo.pop()()
         if self._ranges is not None:
             self._ranges.close()
 
@@ -102,7 +105,7 @@ class LoopMarks:
             self._in_step = True
             ranges.step.begin()
 
-    def _before_forward(self, module: Any, *_: object) -> None:
+    def _before_forward(self, module: Any) -> None:
         if not module.training:
             self._engine.moved("validation")
             return
@@ -112,7 +115,7 @@ class LoopMarks:
             self._begin_step(self._ranges)
             self._ranges.forward.begin()
 
-    def _after_forward(self, module: Any, *_: object) -> None:
+    def _after_forward(self, module: Any) -> None:
         if not module.training or not self._depth:
             return
         self._depth -= 1

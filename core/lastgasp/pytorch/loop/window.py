@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.hooks import follow_forward
 
 log = logging.getLogger("lastgasp")
 
@@ -52,16 +53,19 @@ class UpdateWindow:
         self._waited = False
         self._calls = _sequence_number()
         self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+            self._undo.append(follow_forward(model, self._before_forward, _nothing))
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
+        while self._undo:
+            self._undo.pop()()
 
     def begin(self, closure: bool = False) -> None:
         """Parameters are about to change. More calls in one step do nothing."""
@@ -132,9 +136,13 @@ class UpdateWindow:
         self.updates += 1
         self._calls = _sequence_number()
 
-    def _before_forward(self, *_: object) -> None:
+    def _before_forward(self, module: Any) -> None:
         if self.open and not self.inside:
             self._waited = True
+
+
+def _nothing(module: Any) -> None:
+    """After a forward pass."""
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
