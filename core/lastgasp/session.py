@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock
-from lastgasp.backends import choose_backend, framework_of_taskd, in_taskd_job
+from lastgasp.backends import Choice, choose_backend, framework_of_taskd, in_taskd_job
 from lastgasp.backends.embedded import EmbeddedGasp
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
@@ -76,6 +76,7 @@ class Session:
     Args:
         contact: the controller; None leaves this rank on its own (a job of one rank).
         marking: what is marked; None marks nothing.
+        backend: for an adapter whose framework drives the other one itself; None: `backends.choose_backend()`.
 
     Attributes:
         backend: who leads the recoveries, and why (`backends.choose_backend`).
@@ -96,6 +97,8 @@ class Session:
         source: StateSource,
         contact: Contact | None,
         marking: Marking | None = None,
+        *,
+        backend: Choice | None = None,
     ) -> None:
         self.config, self.place, self._source = config, place, source
         self.stand = Stand()
@@ -105,7 +108,7 @@ class Session:
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
-        self.backend = choose_backend()
+        self.backend = backend or choose_backend()
         self._registry, self._registered = self._open_registry(marking), False
         self._gasp = self._open_gasp(contact)
         self._patience = min(self._patience or LEAVE_GRACE, self._gasp.grace)
@@ -199,6 +202,10 @@ class Session:
         if not self._registered:
             self._registered = True
             self._registry.register(card_of_this_process(self.place.rank, device, versions))
+
+    def stand_aside(self) -> None:
+        """Somebody else leads the recoveries of this job: its end is no fault any more; `gather` still works."""
+        self._processor.goodbye()
 
     def on_switch(self, switch: OnSwitch | None) -> None:
         """Let `lastgasp switch` turn marks on and off by this function; None: nothing is marked here."""

@@ -34,7 +34,7 @@ from lastgasp.gasp.link import Link
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.stand import Stand
-from lastgasp.session import Session
+from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO, TOKEN, FakeController, FakeSource
 
@@ -409,3 +409,29 @@ def test_a_session_takes_any_text_for_a_cause(tmp_path: Path) -> None:
         session.close(goodbye=False)
     [record] = (tmp_path / "incidents").iterdir()
     assert decode_incident(record.read_bytes()).faults[0].cause == "no such file: \\udcff"
+
+
+def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
+    """Its framework leads its recoveries itself: nobody here may take the end of a rank for a fault."""
+    controller = ControllerThread(new_token())
+    try:
+        contact = Contact(controller.endpoint.address, controller.endpoint.token)
+        sessions = []
+        for rank in range(2):
+            source = FakeSource()
+            source.rank = rank
+            place = Place(rank=rank, world_size=2, replicas=data_parallel(2), job="aside")
+            sessions.append(Session(GaspConfig.resolve(tmp_path), place, source, contact))
+            sessions[-1].stand_aside()
+        told: list[list[bytes]] = []
+        other = threading.Thread(target=lambda: told.append(sessions[1].gather("tag", b"1")))
+        other.start()
+        assert sessions[0].gather("tag", b"0") == [b"0", b"1"]
+        other.join(20.0)
+        assert told == [[b"0", b"1"]]
+        sessions[1].close(goodbye=False)
+        assert not sessions[0].stand.held
+        sessions[0].close(goodbye=True)
+    finally:
+        controller.stop()
+    assert not (tmp_path / "incidents").exists()

@@ -48,7 +48,7 @@ class LastGasp(Callback):  # type: ignore[misc]
     def on_train_step_end(self, run_context: Any) -> None:
         """All other callbacks have seen the end of the step."""
         if self.run is not None:
-            self.run.callbacks_end()
+            self.run.callbacks_end(run_context.original_args())
 
     def on_train_end(self, run_context: Any) -> None:
         """The last step is done; others may save it once more."""

@@ -32,7 +32,7 @@ from lastgasp_mindformers.settings import Options
 from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
-from lastgasp_mindformers.topology import advice, left_to_mindspore, replicas_of
+from lastgasp_mindformers.topology import advice, embedded_backend, left_to_mindspore, replicas_of
 
 log = logging.getLogger("lastgasp")
 
@@ -96,7 +96,8 @@ class Run:
         self._source = LateSource(place.rank)
         framework = " ".join(f"{name} {version}" for name, version in versions().items())
         marking = Marking(config=options.marks, framework=framework, device=place.rank)
-        self.session = Session(options.gasp, place, self._source, connect(place), marking)
+        contact, backend = connect(place), embedded_backend()
+        self.session = Session(options.gasp, place, self._source, contact, marking, backend=backend)
         self._source.mark = self.session.mark("save_checkpoint")
         self.chooser = Chooser(options, place, self.session.gather)
         self.manifests = Manifests(place, self.session.gather, self.session.stand, small=self._source.capture)
@@ -169,7 +170,7 @@ class Run:
         self.manifests.bind(params.list_callback)
         self._marks.begin(params.list_callback)
         if self.state is None:
-            self.session.close(goodbye=True)  # whoever leads the recoveries must not be disturbed
+            self.session.stand_aside()
             return
         if self._small:
             restore_random(decode(self._small))
@@ -214,9 +215,11 @@ class Run:
         self.session.moved("save")
         self._fire("step_end", numbers.step - 1)
 
-    def callbacks_end(self) -> None:
+    def callbacks_end(self, params: Any = None) -> None:
         """Behind all other callbacks: CheckpointMonitor may have saved."""
         if self.state is None:
+            before = getattr(monitor_of(params.list_callback), "_append_step_num", 0) or 0
+            self.manifests.step_end(int(before) + int(params.cur_step_num))
             return
         self.manifests.step_end(self.state.numbers.step)
         self._marks.step_end()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import mindspore
 
+from lastgasp.backends import Choice, choose_backend
 from lastgasp.topology import ReplicaGroups, data_parallel
 
 _WHOLE = ("stand_alone", "data_parallel")
@@ -53,3 +55,14 @@ def left_to_mindspore() -> bool:
 
 
 _TFT = ("TTP:1", "UCE:1", "ARF:1", "HCCE:1")
+
+
+def embedded_backend() -> Choice:
+    """The embedded engine, unless the user insists on another (`LASTGASP_BACKEND`).
+
+    In a MindSpore job MindIO is driven by MindSpore's own TrainFaultTolerance (facts/mindformers.md §3), which starts
+    its controller and registers its handlers; a second one in the same process would take them away.
+    """
+    choice = choose_backend()
+    insists = choice.wanted == "ascend" and not left_to_mindspore()
+    return choice if insists else replace(choice, backend="embedded")
