@@ -100,16 +100,26 @@ class Generation:
         return m.Gathered(tag=part.tag, parts=tuple(state.parts[r] for r in sorted(state.parts)))
 
     def failed_gathers(self, now: float, why: str = "") -> list[tuple[int, m.Gathered]]:
-        """Answers for the ranks that wait in vain: all of them if `why`, else those past the deadline."""
+        """Answers for the ranks that wait in vain: all if `why`; those past the deadline, or for a rank that ended."""
         answers = []
         for tag, state in list(self.gathers.items()):
-            if not why and now - state.since < GATHER_TIMEOUT:
+            missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
+            text = why or self._never(missing)
+            if not text and now - state.since < GATHER_TIMEOUT:
                 continue
             del self.gathers[tag]
-            missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
-            text = why or f"ranks {missing} did not arrive within {GATHER_TIMEOUT:g} s"
+            text = text or f"ranks {missing} did not arrive within {GATHER_TIMEOUT:g} s"
             answers += [(rank, m.Gathered(tag=tag, parts=(), missing=text)) for rank in state.parts]
         return answers
+
+    def _never(self, missing: list[int]) -> str:
+        """Why one of these ranks will not arrive any more: it ended, or its training did; empty where all may."""
+        for member in filter(None, map(self.machine.members.get, missing)):
+            if member.gone or member.left:
+                return f"rank {member.rank} is gone: {member.gone or 'its training has ended'}"
+            if member.fault is not None and member.fault.kind != "sigterm":
+                return f"rank {member.rank} has stopped: {member.fault.cause}"
+        return ""
 
     # -- incident ---------------------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""Gathers end as soon as one of the ranks cannot arrive any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from lastgasp.events import Fault, FaultKind
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.generation import GATHER_TIMEOUT, Generation
+from support.switch_job import hello
+
+
+def generation() -> Generation:
+    """Two ranks that have joined and begun."""
+    made = Generation.of(hello(0, 2))
+    for rank in range(2):
+        made.machine.joined(rank, 0.0)
+        made.machine.said(rank, m.Begin(step=0, durable=0, box=-1), 0.0)
+    return made
+
+
+def reported(kind: FaultKind) -> m.Report:
+    """What rank 1 says when something happened to it."""
+    return m.Report(fault=Fault(rank=1, kind=kind, cause="disk full", step=4, seen_ns=1))
+
+
+def asked(of: Generation) -> list[str]:
+    """Rank 0 comes to the gather; what it is told at the next look."""
+    assert of.gather(0, m.GatherPart(tag="x", payload=b"")) is None
+    since = of.gathers["x"].since
+    return [answer.missing for _, answer in of.failed_gathers(since)]
+
+
+def test_nobody_waits_for_a_rank_that_died_before() -> None:
+    job = generation()
+    job.machine.gone(1, "process died", "killed", 1, 0.0)
+    assert asked(job) == ["rank 1 is gone: process died"]
+    assert not job.gathers
+
+
+def test_nobody_waits_for_a_rank_whose_training_has_ended() -> None:
+    job = generation()
+    job.machine.said(1, m.Goodbye(), 0.0)
+    assert asked(job) == ["rank 1 is gone: its training has ended"]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("exception", ["rank 1 has stopped: disk full"]), ("sigterm", [])])
+def test_a_rank_that_raised_is_not_waited_for_one_told_to_stop_is(kind: FaultKind, told: list[str]) -> None:
+    job = generation()
+    job.machine.said(1, reported(kind), 0.0)
+    assert asked(job) == told
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    job = generation()
+    assert asked(job) == []
+    since = job.gathers["x"].since
+    assert [answer.missing for _, answer in job.failed_gathers(since + GATHER_TIMEOUT)] == [
+        "ranks [1] did not arrive within 300 s"
+    ]
