@@ -154,6 +154,62 @@ def test_no_graph_runs_behind_a_closed_gate(rank: Rank) -> None:
     assert rank.look() == (5, False)
 
 
+def test_a_step_that_ends_while_it_is_looked_at_is_not_the_old_one(rank: Rank) -> None:
+    """The graph has changed parameters, and the training thread says so between reading the counters and comparing."""
+
+    def read() -> tuple[int, int]:
+        rank.state.step_end(numbers(5))
+        return 5, 5
+
+    def overtaken() -> tuple[int, int]:
+        rank.gate.read, rank.gate.counters = original, (5, 5)  # type: ignore[method-assign]
+        return read()
+
+    original = rank.gate.read
+    rank.gate.read = overtaken  # type: ignore[method-assign]
+    assert "has begun" in rank.state.stands_on(4)
+    assert rank.state.stands_on(5) == ""
+
+
+def test_the_step_that_the_graph_has_made_is_not_the_one_that_comes_behind(rank: Rank) -> None:
+    """The training thread comes to the next gate while the control thread looks."""
+    rank.stand.hold(1.0)
+    rank.stand.release(SAVED)
+    rank.look()
+    rank.now += 2 * SETTLE
+    original = rank.gate.read
+
+    def overtaken() -> tuple[int, int]:
+        rank.gate.read, rank.gate.counters = original, (5, 5)  # type: ignore[method-assign]
+        rank.state._in_graph = True
+        rank.state._next = numbers(6)  # as `step_begin` behind a completed step 5, before it parks
+        return 5, 5
+
+    rank.gate.read = overtaken  # type: ignore[method-assign]
+    rank.stand.look()
+    assert rank.stand.step == 5, "step 6 has not run"
+
+
+def test_a_save_of_the_framework_is_waited_for(rank: Rank) -> None:
+    """It has the name that the gasp has, and MindSpore removes what it finds under it."""
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    rank.state.others_begin()
+    rank.stand.hold(1.0)
+    assert rank.look() == (5, True)
+    rank.state.others_end()
+    assert rank.look() == (5, False)
+
+
+def test_a_callback_that_does_not_end_is_not_waited_for_to_the_end(rank: Rank) -> None:
+    """It may wait for a rank that is gone."""
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    rank.state.others_begin()
+    assert rank.look() == (5, True)
+    assert rank.look(after=FINISH * PATIENCE) == (5, False)
+
+
 # -- the source ------------------------------------------------------------------------------------
 
 

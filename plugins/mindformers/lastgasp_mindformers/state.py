@@ -64,7 +64,7 @@ class MindSporeState:
         self._updating, self._step_end = updating, step_end
         self._done = threading.Lock()
         self._base = 0
-        self._in_graph = False
+        self._in_graph = self._saving = False
         self._looked: float | None = None
         self._next = self.numbers = Numbers(step=0, epoch=1, within=0)
         self._silent = 0
@@ -98,6 +98,18 @@ class MindSporeState:
         self._complete(numbers)
         self._in_graph = False
 
+    def others_begin(self) -> None:
+        """The framework's own callbacks are next, and one of them may save this step.
+
+        A gasp of the same step has the same name: it waits until they are over, or MindSpore would remove its files,
+        or put its own in their place, under a manifest that does not fit them.
+        """
+        self._saving = True
+
+    def others_end(self) -> None:
+        """They are over, or one of them has raised."""
+        self._saving = False
+
     def settle(self) -> str:
         """The training thread has raised: why the state is not that of a whole step; empty where it is."""
         if not self._in_graph:
@@ -120,7 +132,7 @@ class MindSporeState:
             ended = self._ended()
             self._notice(ended)
             self.small.capture(numbers)
-            self._base, self.numbers = ended, numbers
+            self.numbers, self._base = numbers, ended  # in this order: `stands_on` reads them the other way round
             self._step_end(numbers.step)
 
     def _notice(self, ended: int) -> None:
@@ -152,8 +164,9 @@ class MindSporeState:
         stand, now = self._stand, _clock.monotonic()
         if self._looked is None:
             self._looked = now
+        coming = self._next  # before the counters: the training thread may complete it, and come to the one behind it
         if not self._in_graph:
-            stand.inside = False
+            stand.inside = self._saving and now - self._looked < self._finish * PATIENCE
             return
         counters = self._counters()
         if counters is None or counters[0] != counters[1]:
@@ -165,18 +178,25 @@ class MindSporeState:
         elif waited < SETTLE:
             stand.inside = True
         else:  # complete, and stuck behind it: in a collective that follows, or in another callback
-            self._complete(self._next)
+            self._complete(coming)
             stand.inside = False
 
     def stands_on(self, step: int) -> str:
-        """Why the parameters are not those of `step` right now; empty where they are."""
-        if self.numbers.step != step:
-            return f"this rank stands on step {self.numbers.step}, not on {step}"
-        if not self._in_graph:
-            return ""
+        """Why the parameters are not those of `step` right now; empty where they are.
+
+        The training thread may complete a step between any two lines, so the step is looked at first and last.
+        """
+        base = self._base
+        why = self._not_on(step)
+        if why or not self._in_graph:
+            return why or self._not_on(step)
         counters = self._counters()
         if counters is None:
             return f"nothing tells whether the update after step {step} has begun"
-        if counters != (self._base, self._base):
+        if counters != (base, base):
             return f"the update after step {step} has begun"
         return ""
+
+    def _not_on(self, step: int) -> str:
+        stands = self.numbers.step
+        return "" if stands == step else f"this rank stands on step {stands}, not on {step}"
