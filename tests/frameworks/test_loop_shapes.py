@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,35 @@ def breaking(s: Session, p: Parts) -> None:
                 break
         p.evaluate()
         p.schedules[0].step()
+        p.tick()
+
+
+def breaking_a_wrapper(s: Session, p: Parts) -> None:
+    for _ in s.epochs(4):
+        for batch in through(s.batches(p.data)):
+            p.train(batch)
+            if s.step % 3 == 2:  # this one is the third
+                break
+        p.evaluate()
+        p.schedules[0].step()
+        p.tick()
+
+
+def through(given: Iterable[Any]) -> Iterator[Any]:
+    """As a progress bar does it."""
+    yield from (one for one in given)
+
+
+def returning(s: Session, p: Parts) -> None:
+    def some() -> None:
+        for batch in s.batches(p.data):
+            p.train(batch)
+            if s.step % 3 == 1:
+                return
+
+    for _ in s.epochs(4):
+        some()
+        p.evaluate()
         p.tick()
 
 
@@ -229,6 +258,8 @@ SHAPES = {
     "per-epoch": Shape(per_epoch, momentum),
     "accumulating": Shape(accumulating, adam),
     "breaking": Shape(breaking, adam),
+    "breaking-a-wrapper": Shape(breaking_a_wrapper, adam),
+    "returning": Shape(returning, adam),
     "until-enough": Shape(until_enough, adam),
     "nested": Shape(nested, adam),
     "zipped": Shape(zipped, adam),

@@ -12,6 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Address = tuple[int, tuple[int, ...]]
+"""Place and shape of a tensor: two views may begin at one place."""
+
+
+def address(tensor: Tensor) -> Address:
+    """Where a tensor is."""
+    return tensor.data_ptr(), tuple(tensor.shape)
+
 
 class Copies:
     """Memory for one copy; taken anew before the first update of each step.
@@ -50,9 +58,9 @@ class Copies:
                 self.nbytes = sum(t.numel() * t.element_size() for t in self._kept)
         self.valid = True
 
-    def parameters(self) -> Iterable[tuple[int, Tensor]]:
-        """Address of the live parameter -> its copy."""
-        return ((p.data_ptr(), kept) for p, kept in zip(self._live, self._kept, strict=False) if p.numel())
+    def parameters(self) -> Iterable[tuple[Address, Tensor]]:
+        """Where the live parameter is -> its copy."""
+        return ((address(p), kept) for p, kept in zip(self._live, self._kept, strict=False))
 
     def optimizers(self) -> list[dict[str, Any]]:
         """What `state_dict` of each optimizer returned then."""

@@ -23,10 +23,11 @@ KEY = "lastgasp"
 VERSION = 1
 
 
-def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, rank: int) -> dict[str, Tensor]:
-    """The buffers of the end of `step`, those of rank `rank`."""
+def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, ranks: list[int]) -> dict[str, Tensor]:
+    """The buffers of the end of `step`: of the first of `ranks` whose are at hand."""
     found = dict(recorder.buffers.on_device(step))
-    if rank in smalls:
+    rank = next((rank for rank in ranks if rank in smalls), None)
+    if rank is not None:
         found.update(decode_small(smalls[rank]).buffers)
     return found
 

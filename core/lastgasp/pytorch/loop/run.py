@@ -281,9 +281,9 @@ class Run:
         snapshot, safe = self._require(step), self.window.safe
         own = self.recorder.read(step)
         smalls = dict(small) if own is None else {self.rank: own, **small}
-        buffers = buffers_of(step, smalls, self.recorder, self._buffer_rank)
+        buffers = buffers_of(step, smalls, self.recorder, [self._buffer_rank, self.rank])
         notes = list(snapshot.notes)
-        if not buffers and self._buffer_rank != self.rank and any(True for _ in self.state.container.buffers()):
+        if self._buffer_rank not in smalls and any(True for _ in self.state.container.buffers()):
             notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
         checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
         if self._require(step) is not snapshot or self.window.safe != safe:

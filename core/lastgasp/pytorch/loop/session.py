@@ -301,9 +301,9 @@ class _Pairs(Iterator[tuple[int, T]]):
 def left_by_break(frame: FrameType | None) -> bool:
     """Whether the frame is popping the iterator of a `for` loop that it leaves by `break` or `return`.
 
-    An exception drops the iterator, too, but with the frame at the instruction that raised. Where neither can be told
-    (the iterator is held by a generator or a variable), this is False, and the body counts as over later: when the
-    session is asked for the next pass or epoch.
+    An exception drops the iterator, too, but with the frame at the instruction that raised. A generator in between
+    (tqdm is one) is gone when its iterator goes. Where nothing can be told (a variable holds the iterator), this is
+    False, and the body counts as over later: when the session is asked for the next pass or epoch.
     """
     if frame is None:  # the interpreter is ending
         return False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.buffers import persistent_buffers
-from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
 
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineModule")
@@ -164,12 +164,12 @@ class TorchState:
             "extra": snapshot.extra,
         }
 
-    def _places(self, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[int, Tensor]:
-        """Address of a live tensor -> what is saved instead."""
+    def _places(self, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[Address, Tensor]:
+        """Where a live tensor is -> what is saved instead."""
         found = dict(copies.parameters()) if copies is not None else {}
         for name, live in self.container.named_buffers(remove_duplicate=False):
             if name in buffers and live.numel():
-                found[live.data_ptr()] = buffers[name]
+                found[address(live)] = buffers[name]
         return found
 
     # -- load ---------------------------------------------------------------------------------------------
@@ -308,10 +308,8 @@ def _scaler_dump(scaler: Any, state: dict[str, Any] | None) -> dict[str, Any] | 
     return whole
 
 
-def _replaced(state: dict[str, Any], places: Mapping[int, Tensor]) -> dict[str, Any]:
-    if not places:
-        return state
+def _replaced(state: dict[str, Any], places: Mapping[Address, Tensor]) -> dict[str, Any]:
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.numel() and value.data_ptr() in places:
-            state[name] = places[value.data_ptr()].view(value.shape)
+        if isinstance(value, Tensor) and value.numel():
+            state[name] = places.get(address(value), value)
     return state
