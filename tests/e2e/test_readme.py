@@ -144,7 +144,7 @@ def test_every_variable_of_the_code_is_explained() -> None:
     explained = set(re.findall(r"`(LASTGASP_[A-Z0-9_]+)`", README.read_text()))
     assert used - internal <= explained
     names = {f"LASTGASP_{f.name.upper()}" for f in dataclasses.fields(GaspConfig)}
-    names |= {"LASTGASP_MARKS", "LASTGASP_PROFILING_LIMIT_MB", "LASTGASP_REQUIRE_MANIFEST"}
+    names |= {"LASTGASP_MARKS", "LASTGASP_PROFILING_LIMIT_MB", "LASTGASP_REQUIRE_MANIFEST", "LASTGASP_ATTEMPTS"}
     everything = used | names | {"LASTGASP_DIR"}
     assert explained <= everything
 
