@@ -38,10 +38,11 @@ def test_nobody_waits_for_a_rank_that_died_before() -> None:
     assert not job.gathers
 
 
-def test_nobody_waits_for_a_rank_whose_training_has_ended() -> None:
+def test_a_rank_that_stands_aside_is_waited_for() -> None:
+    """It has said goodbye because somebody else leads the recoveries, and gathers still (`Session.stand_aside`)."""
     job = generation()
     job.machine.said(1, m.Goodbye(), 0.0)
-    assert asked(job) == ["rank 1 is gone: its training has ended"]
+    assert asked(job) == []
 
 
 @pytest.mark.parametrize(("kind", "told"), [("exception", ["rank 1 has stopped: disk full"]), ("sigterm", [])])

@@ -115,8 +115,8 @@ class Generation:
     def _never(self, missing: list[int]) -> str:
         """Why one of these ranks will not arrive any more: it ended, or its training did; empty where all may."""
         for member in filter(None, map(self.machine.members.get, missing)):
-            if member.gone or member.left:
-                return f"rank {member.rank} is gone: {member.gone or 'its training has ended'}"
+            if member.gone:  # not one that has said goodbye: it may stand aside, and gather still
+                return f"rank {member.rank} is gone: {member.gone}"
             if member.fault is not None and member.fault.kind != "sigterm":
                 return f"rank {member.rank} has stopped: {member.fault.cause}"
         return ""
