@@ -24,10 +24,12 @@ HELLO = m.Hello(
 
 
 class FakeController:
-    """Listens on loopback and greets one rank on a thread; then `hear` and `say`."""
+    """Listens on loopback and greets one rank on a thread; then `hear` and `say`. `behind` comes with the greeting."""
 
-    def __init__(self, host: str = "elsewhere", token: str = TOKEN, answer: bytes | None = None) -> None:
-        self._host, self._token, self._answer = host, token, answer
+    def __init__(
+        self, host: str = "elsewhere", token: str = TOKEN, answer: bytes | None = None, behind: bytes = b""
+    ) -> None:
+        self._host, self._token, self._answer, self._behind = host, token, answer, behind
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self._peer: socket.socket | None = None
@@ -50,7 +52,7 @@ class FakeController:
         self.say(m.Challenge(protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._host))
         hello = self.hear(m.Hello)
         mac = m.proof(self._token, "controller", hello.nonce, hello.rank)
-        self.say(m.Welcome(mac=mac, started_s=STARTED_S))
+        peer.sendall(m.frame(m.Welcome(mac=mac, started_s=STARTED_S)) + self._behind)
 
     def link(self) -> Link:
         """Connect a rank."""

@@ -65,9 +65,9 @@ class Rank:
 
 
 @contextmanager
-def connected(host: str = "elsewhere") -> Iterator[Rank]:
+def connected(host: str = "elsewhere", behind: bytes = b"") -> Iterator[Rank]:
     """A rank and its controller."""
-    with FakeController(host) as controller:
+    with FakeController(host, behind=behind) as controller:
         rank = Rank(controller, controller.link())
         try:
             yield rank
@@ -110,6 +110,13 @@ def test_refused(
     finally:
         first.close()
         controller.stop()
+
+
+def test_what_comes_with_the_greeting_is_heard_at_once() -> None:
+    """A rank that joins in the middle of a recovery, or behind it, is told so together with its welcome."""
+    with connected(behind=m.frame(RELEASE)) as rank:
+        until(lambda: rank.stand.outcome is not None, 3.0)
+        assert rank.over == [RELEASE]
 
 
 def test_a_controller_that_does_not_know_the_token_is_not_trusted() -> None:

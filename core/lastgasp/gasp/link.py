@@ -12,7 +12,14 @@ from typing import TypeVar
 import msgspec
 
 from lastgasp import __version__, _clock
-from lastgasp.errors import AuthenticationError, ControlError, DeadlineExceeded, LastgaspError, VersionMismatch
+from lastgasp.errors import (
+    AuthenticationError,
+    ControlError,
+    DeadlineExceeded,
+    LastgaspError,
+    ProtocolError,
+    VersionMismatch,
+)
 
 from . import messages as m
 from .tls import TlsFiles
@@ -99,7 +106,7 @@ class Channel:
             self._socket.sendall(m.frame(message))
 
     def receive(self) -> list[m.FromController]:
-        """All messages that have come in; call when readable.
+        """All messages that have come in; call when readable, or while `unread`.
 
         Raises:
             OSError, EOFError: the controller is gone.
@@ -107,12 +114,24 @@ class Channel:
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._read_secured(self._socket)
-        else:
+        elif not self.unread:
             self._read_more()
         found = []
         while body := self._next_frame(m.MAX_FRAME):
             found.append(m.from_controller(body))
         return found
+
+    @property
+    def unread(self) -> bool:
+        """More has come in together with the greeting: it is in no socket any more, so that it would wake no select."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        if len(self._buffer) < m.HEADER:
+            return False
+        try:
+            return len(self._buffer) >= m.HEADER + m.body_size(bytes(self._buffer[: m.HEADER]), m.MAX_FRAME)
+        except ProtocolError:
+            return True  # `receive` says it
 
     def _read_more(self) -> None:
         data = self._socket.recv(1 << 20)

@@ -184,6 +184,8 @@ class Processor:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._link is not None and self._link.unread:
+            self._receive(self._link)  # a recovery is on, or over
         while not self._closed:
             link = self._link
             readable = self._wait(link)
