@@ -95,6 +95,8 @@ class RankZero:
                     raise ConfigError("scheduler", self._key, "one job at a time", remedy) from error
                 time.sleep(PAUSE)
         server.listen(self._others)
+        # A forked data worker that outlives a killed rank 0 would keep the name from the next attempt.
+        os.register_at_fork(after_in_child=server.close)
         return server
 
     def _serve(self, server: socket.socket) -> None:

@@ -15,6 +15,7 @@ from lastgasp.checkpoint import (
     Manifest,
     ScatteredLayout,
     Staged,
+    adopt,
     apply,
     candidates,
     newest_good,
@@ -341,3 +342,36 @@ def test_manifests_for_what_the_framework_wrote(tmp_path: Path) -> None:
     corrupt.drop(tmp_path / scattered_name(1, 9))
     assert remove_orphans(tmp_path, SCATTERED) == [path]
     assert list(SCATTERED.discover(tmp_path)) == []
+
+
+def test_a_manifest_that_waits_goes_only_when_another_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while the manifest of what a killed commit has left is written anew."""
+    path = put_scattered(tmp_path, 4)
+    SCATTERED.manifest_path(path).rename(next_path(SCATTERED.manifest_path(path)))
+    entries = read_entries(path, SCATTERED)
+
+    def dies(*_: object) -> None:
+        raise Died("write")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adopt, "write_atomically", dies)
+        with pytest.raises(Died):
+            write_manifest(path, SCATTERED, provenance(4), entries)
+    assert verify(path, SCATTERED).ok
+    write_manifest(path, SCATTERED, provenance(4), entries)
+    assert verify(path, SCATTERED).ok
+    assert not next_path(SCATTERED.manifest_path(path)).exists()
+
+
+def test_an_empty_temporary_that_cannot_go_does_not_spoil_a_commit(tmp_path: Path) -> None:
+    class Stubborn(Disk):
+        """As NFS, which keeps removed files under other names while somebody reads them."""
+
+        def remove(self, path: Path) -> None:
+            """Refused."""
+            raise OSError(errno.ENOTEMPTY, "not empty")
+
+    path = put_scattered(tmp_path, 4, NEW, Stubborn())
+    assert verify(path, SCATTERED).ok
+    assert SCATTERED.manifest_path(path).exists()
+    assert _newest(tmp_path) == "4"

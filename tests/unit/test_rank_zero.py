@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import threading
@@ -55,6 +56,21 @@ def test_a_rank_0_that_lives_on_keeps_the_name(key: str) -> None:
         RankZero(key, 0, 2, wait=0.2)
     first.close()
     RankZero(key, 0, 2, wait=30).close()
+
+
+def test_a_forked_worker_that_outlives_rank_0_does_not_keep_the_name(key: str) -> None:
+    """A data-loading process that a killed rank 0 has left."""
+    first = RankZero(key, 0, 2, wait=30)
+    fork = multiprocessing.get_context("fork")
+    over = fork.Event()
+    worker = fork.Process(target=over.wait, args=(60,))
+    worker.start()
+    try:
+        first.close()
+        RankZero(key, 0, 2, wait=5).close()
+    finally:
+        over.set()
+        worker.join(30)
 
 
 def test_an_answer_of_another_user_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:

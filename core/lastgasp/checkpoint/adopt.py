@@ -54,8 +54,8 @@ def write_manifest(checkpoint: Path, layout: Layout, provenance: Provenance, ent
     manifest = build(provenance, tuple(sorted(entries, key=lambda entry: entry.path)))
     path = layout.manifest_path(checkpoint)
     with locked(checkpoint.parent):
-        next_path(path).unlink(missing_ok=True)
         write_atomically(path, encode(manifest))
+        next_path(path).unlink(missing_ok=True)  # only now: it may be what vouches for the data until then
     return manifest
 
 

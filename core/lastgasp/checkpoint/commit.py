@@ -229,7 +229,8 @@ class Staged:
             self._disk.rename(self._temp / entry.path, place)
         for folder in sorted({place.parent for place in places}):
             self._disk.sync_dir(folder)
-        self._disk.remove(self._temp)
+        with contextlib.suppress(OSError):  # nothing of the checkpoint is left in it
+            self._disk.remove(self._temp)
 
     def _standing(self, ours: Manifest, aside: bool) -> Manifest | None:
         """The manifest of what stands there and is what we want to publish already; None when the place is free.
