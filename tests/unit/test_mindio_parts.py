@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +284,20 @@ def test_a_destroy_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert not shutdown.destroy(SimpleNamespace(tft_destroy_processor=release.wait), 0.05)
     assert ends == [True]
     release.set()
+
+
+def test_the_hooks_of_the_job_run_where_a_destroy_hangs() -> None:
+    """Such as that of a logger, which uploads what it has at the end."""
+    lines = (
+        "import atexit, threading, types",
+        "from lastgasp.backends.ascend.mindio import shutdown",
+        "atexit.register(print, 'the hook of the job')",
+        "api = types.SimpleNamespace(tft_destroy_processor=threading.Event().wait)",
+        "atexit.register(api.tft_destroy_processor)",
+        "assert not shutdown.destroy(api, 0.05)",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "the hook of the job\n"), ended.stderr
 
 
 def test_a_controller_leaves_once_it_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

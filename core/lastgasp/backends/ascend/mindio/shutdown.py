@@ -42,15 +42,24 @@ def destroy(api: Any, limit: float = LIMIT) -> bool:
     return False
 
 
-def _end_hard(leave: Callable[[int], Any] = os._exit) -> None:
-    """Its C++ threads and destructors must not keep the process: registered first, so that it runs last of ours."""
+_hangs = threading.Event()
 
-    def end() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                pass
-        leave(1 if getattr(sys, "last_value", None) is not None else 0)
 
-    atexit.register(end)
+def _end_hard() -> None:
+    """Its C++ threads and destructors must not keep the process."""
+    _hangs.set()
+
+
+def _end(leave: Callable[[int], Any] = os._exit) -> None:
+    """Python runs its hooks from the newest to the oldest, and none behind this one."""
+    if not _hangs.is_set():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    leave(1 if getattr(sys, "last_value", None) is not None else 0)
+
+
+atexit.register(_end)  # when MindIO is first thought of: what the job registers from then on is not lost
