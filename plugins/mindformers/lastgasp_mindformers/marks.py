@@ -11,7 +11,7 @@ from lastgasp.steps.attach import no_mark, no_step
 
 
 class LoopMarks:
-    """Marks `dataloader` from the end of a step to the begin of the next, and each step.
+    """Marks `dataloader` from the end of a step to the begin of the next, and each step with the fetch of its data.
 
     With libmspti preloaded MindFormers' MFLossMonitor marks the steps and MindSpore the data loader and its saves
     (facts/mindformers.md §6); marks of ours would be a second series then.
@@ -23,6 +23,7 @@ class LoopMarks:
     def __init__(self, session: Session) -> None:
         self._step, self._data = session.step, session.mark("dataloader")
         self._open = False
+        self._coming = -1
 
     def begin(self, callbacks: Sequence[Any]) -> None:
         """Training starts."""
@@ -33,10 +34,14 @@ class LoopMarks:
     def step_begin(self, number: int) -> None:
         """The data is there."""
         self._leave()
-        self._step(number)
+        if number != self._coming:  # the first one, or one after a gap
+            self._coming = number
+            self._step(number)
 
     def step_end(self) -> None:
-        """The next thing is the next batch."""
+        """The next thing is the next batch, and with it the next step; one that never ends is not written."""
+        self._coming += 1
+        self._step(self._coming)
         self._enter()
 
     def _enter(self) -> None:
