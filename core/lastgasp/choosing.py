@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
+from lastgasp.checkpoint.pairing import vouched
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.ports import Gather, Layout
@@ -69,7 +70,7 @@ class Choice:
     def _explicit(self, path: Path) -> Path:
         if not path.exists():
             raise ConfigError("resume", str(path), "'auto', 'never' or an existing checkpoint", "Check the path.")
-        if self._layout.manifest_path(path).exists() and not (verdict := verify(path, self._layout)).ok:
+        if vouched(path, self._layout) and not (verdict := verify(path, self._layout)).ok:
             raise DamagedCheckpoint(str(path), verdict.reasons)
         return path
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from frameworks.loop_rig import Counting, Cut, Parts, Shape, backward, loader, run
 from lastgasp.checkpoint import candidates
+from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, UsageError
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
@@ -81,6 +82,25 @@ def adam(p: Parts) -> TorchState:
 def test_every_and_keep(tmp_path: Path) -> None:
     run(Shape(plain, adam), tmp_path, every=4, keep=2)
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step=00000008.pt", "step=00000012.pt"]
+
+
+def test_what_a_killed_commit_has_left_is_verified_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is not in place yet. Nothing of a loop's checkpoint may be unpickled before it has verified."""
+    run(Shape(plain, adam), tmp_path, every=4)
+    manifest = tmp_path / "step=00000012.pt.manifest.json"
+    manifest.rename(next_path(manifest))
+    read, real = [], torch.load
+
+    def load(file: Any, **options: Any) -> Any:
+        read.append(type(file).__name__)
+        return real(file, **options)
+
+    monkeypatch.setattr(torch, "load", load)
+    stood = []
+    run(Shape(lambda s, p: stood.append(s.step), adam), tmp_path)
+    assert (read, stood) == (["VerifiedFile"], [12])
 
 
 def test_a_damaged_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.checkpoint import Staged
+from lastgasp.checkpoint.pairing import vouched
 from lastgasp.config import GaspConfig
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.gasp.stand import Stand
@@ -106,7 +107,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         Raises:
             DamagedCheckpoint: it does not match its manifest.
         """
-        if _remote(path) or not LAYOUT.manifest_path(Path(path)).exists():
+        if _remote(path) or not vouched(Path(path), LAYOUT):
             loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
             return loaded
         found: dict[str, Any] = load_verified(

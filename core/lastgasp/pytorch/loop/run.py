@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lastgasp.checkpoint.pairing import vouched
 from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.errors import CheckpointMismatch, ControlError, DeadlineExceeded, NotSaveable, UsageError
@@ -124,7 +125,7 @@ class Run:
 
     def _load(self, path: Path) -> None:
         # Not weights_only: it is our own file, verified, and holds states of the user's objects.
-        if files.LAYOUT.manifest_path(path).exists():
+        if vouched(path, files.LAYOUT):
             checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
         else:  # resume=<path> of one that the user trusts
             checkpoint = torch.load(path, map_location="cpu", weights_only=False)
