@@ -20,7 +20,8 @@ class _Watch:
         if name != _NAME:
             return None
         for finder in list(sys.meta_path):
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)  # old ones have none
+            spec = find(name, path, target) if find else None
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _Loader(spec.loader, self)

@@ -90,6 +90,12 @@ def test_a_missing_mindspore_is_missing_as_before(site: Site) -> None:
     assert "ModuleNotFoundError: No module named 'mindspore'" in done.stderr and "lastgasp" not in done.stderr
 
 
+def test_finders_of_the_old_kind_are_passed_over_as_python_does(site: Site) -> None:
+    """Such as those of six before 1.16, which other packages bring along."""
+    old = "sys.meta_path.append(type('Old', (), {'find_module': lambda *_: None})());"
+    assert site.says(f"{old}import importlib.util as u; print(u.find_spec('mindspore'))") == "None"
+
+
 def test_a_mindspore_that_cannot_be_imported_fails_as_before(site: Site) -> None:
     site.add("mindspore", "1 / 0")
     done = site.run("import mindspore")
