@@ -71,3 +71,7 @@ class Boundary(Callback):  # type: ignore[misc]
     def on_train_step_end(self, run_context: Any) -> None:
         """Nothing of others has happened since."""
         self._run.step_end(run_context.original_args())
+
+    def on_train_end(self, run_context: Any) -> None:
+        """Others may save the last step now."""
+        self._run.others_begin()

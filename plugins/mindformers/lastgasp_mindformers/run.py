@@ -106,7 +106,7 @@ class Run:
         self._faults: Any = _faults(place.rank)
         self._small = b""
         self._dataset: Any = None
-        self._ended = False
+        self._ended = self._saves = False
         self.session.register(device(), versions())
 
     # -- start ------------------------------------------------------------------------------------
@@ -147,6 +147,8 @@ class Run:
         self._bind(network)
         if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
             log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])
+            if self._dataset is not None:
+                self._dataset.set_init_step(0)  # as `trained`
             return None
         return arguments
 
@@ -178,7 +180,9 @@ class Run:
         if monitor_of(params.list_callback) is None:
             params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks
         self._offset = done - int(params.cur_step_num)
-        self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=done % int(params.batch_num)))
+        self._saves = any(is_monitor(callback) for callback in params.list_callback)
+        within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
+        self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=within))
         self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
         self.session.take_sigterm()
 
@@ -211,6 +215,7 @@ class Run:
             return
         numbers = self._numbers(params, params.net_outputs)
         self._fire("after_update", numbers.step - 1)
+        self.others_begin()  # before the step counts, so that no gasp of it can begin in between
         self.state.step_end(numbers)
         self.session.moved("save")
         self._fire("step_end", numbers.step - 1)
@@ -222,6 +227,7 @@ class Run:
             self.manifests.step_end(int(before) + int(params.cur_step_num))
             return
         self.manifests.step_end(self.state.numbers.step)
+        self.state.others_end()
         self._marks.step_end()
         self.session.moved("data")
 
@@ -231,6 +237,12 @@ class Run:
             self._dataset.set_init_step(0)  # whoever reads it next gets all of it
         if self.state is not None:
             self.manifests.step_end(self.state.numbers.step, last=True)
+            self.state.others_end()
+
+    def others_begin(self) -> None:
+        """The framework's own callbacks are next, and one of them may save: a gasp of the same name waits for them."""
+        if self.state is not None and self._saves:
+            self.state.others_begin()
 
     def _fire(self, phase: str, step: int) -> None:
         if self._faults is not None:
@@ -245,6 +257,7 @@ class Run:
         if isinstance(error, Released):
             leave(error.outcome)
         self._ended = True
+        self.state.others_end()
         if is_success(error):
             self.close(goodbye=True)
             return
