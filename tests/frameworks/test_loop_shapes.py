@@ -291,7 +291,7 @@ def childrens_signal() -> Iterator[None]:
 @pytest.mark.usefixtures("childrens_signal")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_loop_that_was_cut_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, 8)
+    check(name, tmp_path, 6)
 
 
 @pytest.mark.full

@@ -1,0 +1,87 @@
+"""What a session's checkpoint keeps of each rank, and what is done without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lastgasp.errors import CheckpointError
+from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.passes import Fixed, Position, Row, decode, encode, position_only
+from lastgasp.pytorch.loop.record import buffers_of
+from lastgasp.pytorch.small import SmallRecorder
+
+
+@pytest.fixture
+def recorders() -> Iterator[list[SmallRecorder]]:
+    """Two ranks, whose buffers differ."""
+    found = []
+    for rank in range(2):
+        module = nn.BatchNorm1d(2)
+        assert module.running_mean is not None
+        module.running_mean.fill_(float(rank))
+        found.append(SmallRecorder((), module))
+        found[-1].capture(7, settled=True)
+    yield found
+    for recorder in found:
+        recorder.close()
+
+
+def small(recorder: SmallRecorder) -> bytes:
+    """Of step 7."""
+    data = recorder.read(7)
+    assert data is not None
+    return data
+
+
+def test_buffers_are_those_of_rank_0_where_they_are_at_hand(recorders: list[SmallRecorder]) -> None:
+    smalls = {rank: small(recorder) for rank, recorder in enumerate(recorders)}
+    assert buffers_of(7, smalls, recorders[1], [0, 1])["running_mean"].tolist() == [0.0, 0.0]
+    del smalls[0]  # rank 0 died on a host that nobody can reach
+    assert buffers_of(7, smalls, recorders[1], [0, 1])["running_mean"].tolist() == [1.0, 1.0]
+    assert buffers_of(7, {}, recorders[1], [0, 1]) == {}
+
+
+def test_whether_random_numbers_were_drawn(recorders: list[SmallRecorder]) -> None:
+    one = recorders[0]
+    one.capture(8, settled=False)
+    one.capture(8, settled=True)
+    assert not one.drew()
+    torch.rand(1)
+    one.capture(9, settled=False)
+    assert one.drew()
+
+
+def test_a_position_without_random_state() -> None:
+    rows = [Row(kind="stateful", consumed=3, outer=True, state=b"s"), Row(kind="map", consumed=2)]
+    whole = encode(Position(epoch=4, done=1, explicit=True, rows=rows), b"\x92\x80\x80")
+    position, fixed = decode(position_only(whole))
+    assert (position.epoch, position.done, position.explicit) == (4, 1, True)
+    assert [(row.consumed, row.outer, row.state) for row in position.rows] == [(3, True, b""), (2, False, b"")]
+    assert fixed == [Fixed(), Fixed()]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x05\x00\x00\x00ab", encode(Position(version=9), b"\x90")])
+def test_a_position_that_cannot_be_read(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="position"):
+        decode(data)
+
+
+def test_copies_are_those_of_the_moment_they_were_taken() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    copies = Copies([model], [optimizer])
+    for number in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        state = optimizer.state_dict()["state"]
+        steps = [float(s["step"]) for s in state.values()]
+        copies.take()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, (_, b) in zip(before, copies.parameters(), strict=True))
+        [kept] = copies.optimizers()
+        assert [float(s["step"]) for s in kept["state"].values()] == steps == [number] * len(steps)
+    assert copies.nbytes == sum(t.numel() * 4 for t in model.parameters()) * 3 + 2 * 4
