@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from lastgasp.backends.ascend.mindio import api, exits, limits, shutdown, validation
-from lastgasp.backends.ascend.mindio.controller import Endpoint, ask_for_dump, serve
+from lastgasp.backends.ascend.mindio.controller import Endpoint, _answer, ask_for_dump, serve, tell_used
 from lastgasp.backends.ascend.mindio.handlers import answering
 from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
 from lastgasp.backends.ascend.mindio.strategies import decide_strategies
@@ -305,6 +306,26 @@ def test_a_controller_leaves_once_it_was_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("lastgasp.backends.ascend.mindio.controller.LINGER", 0.01)
     serve(lambda: next(answers, False), lambda: False)
     serve(lambda: False, lambda: True)
+
+
+def test_a_request_that_fails_is_not_the_last_one() -> None:
+    def fail() -> int:
+        raise RuntimeError("not initialised")
+
+    orders: dict[str, Any] = {"dump": fail, "used": lambda: 0}
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # closed at the end
+            _answer(server, "secret", orders)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        endpoint = Endpoint("127.0.0.1", 1, server.getsockname()[1], "secret")
+        assert not ask_for_dump(endpoint)
+        assert tell_used(endpoint)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(20.0)
 
 
 def test_nobody_to_ask_is_an_answer() -> None:

@@ -180,6 +180,8 @@ def _answer(server: socket.socket, token: str, orders: dict[str, Callable[[], in
                     end.sendall(str(orders[what]()).encode()[:1])
             except OSError as error:
                 log.debug("a request broke off: %s", error)
+            except Exception:  # MindIO's; the next one must be answered
+                log.exception("MindIO's controller could not carry out a request")
 
 
 def _end(api: Any) -> None:
