@@ -146,8 +146,13 @@ def test_each_damage_falls_back(tmp_path: Path, row: str, ext: str, crc: bool, r
     else:
         (config,) = home.steer()
         assert config["chooser"].resumed == 6
-        assert Path(config["load_checkpoint"]).resolve() == home.file(6, 0)
-        assert config["resume_training"] is True
+        if ext == "ckpt":
+            assert config["load_checkpoint"] == str(home.checkpoints)
+            assert config["resume_training"] == "tiny_rank_0-2_2.ckpt"
+        else:
+            (only,) = Path(config["load_checkpoint"]).iterdir()
+            assert (only.name, only.resolve()) == ("hyper_param.safetensors", home.file(6, 0))
+            assert config["resume_training"] is True
     home_of_bad = home.checkpoints / f"{home.names[8].name}.corrupt"
     assert home_of_bad.exists() == (row != "missing")
     assert len(list(home_of_bad.rglob(f"*.{ext}"))) == (ranks if row != "missing" else 0)

@@ -22,7 +22,7 @@ log = logging.getLogger("lastgasp")
 Config = MutableMapping[str, Any]
 _OLD = ("train_checkpoint", "finetune_checkpoint")
 """Deprecated arguments that beat `resume_from_checkpoint`."""
-_ASIDE = ".lastgasp-load"
+_ASIDE, _COMPLETE = ".lastgasp-load", "hyper_param.safetensors"
 
 
 @dataclass(frozen=True)
@@ -92,23 +92,22 @@ def _directory_of_monitor(config: Config, newer: bool) -> Path | None:
 def orders_for(name: LegacyName, directory: Path, rank: int, parallel: bool, ours: bool) -> Orders:
     """For a legacy checkpoint. Raises OSError: the second name of the file cannot be made.
 
-    In parallel MindFormers takes the directory and a name, in which it puts the rank. A job of one process must be
-    given a file, and not one that lies in a directory `rank_0`.
+    MindFormers takes the directory and a name, in which it puts the rank; but no safetensors out of `rank_*` in a job
+    that is not parallel, and from 1.9 on no single file to resume from. There it gets a directory in which the file is
+    called as that of complete weights with everything that resuming needs.
     """
-    if parallel:
+    if parallel or name.ext == "ckpt":
         return Orders(str(directory), name.base(rank), name.ext, ours)
-    path = directory / name.file(rank)
-    if name.ext == "safetensors":
-        path = _second_name(path, directory / _ASIDE)
-    return Orders(str(path), True, name.ext, ours)
+    return Orders(str(_alone(directory / name.file(rank), directory / _ASIDE)), True, name.ext, ours)
 
 
-def _second_name(path: Path, folder: Path) -> Path:
+def _alone(path: Path, folder: Path) -> Path:
+    """A directory that holds that file only."""
     make_directory(folder)
-    link = folder / path.name
+    link = folder / _COMPLETE
     link.unlink(missing_ok=True)
     link.symlink_to(os.path.relpath(path, folder))
-    return link
+    return folder
 
 
 def apply(orders: Orders, config: Config, arguments: Config) -> None:
