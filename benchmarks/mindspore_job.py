@@ -167,7 +167,7 @@ class _Gasps:
         own = self._plain_path.stat().st_size
         self._gasp()
         size = self._file.stat().st_size
-        if abs(own / size - 1) > 0.01:
+        if abs(own - size) > max(4096, 0.01 * size):
             raise RuntimeError(f"the two did not write the same: {own} and {size} bytes")
         return found | {"bytes": [float(size)]}
 

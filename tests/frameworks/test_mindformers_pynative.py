@@ -23,9 +23,9 @@ pytestmark = [
 LAST = 20
 
 
-def job(folder: Path) -> Job:
+def job(folder: Path, shape: str = "1") -> Job:
     """One training of `LAST` steps in epochs of 12, a checkpoint every 5, with lastgasp's section in its config."""
-    given = (str(folder / "ckpt"), str(LAST))
+    given = (str(folder / "ckpt"), str(LAST), shape)
     return Job(folder=folder, ranks=1, launcher="start", script=HERE / "train_pynative.py", arguments=given)
 
 
@@ -55,6 +55,20 @@ def test_the_step_is_saved_and_the_losses_stay_the_same(
     assert again.ok, again.output[-4000:]
     first, second = struck.steps(0)
     assert second[0] == first[-1] + 1 == (incident.step_saved or 0) + 1
+    assert struck.losses() == expected
+
+
+@pytest.mark.full
+def test_a_trainer_of_the_shape_of_2_0(tmp_path: Path, expected: dict[tuple[int, int], list[str]]) -> None:
+    """A contract test: 2.0.0 itself needs hyper_parallel, which is on no package index (facts §0)."""
+    struck, fired = job(tmp_path, "2"), tmp_path / "fired"
+    done = struck.run(
+        {"LASTGASP_FAULT": "kind=exception,rank=0,step=7,phase=forward", "LASTGASP_FAULT_LOG": str(fired)}
+    )
+    assert len(read_log(fired)) == 1, done.output[-4000:]
+    assert only_incident(tmp_path / "ckpt").step_saved == 7
+    again = struck.run()
+    assert again.ok, again.output[-4000:]
     assert struck.losses() == expected
 
 

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lastgasp.choosing import Choice
-from lastgasp.errors import CheckpointError, ConfigError
+from lastgasp.errors import ConfigError
 from lastgasp.gasp.stand import Released
 from lastgasp_mindformers.gate import gate_of
-from lastgasp_mindformers.layouts import ITERATIONS, decode_small
-from lastgasp_mindformers.manifests import SMALL, Saved
-from lastgasp_mindformers.pynative_source import PynativeSource
+from lastgasp_mindformers.layouts import ITERATIONS
+from lastgasp_mindformers.manifests import Saved
+from lastgasp_mindformers.pynative_writer import PynativeWriter
 from lastgasp_mindformers.run import Run
 from lastgasp_mindformers.settings import Options, options_of_config
 from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
+from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 
 log = logging.getLogger("lastgasp")
@@ -117,9 +117,10 @@ class PynativeRun(Run):
         self._trainer, self._checkpoint = trainer, trainer.config.checkpoint
         saves = self._checkpoint.save_path if self._checkpoint.enable_save else ""
         self._directory = Path(saves or options.gasp.directory).absolute()
-        self._was: tuple[int, bool] = (0, bool(self._checkpoint.no_load_optim))
+        self._weights_only = bool(self._checkpoint.no_load_optim)
         self._waiting: list[Saved] = []
         self.begun = False
+        self._skipped = 0
         self._bind_pynative()
 
     def _bind_pynative(self) -> None:
@@ -132,7 +133,8 @@ class PynativeRun(Run):
             step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method
             finish=session.config.finish_timeout,
         )
-        self._source.inner = PynativeSource(self.state, self._trainer, self._directory, self.place, session.config)
+        writer = PynativeWriter(self._trainer, self._directory)
+        self._source.inner = MindSporeSource(self.state, writer, self.place, session.config)
 
     def callbacks(self) -> _Callbacks:
         """While its context lasts, the trainer calls this run."""
@@ -144,39 +146,36 @@ class PynativeRun(Run):
         """The arguments of `train` with the checkpoint to go on from, where there is one.
 
         Raises:
-            NoGoodCheckpoint: this job has checkpoints, and none can be trusted.
+            NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `Chooser.choose_newer`.
         """
-        folders = dict.fromkeys((self._directory, self.options.gasp.directory.absolute()))
+        own = [self._directory, self.options.gasp.directory.absolute()]
         elsewhere = arguments.get("checkpoint_path") or self._checkpoint.load_path
-        if elsewhere and ITERATIONS.step(Path(elsewhere)) is None:
-            folders[Path(elsewhere).absolute()] = None
-        choice = Choice(self.options.gasp, list(folders), ITERATIONS, self.place, self.session.gather, (0, 1))
-        chosen = choice.choose(instead=bool(elsewhere) and Path(elsewhere).absolute() not in folders)
+        told = Path(elsewhere).absolute() if elsewhere else None
+        searched = [told] if told is not None and told.is_dir() and ITERATIONS.step(told) is None else []
+        chosen = self.chooser.choose_newer(dict.fromkeys([*own, *searched]))
+        if chosen is None and told is not None and not told.exists():
+            log.warning("%s does not exist: training starts from scratch", told)
+            self._checkpoint.load_path = ""
+            return arguments | {"checkpoint_path": None}
         if chosen is None:
-            if elsewhere and not Path(elsewhere).exists():
-                log.warning("%s does not exist: training starts from scratch", elsewhere)
-                self._checkpoint.load_path = ""
-                return arguments | {"checkpoint_path": None}
             return arguments
-        self._was = (ITERATIONS.step(chosen) or 0, self._was[1])
-        if self._was[1] and chosen.parent in (self._directory, self.options.gasp.directory.absolute()):
+        if chosen.parent in own:
             self._checkpoint.no_load_optim = False  # the job's own: it goes on, whatever it once started from
-        self._small = _small_of(chosen, self.place.rank)
-        log.info("going on from %s", chosen)
+        self._small = b"" if self._checkpoint.no_load_optim else self.chooser.small
         return arguments | {"checkpoint_path": str(chosen)}
 
     def began(self, state: Any) -> None:
         """`on_train_begin`: everything is loaded."""
         assert self.state is not None
-        self._checkpoint.no_load_optim = self._was[1]
+        self._checkpoint.no_load_optim = self._weights_only
         if self._small:
             restore_random(decode(self._small))
         self._marks.begin([])
         done = int(state.global_step)
-        if self._was[0]:
+        if done:
             self._skip(done)
         self.state.begin(Numbers(step=done, epoch=self._epoch(done), within=done % self._per_epoch))
-        self.session.begin(done, durable=done if done and done == self._was[0] else 0)
+        self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
         self.session.take_sigterm()
         self.begun = True
 
@@ -186,9 +185,9 @@ class PynativeRun(Run):
         The trainer has asked for that itself, and fails where it is more than an iterator gives: it makes a new one
         then, each of `train_num_epochs` epochs (observed with 1.9.0).
         """
-        self._trainer.train_dataset.set_init_step(
-            done % (self._per_epoch * max(1, int(self._trainer.train_num_epochs)))
-        )
+        given = self._per_epoch * max(1, int(self._trainer.train_num_epochs))
+        self._trainer.train_dataset.set_init_step(done % given)
+        self._skipped = done
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ class PynativeRun(Run):
 
     def first_batch(self, trainer_state: Any) -> None:
         """The iterator has been made and skipped what was trained; the one of the next epoch must not skip again."""
-        if int(trainer_state.global_step) == self._was[0] and self._was[0]:
+        if self._skipped and int(trainer_state.global_step) == self._skipped:
             self._trainer.train_dataset.set_init_step(0)
 
     def saved(self, step: int) -> None:
@@ -275,16 +274,6 @@ def _made(run: PynativeRun) -> tuple[Any, Any]:
             run.saved(int(state.global_step))
 
     return Front(), Back()
-
-
-def _small_of(checkpoint: Path, rank: int) -> bytes:
-    try:
-        return decode_small((checkpoint / SMALL).read_bytes()).get(rank, b"")
-    except FileNotFoundError:
-        return b""  # the trainer's own, from before lastgasp
-    except (OSError, CheckpointError) as error:
-        log.warning("the random state is not restored: %s", error)
-        return b""
 
 
 def _refuse(trainer: Any) -> None:

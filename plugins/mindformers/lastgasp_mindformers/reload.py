@@ -141,6 +141,22 @@ class Chooser:
         self._gather("reload/ready", b"")
         return None if chosen is None else self._choice(chosen)
 
+    def choose_newer(self, directories: Iterable[Path]) -> Path | None:
+        """The `iteration_*` directory that the pynative Trainer is to load; None for a first start.
+
+        Args:
+            directories: that hold such directories, or may.
+
+        Raises:
+            NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
+        """
+        shelf = shelf_of([*directories], (ITERATIONS,), self._place.world_size, not self._options.require_manifest)
+        chosen = self._choose(shelf, None)
+        if chosen is not None:
+            self._take(chosen)
+        self._gather("reload/ready", b"")
+        return None if chosen is None else chosen.path
+
     def _choice(self, chosen: Candidate) -> Choice:
         rank, step = self._place.rank, self.resumed
         assert step is not None

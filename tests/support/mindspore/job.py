@@ -167,8 +167,8 @@ def dataset(samples: int, version: str = place.MAIN) -> Path:
     if not kept.exists():
         made = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
         made.mkdir(parents=True)
-        command = [str(place.python(version)), str(EXAMPLE / "text_to_mindrecord.py"), str(made), str(samples), str(LENGTH)]
-        subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
+        command = [str(place.python(version)), str(EXAMPLE / "text_to_mindrecord.py"), str(made)]
+        subprocess.run([*command, str(samples), str(LENGTH)], check=True, timeout=120, stdin=subprocess.DEVNULL)
         try:
             made.rename(kept)
         except OSError:  # another process was first

@@ -1,6 +1,8 @@
 """The real pynative Trainer of MindFormers on a tiny model: what a user's script does, on a CPU and one process.
 
-`python train_pynative.py DIRECTORY [STEPS]`. No line of lastgasp stands here but the section of the configuration.
+`python train_pynative.py DIRECTORY [STEPS [2]]`. No line of lastgasp stands here but the section of the configuration.
+With `2` the trainer has the shape of 2.0.0's, as far as lastgasp touches it: the model is a list (read there, and not
+run: it needs hyper_parallel, which is on no package index).
 """
 
 from __future__ import annotations
@@ -42,7 +44,24 @@ class Losses(TrainerCallback):  # type: ignore[misc]
             log.write(f"{os.getpid()} {state.global_step} {loss}\n")
 
 
-def main(directory: str, steps: int) -> None:
+class ListOfModels(Trainer):  # type: ignore[misc]
+    """The shape of 2.0.0: a list of model parts, with one part."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parts: list[Any] = [kwargs["model"]]
+        self.model = self.callback_handler.model = parts
+
+    def _load_checkpoint(self, checkpoint_path: str, model: Any, optimizer: Any = None) -> None:
+        for part in model:
+            super()._load_checkpoint(checkpoint_path, part, optimizer)
+
+    def training_step(self, model: Any, inputs: Any, grad_fn: Any) -> Any:
+        """One step of the only part."""
+        return super().training_step(model[0], inputs, grad_fn)
+
+
+def main(directory: str, steps: int, shape: str) -> None:
     """Train."""
     ms.set_device("CPU")
     ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -63,7 +82,7 @@ def main(directory: str, steps: int) -> None:
         "lastgasp": {"enable": True},
     }
     optimizer = nn.AdamWeightDecay(net.trainable_params(), 1e-2)
-    trainer = Trainer(
+    trainer = (ListOfModels if shape == "2" else Trainer)(
         config=config, model=net, train_dataset=dataset, optimizer=optimizer, lr_scheduler=1e-2, callbacks=[Losses()]
     )
     trainer.callback_handler.pop_callback(LossCallback)  # it asks the model for a transformer's sizes
@@ -71,4 +90,5 @@ def main(directory: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20)
+    given = [*sys.argv[1:], *("", "20", "1")[len(sys.argv) - 1 :]]
+    main(given[0], int(given[1]), given[2])
