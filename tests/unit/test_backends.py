@@ -11,8 +11,13 @@ import pytest
 
 from lastgasp import backends
 from lastgasp.backends import Attempt, choose_backend
+from lastgasp.backends.embedded import EmbeddedGasp
+from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
 from lastgasp.events import Incident, decode_incident, encode_incident
+from lastgasp.session import Session
+from lastgasp.topology import Place, data_parallel
+from support.fake_controller import FakeSource
 
 SITE = Path("/site")
 MINDIO = {"mindio_ttp": SITE / "mindio_ttp", "torch_npu": SITE / "torch_npu"}
@@ -131,3 +136,15 @@ def test_a_record_names_its_backend_and_older_ones_can_be_read() -> None:
     assert decode_incident(encode_incident(incident)) == incident
     old = {key: value for key, value in json.loads(encode_incident(incident)).items() if key != "backend"}
     assert decode_incident(json.dumps(old).encode()).backend == "embedded"
+
+
+def test_with_the_embedded_engine_the_hot_path_is_the_status_words_own(tmp_path: Path) -> None:
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    session = Session(GaspConfig.resolve(tmp_path), place, FakeSource(), None)
+    try:
+        session.begin(0, 0)
+        session.step_end(1)
+        assert (session.updating, session.step_end) == (session.stand.updating, session.stand.step_end)
+        assert isinstance(session._gasp, EmbeddedGasp)
+    finally:
+        session.close()
