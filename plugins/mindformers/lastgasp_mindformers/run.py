@@ -128,7 +128,8 @@ class Run:
         given = list(arguments["callbacks"])
         if _attached:
             log.warning("this process has trained before: lastgasp protects only its first Model.train")
-            return arguments
+            # A LastGasp of the first one would speak for a session that is closed.
+            return arguments | {"callbacks": [one for one in given if not isinstance(one, LastGasp)]}
         _attached = True
         ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
         others = [callback for callback in given if callback is not ours]

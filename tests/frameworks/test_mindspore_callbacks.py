@@ -1,0 +1,29 @@
+"""Between the end of a step and the next one a save of the framework's own may be under way: a gasp waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lastgasp.testing.jobs import run_job
+from support.mindspore import place
+from support.mindspore.job import Job
+
+SCRIPT = Path(place.__file__).parent / "callbacks_child.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(place.missing()), reason=place.missing())
+def test_a_gasp_waits_while_the_framework_may_be_saving(tmp_path: Path) -> None:
+    job = Job(folder=tmp_path, ranks=1, version=place.MAIN, script=SCRIPT)
+    command = [str(place.python(place.MAIN)), str(SCRIPT), str(tmp_path / "ckpts")]
+    finished = run_job(command, tmp_path / "log", timeout=100, environ=os.environ | job.environment())
+    assert finished.returncode == 0, finished.output
+    told = json.loads(finished.output.splitlines()[-1])
+    assert told["begins"] == [12, 3, 4], "as CheckpointMonitor names the last step of an epoch"
+    assert told["others"] == [13, True]
+    assert (told["over"], told["end"], told["ended"], told["raised"]) == (False, True, False, False)
+    assert told["second"] == ["LossMonitor"], "the LastGasp of the first training has no session any more"
