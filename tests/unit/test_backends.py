@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,9 @@ session.close()
 print(json.dumps([session.backend.backend, sorted(sys.modules)]))
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
     backend, loaded = json.loads(done.stdout.splitlines()[-1])
     assert backend == "embedded"
     foreign = ("mindio_ttp", "taskd", "torch_npu", "mindspore", "acl")
