@@ -301,7 +301,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_two_nodes(tmp_path: Path, victim: int) -> None:
     """A rank of one node is killed; both nodes restart, and the numbers are those of an undisturbed job."""
     reference = finish(run(TINY, "--dir", tmp_path / "ref", "--final", tmp_path / "ref.pt"), tmp_path)
