@@ -43,7 +43,8 @@ def main(folder: str) -> dict[str, Any]:
         list_callback=[saves, loss], cur_step_num=0, batch_num=4, cur_epoch_num=3, net_outputs=None
     )
     context = SimpleNamespace(original_args=lambda: params)
-    front, back, told = Boundary(run), callback_of(run), {}
+    front, back = Boundary(run), callback_of(run)
+    told: dict[str, Any] = {}
 
     def inside() -> bool:
         stand.look()
