@@ -126,7 +126,7 @@ def covering_cases() -> list[Case]:
             continue  # the others are left to the whole matrix
         launcher = LAUNCHERS[(row + column) % 3]
         rank = RANKS[(row + column // 2) % 2]
-        cases.append(Case(kind, moment, rank, launcher, 3 if i % 6 == 5 else 2))
+        cases.append(Case(kind, moment, rank, launcher, 3 if len(cases) % 4 == 3 else 2))
     return cases
 
 
