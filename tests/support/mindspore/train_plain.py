@@ -63,6 +63,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--pynative", action="store_true", help="without a graph")
     parser.add_argument("--norm", action="store_true", help="a BatchNorm, whose statistics differ from rank to rank")
+    parser.add_argument("--fit", action="store_true", help="Model.fit, with a validation after each epoch")
     parser.add_argument("--final", action="store_true", help="tell the final parameters by their digest")
     return parser.parse_args()
 
@@ -92,8 +93,12 @@ def main() -> None:
         from lastgasp_mindformers import LastGasp
 
         callbacks.append(LastGasp(args.lastgasp))
-    model = Model(net, nn.CrossEntropyLoss(), optimizer)
-    model.train(args.epochs, dataset, callbacks=callbacks, dataset_sink_mode=False)
+    model = Model(net, nn.CrossEntropyLoss(), optimizer, metrics={"loss"} if args.fit else None)
+    if args.fit:
+        validation = ms.dataset.NumpySlicesDataset(data, shuffle=False).batch(BATCH)
+        model.fit(args.epochs, dataset, validation, callbacks=callbacks, dataset_sink_mode=False)
+    else:
+        model.train(args.epochs, dataset, callbacks=callbacks, dataset_sink_mode=False)
     if args.final:
         values = sorted((param.name, param.asnumpy().tobytes()) for param in model.train_network.get_parameters())
         hashed = {name: hashlib.sha256(value).hexdigest() for name, value in values}
