@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -100,7 +101,11 @@ def test_a_controller_that_listens_everywhere_is_reached_here(directory: Path, a
 
 def test_a_controller_writes_it_and_takes_it_away(directory: Path) -> None:
     with job_here(1, job="digits") as job:
+        deadline = time.monotonic() + 20
         [found] = running_jobs()
+        while not found.job and time.monotonic() < deadline:  # it writes that after it has welcomed the first rank
+            time.sleep(0.01)
+            [found] = running_jobs()
         assert (found.address, found.token, found.job, found.directory) == (
             job.address,
             job.token,
