@@ -119,7 +119,7 @@ def all_cases() -> list[Case]:
 
 def covering_cases() -> list[Case]:
     """Five moments for SIGKILL and one for each other kind; each moment is among them; all else takes turns."""
-    cases = []
+    cases: list[Case] = []
     for i, (kind, moment) in enumerate(itertools.product(KINDS, MOMENTS)):
         row, column = divmod(i, len(MOMENTS))
         if (column - row) % len(MOMENTS) >= (1 if row else 5):
