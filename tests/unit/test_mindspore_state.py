@@ -198,6 +198,9 @@ def test_a_save_of_the_framework_is_waited_for(rank: Rank) -> None:
     rank.stand.hold(1.0)
     assert rank.look() == (5, True)
     rank.state.others_end()
+    rank.stand.release(SAVED)
+    with pytest.raises(Released):  # the gate is not passed
+        rank.state.step_begin(numbers(6))
     assert rank.look() == (5, False)
 
 

@@ -108,7 +108,9 @@ class MindSporeState:
 
     def others_end(self) -> None:
         """They are over, or one of them has raised."""
-        self._saving = False
+        with self._done:  # or `look` would say once more that they are not, and the next gate would be passed
+            if self._saving:
+                self._saving = self._stand.inside = False
 
     def settle(self) -> str:
         """The training thread has raised: why the state is not that of a whole step; empty where it is."""
@@ -166,7 +168,8 @@ class MindSporeState:
             self._looked = now
         coming = self._next  # before the counters: the training thread may complete it, and come to the one behind it
         if not self._in_graph:
-            stand.inside = self._saving and now - self._looked < self._finish * PATIENCE
+            with self._done:
+                stand.inside = self._saving and now - self._looked < self._finish * PATIENCE
             return
         counters = self._counters()
         if counters is None or counters[0] != counters[1]:
