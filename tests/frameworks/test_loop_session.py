@@ -358,3 +358,29 @@ def test_hooks_are_gone_after_the_session(tmp_path: Path) -> None:
     assert not model._forward_pre_hooks and not model._forward_hooks
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert type(data.batch_sampler).__name__ == "BatchSampler"
+
+
+def test_a_stream_that_got_shorter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing can be skipped any more; the loop goes on with what there is, and nobody has to guess why."""
+
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __iter__(self) -> Any:
+            return (torch.full((4,), index / 8.0) for index in range(self.length))
+
+    def train(length: int, until: int) -> None:
+        state = tiny()
+        [model] = state.models.values()
+        with Session.open(tmp_path, state=state, every=2) as session:
+            for _ in session.epochs(1):
+                for batch in session.batches(torch.utils.data.DataLoader(Stream(length), batch_size=1)):
+                    backward(model(batch).sum())
+                    step(session, state)
+                    if session.step == until:
+                        return
+
+    train(8, until=6)
+    train(3, until=100)
+    assert "the data are shorter than they were: 6 batches were trained on" in caplog.text

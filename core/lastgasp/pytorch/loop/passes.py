@@ -7,6 +7,7 @@ epoch is run again; one whose loop body contains the later pass (nested loops) g
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.data import SamplerStart, SamplerTrack, loader_generators, track_sampler, untrack_sampler
 from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress, kind_of
+
+log = logging.getLogger("lastgasp")
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -299,8 +302,14 @@ class PassBook:
         if fixed.at_first:
             rng.restore(rng.decode(fixed.at_first))
         with SkipProgress(one.consumed) as progress:
-            for _ in progress:
+            for done, _ in enumerate(progress):
                 if next(one.inner, _END) is _END:
+                    log.warning(
+                        "the data are shorter than they were: %d batches were trained on in this pass, and the loader "
+                        "ended after %d. Has the data set changed?",
+                        one.consumed,
+                        done,
+                    )
                     break
 
     def ask(self, one: Pass) -> None:
