@@ -41,18 +41,18 @@ class Case:
         return f"kind={self.kind},rank={self.rank},step={STEP},phase={self.phase}"
 
 
-# A rank that is told to stop goes on to the end of its graph, and so do the others. Whoever has finished its graph has
-# given the others all that they need, so they finish theirs too.
+# A signal comes when it comes: a rank that is told to stop goes on to the end of its graph, and so do the others, unless
+# one of them is held before it begins that step. Whoever has finished its graph has given the others all that they need.
 KILLED = [Case("sigkill", rank) for rank in (0, 1)]
 REST = [
     *(Case("exception", rank) for rank in (0, 1)),
-    *(Case("sigterm", rank, saved=(STEP + 1,)) for rank in (0, 1)),
+    *(Case("sigterm", rank, saved=(STEP, STEP + 1)) for rank in (0, 1)),
     *(Case("sigkill", rank, "data") for rank in (0, 1)),
     *(Case("sigkill", rank, "after_update", (STEP + 1,)) for rank in (0, 1)),
     *(Case("exception", rank, "after_update", (STEP + 1,)) for rank in (0, 1)),
     *(Case("sigkill", rank, "step_end", (STEP + 1,)) for rank in (0, 1)),
 ]
-COVERING = [KILLED[0], Case("exception", 1), Case("sigterm", 0, saved=(STEP + 1,))]
+COVERING = [KILLED[0], Case("exception", 1), Case("sigterm", 0, saved=(STEP, STEP + 1))]
 # A rank that dies in its own save of step 12 leaves an incomplete one, which the gasp moves aside.
 LLAMA = [replace(case, job="llama") for case in (*KILLED, *REST, Case("sigkill", 1, "periodic_save", (STEP + 1,)))]
 LLAMA_COVERING = [replace(KILLED[1], job="llama")]

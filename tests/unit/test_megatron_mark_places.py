@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from lastgasp.errors import NotSaveable  # noqa: E402
+from lastgasp.latesource import LateSource  # noqa: E402
 from lastgasp.steps import bits  # noqa: E402
 from lastgasp.steps.marks import Marks  # noqa: E402
 from lastgasp_megatron.communication import MegatronCommunication  # noqa: E402
 from lastgasp_megatron.marks import MegatronMarks  # noqa: E402
-from lastgasp_megatron.run import LateSource  # noqa: E402
 from support.ranges import named, seen  # noqa: E402
 
 SCHEDULES, TRAINING = "megatron.core.pipeline_parallel.schedules", "megatron.training.training"

@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 from lastgasp.config import check_writable
-from lastgasp.errors import NotSaveable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
-from lastgasp.ports import SaveResult, StateSource
+from lastgasp.latesource import LateSource
 from lastgasp.pytorch.origin import cause_of, kind_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, leave
-from lastgasp.steps.attach import Marking, no_mark
+from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import is_success
@@ -31,44 +29,6 @@ from lastgasp_megatron.state import MegatronState
 from lastgasp_megatron.topology import replicas_of
 
 log = logging.getLogger("lastgasp")
-
-
-class LateSource:
-    """The state, once there is one: the session must exist before the model does, to agree on what to load."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.inner: StateSource | None = None
-        self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
-        """Marks a gasp's save."""
-
-    @property
-    def box(self) -> int:
-        """The black box's descriptor."""
-        return self.inner.box if self.inner is not None else -1
-
-    def _known(self) -> StateSource:
-        if self.inner is None:
-            raise NotSaveable("the model is not built yet")
-        return self.inner
-
-    def capture(self, step: int) -> bytes:
-        """As the state says; empty without one."""
-        return self.inner.capture(step) if self.inner is not None else b""
-
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
-        """As the state says. Raises NotSaveable without one."""
-        with self.mark:
-            return self._known().save(step, small, reason)
-
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
-        """As the state says."""
-        self._known().publish(result, parts)
-
-    def discard(self, result: SaveResult) -> None:
-        """As the state says."""
-        if self.inner is not None:
-            self.inner.discard(result)
 
 
 class Run:

@@ -1,17 +1,14 @@
 """`python -m lastgasp_megatron.start SCRIPT [ARGS]`: install the hooks, then run the script as if by itself.
 
-What `lastgasp run --framework megatron` starts in each rank. Nothing is imported through `sitecustomize`, where an
-exception would be printed and ignored (facts/megatron.md §4).
+What `lastgasp run --framework megatron` starts in each rank.
 """
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lastgasp.errors import ConfigError
+from lastgasp.launch.script import run_script
 from lastgasp_megatron.installation import install
 
 
@@ -21,16 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no script.
     """
-    if not arguments or arguments == ["-m"]:
-        raise ConfigError("script", None, "SCRIPT [ARGS] or -m MODULE [ARGS]", "Name it.")
-    install()
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(arguments)
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_script(arguments, install)
 
 
 if __name__ == "__main__":

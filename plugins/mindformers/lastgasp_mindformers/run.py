@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import mindspore
 
 from lastgasp.config import check_writable
-from lastgasp.errors import NotSaveable
 from lastgasp.gasp.stand import Released
-from lastgasp.ports import SaveResult, StateSource
+from lastgasp.latesource import LateSource
 from lastgasp.session import Session, leave
-from lastgasp.steps.attach import Marking, no_mark
+from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of
@@ -38,44 +35,6 @@ log = logging.getLogger("lastgasp")
 
 _attached = False
 """A training of this process was protected. Another one would go on from the first one's checkpoints."""
-
-
-class LateSource:
-    """The state, once there is one: the session must exist before the network does, to agree on what to load."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.inner: StateSource | None = None
-        self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
-        """Marks a gasp's save."""
-
-    @property
-    def box(self) -> int:
-        """The black box's descriptor."""
-        return self.inner.box if self.inner is not None else -1
-
-    def _known(self) -> StateSource:
-        if self.inner is None:
-            raise NotSaveable("training has not begun")
-        return self.inner
-
-    def capture(self, step: int) -> bytes:
-        """As the state says; empty without one."""
-        return self.inner.capture(step) if self.inner is not None else b""
-
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
-        """As the state says. Raises NotSaveable without one."""
-        with self.mark:
-            return self._known().save(step, small, reason)
-
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
-        """As the state says."""
-        self._known().publish(result, parts)
-
-    def discard(self, result: SaveResult) -> None:
-        """As the state says."""
-        if self.inner is not None:
-            self.inner.discard(result)
 
 
 class Run:

@@ -5,12 +5,10 @@ What `lastgasp run --framework mindspore` starts in each rank; it needs no `.pth
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lastgasp.errors import ConfigError
+from lastgasp.launch.script import run_script
 from lastgasp_mindformers.installation import install
 
 
@@ -20,16 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no script.
     """
-    if not arguments or arguments == ["-m"]:
-        raise ConfigError("script", None, "SCRIPT [ARGS] or -m MODULE [ARGS]", "Name it.")
-    install()
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(arguments)
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_script(arguments, install)
 
 
 if __name__ == "__main__":
