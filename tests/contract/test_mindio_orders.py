@@ -191,6 +191,7 @@ def test_a_memory_error_is_repaired_in_place(tmp_path: Path, trace: Trace) -> No
     job = ToyJob(tmp_path, world=2)
     assert job.endpoint is not None
     environment = {"LASTGASP_CONTROLLER": job.endpoint.address, "LASTGASP_TOKEN": job.endpoint.token}
+    environment["PYTHONPATH"] = os.pathsep.join([str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(WORKER)]
     processes = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], env=os.environ | environment, stdout=subprocess.PIPE)
