@@ -42,6 +42,8 @@ class Watched(Callback):  # type: ignore[misc]
     def _read(self) -> None:
         while not self._over.is_set():
             before = self._gate.read()
+            if not self._gate.seen:
+                continue  # nobody trusts them before they have moved: in the first step 2.7.0 shows what was before it
             digest = self._digest()
             if before[0] == before[1] and before == self._gate.read():
                 self.readings.append((before[1], digest))
