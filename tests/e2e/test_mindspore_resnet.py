@@ -15,6 +15,7 @@ TRAIN = REPOSITORY / "examples/mindspore_resnet/train.py"
 FAULT = 33
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.fault,
     pytest.mark.slow,
     pytest.mark.timeout(600),

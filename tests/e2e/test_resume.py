@@ -128,7 +128,7 @@ def test_environment_alone_protects_a_job(tmp_path: Path, twelve: Path) -> None:
     assert differences(twelve / "final.pt", tmp_path / "final.pt") == []
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigterm", "sigkill"])
+@pytest.mark.parametrize("kind", ["exception", pytest.param("sigterm", marks=pytest.mark.full), "sigkill"])
 def test_a_single_process(kind: str, tmp_path: Path) -> None:
     fault = f"kind={kind},rank=0,step=6,phase=forward"
     plain = tmp_path / "plain"
