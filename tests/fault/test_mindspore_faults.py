@@ -41,8 +41,9 @@ class Case:
         return f"kind={self.kind},rank={self.rank},step={STEP},phase={self.phase}"
 
 
-# A signal comes when it comes: a rank that is told to stop goes on to the end of its graph, and so do the others, unless
-# one of them is held before it begins that step. Whoever has finished its graph has given the others all that they need.
+# A signal comes when it comes: a rank that is told to stop goes on to the end of its graph, and so do the others,
+# unless one of them is held before it begins that step. Whoever has finished its graph has given the others all that
+# they need.
 KILLED = [Case("sigkill", rank) for rank in (0, 1)]
 REST = [
     *(Case("exception", rank) for rank in (0, 1)),
