@@ -132,7 +132,9 @@ def test_an_end_without_a_begin_and_a_step_that_an_exception_left_open(npu: Any,
 
 
 def test_times_from_elsewhere_cannot_be_told(marks: MstxMarks) -> None:
-    assert marks.mark("forward").put(1, 2, 0, 0, 0) is False
+    forward = marks.mark("forward")
+    assert isinstance(forward, mstx.MstxMark)
+    assert forward.put(1, 2, 0, 0, 0) is False
 
 
 def test_what_adapters_call_is_there() -> None:

@@ -154,7 +154,9 @@ def test_an_import_error_is_stopped_too(tmp_path: Path) -> None:
 
 
 def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
-    """Same exit code, same number of attempts, no hold: the survivor gets its SIGTERM as ever."""
+    """Same exit code, same number of attempts, no hold: the survivor gets its SIGTERM as ever; reset.json is no news."""
+    reset = tmp_path / "reset.json"
+    reset.write_text(json.dumps({"UpdateTime": 4_000_000_000, "GracefulExit": 1}))
     script = tmp_path / "plain.py"
     script.write_text(
         "import os, signal, sys, time\n"
@@ -174,7 +176,7 @@ def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
     for name, variables in (("ours", {}), ("stock", {"LASTGASP_DISABLE": "1"})):
         folder = tmp_path / name
         folder.mkdir()
-        done = finish(torchrun(script, folder), folder, **variables)
+        done = finish(torchrun(script, folder), folder, LASTGASP_RESET_FILE=str(reset), **variables)
         starts = [(folder / f"start-{rank}").read_text() for rank in (0, 1)]
         ends.append((done.returncode, starts, (folder / "sigterm").exists(), "exitcode  : 7" in done.output))
         assert "lastgasp" not in done.output.replace(str(tmp_path), "")

@@ -103,6 +103,25 @@ def test_the_watch_acts_once(path: Path) -> None:
         watch.close()
 
 
+def test_a_job_that_is_none_of_ours_is_left_alone(path: Path) -> None:
+    acted, looked, ours = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def when() -> bool:
+        looked.release()
+        return ours.is_set()
+
+    watch = ResetWatch(acted.set, ResetFile(path, START), period=0.01, when=when)
+    try:
+        write(path, GracefulExit=1)
+        for _ in range(3):
+            assert looked.acquire(timeout=10)
+        assert not acted.is_set()
+        ours.set()  # its ranks have joined; the request was made since the start
+        assert acted.wait(10)
+    finally:
+        watch.close()
+
+
 def test_a_closed_watch_does_not_act(path: Path) -> None:
     acted = threading.Event()
     watch = ResetWatch(acted.set, ResetFile(path, START), period=0.01)

@@ -116,16 +116,23 @@ class ResetWatch:
         act: called once, on that thread, when the job is asked to leave.
         file: what to look at.
         period: seconds between two looks.
+        when: whether to look at all; a job that does not use lastgasp is left alone.
     """
 
-    def __init__(self, act: Callable[[], object], file: ResetFile | None = None, period: float = PERIOD) -> None:
-        self._act, self._file, self._period = act, file or ResetFile(), period
+    def __init__(
+        self,
+        act: Callable[[], object],
+        file: ResetFile | None = None,
+        period: float = PERIOD,
+        when: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._act, self._file, self._period, self._when = act, file or ResetFile(), period, when
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lastgasp-reset-file", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._file.poll():
+        while not (self._when() and self._file.poll()):
             if self._ended.wait(self._period):
                 return
         log.warning("%s asks for a graceful exit: the job saves its step and leaves", self._file.path)

@@ -168,10 +168,18 @@ class GaspAgent(LocalElasticAgent):
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
         super()._shutdown(death_sig, timeout)
 
+    def _is_ours(self) -> bool:
+        """Started by `lastgasp run`, or its ranks use lastgasp: any other job under torchrun sees no difference."""
+        current = self._round
+        try:
+            return os.environ.get("LASTGASP_LAUNCHER") == "run" or (current is not None and current.in_use())
+        except RuntimeError:  # the rendezvous store went with its node
+            return False
+
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; a job that makes no progress ends with its own exit code."""
         global last_ending
-        reset = ResetWatch(_stop_this_launcher)
+        reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:

@@ -7,6 +7,9 @@ import re
 import torch.distributed
 
 from lastgasp.events import FaultKind
+from lastgasp.origin import cause_of, kind_by
+
+__all__ = ["cause_of", "kind_of"]
 
 # How collectives fail when another rank is gone: gloo (facts/lightning.md, megatron.md §3), NCCL, HCCL, and the store.
 _PEER = re.compile(
@@ -17,18 +20,9 @@ _PEER = re.compile(
 
 def kind_of(exception: BaseException) -> FaultKind:
     """exit and interrupt by type; peer where a collective says that another rank is gone."""
-    if isinstance(exception, SystemExit):
-        return "exit"
-    if isinstance(exception, KeyboardInterrupt):
-        return "interrupt"
-    if isinstance(exception, torch.distributed.DistError):
-        return "peer"
-    if isinstance(exception, RuntimeError) and _PEER.search(str(exception)):
-        return "peer"
-    return "exception"
+    return kind_by(exception, _is_peer)
 
 
-def cause_of(exception: BaseException) -> str:
-    """One line: type and the first line of the text."""
-    text = str(exception).strip().splitlines()
-    return f"{type(exception).__name__}: {text[0][:300]}" if text else type(exception).__name__
+def _is_peer(exception: BaseException) -> bool:
+    said = isinstance(exception, RuntimeError) and _PEER.search(str(exception)) is not None
+    return said or isinstance(exception, torch.distributed.DistError)

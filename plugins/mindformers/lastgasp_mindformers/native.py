@@ -148,19 +148,6 @@ class Iterations:
     def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
         """The files of MindFormers' own `save_checkpoint`, which has barriers and removes before it writes."""
         network, optimizer = self._network.network, self._network.optimizer
-        weights = {param.name for param in network.get_parameters()}
-        told = {name: mindspore.Tensor(value) for name, value in statistics.items() if name in weights}
-
-        def live(name: str) -> bool:
-            return name not in told
-
-        def others(name: str) -> bool:
-            return name not in weights
-
-        save, common = mindspore.save_checkpoint, files[-1]
-        save(network, str(folder / files[0]), append_dict=told, choice_func=live, format="safetensors")
-        if self._optimizer():
-            save(optimizer, str(folder / files[1]), choice_func=others, format="safetensors")
         content = {
             "epoch_num": numbers.epoch,
             "step_num": numbers.step,
@@ -169,7 +156,39 @@ class Iterations:
             "global_batch_size": self._monitor.global_batch_size,
             "ckpt_status": None,
         }
-        (folder / common).write_text(json.dumps(content, indent=4))
+        write_iteration(folder, files, (network, optimizer if self._optimizer() else None), statistics, content)
+
+
+def write_iteration(
+    folder: Path,
+    files: Sequence[str],
+    cells: tuple[Any, Any],
+    statistics: Mapping[str, Any],
+    content: Mapping[str, Any],
+) -> None:
+    """The files of one `iteration_*` directory of one process: weights, optimizer, common.json.
+
+    Args:
+        folder: where to; files: names of the weights' file, of the optimizer's where there is one, of the last.
+        cells: the network, and the optimizer or None.
+        statistics: name -> value, in place of what the network holds.
+        content: of the last file.
+    """
+    network, optimizer = cells
+    weights = {param.name for param in network.get_parameters()}
+    told = {name: mindspore.Tensor(value) for name, value in statistics.items() if name in weights}
+
+    def live(name: str) -> bool:
+        return name not in told
+
+    def others(name: str) -> bool:
+        return name not in weights
+
+    save = mindspore.save_checkpoint
+    save(network, str(folder / files[0]), append_dict=told, choice_func=live, format="safetensors")
+    if optimizer is not None:
+        save(optimizer, str(folder / files[1]), choice_func=others, format="safetensors")
+    (folder / files[-1]).write_text(json.dumps(content, indent=4))
 
 
 def native_of(train_network: Any, callbacks: Sequence[Any], directory: Path, ranks: int) -> Native | Iterations:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mindspore
-
+from lastgasp_mindformers.native import write_iteration
 from lastgasp_mindformers.small import Numbers
 from lastgasp_mindformers.targets import Target, iteration_target
 
@@ -31,18 +29,6 @@ class PynativeWriter:
         """The files of MindFormers' own `save_checkpoint`, which has barriers and removes before it writes."""
         trainer = self._trainer
         model = trainer.model[0] if isinstance(trainer.model, list | tuple) else trainer.model
-        weights = {param.name for param in model.get_parameters()}
-        told = {name: mindspore.Tensor(value) for name, value in statistics.items() if name in weights}
-
-        def live(name: str) -> bool:
-            return name not in told
-
-        def others(name: str) -> bool:
-            return name not in weights
-
-        save, common = mindspore.save_checkpoint, files[-1]
-        save(model, str(folder / files[0]), append_dict=told, choice_func=live, format="safetensors")
-        save(trainer.optimizer, str(folder / files[1]), choice_func=others, format="safetensors")
         content = {
             "epoch_num": int(trainer.state.epoch) or 1,
             "step_num": int(trainer.state.max_steps),
@@ -51,4 +37,4 @@ class PynativeWriter:
             "global_batch_size": int(trainer.global_batch_size),
             "ckpt_status": None,
         }
-        (folder / common).write_text(json.dumps(content, indent=4))
+        write_iteration(folder, files, (model, trainer.optimizer), statistics, content)

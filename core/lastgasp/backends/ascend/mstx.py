@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from lastgasp._fs import make_directory, write_atomically
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.steps import bits
+from lastgasp.steps.attach import NoMark, no_mark
 from lastgasp.steps.groups import GROUPS_FILE, groups_text
 from lastgasp.steps.marks import HOST_ONLY
 from lastgasp.steps.places import MINDCLUSTER, task_id
@@ -97,32 +98,6 @@ class MstxMark:
         return found
 
 
-class _LeftOut:
-    """Stands for what the framework tells mstx by itself."""
-
-    value = bit = name = 0
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *exc: object) -> None: ...
-
-    def begin(self) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-    def cancel(self) -> bool:
-        """Nothing was open."""
-        return False
-
-    def put(self, *args: object) -> bool:
-        """Nothing."""
-        return False
-
-
-_LEFT_OUT = _LeftOut()
-
-
 class MstxMarks:
     """The marks of this process, as mstx ranges.
 
@@ -143,10 +118,10 @@ class MstxMarks:
         self._mask = _checked(mask)
         self._lock = threading.Lock()
         self._defined: dict[tuple[str, str, int, bool], MstxMark] = {}
-        self._by_name: dict[str, MstxMark | _LeftOut] = {}
+        self._by_name: dict[str, MstxMark | NoMark] = {}
         self._step = self.define("step {}", bit=bits.STEP, stream=True)
 
-    def mark(self, name: str) -> MstxMark | _LeftOut:
+    def mark(self, name: str) -> MstxMark | NoMark:
         """The mark of that name in the domain `default`, always the same object."""
         found = self._by_name.get(name)
         if found is None:
@@ -154,10 +129,10 @@ class MstxMarks:
             self._by_name[name] = found
         return found
 
-    def define(self, text: str, *, domain: str = _DOMAIN, bit: int, stream: bool) -> MstxMark | _LeftOut:
+    def define(self, text: str, *, domain: str = _DOMAIN, bit: int, stream: bool) -> MstxMark | NoMark:
         """The mark of that name and kind, always the same object; see `Marks.define`."""
         if domain == "communication" or text in HOST_ONLY:
-            return _LEFT_OUT
+            return no_mark(text)
         key = (text, domain, bit, stream)
         with self._lock:
             if key not in self._defined:

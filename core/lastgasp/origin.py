@@ -1,0 +1,22 @@
+"""What an exception that ended training says about its origin, whatever the framework is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lastgasp.events import FaultKind
+
+
+def kind_by(error: BaseException, is_peer: Callable[[BaseException], bool]) -> FaultKind:
+    """exit and interrupt by type; peer where `is_peer` says that another rank is gone."""
+    if isinstance(error, SystemExit):
+        return "exit"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupt"
+    return "peer" if is_peer(error) else "exception"
+
+
+def cause_of(error: BaseException) -> str:
+    """One line: type and the first line of the text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
