@@ -154,7 +154,7 @@ def test_an_import_error_is_stopped_too(tmp_path: Path) -> None:
 
 
 def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
-    """Same exit code, same number of attempts, no hold: the survivor gets its SIGTERM as ever; reset.json is no news."""
+    """Same exit code and attempts, no hold: the survivor gets its SIGTERM as ever; nobody looks at reset.json."""
     reset = tmp_path / "reset.json"
     reset.write_text(json.dumps({"UpdateTime": 4_000_000_000, "GracefulExit": 1}))
     script = tmp_path / "plain.py"
