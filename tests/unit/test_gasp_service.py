@@ -23,6 +23,7 @@ from lastgasp.gasp import operator as operator_module
 from lastgasp.gasp import service
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
+from lastgasp.gasp.serve import ControllerThread
 from lastgasp.gasp.service import wrong_switch
 from lastgasp.steps import bits
 from lastgasp.steps.bits import ALL, COMM, DEFAULT_ON, STEP
@@ -422,6 +423,30 @@ def test_a_controller_that_does_not_answer() -> None:
                 OperatorLink(job.address, job.token, seconds=0.2)
         finally:
             stop.set()
+
+
+def test_who_knocks_while_it_stops_is_shut_out() -> None:
+    controller = ControllerThread("token")
+    stop, stopped = threading.Event(), threading.Event()
+
+    def halt() -> None:
+        stopped.set()
+        stop.wait(20.0)
+
+    controller._loop.call_soon_threadsafe(halt)
+    assert stopped.wait(20.0)
+    host, _, port = controller.endpoint.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        guests = [stack.enter_context(socket.create_connection((host, int(port)), 20.0)) for _ in range(5)]
+        stopping = threading.Thread(target=controller.stop)
+        stopping.start()
+        until(lambda: len(controller._loop._ready) > 0)
+        stop.set()
+        stopping.join(20.0)
+        for guest in guests:
+            with contextlib.suppress(ConnectionResetError):
+                while guest.recv(4096):
+                    pass
 
 
 def test_nobody_listens_there() -> None:

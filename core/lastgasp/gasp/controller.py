@@ -67,7 +67,6 @@ class Controller:
         self.previous: Generation | None = None
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._handlers: set[asyncio.Task[None]] = set()
         self._started_s = _clock.wall_ns() // 1_000_000_000
         self._service = Service(lambda: self.generation, self._send, self._started_s)
         self._announcement: Announcement | None = None
@@ -99,11 +98,12 @@ class Controller:
         """Close every connection, thread and descriptor."""
         if self._announcement is not None:
             self._announcement.withdraw()
-        self._ticker.cancel()
         self._server.close()
-        for task in list(self._handlers):
-            task.cancel()
-        await asyncio.gather(self._ticker, *self._handlers, return_exceptions=True)
+        # All that runs on this loop is ours, and a connection that is being accepted becomes a handler only in a while.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         await self._server.wait_closed()
         for rank in list(self._peers):
             self._drop(rank)
@@ -132,9 +132,6 @@ class Controller:
     # -- connections ------------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._handlers.add(task)
         try:
             hello = await asyncio.wait_for(self._greet(reader, writer), GREETING_TIMEOUT)
             if isinstance(hello, m.Operator):
@@ -148,7 +145,6 @@ class Controller:
         except asyncio.CancelledError:
             pass  # stop() is closing every connection
         finally:
-            self._handlers.discard(task)
             self._closed(writer)
             writer.close()
 
