@@ -14,7 +14,7 @@ from lastgasp.config import GaspConfig, check_writable
 from lastgasp.errors import ConfigError
 
 WRONG: dict[str, list[object]] = {
-    "keep": [0, -1, 1.5, True, "", "three", math.nan, math.inf, 10**400, [], object()],
+    "keep": [0, -1, 1.5, True, "", "three", math.nan, math.inf, 10**400, [], object],
     "resume": ["", 3, True, b"path", ["auto"]],
     "hang_timeout": [0, -1.0, "never", "", math.nan, math.inf, True, False, 10**400, []],
     "save_timeout": [0, -0.1, "soon", "", math.nan, -math.inf, True, False, {}],
