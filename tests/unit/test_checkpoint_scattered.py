@@ -24,6 +24,7 @@ from lastgasp.checkpoint import (
 )
 from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manifest
 from lastgasp.checkpoint.layout import next_path
+from lastgasp.checkpoint.moving import aside_in, put_back, set_aside
 from lastgasp.checkpoint.pairing import read_pair
 from lastgasp.errors import CheckpointError, ConfigError
 from lastgasp.ports import Layout
@@ -212,7 +213,7 @@ def test_a_half_renamed_one_is_not_used_and_does_not_mix_with_the_next(tmp_path:
     assert not isinstance(read_pair(tmp_path / "net-4", SCATTERED), Manifest)
     path = put_scattered(tmp_path, 4, [b"other zero", b"other one"])
     assert verify(path, SCATTERED).ok
-    (home,) = tmp_path.glob(".net-4.aside-*")
+    (home,) = aside_in(tmp_path)
     assert (home / scattered_name(0, 4)).read_bytes() == NEW[0]
 
 
@@ -229,8 +230,60 @@ def test_it_is_never_overwritten_unless_asked(tmp_path: Path) -> None:
                 staged.publish(provenance(4, job="other"), aside=True)
     assert verify(path, SCATTERED).ok
     assert list(SCATTERED.files(path)) == [scattered_name(0, 4)]
-    (home,) = tmp_path.glob(".net-4.aside-*")
+    (home,) = aside_in(tmp_path)
     assert (home / scattered_name(1, 4)).is_file()
+
+
+@pytest.mark.parametrize("kind", ["scattered", "folder"])
+def test_what_was_moved_aside_for_a_commit_that_was_killed_stands_again(tmp_path: Path, kind: str) -> None:
+    layout: Layout = SCATTERED if kind == "scattered" else FOLDERS
+    ends = set()
+    for at in range(200):
+        directory = tmp_path / str(at)
+        path, old = _bare(directory, layout)
+        disk = DyingDisk(at)
+        try:
+            with Staged(path, layout, disk=disk) as staged:
+                for relative in old:
+                    staged.open(relative).write(b"new")
+                staged.publish(provenance(4), aside=True)
+        except Died:
+            pass
+        back = put_back(directory, layout)
+        assert put_back(directory, layout) == []
+        found = {name: file.read_bytes() for name, file in layout.files(path).items()}
+        homes = aside_in(directory)
+        ends.add("old, moved back" if back else "old" if found == old else "new" if verify(path, layout).ok else "half")
+        if back or not homes:
+            assert found == old, at
+        if homes and "half" not in ends:
+            assert verify(path, layout).ok, at
+        if homes:  # then all of it is there
+            assert len([file for file in homes[0].rglob("*") if file.is_file()]) == len(old)
+        if disk.calls <= at:
+            assert verify(path, layout).ok
+            break
+    else:
+        raise AssertionError("it never came to an end")
+    assert ends == {"old", "old, moved back", "new"} | ({"half"} if kind == "scattered" else set())
+
+
+def _bare(directory: Path, layout: Layout) -> tuple[Path, dict[str, bytes]]:
+    """A whole checkpoint without a manifest, as a framework leaves it, and what is in it."""
+    path = put_scattered(directory, 4) if layout is SCATTERED else put_folder(directory, 4)
+    layout.manifest_path(path).unlink()
+    return path, {name: file.read_bytes() for name, file in layout.files(path).items()}
+
+
+def test_another_jobs_checkpoint_comes_back_with_its_manifest(tmp_path: Path) -> None:
+    path = put_scattered(tmp_path, 4, job="other")
+    set_aside(path, SCATTERED)
+    assert not SCATTERED.files(path) and not SCATTERED.manifest_path(path).exists()
+    assert put_back(tmp_path, SCATTERED) == [], "nobody was killed: it was moved aside for good"
+    next_path(SCATTERED.manifest_path(path)).write_bytes(b"of the commit that was killed")
+    assert put_back(tmp_path, SCATTERED) == [path]
+    assert verify(path, SCATTERED).ok
+    assert not aside_in(tmp_path)
 
 
 def test_the_same_step_of_the_same_job_is_there_already(tmp_path: Path) -> None:

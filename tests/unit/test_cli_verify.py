@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lastgasp.checkpoint import Provenance, SingleFile, Staged, candidates, quarantine
+from lastgasp.checkpoint.moving import set_aside
 from lastgasp.cli import main
 from lastgasp.testing.corrupt import flip_bit
 
@@ -86,6 +87,16 @@ def test_quarantined_ones_are_listed_and_do_not_count(tmp_path: Path) -> None:
     assert code == 0
     assert any("step=20.ckpt.corrupt" in path for path in document["quarantined"])
     assert "quarantined earlier" in run(tmp_path)[1]
+
+
+def test_what_was_set_aside_is_listed_and_does_not_count(tmp_path: Path) -> None:
+    publish(tmp_path, 10)
+    publish(tmp_path, 20)
+    home = set_aside(candidates([tmp_path], SingleFile())[0].path, SingleFile())
+    code, document = run_json(tmp_path)
+    assert (code, document["set_aside"]) == (0, [str(home)])
+    assert [row["step"] for row in document["checkpoints"]] == [10]
+    assert home.name in run(tmp_path)[1].replace("\n", "")
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])

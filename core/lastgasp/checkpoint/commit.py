@@ -12,7 +12,8 @@ Killed before 3, the old data stands with the old manifest. Killed after it, the
 puts it in place. Killed between the renames of scattered files, the data fits neither, and nothing of that name
 is used. Two processes that commit one name take turns. Of single files the last one wins; of directories and
 scattered files the first, because they cannot be exchanged atomically: the second finds the same step of the
-same job and discards its own, and anything else of that name is refused or, if asked for, moved aside.
+same job and discards its own, and anything else of that name is refused or, if asked for, moved aside; when the
+second is killed before its own stands there, `put_back` returns what it moved.
 
 Files of the framework's own that say what is newest (`markers`) are replaced after the data and before the
 manifest: they never name data that is not there.
@@ -244,6 +245,8 @@ class Staged:
         if isinstance(found, Manifest) and ours_already and not (self._scattered and self._lacks(found)):
             return found
         if aside:
+            # First the word that this place is wanted, by which `put_back` knows a commit that was killed from here on.
+            write_atomically(next_path(self._layout.manifest_path(self.target)), encode(ours), self._disk)
             set_aside(self.target, self._layout, self._disk)
             return None
         raise CheckpointError(

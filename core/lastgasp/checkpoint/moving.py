@@ -6,12 +6,16 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 from pathlib import Path
 
-from lastgasp._fs import DISK, Disk
+from lastgasp._fs import DISK, Disk, locked, make_directory
 from lastgasp.ports import Layout
 
+from .layout import next_path
+
 _log = logging.getLogger("lastgasp")
+_ASIDE = re.compile(r"\.(.+)\.aside-\d+")
 
 
 def move_parts(checkpoint: Path, layout: Layout | None, home: Path, disk: Disk = DISK) -> bool:
@@ -40,9 +44,9 @@ def move_parts(checkpoint: Path, layout: Layout | None, home: Path, disk: Disk =
 
 
 def set_aside(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> Path:
-    """Move what stands there to a hidden name beside it, so that its place is free; its manifest goes.
+    """Move what stands there to a hidden name beside it, so that its place is free; its manifest goes along.
 
-    The caller holds the lock of the directory. Raises OSError.
+    Nothing ever removes it; `lastgasp verify` lists it. The caller holds the lock of the directory. Raises OSError.
     """
     home = next(
         path
@@ -52,5 +56,69 @@ def set_aside(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> Path:
     _log.warning("%s was there already: moved to %s", checkpoint, home.name)
     move_parts(checkpoint, layout, home, disk)
     with contextlib.suppress(FileNotFoundError):
-        disk.remove(layout.manifest_path(checkpoint))
+        disk.rename(layout.manifest_path(checkpoint), _manifest_of(home))
     return home
+
+
+def aside_in(directory: Path) -> list[Path]:
+    """What `set_aside` has moved away there, oldest first."""
+    found = [path for path in directory.glob(".*.aside-*") if _ASIDE.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.name.rpartition("-")[0], int(path.name.rpartition("-")[2])))
+
+
+def put_back(directory: Path, layout: Layout, disk: Disk = DISK) -> list[Path]:
+    """Undo `set_aside` where the commit that wanted the place was killed before a file of its own stood there.
+
+    For the one process that decides what is resumed from, before it lists. Never raises for what is on disk.
+
+    Returns:
+        The checkpoints that stand in their places again. They may be as incomplete as they were.
+    """
+    back: dict[Path, None] = {}
+    try:
+        for home in reversed(aside_in(directory)):
+            match = _ASIDE.fullmatch(home.name)
+            checkpoint = directory / (match[1] if match else "")
+            with locked(directory):
+                if checkpoint not in back and _was_cut_short(checkpoint, home, layout):
+                    _move_back(checkpoint, home, layout, disk)
+                    back[checkpoint] = None
+    except OSError as error:
+        _log.warning("%s: what a killed commit moved aside could not be moved back: %s", directory, error)
+    return list(back)
+
+
+def _was_cut_short(checkpoint: Path, home: Path, layout: Layout) -> bool:
+    """Whether a commit still waits for this place, and none of its files has come to one that was taken before."""
+    if not next_path(layout.manifest_path(checkpoint)).exists():
+        return False
+    return not any(os.path.lexists(place) for _, place in _ways_back(checkpoint, home, layout))
+
+
+def _ways_back(checkpoint: Path, home: Path, layout: Layout) -> list[tuple[Path, Path]]:
+    if layout.owns(checkpoint, checkpoint.name):
+        return [(home, checkpoint)]
+    return [(path, checkpoint.parent / path.relative_to(home)) for path in sorted(home.rglob("*")) if path.is_file()]
+
+
+def _move_back(checkpoint: Path, home: Path, layout: Layout, disk: Disk) -> None:
+    ways = _ways_back(checkpoint, home, layout)
+    for path, place in ways:
+        make_directory(place.parent)
+        disk.rename(path, place)
+    if layout.manifest_path(checkpoint).exists():
+        disk.remove(_manifest_of(home))
+    with contextlib.suppress(FileNotFoundError):
+        disk.rename(_manifest_of(home), layout.manifest_path(checkpoint))
+    with contextlib.suppress(FileNotFoundError):
+        disk.remove(next_path(layout.manifest_path(checkpoint)))
+    for folder in sorted({checkpoint.parent, *(place.parent for _, place in ways)}):
+        disk.sync_dir(folder)
+    if home.is_dir():  # scattered files leave their folders
+        disk.remove(home)
+    _log.warning("%s stands again: the save that wanted its place was cut short", checkpoint)
+
+
+def _manifest_of(home: Path) -> Path:
+    """Not with the ending of manifests: nothing shall find a checkpoint by it."""
+    return home.with_name(f"{home.name}.manifest")

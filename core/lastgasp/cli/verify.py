@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lastgasp.checkpoint import Verdict, progress_bar
 from lastgasp.checkpoint import verify as verify_one
+from lastgasp.checkpoint.moving import aside_in
 
 from ._console import console
 from ._layouts import find, nothing_in
@@ -60,6 +61,8 @@ class Report(msgspec.Struct, frozen=True):
     checkpoints: list[Row]
     quarantined: list[str]
     """Checkpoints that an earlier resume has moved away; their reasons stand beside them."""
+    set_aside: list[str]
+    """What stood where a dying gasp of the same name was saved, under its hidden name. Nothing reads or removes it."""
     version: int = 1
 
     @property
@@ -92,14 +95,15 @@ def examine(directory: Path) -> Report:
     """
     found = find(directory)
     quarantined = sorted(str(path) for path in directory.glob("*.corrupt*") if path.suffix != ".json")
-    if not found and not quarantined:
+    aside = [str(path) for path in aside_in(directory)]
+    if not found and not quarantined and not aside:
         raise nothing_in(directory)
     rows = []
     for _, layout, candidate in found:
         with progress_bar(f"verify {candidate.path.name}") as progress:
             verdict = verify_one(candidate.path, layout, progress=progress)
         rows.append(_row(verdict, candidate.step))
-    return Report(str(directory), rows, quarantined)
+    return Report(str(directory), rows, quarantined, aside)
 
 
 def _row(verdict: Verdict, step: int | None) -> Row:
@@ -126,6 +130,8 @@ def _print(report: Report) -> None:
     out.print(table)
     for path in report.quarantined:
         out.print(f"quarantined earlier: {escape(path)}")
+    for path in report.set_aside:
+        out.print(f"set aside for a gasp of the same name, remove it when you do not need it: {escape(path)}")
 
 
 def _reason(damage: Range) -> str:

@@ -309,7 +309,7 @@ class Controller:
         if isinstance(message, m.Save | m.Consulted):
             message = msgspec.structs.replace(message, small=self._small(message.step))
         elif isinstance(message, m.Prepare):
-            message = msgspec.structs.replace(message, target=self._newest())
+            message = msgspec.structs.replace(message, target=max(message.target, self._newest()))
         if peer is None or peer.writer is None or peer.writer.is_closing():
             return False
         peer.writer.write(m.frame(message))

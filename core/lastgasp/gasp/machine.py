@@ -115,6 +115,8 @@ class Machine:
     members: dict[int, Member] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)
+    reach: int = -1
+    """The step to the end of which ranks that have stopped before it were told to go on."""
     _deadline: float = 0.0
     _current: SavePlan | None = None
     _saved: dict[int, m.Saved] = field(default_factory=dict)
@@ -169,6 +171,7 @@ class Machine:
             m.Begin: self._on_begin,
             m.Status: self._on_status,
             m.Report: self._on_report,
+            m.Entered: self._on_entered,
             m.Prepared: self._on_prepared,
             m.Saved: self._on_saved,
             m.SaveFailed: self._on_save_failed,
@@ -193,6 +196,16 @@ class Machine:
         if message.fault.kind != "peer":
             member.fault = message.fault
         return self._fault(message.fault, now)
+
+    def _on_entered(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        """It may be in a collective that waits for ranks which have stopped before that step: all go on to its end.
+
+        Only where every rank runs, and so early that the answers still come in time.
+        """
+        assert isinstance(message, m.Entered)
+        current = (message.recovery, "preparing") == (self.recovery, self.state)
+        early = self._deadline - now > self.finish_timeout + MARGIN / 2
+        return self._go_on(message.step) if current and early and self._all_run() else []
 
     def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Prepared)
@@ -265,7 +278,22 @@ class Machine:
         return [Note(phase="detected"), *sends, *self._decide_if_ready(now)]
 
     def _prepare_order(self) -> m.Prepare:
-        return m.Prepare(recovery=self.recovery, faults=tuple(self.faults))
+        return m.Prepare(recovery=self.recovery, faults=tuple(self.faults), target=self.reach)
+
+    def _all_run(self) -> bool:
+        told = all(fault.kind == "sigterm" for fault in self.faults)
+        return told and sum(member.here for member in self.members.values()) >= self.world_size
+
+    def _go_on(self, step: int) -> list[Action]:
+        """Ask all ranks again, and have those that have stopped before `step` complete it; once for each step."""
+        if step <= self.reach:
+            return []
+        self.reach = step
+        asked = [member for member in self.members.values() if member.here]
+        for member in asked:
+            if member.prepared is not None and member.prepared.step < step:
+                member.prepared = None
+        return [Send(rank=member.rank, message=self._prepare_order()) for member in asked]
 
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
         # Where all ranks wait for each other nobody is to blame, and everybody can still save.
@@ -286,7 +314,19 @@ class Machine:
     def _decide_if_ready(self, now: float) -> list[Action]:
         if self.state != "preparing" or self._awaited():
             return []
-        return [Note(phase="agreed"), *self._carry_out(self._decide(), now)]
+        decision = self._decide()
+        if isinstance(decision, GiveUp) and (again := self._meet(now)):
+            return again
+        return [Note(phase="agreed"), *self._carry_out(decision, now)]
+
+    def _meet(self, now: float) -> list[Action]:
+        """Each shard has a holder, but they stopped on two sides of an update: those behind may still make it."""
+        views = [self._view(rank) for rank in self.members]
+        holders = {view.rank: view.step for view in views if view.holds}
+        if not all(holders.keys() & set(group) for group in self.replicas):
+            return []
+        self._deadline = now + self.finish_timeout + MARGIN
+        return self._go_on(max(holders.values()))
 
     def _decide(self) -> Decision:
         ranks = set(range(self.world_size)) | set(self.members)

@@ -109,12 +109,20 @@ class Prepare(Message, frozen=True, kw_only=True):
     """Controller: stop before the update that follows `target`, and tell me which step you hold.
 
     `target` is the newest step that any rank has completed, dead ones included: who is behind may have all
-    gradients of it already, and gets a moment to complete it too.
+    gradients of it already, and gets a moment to complete it too. Where no rank has stopped it is the newest step
+    that any rank has begun. A Prepare with a greater target lets a rank go on that has stopped before it.
     """
 
     recovery: int
     faults: tuple[Fault, ...]
     target: int = -1
+
+
+class Entered(Message, frozen=True, kw_only=True):
+    """Rank, before its Prepared: I have begun `step`, beyond your target, and may need the other ranks to end it."""
+
+    recovery: int
+    step: int
 
 
 class Prepared(Message, frozen=True, kw_only=True):
@@ -302,7 +310,7 @@ class SwitchDone(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched | Led | Consult | Ended
+    | Switched | Led | Consult | Ended | Entered
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks

@@ -30,6 +30,8 @@ LOOK = 0.001
 """Seconds between two looks at a training thread that must leave its update."""
 REACH = 1.0
 """Seconds that a rank gets to complete a step that another one has completed already."""
+PATIENCE = 0.8
+"""Of `finish_timeout`: the same where no rank has stopped, so that it will come to that step's end by itself."""
 ANSWER = 15.0
 """Seconds that the controller gets to answer a report; it answers in milliseconds, unless it is stopped."""
 
@@ -84,6 +86,7 @@ class Processor:
         self._poke_r, self._poke_w = socket.socketpair()
         self._closed = False
         self._reported: Fault | None = None
+        self._raised = False
         self._answer_by = math.inf
         self._alone_begun = threading.Lock()
         self._pending: _Pending | None = None
@@ -122,6 +125,7 @@ class Processor:
 
     def report(self, fault: Fault) -> None:
         """Something went wrong on this rank: tell the controller, or act alone."""
+        self._raised = self._raised or fault.kind != "sigterm"
         if self._stand.outcome is not None or self._reported is not None:
             return
         self._reported = fault
@@ -229,8 +233,7 @@ class Processor:
                 self._consulted[message.step] = message
                 self._gathered.notify_all()
         elif isinstance(message, m.Prepare):
-            all_run = all(fault.kind == "sigterm" for fault in message.faults)
-            self._stand.hold(self._finish + 2 * self._save_limit, message.target, all_run)
+            self._hold(message)
             self._prepare(message.recovery, message.target)
         elif isinstance(message, m.Save):
             self._spawn("save", lambda: self._save(message))
@@ -243,9 +246,15 @@ class Processor:
         elif isinstance(message, m.SwitchOrder):
             self._switch(message)
 
+    def _hold(self, order: m.Prepare) -> None:
+        stand, all_run = self._stand, all(fault.kind == "sigterm" for fault in order.faults)
+        stand.hold(self._finish + 2 * self._save_limit, order.target, all_run)
+        if all_run and stand.begun > max(order.target, stand.step):
+            self._try_send(m.Entered(recovery=order.recovery, step=stand.begun))
+
     def _prepare(self, recovery: int, target: int) -> None:
-        now = _clock.monotonic()
-        self._pending = _Pending(recovery, now + self._finish, target, now + REACH)
+        now, reach = _clock.monotonic(), self._finish * PATIENCE if self._stand.all_run else REACH
+        self._pending = _Pending(recovery, now + self._finish, target, now + reach)
 
     def _switch(self, order: m.SwitchOrder) -> None:
         if self.on_switch is None:
@@ -274,8 +283,11 @@ class Processor:
         late = _clock.monotonic() >= pending.deadline
         if stand.inside and not stand.broken and not late:
             return
-        # A thread that has raised will not complete another step.
-        if stand.step < pending.target and self._reported is None and _clock.monotonic() < pending.reach_by:
+        if stand.step < pending.target:
+            # A thread that has raised will not complete another step.
+            if self._raised or _clock.monotonic() >= pending.reach_by:
+                pending.target = -1
+                stand.close()  # and look again: what is told must stay true
             return
         self._pending = None
         why = stand.broken or (f"still inside its update after {self._finish:g} s" if stand.inside else "")

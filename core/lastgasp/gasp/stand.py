@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lastgasp import exitcodes
+from lastgasp import _clock, exitcodes
 from lastgasp.events import Ending
 
 from .messages import Phase, Release
@@ -41,26 +41,32 @@ class Stand:
 
     Attributes:
         step: the newest step that is completed and captured.
+        begun: the newest step whose update this rank has begun: `step`, or the one that follows it.
         durable: the newest step that a committed checkpoint holds.
         inside: the state is between two steps (update begun, step not yet ended).
+        parked: the training thread waits at the closed gate; only `hold` and the end of the recovery let it go on.
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
         look: called by the control thread before it reads `step` and `inside` in a recovery. An adapter whose steps
             run where Python cannot stand in their way (a compiled graph) brings both up to date there; must not wait.
         all_run: said by `hold`: no rank has stopped, so the training thread will come to the gate by itself.
+        since: when `hold` was last called, on the monotonic clock.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.begun = 0
         self.durable = 0
-        self.inside = False
+        self.inside = self.parked = False
         self.broken = ""
         self.phase: Phase = "start"
         self.ticks = 0
         self.outcome: Release | None = None
         self.look: Callable[[], None] = _up_to_date
         self.all_run = False
+        self.since = 0.0
         self._held = False
+        self._gate = threading.Condition()
         self._over = threading.Event()
         self._limit = 0.0
         self._target = -1
@@ -81,6 +87,7 @@ class Stand:
         if self.inside:
             return  # a further optimizer of the same step: the step can only be finished
         self.inside = True
+        self.begun = self.step + 1
         if self._held and self.step >= self._target:
             self._park()
 
@@ -91,16 +98,33 @@ class Stand:
         self.ticks += 1
 
     def _park(self) -> None:
-        self.inside = False
-        self._over.wait(self._limit)
+        with self._gate:
+            if self.step < self._target and self.outcome is None:
+                return  # the target was moved meanwhile
+            self.inside, self.begun, self.parked = False, self.step, True
+            self._gate.wait_for(lambda: self._over.is_set() or not self.parked, self._limit)
+            if not self.parked:
+                return  # `hold` has said already that this rank is inside
+            self.parked = False
         raise Released(self.outcome or given_up("no answer from the controller after the gate was closed"))
 
     # -- control thread ---------------------------------------------------------------------------
 
     def hold(self, limit: float, target: int = -1, all_run: bool = False) -> None:
-        """Close the gate to updates beyond `target`; the training thread parks there for `limit` seconds at most."""
-        self._limit, self._target, self.all_run = limit, target, all_run
-        self._held = True
+        """Close the gate to updates beyond `target`; the training thread parks there for `limit` seconds at most.
+
+        Where it is parked before the update that makes `target`, it goes on, and is inside when this returns.
+        """
+        with self._gate:
+            self._limit, self._target, self.all_run, self.since = limit, target, all_run, _clock.monotonic()
+            self._held = True
+            if self.parked and self.step < target and self.outcome is None:
+                self.inside, self.begun, self.parked = True, self.step + 1, False
+                self._gate.notify_all()
+
+    def close(self) -> None:
+        """Close a gate that is held for every update: what is said of this rank from now on must stay true."""
+        self._target = -1
 
     @property
     def held(self) -> bool:
@@ -109,10 +133,12 @@ class Stand:
 
     def release(self, outcome: Release) -> None:
         """The recovery is over; the first outcome counts."""
-        if self.outcome is None:
-            self.outcome = outcome
-        self._held = True
-        self._over.set()
+        with self._gate:
+            if self.outcome is None:
+                self.outcome = outcome
+            self._held = True
+            self._over.set()
+            self._gate.notify_all()
 
     def wait_over(self, seconds: float) -> Release | None:
         """The outcome, or None when it did not come in time."""

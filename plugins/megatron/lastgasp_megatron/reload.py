@@ -13,6 +13,7 @@ from typing import Any
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
+from lastgasp.checkpoint.moving import put_back
 from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.ports import Gather
 from lastgasp.topology import Place
@@ -51,6 +52,8 @@ class Chooser:
         if self._place.rank == 0:
             for folder in self._folders():
                 remove_stale_temps(folder)
+                put_back(folder, LAYOUT)
+        self._gather("reload/tidied", b"")  # all ranks must list the same
         path = self._choose()
         if path is not None:
             self._take(path)

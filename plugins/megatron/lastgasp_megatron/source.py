@@ -12,9 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from lastgasp._fs import DISK, fsync_dir
-from lastgasp.checkpoint import FileEntry, Manifest, Staged, apply
-from lastgasp.checkpoint.pairing import read_pair
+from lastgasp.checkpoint import FileEntry, Staged, apply
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError, NotSaveable
 from lastgasp.ports import SaveResult
@@ -164,27 +162,11 @@ class MegatronSource:
             if data and (rank != self.rank or result.staged is None):
                 part = _PARTS.decode(data)
                 staged.adopt(Path(part.folder), part.entries)
-        self._make_room(result)
-        staged.publish(provenance(self.place, result.step, "gasp", newest_name(result.target)))
+        about = provenance(self.place, result.step, "gasp", newest_name(result.target))
+        staged.publish(about, aside=True)  # what stands there: a save that a fault cut short, another job's
         write_tracker(self._config.directory, result.step)
         self._exchange.close(result.step)
         self._prune(result)
-
-    def _make_room(self, result: SavedShard) -> None:
-        """Move away what stands there and is not this very step: a save that a fault cut short, another job's."""
-        found = read_pair(result.target, LAYOUT) if result.target.exists() else None
-        ours = isinstance(found, Manifest) and (found.job, found.step) == (self.place.job, result.step)
-        if found is None or ours:
-            return
-        aside = next(
-            path
-            for number in itertools.count(1)
-            if not (path := result.target.with_name(f".{result.target.name}.aside-{number}")).exists()
-        )
-        log.warning("%s was there already: moved to %s", result.target, aside.name)
-        DISK.rename(result.target, aside)
-        LAYOUT.manifest_path(result.target).unlink(missing_ok=True)
-        fsync_dir(result.target.parent)
 
     def _prune(self, result: SavedShard) -> None:
         config = self._config

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from lastgasp.checkpoint import Candidate, candidates
 from lastgasp.checkpoint.layout import next_path
+from lastgasp.checkpoint.manifest import Manifest, read
+from lastgasp.checkpoint.moving import put_back
 from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName
@@ -38,14 +40,20 @@ class Shelf:
         found = [self._judged(c, layout) for layout in self.layouts for c in candidates(self.folders, layout)]
         return sorted(found, key=lambda c: c.age_key, reverse=True)
 
+    def put_back(self) -> None:
+        """Return what a gasp that was killed had moved aside; for rank 0, before it lists."""
+        for folder in self.folders:
+            for layout in self.layouts:
+                put_back(folder, layout)
+
     def never_finished(self, candidate: Candidate) -> bool:
         """Whether it is what a save that was cut short has left, and not what somebody has lost."""
         if candidate.manifest is not None:
             return False
         if candidate.path.is_dir():
             return read_tracker(candidate.path.parent) is None
-        if next_path(LEGACY.manifest_path(candidate.path)).exists():
-            return True  # a gasp's, killed while its files were put in place
+        if _cut_short(candidate.path, LEGACY):
+            return True
         lacking = _lacking(candidate.path, LEGACY, self.ranks)
         name = LegacyName.parse(candidate.path.name)
         if name is None:
@@ -94,7 +102,7 @@ class Shelf:
 
     def _unfinished(self, candidate: Candidate, layout: Layout) -> str | None:
         """Why a checkpoint without a manifest cannot be meant to be loaded; None where only its content can tell."""
-        if next_path(layout.manifest_path(candidate.path)).exists():
+        if _cut_short(candidate.path, layout):
             return "its save was cut short"
         if layout is ITERATIONS:
             tracker = read_tracker(candidate.path.parent)
@@ -121,6 +129,15 @@ def layout_of(checkpoint: Path) -> Layout:
 def shelf_of(folders: Iterable[Path], layouts: Sequence[Layout], ranks: int, bare: bool) -> Shelf:
     """Each folder once."""
     return Shelf(list(dict.fromkeys(folder.absolute() for folder in folders)), layouts, ranks, bare)
+
+
+def _cut_short(checkpoint: Path, layout: Layout) -> bool:
+    """Whether a gasp was killed while its files were put in place: not all of those stand that it was to have.
+
+    Where all stand and it was killed, they are of a save that stood there before, for its content to be judged.
+    """
+    waiting, there = read(next_path(layout.manifest_path(checkpoint))), set(layout.files(checkpoint))
+    return isinstance(waiting, Manifest) and any(entry.path not in there for entry in waiting.files)
 
 
 def _ranks(checkpoint: Path, layout: Layout) -> set[int]:

@@ -172,6 +172,8 @@ class Chooser:
         if self._place.rank == 0:
             for folder in shelf.folders:
                 remove_stale_temps(folder)
+            shelf.put_back()
+        self._gather("reload/tidied", b"")  # all ranks must list the same
         resume = self._options.gasp.resume
         if resume not in ("auto", "never"):
             asked = _named(Path(resume).absolute(), "resume")
