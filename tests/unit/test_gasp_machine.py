@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ class Referee:
         self.saved: set[tuple[int, int]] = set()
         self.notes: list[str] = []
         self.killed: list[int] = []
+        self.targets: list[tuple[int, int]] = []
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ class Referee:
             self.released.append(life)
         else:
             assert isinstance(order, m.Prepare) and order.faults
+            self.targets.append((rank, order.target))
 
     def check_save(self, rank: int, order: m.Save) -> None:
         """Whoever saves is well, holds that very step, and no older plan is alive."""
@@ -166,6 +169,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("begin"), RANKS, STEPS, st.integers(0, 1)),
     st.tuples(st.just("status"), RANKS, STEPS, st.integers(0, 1)),
     st.tuples(st.just("report"), RANKS, KINDS),
+    st.tuples(st.just("entered"), RANKS, NEAR, STEPS),
     st.tuples(st.just("prepared"), RANKS, NEAR, STEPS, st.booleans()),
     st.tuples(st.just("obey"), RANKS),
     st.tuples(st.just("saved"), RANKS, NEAR, NEAR),
@@ -206,6 +210,8 @@ def message(referee: Referee, name: str, args: list[Any]) -> m.FromRank:
     if name == "prepared":
         why = "" if args[3] else "torn"
         return m.Prepared(recovery=recovery + args[1], step=args[2], durable=0, usable=args[3], why=why)
+    if name == "entered":
+        return m.Entered(recovery=recovery + args[1], step=args[2])
     if name == "goodbye":
         return m.Goodbye()
     if name == "foreign":
@@ -400,6 +406,61 @@ def test_shards_that_all_went_on_meet_at_the_later_step() -> None:
         for rank in range(4):
             obey(referee, rank)
     assert referee.machine.outcome.ending == "saved"
+
+
+def test_where_all_ranks_run_they_go_on_to_the_end_of_the_step_that_one_has_begun() -> None:
+    """Rank 1 has stopped before step 3, and rank 0 is in a collective of it: it would wait there for nothing."""
+    referee = begun(data_parallel(4))
+    play(referee, ("report", 0, "sigterm"))
+    for rank in (1, 2):
+        play(referee, ("prepared", rank, 0, 2, True))
+    play(referee, ("entered", 0, 0, 3))
+    play(referee, ("entered", 3, 0, 3))
+    assert referee.targets == [(rank, target) for target in (-1, 3) for rank in range(4)]
+    for rank in (0, 3, 1, 2):
+        assert referee.machine.state == "preparing"
+        play(referee, ("prepared", rank, 0, 3, True))
+    assert (referee.machine.state, referee.machine.outcome.step) == ("saving", 3)
+
+
+@pytest.mark.parametrize("event", [("die", 3), ("goodbye", 3), ("report", 3, "exception"), ("wait", 2.0, frozenset())])
+def test_nobody_goes_on_where_a_rank_has_stopped_or_no_time_is_left(event: Event) -> None:
+    referee = begun(data_parallel(4))
+    play(referee, ("report", 0, "sigterm"))
+    play(referee, event)
+    play(referee, ("entered", 0, 0, 3))
+    assert {target for _, target in referee.targets} == {-1}
+
+
+def test_shards_that_stopped_on_two_sides_of_an_update_meet_behind_it() -> None:
+    """Rank 3 is dead, ranks 1 and 2 were held before the update that rank 0 made: they have all that it takes."""
+    referee = begun(((0,), (1, 3), (2, 3)))
+    play(referee, ("die", 3))
+    for rank, step in ((0, 3), (1, 2), (2, 2)):
+        play(referee, ("prepared", rank, 0, step, True))
+    assert referee.targets[3:] == [(0, 3), (1, 3), (2, 3)]
+    for rank in (1, 2):
+        assert referee.machine.state == "preparing"
+        play(referee, ("prepared", rank, 0, 3, True))
+    assert (referee.machine.state, referee.machine.outcome.step) == ("saving", 3)
+
+
+def test_shards_that_do_not_meet_are_asked_once_more_and_no_more() -> None:
+    referee = begun(((0,), (1,), (2,), (3,)))
+    play(referee, ("report", 3, "exception"))
+    for step in (3, 4):
+        for rank in range(4):
+            play(referee, ("prepared", rank, 0, step if rank else 2, True))
+    assert "not at one common step" in referee.machine.outcome.reason
+    assert referee.machine.state == "over"
+
+
+def test_a_shard_that_nobody_holds_is_not_waited_for() -> None:
+    referee = begun(((0,), (1,), (2,), (3,)))
+    play(referee, ("die", 3))
+    for rank, step in ((0, 3), (1, 2), (2, 2)):
+        play(referee, ("prepared", rank, 0, step, True))
+    assert (referee.machine.state, referee.machine.outcome.ending) == ("over", "gave_up")
 
 
 def test_a_state_that_goes_on_and_on_is_not_waited_for() -> None:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from lastgasp.gasp.alone import recover_alone
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.stand import Released, Stand
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO, TOKEN, FakeController, FakeSource
@@ -255,6 +255,67 @@ def test_the_stand_knows_whether_all_training_threads_go_on(kinds: tuple[FaultKi
         rank.controller.say(m.Prepare(recovery=1, faults=faults))
         rank.controller.hear(m.Prepared)
         assert rank.stand.all_run is expected
+
+
+TOLD = m.Prepare(recovery=1, faults=(msgspec.structs.replace(FAULT, kind="sigterm"),), target=3)
+
+
+def test_where_no_rank_has_stopped_a_step_that_was_begun_is_told_before_it_is_over() -> None:
+    """It may be in a collective of that step, and the others held before it."""
+    with connected() as rank:
+        rank.stand.updating()
+        rank.controller.say(TOLD)
+        assert rank.controller.hear(m.Entered) == m.Entered(recovery=1, step=4)
+        rank.controller.say(msgspec.structs.replace(TOLD, target=4))
+        until(lambda: rank.stand.since > 0)
+        rank.stand.step_end(4)
+        assert rank.controller.hear(m.Prepared).step == 4
+
+
+def test_a_rank_that_was_told_to_stop_itself_goes_on_to_a_step_that_others_have_begun() -> None:
+    with connected() as rank, training(rank.stand) as thread:
+        rank.processor.report(msgspec.structs.replace(FAULT, kind="sigterm"))
+        rank.controller.hear(m.Report)
+        rank.controller.say(TOLD)
+        thread.start()
+        assert rank.controller.hear(m.Prepared).step == 3
+        until(lambda: rank.stand.parked)
+        rank.controller.say(msgspec.structs.replace(TOLD, target=4))
+        assert rank.controller.hear(m.Prepared).step == 4
+        until(lambda: rank.stand.parked)
+        assert rank.stand.step == 4
+
+
+@contextmanager
+def training(stand: Stand) -> Iterator[threading.Thread]:
+    """A thread that makes steps until it is told to leave."""
+
+    def train() -> None:
+        with suppress(Released):
+            while True:
+                stand.updating()
+                stand.step_end(stand.begun)
+
+    thread = threading.Thread(target=train)
+    try:
+        yield thread
+    finally:
+        stand.release(RELEASE)
+        thread.join(20.0)
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_rank_that_does_not_reach_a_step_in_time_cannot_make_it_later(raised: bool) -> None:
+    """It has told which step it holds, and that is saved."""
+    with connected() as rank, training(rank.stand) as thread:
+        if raised:
+            rank.processor.report(FAULT)
+            rank.controller.hear(m.Report)
+        rank.controller.say(msgspec.structs.replace(PREPARE, target=4))
+        assert rank.controller.hear(m.Prepared).step == 3
+        thread.start()
+        until(lambda: rank.stand.parked)
+        assert rank.stand.step == 3
 
 
 def test_a_save_that_was_called_off_removes_what_it_wrote() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,74 @@ def test_a_gate_without_an_answer_gives_up_by_itself() -> None:
         stand.updating()
     assert caught.value.code == exitcodes.GAVE_UP
     assert "no answer from the controller" in caught.value.outcome.reason
+
+
+def parked(stand: Stand) -> threading.Thread:
+    """A training thread that waits at the closed gate."""
+    thread = threading.Thread(target=_one_step, args=(stand,))
+    thread.start()
+    while not stand.parked:
+        assert thread.is_alive()
+    return thread
+
+
+def _one_step(stand: Stand) -> None:
+    with suppress(Released):
+        stand.updating()
+        stand.step_end(stand.begun)
+
+
+def test_a_greater_target_lets_a_parked_rank_go_on_to_it_and_no_further() -> None:
+    stand = Stand()
+    stand.step_end(4)
+    stand.hold(30.0, target=3)
+    thread = parked(stand)
+    assert (stand.inside, stand.begun) == (False, 4)
+    stand.hold(30.0, target=4)
+    assert stand.parked, "step 4 is what it holds"
+    stand.hold(30.0, target=5)
+    assert (stand.parked, stand.begun) == (False, 5), "known at once, whatever the threads do"
+    thread.join(30.0)
+    assert (stand.step, stand.inside) == (5, False)
+    thread = parked(stand)
+    assert (stand.step, stand.begun) == (5, 5)
+    stand.release(SAVED)
+    stand.hold(30.0, target=6)
+    thread.join(30.0)
+    assert (stand.step, stand.parked) == (5, False), "an outcome counts for more than a late order"
+
+
+def test_a_gate_that_is_closed_for_good_lets_nobody_catch_up() -> None:
+    stand = Stand()
+    stand.step_end(4)
+    stand.hold(30.0, target=6)
+    stand.close()
+    thread = parked(stand)
+    stand.release(SAVED)
+    thread.join(30.0)
+    assert stand.step == 4
+
+
+def test_what_is_begun_is_never_told_too_late() -> None:
+    """Who has held a rank finds it parked, or finds in `begun` every step that it may be in; many times."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            stand = Stand()
+            thread = threading.Thread(target=_steps, args=(stand,))
+            thread.start()
+            while stand.step == 0:
+                pass
+            stand.hold(30.0)
+            begun = stand.begun
+            while not stand.parked:
+                pass
+            assert begun >= stand.step == stand.begun
+            stand.release(SAVED)
+            thread.join(30.0)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_step_with_several_optimizers_can_be_finished() -> None:

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lastgasp.events import Ending, Fault, FaultKind, Unused
+from lastgasp.events import Ending, Fault, FaultKind
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
+from .members import Member, Outcome
 from .progress import Progress
 
 MARGIN = 2.0
@@ -55,45 +56,6 @@ Action = Send | Kill | Note
 
 
 @dataclass
-class Member:
-    """What is known about one rank that joined."""
-
-    rank: int
-    step: int = -1
-    durable: int = 0
-    gone: str = ""
-    left: bool = False
-    hung: bool = False
-    fault: Fault | None = None
-    prepared: m.Prepared | None = None
-    failures: int = 0
-    moves: int = 0
-    """How often its state went on while it was being saved."""
-    failed: str = ""
-    """Why its last save failed."""
-
-    @property
-    def here(self) -> bool:
-        """It can be asked and can answer."""
-        return not self.gone and not self.left and not self.hung
-
-
-@dataclass
-class Outcome:
-    """How the recovery ended, for the incident record."""
-
-    ending: Ending = "open"
-    reason: str = ""
-    step: int | None = None
-    lost: int | None = None
-    path: str = ""
-    nbytes: int = 0
-    first_byte_ns: int | None = None
-    savers: tuple[int, ...] = ()
-    unused: tuple[Unused, ...] = ()
-
-
-@dataclass
 class Machine:
     """The controller's mind for one generation (one attempt) of a job.
 
@@ -117,6 +79,7 @@ class Machine:
     outcome: Outcome = field(default_factory=Outcome)
     reach: int = -1
     """The step to the end of which ranks that have stopped before it were told to go on."""
+    _met: bool = False
     _deadline: float = 0.0
     _current: SavePlan | None = None
     _saved: dict[int, m.Saved] = field(default_factory=dict)
@@ -320,13 +283,14 @@ class Machine:
         return [Note(phase="agreed"), *self._carry_out(decision, now)]
 
     def _meet(self, now: float) -> list[Action]:
-        """Each shard has a holder, but they stopped on two sides of an update: those behind may still make it."""
+        """Each shard has a holder, but they stopped on two sides of an update: those behind may make it yet, once."""
         views = [self._view(rank) for rank in self.members]
-        holders = {view.rank: view.step for view in views if view.holds}
-        if not all(holders.keys() & set(group) for group in self.replicas):
+        steps = {view.rank: view.step for view in views if view.holds}
+        complete = all(steps.keys() & set(group) for group in self.replicas)
+        if self._met or not complete or len(set(steps.values())) < 2:
             return []
-        self._deadline = now + self.finish_timeout + MARGIN
-        return self._go_on(max(holders.values()))
+        self._met, self._deadline = True, now + self.finish_timeout + MARGIN
+        return self._go_on(max(steps.values()))
 
     def _decide(self) -> Decision:
         ranks = set(range(self.world_size)) | set(self.members)

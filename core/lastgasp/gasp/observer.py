@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from lastgasp.events import Fault, Unused
 
 from . import messages as m
-from .machine import Action, Kill, Machine, Member, Note, Send
+from .machine import Action, Kill, Machine, Note, Send
+from .members import Member
 
 PATIENCE = 40.0
 """Seconds from a fault until the leader must have ordered a save: 8 to 12 until it notices, 2 and 5 to look again, and

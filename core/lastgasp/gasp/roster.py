@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from . import messages as m
 from .cards import JobState, RankRow, RankState, WorkerCard
 from .generation import Generation
-from .machine import Member
+from .members import Member
 
 
 @dataclass
