@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -158,7 +157,7 @@ def test_groups_go_where_taskds_tool_looks(
 ) -> None:
     monkeypatch.setenv("GROUP_BASE_DIR", str(tmp_path))
     monkeypatch.setenv("MINDX_TASK_ID", "job-1")
-    monkeypatch.setenv("LD_PRELOAD", "/opt/libmspti.so")
+    monkeypatch.setattr(mstx, "is_collected", lambda: True)
     found = mstx.open_recorder("pt", MarksConfig(), 3)
     assert found is not None
     found.set_groups({"g": {"group_name": "tp", "group_rank": 1, "global_ranks": [2, 3]}})
@@ -209,8 +208,15 @@ def test_nobody_collects(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert mstx.open_marks("pt", None) is None
 
 
-def test_somebody_collects(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
-    monkeypatch.setitem(os.environ, "LD_PRELOAD", "/opt/libmspti.so")
+def test_somebody_collects(monkeypatch: pytest.MonkeyPatch, npu: Any, tmp_path: Path) -> None:
+    """A preloaded library is seen where the loader has really loaded it."""
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 42 /opt/cann/lib64/libmspti.so\n")
+    assert mstx.is_collected({}, maps)
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 42 /lib/libc.so.6\n")
+    named = {"LD_PRELOAD": "/absent/libmspti.so"}
+    assert not mstx.is_collected(named, maps), "named, not there, or too late"
+    assert mstx.is_collected(named, tmp_path / "absent") and not mstx.is_collected({}, tmp_path / "absent")
+    monkeypatch.setattr(mstx, "is_collected", lambda: True)
     found = mstx.open_marks("pt", bits.STEP)
     assert found is not None and found.mask == bits.STEP
-    assert mstx.is_collected({"LD_PRELOAD": ""}, Path("/nonexistent")) is False

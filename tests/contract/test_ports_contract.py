@@ -63,6 +63,8 @@ class Workers:
     registry: WorkerRegistry
     shown: Callable[[], bool]
     gone: Callable[[], bool]
+    end: Callable[[], object] = bool
+    """What the end of the process does."""
 
 
 def _embedded_workers(stack: ExitStack) -> Workers:
@@ -86,8 +88,10 @@ def _taskd_workers(stack: ExitStack, patch: pytest.MonkeyPatch, folder: Path, re
         stack.callback(_forget, "taskd")
         _forget("taskd")
     prepare_log_directory(os.environ)
-    api = import_taskd()
-    stack.callback(api.destroy_taskd_worker)
+    api, at_exit = import_taskd(), []
+    patch.setattr("atexit.register", at_exit.append)  # what the end of the process will do
+    if not real:
+        stack.callback(api.destroy_taskd_worker)
     port = getattr(api, "PROXY_PORT", 9602)
 
     def look() -> Evidence:
@@ -95,7 +99,12 @@ def _taskd_workers(stack: ExitStack, patch: pytest.MonkeyPatch, folder: Path, re
         return found if real else Evidence(True, found.proxy, found.connected)
 
     registry = TaskdRegistry(api, "pt", look=look)
-    return Workers(registry, lambda: look().registered, lambda: not look().connected)
+
+    def end() -> None:
+        for hook in at_exit:
+            hook()
+
+    return Workers(registry, lambda: look().registered, lambda: not look().connected, end)
 
 
 @pytest.fixture(
@@ -134,6 +143,7 @@ def test_a_worker_that_deregisters_is_gone(workers: Workers) -> None:
     workers.registry.register(card_of_this_process(0, "cpu"))
     _until(workers.shown, "the control plane shows the worker")
     workers.registry.deregister()
+    workers.end()
     _until(workers.gone, "the control plane has let go of the worker")
 
 

@@ -18,15 +18,15 @@ POD = {
     "TTP_PORT": "8000", "MASTER_ADDR": "job-master-0", "TASKD_PROCESS_INTERVAL": "100",
 }  # fmt: skip
 SCRIPT = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 names = ("LD_PRELOAD", "TASKD_PROCESS_ENABLE", "HCCL_ASYNC_ERROR_HANDLING")
 found = {name: os.environ.get(name) for name in names}
 found["exec"] = all(value is None or f"{name}={value}".encode() in open("/proc/self/environ", "rb").read()
                     for name, value in found.items())
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(found))
-told = pathlib.Path(sys.argv[1], "manager")
-while not told.exists():  # the test's time limit ends this
-    pass
+told = [pathlib.Path(sys.argv[1], name) for name in ("manager", "proxy")]
+while not all(one.exists() for one in told):  # the test's time limit ends this
+    time.sleep(0.01)
 """
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -49,16 +49,17 @@ def start(folder: Path, *options: str, **more: str) -> Finished:
     """`lastgasp run` in that pod."""
     paths = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": paths, "ASCEND_TOOLKIT_HOME": str(folder / "cann"), "TASKD_LOG_PATH": str(folder / "logs")}
-    env = os.environ | POD | own | {"STANDIN_MANAGER_TELLS": str(folder / "manager")} | more
+    told = {f"STANDIN_{name.upper()}_TELLS": str(folder / name) for name in ("manager", "proxy")}
+    env = os.environ | POD | own | told | more
     command = [sys.executable, "-m", "lastgasp", "run", *options, "--nproc-per-node", "2"]
     return run_job([*command, str(folder / "script.py"), str(folder)], folder / "log", timeout=100, environ=env)
 
 
 def test_a_job_gets_what_a_start_script_sets(cann: Path, tmp_path: Path) -> None:
-    """Libraries and variables are there when each process begins, and the manager runs as long as the job."""
+    """Libraries and variables are there when each process begins; manager and proxy run as long as the job."""
     done = start(tmp_path)
     assert done.ok, done.output[-4000:]
-    assert done.left == (), "the manager is gone with the job"
+    assert done.left == (), "manager and proxy are gone with the job"
     libraries = [cann / "lib64" / "libmspti.so", tmp_path / "site/taskd/python/cython_api/libs/libtaskd.so"]
     for rank in "01":
         found = json.loads((tmp_path / rank).read_text())
@@ -70,13 +71,15 @@ def test_a_job_gets_what_a_start_script_sets(cann: Path, tmp_path: Path) -> None
         }
     assert "lastgasp: TASKD_PROCESS_ENABLE=off (no strategy recovers processes)" in done.output
     assert (tmp_path / "manager").read_text().endswith(" 127.0.0.1")
-    assert "manager had ended" not in done.output
+    assert json.loads((tmp_path / "proxy").read_text())["UpstreamAddr"] == "127.0.0.1"
+    assert "before the job did" not in done.output
 
 
 def test_with_a_strategy_taskds_agent_runs_the_workers(cann: Path, tmp_path: Path) -> None:
     done = start(tmp_path, HIGH_AVAILABILITY="dump,recover")
     assert "TaskD's agent runs" in done.output, done.output[-4000:]
     assert done.ok and done.left == ()
+    assert not (tmp_path / "proxy").exists(), "TaskD's agent starts its own"
     assert "lastgasp: HCCL_ASYNC_ERROR_HANDLING=0 (the watchdog would end ranks" in done.output
 
 
@@ -94,11 +97,12 @@ def test_a_dry_run_shows_it_and_starts_nothing(cann: Path, tmp_path: Path) -> No
 
 
 def test_embedded_by_choice_sets_nothing(cann: Path, tmp_path: Path) -> None:
-    (tmp_path / "manager").write_text("nobody")
+    for name in ("manager", "proxy"):
+        (tmp_path / name).write_text("nobody")
     done = start(tmp_path, LASTGASP_BACKEND="embedded")
     assert done.ok, done.output[-4000:]
     assert json.loads((tmp_path / "0").read_text())["LD_PRELOAD"] is None
-    assert (tmp_path / "manager").read_text() == "nobody"
+    assert [(tmp_path / name).read_text() for name in ("manager", "proxy")] == ["nobody", "nobody"]
 
 
 def test_a_contradiction_is_refused(cann: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lastgasp.backends.ascend import goenv, taskd
 from lastgasp.backends.ascend.evidence import Evidence, evidence
 from lastgasp.backends.ascend.logdir import prepare_log_directory
 from lastgasp.backends.ascend.manager import ManagerConfig, manager_config, run_manager
+from lastgasp.backends.ascend.proxy import proxy_config, run_proxy
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, ControlError
 from lastgasp.jobs.registry import card_of_this_process
@@ -46,6 +47,7 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restored_environ: None)
         _forget()
         prepare_log_directory(os.environ)
         found = taskd.import_taskd()
+        monkeypatch.setattr(taskd, "_STARTED", [])
         yield found
         found.destroy_taskd_worker()
         assert sys.modules["taskd"].violations == []
@@ -80,7 +82,27 @@ def test_a_worker_is_registered_once_and_its_connection_is_seen(api: Any, caplog
         time.sleep(0.01)
     one.deregister()
     assert "rank 3 is registered with TaskD" in caplog.text
-    assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",), ("destroy_taskd_worker",)]
+    assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",)]
+
+
+def test_a_second_training_in_the_process_has_the_same_worker(
+    api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another init would run a second set of goroutines, and a destroyed worker cannot be had back."""
+    caplog.set_level("INFO", "lastgasp")
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    for _ in range(2):
+        caplog.clear()
+        one = registry(api)
+        one.register(card_of_this_process(3))
+        deadline = time.monotonic() + 20
+        while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        one.deregister()
+        assert "rank 3 is registered with TaskD" in caplog.text
+    assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",)]
+    assert at_exit == [api.destroy_taskd_worker]
 
 
 def test_what_is_missing_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -122,12 +144,14 @@ def test_the_inner_registry_is_told_as_well(api: Any) -> None:
         ("pt", True, "", "profiling_limit_mb"),
         ("pt", 5000.0, "", "profiling_limit_mb"),
         ("pt", 5000, "RANK", "RANK"),
+        ("pt", 5000, "RANK=\N{SUPERSCRIPT TWO}", "RANK"),
         ("pt", 5000, "LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE"),
         ("ms", 5000, "", "MS_NODE_RANK"),
     ],
 )
 def test_what_taskd_answers_with_a_bare_false_is_refused(framework: str, limit: Any, drop: str, field: str) -> None:
-    env = {name: value for name, value in POD.items() if name != drop}
+    name, _, value = drop.partition("=")
+    env = POD | {name: value}
     with pytest.raises(ConfigError) as refused:
         taskd.check_worker(framework, limit, env)
     assert refused.value.field == field
@@ -177,6 +201,19 @@ def test_a_log_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
             prepare_log_directory({"TASKD_LOG_PATH": str(tmp_path / name)})
 
 
+def test_all_ranks_of_a_node_may_make_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def slow(path: Path, *args: Any, **more: Any) -> None:
+        if path.name == "logs" and not path.exists():
+            os.mkdir(path)  # another rank was faster
+        mkdir(path, *args, **more)
+
+    monkeypatch.setattr(Path, "mkdir", slow)
+    path = prepare_log_directory({"TASKD_LOG_PATH": str(tmp_path / "logs")})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
 # -- the environment of exec time -----------------------------------------------------------------
 
 
@@ -205,7 +242,7 @@ def test_a_session_registers_its_worker(
     session = Session(GaspConfig.resolve(tmp_path), place, ToySource(0, tmp_path, {}), None, Marking())
     session.begin(0, 0)
     session.close()
-    expected = [("init_taskd_worker", 0, 5000, "pt"), ("start_taskd_worker",), ("destroy_taskd_worker",)]
+    expected = [("init_taskd_worker", 0, 5000, "pt"), ("start_taskd_worker",)]
     assert api.calls == (expected if registers else [])
 
 
@@ -244,6 +281,8 @@ def test_the_manager_learns_its_sizes_from_the_operator() -> None:
         ({"MINDX_TASK_ID": ""}, "MINDX_TASK_ID"),
         ({"WORLD_SIZE": "15"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "\N{SUPERSCRIPT TWO}"}, "WORLD_SIZE"),
+        ({"TTP_PORT": "\N{SUPERSCRIPT TWO}"}, "TTP_PORT"),
         ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE"),
         ({"LOCAL_WORLD_SIZE": "0"}, "WORLD_SIZE"),
         ({"POD_IP": ""}, "POD_IP"),
@@ -284,6 +323,58 @@ def test_the_manager_serves_until_it_ends(api: Any) -> None:
     assert "ended" in str(failed[0])
 
 
+# -- the proxy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "upstream"),
+    [
+        ({"MASTER_ADDR": "10.0.0.1", "RANK": "3"}, "10.0.0.1"),
+        ({"MASTER_ADDR": "localhost", "RANK": "3"}, "127.0.0.1"),  # TaskD takes addresses only
+        ({"MS_SCHED_HOST": "10.0.0.9", "MASTER_ADDR": "10.0.0.1", "MS_NODE_RANK": "3"}, "10.0.0.9"),
+    ],
+)
+def test_a_proxy_reaches_the_managers_pod(env: dict[str, str], upstream: str) -> None:
+    config = proxy_config(env)
+    assert config == {"UpstreamAddr": upstream, "UpstreamPort": "9601", "ListenAddr": "127.0.0.1", "ListenPort": "9602",
+                      "ServerRank": "3"}  # fmt: skip
+    assert proxy_config({})["UpstreamAddr"] == "127.0.0.1" and proxy_config({})["ServerRank"] == "0"
+
+
+def test_a_name_that_nobody_knows_is_told_in_time() -> None:
+    with pytest.raises(ControlError, match=r"MASTER_ADDR=nowhere\.invalid"):
+        proxy_config({"MASTER_ADDR": "nowhere.invalid"}, limit=0.0)
+
+
+def test_the_proxy_serves_as_long_as_its_launcher(api: Any) -> None:
+    alive = threading.Event()
+    alive.set()
+    failed: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            run_proxy(proxy_config({"MASTER_ADDR": "10.0.0.1"}), alive.is_set, period=0.01)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not api.calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert api.calls[0][0] == "init_taskd_proxy" and thread.is_alive(), "the manager has not answered yet"
+    api.manager_answers.set()
+    alive.clear()
+    thread.join(20)
+    assert not thread.is_alive() and failed == []
+    assert api.calls[-1] == ("destroy_taskd_proxy",)
+
+
+def test_a_proxy_that_is_refused_is_told(api: Any) -> None:
+    with pytest.raises(ControlError, match="refused"):
+        run_proxy(proxy_config({}) | {"UpstreamAddr": "job-master-0"}, lambda: True)
+
+
 # -- the agent ------------------------------------------------------------------------------------
 
 AGENT = """
@@ -304,10 +395,12 @@ print("well")
 
 
 def test_torch_calls_taskds_agent_with_an_argument_more(api: Any, tmp_path: Path) -> None:
+    """In a launcher with the umask of many start scripts, with which importing TaskD raises unless that is seen to."""
     paths = os.pathsep.join([str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     done = subprocess.run(
         [sys.executable, "-c", AGENT],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "TASKD_LOG_PATH": str(tmp_path / "made" / "by" / "us")},
+        umask=0o077,
         capture_output=True,
         text=True,
         timeout=110,

@@ -41,6 +41,7 @@ def test_profiling_alone() -> None:
     assert settings(found) == PRELOAD | {"TASKD_PROCESS_ENABLE": "off", "MASTER_ADDR": "10.0.0.1"}
     assert found.manager
     assert not found.taskd_agent, "nobody restarts single processes: our agent holds for the savers"
+    assert found.proxy, "and it is TaskD's agent that starts a pod's proxy otherwise"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_strategies_of_pytorch(strategies: str, more: dict[str, str]) -> None:
     found = prepare(POD | {"HIGH_AVAILABILITY": strategies}, BOTH)
     expected = PRELOAD | {"TASKD_PROCESS_ENABLE": "on", "MASTER_ADDR": "10.0.0.1", "HCCL_ASYNC_ERROR_HANDLING": "0"}
     assert settings(found) == expected | more
-    assert found.manager and found.taskd_agent
+    assert found.manager and found.taskd_agent and not found.proxy
 
 
 def test_the_other_pods() -> None:
@@ -70,12 +71,36 @@ def test_strategies_of_mindspore() -> None:
         "HCCL_OP_RETRY_ENABLE": "L0:0, L1:1, L2:1",
     }
     assert not found.taskd_agent, "msrun calls TaskD's agent by itself"
-    assert prepare(MINDSPORE | {"MS_ROLE": "MS_SCHED"}, BOTH).manager
+    assert found.taskd_msrun and not found.proxy
+    assert not prepare(MINDSPORE | {"MINDX_TASK_ID": ""}, BOTH).taskd_msrun
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "workers", "first"),
+    [
+        ("MS_SCHED", "0", "16", True),
+        ("MS_WORKER", "0", "16", False),  # there is a scheduler's pod, whose rank is 0 as well
+        ("MS_WORKER", "0", "1", True),  # one NPU needs no scheduler
+        ("", "0", "16", True),
+        ("", "1", "16", False),
+    ],
+)
+def test_one_pod_of_mindspore_has_the_manager(role: str, rank: str, workers: str, first: bool) -> None:
+    env = MINDSPORE | {"MS_ROLE": role, "MS_NODE_RANK": rank, "MS_WORKER_NUM": workers}
+    assert prepare(env, BOTH).manager is first
 
 
 def test_rescheduling_of_pods_alone_recovers_no_process() -> None:
-    found = settings(prepare(MINDSPORE | {"MS_ENABLE_TFT": "{RSC:1}"}, BOTH))
-    assert found == PRELOAD | {"TASKD_PROCESS_ENABLE": "off"}
+    found = prepare(MINDSPORE | {"MS_ENABLE_TFT": "{RSC:1}"}, BOTH)
+    assert settings(found) == PRELOAD | {"TASKD_PROCESS_ENABLE": "off"}
+    assert found.taskd_msrun and not found.proxy
+
+
+def test_mindspore_with_profiling_alone_keeps_our_launcher() -> None:
+    """Its own would kill the survivors within a second: it hands its workers to TaskD for an item only."""
+    found = prepare({name: value for name, value in MINDSPORE.items() if name != "MS_ENABLE_TFT"}, BOTH)
+    assert settings(found) == PRELOAD | {"TASKD_PROCESS_ENABLE": "off"}
+    assert found.proxy and not found.taskd_msrun
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -121,7 +146,8 @@ def test_libraries_are_found_without_importing(tmp_path: Path, monkeypatch: pyte
 def test_the_plan_can_be_run_by_a_shell() -> None:
     env = POD | {"HIGH_AVAILABILITY": "retry"}
     text = render(prepare(env, BOTH), ["torchrun", "--nproc-per-node", "8", "it's.py"])
-    assert "lastgasp manager &" in text
+    assert "lastgasp manager &" in text and "proxy" not in text
+    assert "-m lastgasp.backends.ascend.proxy &" in render(prepare(POD, BOTH), ["torchrun"])
     exports = "\n".join(line for line in text.splitlines() if line.startswith("export"))
     shown = subprocess.run(
         ["sh", "-c", f"{exports}\nenv"], capture_output=True, text=True, timeout=60, check=True, env={}

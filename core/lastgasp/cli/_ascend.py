@@ -1,4 +1,4 @@
-"""What `lastgasp run` does around a job on Ascend: the environment first, then TaskD's manager on the first pod."""
+"""What `lastgasp run` does around a job on Ascend: the environment first, then TaskD's manager and proxy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import click
@@ -17,7 +18,7 @@ from lastgasp.launch.ascend import PREPARED, Prepared, look, must_start_anew, pr
 log = logging.getLogger("lastgasp.launch")
 
 STOP_LIMIT = 10.0
-"""Seconds that the manager gets to end."""
+"""Seconds that a process beside the job gets to end."""
 
 
 def prepared_here() -> Prepared:
@@ -47,20 +48,51 @@ def start_anew_if_needed(prepared: Prepared, arguments: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def manager_running(prepared: Prepared) -> Iterator[None]:
-    """TaskD's manager runs beside the job, where it belongs to this pod; afterwards it does not."""
-    if not prepared.manager:
+def helpers_running(prepared: Prepared) -> Iterator[None]:
+    """TaskD's manager and proxy run beside the job, where they belong to this pod; afterwards they do not.
+
+    Raises:
+        ConfigError: the manager cannot run with what is set, and without it TaskD's agent starts no worker; or
+            TaskD's log directory cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        if prepared.manager or prepared.proxy or prepared.taskd_msrun:
+            _prepare(prepared)
+        if prepared.manager:
+            stack.enter_context(_beside("TaskD's manager", "lastgasp", "manager"))
+        if prepared.proxy:
+            stack.enter_context(_beside("TaskD's proxy", "lastgasp.backends.ascend.proxy"))
         yield
-        return
-    manager = subprocess.Popen([sys.executable, "-m", "lastgasp", "manager"], stdin=subprocess.DEVNULL)
+
+
+def _prepare(prepared: Prepared) -> None:
+    from lastgasp.backends.ascend.logdir import prepare_log_directory
+    from lastgasp.backends.ascend.manager import manager_config
+
+    if prepared.manager and not prepared.proxy:
+        manager_config(os.environ)
+    prepare_log_directory(os.environ)
+
+
+@contextlib.contextmanager
+def _beside(name: str, *module: str) -> Iterator[None]:
+    """A process that should live as long as the context; it is told at once when it does not."""
+    process = subprocess.Popen([sys.executable, "-m", *module], stdin=subprocess.DEVNULL)
+    over = threading.Event()
+
+    def watch() -> None:
+        code = process.wait()
+        if not over.is_set():
+            log.error("%s has ended with code %s before the job did; see above. The job goes on without", name, code)
+
+    watcher = threading.Thread(target=watch, name="lastgasp-beside", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        if manager.poll() is not None:
-            log.error("TaskD's manager had ended with code %s before the job did; see above", manager.returncode)
-        manager.terminate()
-        try:
-            manager.wait(STOP_LIMIT)
-        except subprocess.TimeoutExpired:
-            manager.kill()
-            manager.wait()
+        over.set()
+        process.terminate()
+        watcher.join(STOP_LIMIT)
+        if watcher.is_alive():
+            process.kill()
+            watcher.join(STOP_LIMIT)

@@ -10,7 +10,7 @@ from argparse import ArgumentParser
 import click
 
 from lastgasp import exitcodes
-from lastgasp.cli._ascend import manager_running, prepared_here, start_anew_if_needed
+from lastgasp.cli._ascend import helpers_running, prepared_here, start_anew_if_needed
 from lastgasp.errors import MissingExtra
 from lastgasp.launch.ascend import Prepared, render
 from lastgasp.launch.framework import EXTRAS, STARTERS, split_framework
@@ -46,7 +46,8 @@ def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
     The logs of an attempt that failed are kept as worker_0.attempt0.log.
 
     On Ascend with MindCluster it also does what a start script does otherwise: preloads libmspti.so and libtaskd.so,
-    sets the variables that the job's strategies need, starts TaskD's manager on the first pod, and says so.
+    sets the variables that the job's strategies need, starts TaskD's manager on the first pod and its proxy where no
+    agent of TaskD's does, and says so.
 
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
     86 no progress, 87 a rank refused to start, 1 anything else.
@@ -58,12 +59,12 @@ def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
         return
     start_anew_if_needed(prepared, arguments)
     os.environ["LASTGASP_LAUNCHER"] = "run"
-    with manager_running(prepared):
+    with helpers_running(prepared):
         if under_msrun is None:
             _under_torchrun(list(arguments), prepared)
         else:
             _require(FRAMEWORK)
-            sys.exit(taskds_msrun(under_msrun) if prepared.in_taskd_job else msrun(under_msrun))
+            sys.exit(taskds_msrun(under_msrun) if prepared.taskd_msrun else msrun(under_msrun))
 
 
 def _command(arguments: list[str], under_msrun: list[str] | None) -> list[str]:

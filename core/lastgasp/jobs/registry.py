@@ -29,7 +29,8 @@ class WorkerRegistry(Protocol):
         """From now on the control plane shows this worker; where it cannot be reached, nothing happens."""
 
     def deregister(self) -> None:
-        """From now on this worker's end is no fault."""
+        """From now on this worker's end is no fault; the control plane has let go of it when the process ends, at the
+        latest."""
 
 
 class EmbeddedRegistry:

@@ -25,6 +25,8 @@ _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
 _NEED_MINDIO = ("TTP", "UCE", "ARF", "TSP", "HCCE")
 """Items of MS_ENABLE_TFT that drive MindIO (facts/mindformers.md §3)."""
+_HAND_OVER = (*_NEED_MINDIO, "RSC")
+"""Items for which msrun leaves its workers to TaskD (the same section)."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,16 @@ class Prepared:
         settings: variables that differ from what is there.
         manager: whether TaskD's manager is to be started here.
         taskd_agent: whether TaskD's own agent must run torch's workers, since the manager restarts them.
-        in_taskd_job: whether TaskD serves this job at all.
+        taskd_msrun: the same of MindSpore's: msrun hands them to TaskD by itself.
+        proxy: whether TaskD's proxy is to be started here, since no agent of TaskD's does.
         notes: what the user should know.
     """
 
     settings: tuple[Setting, ...] = ()
     manager: bool = False
     taskd_agent: bool = False
-    in_taskd_job: bool = False
+    taskd_msrun: bool = False
+    proxy: bool = False
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -78,6 +82,8 @@ class _Job:
     strategies: frozenset[str]
     mindspore: bool
     first: bool
+    handed_over: bool
+    """msrun leaves its workers to TaskD."""
 
     @property
     def recovers(self) -> bool:
@@ -98,11 +104,13 @@ def prepare(env: Mapping[str, str], machine: Machine) -> Prepared:
     _refuse_watchdogs(env, job)
     settings = [*_preload(env, machine), *_process_enable(env, job), *_addresses(env, job), *_watchdogs(env, job)]
     in_cluster = bool(env.get("MINDX_TASK_ID")) and bool(machine.taskd)
+    agents = in_cluster and (job.handed_over if job.mindspore else job.recovers)
     return Prepared(
         settings=tuple(setting for setting in settings if env.get(setting.name) != setting.value),
         manager=in_cluster and job.first,
-        taskd_agent=in_cluster and not job.mindspore and job.recovers,
-        in_taskd_job=in_cluster,
+        taskd_agent=agents and not job.mindspore,
+        taskd_msrun=agents and job.mindspore,
+        proxy=in_cluster and not agents,
         notes=tuple(_notes(env, machine)),
     )
 
@@ -113,8 +121,16 @@ def _job(env: Mapping[str, str]) -> _Job:
     if env.get("PROCESS_RECOVER") == "on":
         items.add("recover")
     mindspore = bool(tft or env.get("MS_WORKER_NUM") or env.get("MS_ROLE"))
-    first = env.get("MS_ROLE") == "MS_SCHED" or env.get("MS_NODE_RANK" if mindspore else "RANK", "0") == "0"
-    return _Job(frozenset(items | (tft & set(_NEED_MINDIO))), mindspore, first)
+    first = _is_scheduler(env) if mindspore else env.get("RANK", "0") == "0"
+    return _Job(frozenset(items | (tft & set(_NEED_MINDIO))), mindspore, first, bool(tft & set(_HAND_OVER)))
+
+
+def _is_scheduler(env: Mapping[str, str]) -> bool:
+    """Whether this is the pod where msrun's scheduler runs. A scheduler's own pod and the first worker's both have
+    rank 0; only a job of one NPU has none (facts/job_yaml.md §1)."""
+    if env.get("MS_ROLE") == "MS_WORKER" and env.get("MS_WORKER_NUM", "1") != "1":
+        return False
+    return env.get("MS_ROLE") == "MS_SCHED" or env.get("MS_NODE_RANK", "0") == "0"
 
 
 def _preload(env: Mapping[str, str], machine: Machine) -> Iterable[Setting]:
@@ -203,6 +219,8 @@ def render(prepared: Prepared, command: list[str]) -> str:
     lines += [f"# note: {note}" for note in prepared.notes]
     if prepared.manager:
         lines.append("lastgasp manager &  # TaskD's manager, on the first pod")
+    if prepared.proxy:
+        lines.append("python -m lastgasp.backends.ascend.proxy &  # TaskD's proxy of this pod")
     if prepared.taskd_agent:
         lines.append("# TaskD's own agent runs the workers, since its manager restarts them")
     return "\n".join([*lines, " ".join(_quoted(word) for word in command)])

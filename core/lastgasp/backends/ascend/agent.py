@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +13,8 @@ from typing import Any
 
 from lastgasp.errors import ControlError
 from lastgasp.launch.torchrun_hook import TASKD_PATCH
+
+from .logdir import prepare_log_directory
 
 PATCH = TASKD_PATCH
 """Replaces methods of torch's elastic agent when it is imported; the documentation adds it to torch/distributed/run.py
@@ -28,9 +31,11 @@ def use_taskd_agent() -> None:
     """Put TaskD's agent in place, such that this torch can call it. Idempotent; call it in the launcher.
 
     Raises:
+        ConfigError: TaskD's log directory cannot be used.
         ControlError: TaskD's patch cannot be imported.
     """
     api = importlib.import_module(_API)
+    prepare_log_directory(os.environ)
     try:
         importlib.import_module(PATCH)
     except Exception as error:

@@ -36,8 +36,7 @@ def prepare_log_directory(env: Mapping[str, str]) -> Path:
     if path.is_symlink():
         raise ConfigError(VARIABLE, given, "a real directory, no symlink: TaskD refuses those", remedy)
     try:
-        if not path.is_dir():
-            path.mkdir(mode=MODE, parents=True)
+        path.mkdir(mode=MODE, parents=True, exist_ok=True)  # all ranks of a node come at once
         if (mode := stat.S_IMODE(path.stat().st_mode)) != MODE:
             os.chmod(path, MODE)
             log.info("%s had mode %04o: TaskD wants exactly %04o, and has it now", path, mode, MODE)

@@ -71,7 +71,7 @@ def _sizes(env: Mapping[str, str]) -> tuple[int, int]:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     value = env.get(name, "")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         remedy = "The operator sets it; else give --nodes and --procs-per-node."
         raise ConfigError(name, env.get(name), "a number", remedy)
     return int(value)
@@ -88,7 +88,7 @@ def _check_address(env: Mapping[str, str], nodes: int, controls: bool) -> None:
     if not env.get("POD_IP") and (nodes > 1 or controls):
         raise ConfigError("POD_IP", None, "the address of this pod", f"It comes from env {_CLOUD}.")
     port = env.get("TTP_PORT", "")
-    if controls and not (port.isdigit() and 1024 <= int(port) <= 65535):
+    if controls and not (port.isascii() and port.isdigit() and 1024 <= int(port) <= 65535):
         raise ConfigError(
             "TTP_PORT",
             env.get("TTP_PORT"),

@@ -219,13 +219,15 @@ def mindspore_mstx() -> tuple[Mstx, Callable[[], Any]]:
 
 
 def is_collected(env: Mapping[str, str] | None = None, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether anybody collects the ranges of this process: the profiler's library is loaded in it."""
+    """Whether anybody collects the ranges of this process: the profiler's library is loaded in it.
+
+    LD_PRELOAD is asked only where that cannot be seen: it may name a library that is not there, or have been set after
+    the start.
+    """
     try:
-        if LIBRARY in maps.read_text(errors="replace"):
-            return True
+        return LIBRARY in maps.read_text(errors="replace")
     except OSError:
-        pass
-    return LIBRARY in (os.environ if env is None else env).get("LD_PRELOAD", "")
+        return LIBRARY in (os.environ if env is None else env).get("LD_PRELOAD", "")
 
 
 class MstxRecorder:

@@ -6,6 +6,7 @@ whether a worker is registered is told by its effects (`evidence`).
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import os
@@ -33,6 +34,8 @@ REGISTERED_WITHIN = 200.0
 LOOK = 1.0
 """Seconds between two looks."""
 _NEEDED: Mapping[Framework, tuple[str, ...]] = {"pt": ("RANK", "LOCAL_WORLD_SIZE"), "ms": ("MS_NODE_RANK",)}
+_STARTED: list[TaskdApi] = []
+"""Whose worker this process has: init once more would run a second set of goroutines (facts/taskd.md §1)."""
 
 
 class TaskdApi(Protocol):
@@ -45,7 +48,7 @@ class TaskdApi(Protocol):
         """Afterwards."""
 
     def destroy_taskd_worker(self) -> bool:
-        """At the end."""
+        """At the end of the process."""
 
 
 class TaskdRegistry:
@@ -94,27 +97,30 @@ class TaskdRegistry:
             return
         self._started = True
         try:
-            done = self._api.init_taskd_worker(int(card.rank), self._limit, self._framework)
-            done = done and self._api.start_taskd_worker()
+            done = self._begin(int(card.rank))
         except Exception as error:
             log.error("TaskD does not know rank %d: %s: %s", card.rank, type(error).__name__, error)
             return
-        if done is not True:
+        if not done:
             log.error("TaskD does not know rank %d: it refused the worker; its taskd.log says why", card.rank)
             return
         self._watch.begin(card.rank)
 
+    def _begin(self, rank: int) -> bool:
+        """Whether the process has a worker now; that of an earlier training in it goes on."""
+        if any(one is self._api for one in _STARTED):
+            return True
+        if self._api.init_taskd_worker(rank, self._limit, self._framework) is not True:
+            return False
+        _STARTED.append(self._api)
+        atexit.register(self._api.destroy_taskd_worker)
+        return self._api.start_taskd_worker() is True
+
     def deregister(self) -> None:
-        """As the port says."""
+        """As the port says. TaskD's worker lives as long as the process, which may train once more."""
         self._watch.close()
         if self._inner is not None:
             self._inner.deregister()
-        if self._started:
-            self._started = False
-            try:
-                self._api.destroy_taskd_worker()
-            except Exception as error:
-                log.warning("TaskD's worker was not ended: %s", error)
 
 
 class _Watch:
@@ -158,7 +164,8 @@ def check_worker(framework: str, limit_mb: object, env: Mapping[str, str]) -> No
         allowed = f"an integer of at least {LEAST_LIMIT_MB} (MB)"
         raise ConfigError("profiling_limit_mb", limit_mb, allowed, "With less TaskD writes its first batch only.")
     for name in _NEEDED[framework]:  # type: ignore[index]
-        if not (env.get(name) or "").isdigit():
+        value = env.get(name) or ""
+        if not (value.isascii() and value.isdigit()):
             raise ConfigError(
                 name, env.get(name), "a number in the environment", "torchrun, msrun or the job's operator sets it."
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
 import socket
 import threading
@@ -18,6 +20,8 @@ calls: list[tuple[Any, ...]] = []
 _connections: list[socket.socket] = []
 _initialised = False
 manager_ended = threading.Event()
+manager_answers = threading.Event()
+"""A proxy's init blocks until then."""
 
 
 def init_taskd_worker(rank_id: Any, upper_limit_of_disk_in_mb: Any = 5000, framework: Any = "pt") -> bool:
@@ -87,3 +91,26 @@ def start_taskd_manager() -> bool:
     if os.environ.get("STANDIN_MANAGER") != "fails":
         manager_ended.wait(60)
     return False
+
+
+def init_taskd_proxy(config: dict[str, Any]) -> bool:
+    """False for a host name; blocks until the manager answers."""
+    calls.append(("init_taskd_proxy", dict(config)))
+    for name in ("UpstreamAddr", "ListenAddr"):
+        try:
+            ipaddress.ip_address(config.get(name, "127.0.0.1"))
+        except ValueError:
+            return False
+    if any(not isinstance(value, str) for value in config.values()):
+        taskd.violations.append(f"init_taskd_proxy({config!r}): the real one adds strings, and raises")
+    if told := os.environ.get("STANDIN_PROXY_TELLS"):
+        with open(told, "w") as file:
+            json.dump({"pid": os.getpid(), **config}, file)
+        return True
+    return manager_answers.wait(60)
+
+
+def destroy_taskd_proxy() -> bool:
+    """Always."""
+    calls.append(("destroy_taskd_proxy",))
+    return True
