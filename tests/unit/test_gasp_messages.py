@@ -41,7 +41,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),
     m.Entered(recovery=1, step=5),
-    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", small=b"rng"),
+    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", small=b"rng", target=4),
     m.Save(recovery=1, plan=2, step=4, small={0: b"a", 3: b"b"}, reason="rank 1: process 7 died"),
     m.Saved(recovery=1, plan=2, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part"),
     m.SaveFailed(recovery=1, plan=2, why="OSError: disk full"),

@@ -176,7 +176,7 @@ def test_a_whole_recovery() -> None:
         assert rank.controller.hear(m.Begin).step == 3
         rank.controller.say(PREPARE)
         assert rank.controller.hear(m.Prepared) == m.Prepared(
-            recovery=1, step=3, durable=0, usable=True, small=b"small 3"
+            recovery=1, step=3, durable=0, usable=True, small=b"small 3", target=-1
         )
         rank.controller.say(SAVE)
         assert rank.controller.hear(m.Saved).part == b"part"
@@ -277,8 +277,8 @@ def test_a_rank_that_was_told_to_stop_itself_goes_on_to_a_step_that_others_have_
         rank.processor.report(msgspec.structs.replace(FAULT, kind="sigterm"))
         rank.controller.hear(m.Report)
         rank.controller.say(TOLD)
-        thread.start()
         assert rank.controller.hear(m.Prepared).step == 3
+        thread.start()
         until(lambda: rank.stand.parked)
         rank.controller.say(msgspec.structs.replace(TOLD, target=4))
         assert rank.controller.hear(m.Prepared).step == 4

@@ -27,6 +27,9 @@ MARGIN = 2.0
 SAVE_TRIES = 2
 """How often a rank may try to save, after every other holder has failed, too; a late one not again."""
 
+GO_ON_TRIES = 3
+"""How often in one recovery ranks are told to go on to a later step; one that is held can begin none beyond it."""
+
 State = Literal["running", "preparing", "saving", "committing", "over"]
 
 
@@ -79,7 +82,7 @@ class Machine:
     outcome: Outcome = field(default_factory=Outcome)
     reach: int = -1
     """The step to the end of which ranks that have stopped before it were told to go on."""
-    _met: bool = False
+    _asked_again: int = 0
     _deadline: float = 0.0
     _current: SavePlan | None = None
     _saved: dict[int, m.Saved] = field(default_factory=dict)
@@ -163,17 +166,16 @@ class Machine:
     def _on_entered(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         """It may be in a collective that waits for ranks which have stopped before that step: all go on to its end.
 
-        Only where every rank runs, and so early that the answers still come in time.
+        Only where every rank runs: a dead one would never come.
         """
         assert isinstance(message, m.Entered)
         current = (message.recovery, "preparing") == (self.recovery, self.state)
-        early = self._deadline - now > self.finish_timeout + MARGIN / 2
-        return self._go_on(message.step) if current and early and self._all_run() else []
+        return self._go_on(message.step, now) if current and self._all_run() else []
 
     def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Prepared)
-        if message.recovery != self.recovery:
-            return []
+        if message.recovery != self.recovery or message.target < self.reach:
+            return []  # it crossed an order to go on, and answers that one, too
         member.prepared = message
         member.step, member.durable = max(member.step, message.step), max(member.durable, message.durable)
         if self._moved(member, message):
@@ -247,11 +249,12 @@ class Machine:
         told = all(fault.kind == "sigterm" for fault in self.faults)
         return told and sum(member.here for member in self.members.values()) >= self.world_size
 
-    def _go_on(self, step: int) -> list[Action]:
-        """Ask all ranks again, and have those that have stopped before `step` complete it; once for each step."""
-        if step <= self.reach:
+    def _go_on(self, step: int, now: float) -> list[Action]:
+        """Ask all ranks again, and have those that have stopped before `step` complete it; a few times at most."""
+        if step <= self.reach or self._asked_again >= GO_ON_TRIES:
             return []
-        self.reach = step
+        self.reach, self._asked_again = step, self._asked_again + 1
+        self._deadline = now + self.finish_timeout + MARGIN
         asked = [member for member in self.members.values() if member.here]
         for member in asked:
             if member.prepared is not None and member.prepared.step < step:
@@ -283,14 +286,11 @@ class Machine:
         return [Note(phase="agreed"), *self._carry_out(decision, now)]
 
     def _meet(self, now: float) -> list[Action]:
-        """Each shard has a holder, but they stopped on two sides of an update: those behind may make it yet, once."""
+        """Each shard has a holder, but they stopped on two sides of an update: those behind may make it yet."""
         views = [self._view(rank) for rank in self.members]
         steps = {view.rank: view.step for view in views if view.holds}
         complete = all(steps.keys() & set(group) for group in self.replicas)
-        if self._met or not complete or len(set(steps.values())) < 2:
-            return []
-        self._met, self._deadline = True, now + self.finish_timeout + MARGIN
-        return self._go_on(max(steps.values()))
+        return self._go_on(max(steps.values()), now) if complete and len(set(steps.values())) > 1 else []
 
     def _decide(self) -> Decision:
         ranks = set(range(self.world_size)) | set(self.members)

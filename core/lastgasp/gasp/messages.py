@@ -126,7 +126,7 @@ class Entered(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """Rank: I hold `step` and can write it; or I cannot, and why."""
+    """Rank: I hold `step` and can write it; or I cannot, and why. `target` is that of the order that I answer."""
 
     recovery: int
     step: int
@@ -134,6 +134,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     usable: bool
     why: str = ""
     small: bytes = b""
+    target: int = -1
 
 
 class Save(Message, frozen=True, kw_only=True):

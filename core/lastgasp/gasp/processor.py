@@ -87,6 +87,7 @@ class Processor:
         self._closed = False
         self._reported: Fault | None = None
         self._raised = False
+        self._target = -1
         self._answer_by = math.inf
         self._alone_begun = threading.Lock()
         self._pending: _Pending | None = None
@@ -249,6 +250,7 @@ class Processor:
     def _hold(self, order: m.Prepare) -> None:
         stand, all_run = self._stand, all(fault.kind == "sigterm" for fault in order.faults)
         stand.hold(self._finish + 2 * self._save_limit, order.target, all_run)
+        self._target = order.target
         if all_run and stand.begun > max(order.target, stand.step):
             self._try_send(m.Entered(recovery=order.recovery, step=stand.begun))
 
@@ -299,6 +301,7 @@ class Processor:
             usable=not why,
             why=why,
             small=small,
+            target=self._target,
         )
         self._try_send(answer)
 
