@@ -101,7 +101,15 @@ def test_what_was_put_is_there_and_nothing_else_has_changed(
         ("m: !!map\n  a: 1\n", 'm: !!map\n  a: 1\n  b: "2"\n'),
         ("m: &x\n  a: 1\nn: *x\n", 'm: &x\n  a: 1\n  b: "2"\nn: *x\n'),
         ("m:\n  a: |+\n    x\n\nn: 1\n", 'm:\n  a: |+\n    x\n\n  b: "2"\nn: 1\n'),
-        ("m:\n  b: &v 1   # one\nn: *v\n", 'm:\n  b: &v "2"   # one\nn: *v\n'),
+        ("m:\n  b: &v 1   # one\n", 'm:\n  b: &v "2"   # one\n'),
+        ("n: &v 1\nm:\n  b: *v   # as n\n", 'n: &v 1\nm:\n  b: "2"   # as n\n'),
+        ("x: &x\n  b: 1\nm:\n  <<: *x\n", 'x: &x\n  b: 1\nm:\n  <<: *x\n  b: "2"\n'),
+        ('x: &x\n  b: "2"\nm:\n  <<: *x\n', 'x: &x\n  b: "2"\nm:\n  <<: *x\n'),
+        ("m:\n  b:\n", 'm:\n  b: "2"\n'),
+        ("m:\n  b:   # none\n", 'm:\n  b: "2"   # none\n'),
+        ("m: {b: }\n", 'm: {b: "2" }\n'),
+        ("m:\n  a: 1\t# a tab\n", 'm:\n  a: 1\t# a tab\n  b: "2"\n'),
+        ("m:\t# a tab\n  b:\t1\n", 'm:\t# a tab\n  b:\t"2"\n'),
         ("m:\n  b: '1'\n", 'm:\n  b: "2"\n'),
     ],
 )
@@ -118,7 +126,9 @@ def put_and_apply(edits: Edits, root: Node) -> str:
     return edits.apply()[0]
 
 
-@pytest.mark.parametrize("before", ["m: text\n", "m: [1]\n", "m: *x\n", "m: &x ~\nn: *x\n"])
+@pytest.mark.parametrize(
+    "before", ["m: text\n", "m: [1]\n", "m: *x\n", "m: &x ~\nn: *x\n", "m:\n  b: &v 1\nn: *v\n", "m: {b: &v , n: *v}\n"]
+)
 def test_what_cannot_be_put_is_refused(before: str) -> None:
     before = f"x: &x ~\n{before}" if before == "m: *x\n" else before
     documents = parse(before)

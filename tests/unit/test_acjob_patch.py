@@ -83,6 +83,81 @@ def test_to_kubernetes_parser_every_label_annotation_and_variable_is_a_string() 
     assert job["metadata"]["labels"]["tor-affinity"] == "off"
 
 
+def test_a_port_that_is_there_under_another_name_is_not_given_twice() -> None:
+    """The operator's schema has ports as a map by number and protocol: the API server would refuse the job."""
+    first = "                - containerPort: 2222\n"
+    for number, name in ((9601, "mine"), (8000, "http")):
+        text = bare().replace(
+            first, f"                - containerPort: {number}\n                  name: {name}\n{first}"
+        )
+        result = patched(text)
+        assert errors(result.findings) == []
+        assert result.after.count(f"containerPort: {number}\n") == 2 and result.after.count(f"name: {name}\n") == 2
+    unnamed = patched(bare().replace(first, f"                - containerPort: 9601\n{first}"))
+    assert errors(unnamed.findings) == []
+    assert unnamed.after.count("                - containerPort: 9601\n                  name: taskd-port\n") == 2
+
+
+def test_values_in_quotes_that_must_be_numbers_and_empty_ones_are_put_right() -> None:
+    text = ready().replace("containerPort: 9601", 'containerPort: "9601"').replace("replicas: 1", "replicas: '1'")
+    text = text.replace('value: "8000"', "value:").replace('fault-scheduling: "grace"', "fault-scheduling:")
+    assert patched(text).after == ready()
+
+
+def test_a_value_that_others_repeat_does_not_change_for_them() -> None:
+    """`*off` of another label stays off; where the change would have to follow, it is refused."""
+    base = bare()
+    text = base.replace("    framework", '    tor-affinity: &off "off"\n    fault-scheduling: *off\n    framework', 1)
+    result = patched(text)
+    assert errors(result.findings) == [] and 'tor-affinity: &off "off"\n    fault-scheduling: "grace"' in result.after
+    text = base.replace("    framework", '    fault-scheduling: &off "off"\n    tor-affinity: *off\n    framework', 1)
+    with pytest.raises(CannotEdit, match=r"line 9: \*off"):
+        patched(text)
+    text = 'x-common: &common\n  fault-scheduling: "off"\n' + base.replace(
+        "    framework", "    <<: *common\n    framework"
+    )
+    result = patched(text)
+    assert errors(result.findings) == [] and result.after.count('fault-scheduling: "off"') == 1
+    assert patched(result.after).after == result.after
+
+
+def test_a_number_that_is_a_port_and_a_variable_stays_a_port() -> None:
+    text = (
+        ready()
+        .replace('value: "8000"', "value: &port 8000", 1)
+        .replace("containerPort: 8000", "containerPort: *port", 1)
+    )
+    with pytest.raises(CannotEdit, match=r"\*port repeats"):
+        patched(text)
+
+
+def test_a_variable_from_the_pods_fields_gets_no_value_beside_that() -> None:
+    text = ready().replace('value: "8000"', "valueFrom: {fieldRef: {fieldPath: metadata.name}}")
+    result = patched(text)
+    assert result.after == text and "ttp-port" in {one.rule for one in errors(result.findings)}
+
+
+def test_elastic_training_waits_for_mindx_unless_recover_is_tried_before() -> None:
+    assert patched(bare(), "elastic-training").after.count("MINDIO_WAIT_MINDX_TIME") == 2
+    assert patched(bare(), "elastic-training,recover-in-place").after.count("MINDIO_WAIT_MINDX_TIME") == 2
+    assert "MINDIO_WAIT_MINDX_TIME" not in patched(bare(), "elastic-training,recover").after
+
+
+def test_a_difference_has_the_lines_of_the_file() -> None:
+    text = (
+        bare()
+        .replace("image: team/train:1", 'image: "team/train:1"   # one')
+        .replace("spec:\n", 'x: "a\u2028b"\nspec:\n', 1)
+    )
+    diff = patched(text).diff("x")
+    assert "No newline" not in diff and all(line[:1] in ("@", "+", "-", " ") for line in diff.split("\n")[:-1])
+
+
+def test_a_file_without_a_job_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match="kind AscendJob"):
+        patched("apiVersion: batch.volcano.sh/v1alpha1\nkind: Job\nmetadata: {name: x}\n")
+
+
 def test_the_strategy_stands_in_clusterds_order_without_blanks() -> None:
     after = patched(bare(), "dump, recover ,retry").after
     assert 'recover-strategy: "retry,recover,dump"' in after

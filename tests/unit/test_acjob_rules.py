@@ -39,6 +39,7 @@ ELASTIC = ready("elastic-training").replace(
 )
 MINDSPORE = ready("dump", "mindspore")
 FORCE = '    fault-scheduling: "force"\n'
+LIMITED = ("  runPolicy:\n", "  runPolicy:\n    backoffLimit: 5\n")
 STRATEGY = '    recover-strategy: "dump"'
 TTP = '                - name: TTP_PORT\n                  value: "8000"\n'
 TASKD = "                - containerPort: 9601\n                  name: taskd-port\n"
@@ -49,6 +50,7 @@ CONTAINER = "            - name: ascend   # do not change\n"
 MARKED = "            - name: ascend   # HERE\n"
 ARGS = 'args: ["cd /job/code && bash train_start.sh"]'
 POD = "        spec:\n          containers:"
+INIT = "initContainers: [{env: [{name: A, value: 1}]}]"
 DATATRACE = "                - name: datatrace\n                  mountPath: /user/cluster-info/datatrace-config\n"
 RESET = "                - name: reset\n                  mountPath: /user/restore/reset/config\n"
 ENV = "              env:\n"
@@ -74,14 +76,25 @@ CASES = [
     case("key-spelling", DUMP, ("    schedulingPolicy:\n", "    schedulingPolicies: # HERE\n")),
     case("api-version", DUMP, ("mindxdl.gitee.com/v1", "batch/v1 # HERE")),
     case("job-name", DUMP, ("metadata:\n  name: llama\n", "metadata: # HERE\n")),
+    case("value-string", DUMP, ('recover-strategy: "dump"', "recover-strategy: [dump] # HERE")),
+    case("value-string", DUMP, (POD, POD.replace("containers:", f"{INIT} # HERE\n          containers:"))),
+    case("value-number", DUMP, ("replicas: 1", 'replicas: "1" # HERE')),
+    case("value-number", DUMP, ("minAvailable: 2", "minAvailable: '2' # HERE")),
+    case("value-number", DUMP, ("containerPort: 9601", 'containerPort: "9601" # HERE')),
     case("framework", DUMP, ("framework: pytorch  ", "framework: torch # HERE ")),
     case("framework", DUMP, ("    framework: pytorch   #", "    # "), ("  labels:\n", "  labels: # HERE\n")),
     case("replica-specs", DUMP, ("  replicaSpecs:\n", "  replicaSpecs: {} # HERE\n  other:\n")),
+    case("replica-specs", DUMP, ("    Worker:\n", "    Worker: # HERE\n    Other:\n")),
     case("replica-type", DUMP, ("    Master:\n", "    Scheduler: # HERE\n")),
     case("replica-type", MINDSPORE, ("    Scheduler:\n", "    Master: # HERE\n")),
     case("replica-type", ready("dump", "tensorflow"), ("    Chief:\n", "    PS: # HERE\n")),
     case("replicas", DUMP, ("    Worker:\n      replicas: 1", "    Worker:\n      replicas: 20001 # HERE")),
     case("replicas", DUMP, ("    Worker:\n      replicas: 1", "    Worker:\n      replicas: many # HERE")),
+    case(
+        "replicas",
+        DUMP,
+        ("    Worker:\n      replicas: 1", "    Worker:\n      replicas: {{ .Values.workers }} # HERE"),
+    ),
     case("leader-replicas", DUMP, ("    Master:\n      replicas: 1", "    Master:\n      replicas: 2 # HERE")),
     case(
         "leader-missing", DUMP, ("    Master:\n", "    Worker2:\n"), ("  replicaSpecs:\n", "  replicaSpecs: # HERE\n")
@@ -93,7 +106,10 @@ CASES = [
     case("fault-scheduling", DUMP, (GRACE, '    fault-scheduling: "soft" # HERE\n')),
     case("pod-rescheduling", DUMP, (GRACE, f'{GRACE}    pod-rescheduling: "yes" # HERE\n')),
     case("retry-times", DUMP, (GRACE, f'{GRACE}    fault-retry-times: "0" # HERE\n')),
-    case("retry-times", DUMP, (GRACE, f'{GRACE}    fault-retry-times: "some" # HERE\n')),
+    case("retry-times", DUMP, (GRACE, f'{GRACE}    fault-retry-times: "some" # HERE\n'), LIMITED),
+    case("retry-times", DUMP, (GRACE, f'{GRACE}    fault-retry-times: "３" # HERE\n'), LIMITED),
+    case("retry-times-number", DUMP, (GRACE, f'{GRACE}    fault-retry-times: "some" # HERE\n')),
+    case("retry-times-limit", DUMP, (GRACE, f'{GRACE}    fault-retry-times: "3" # HERE\n')),
     case("retry-times-missing", RECOVER, (RETRIES, GRACE), ('"recover"', '"recover" # HERE')),
     case("process-recover-enable", DUMP, (GRACE, f'{GRACE}    process-recover-enable: "on" # HERE\n')),
     case("sub-healthy", DUMP, (GRACE, f"{GRACE}    subHealthyStrategy: leave # HERE\n")),
@@ -181,11 +197,21 @@ CASES = [
         ('y: "dump"', 'y2: "x"'),
         (GRACE, f'{GRACE}    pod-rescheduling: "on"\n'),
     ),
+    case("port-repeated", DUMP, (TTP_PORT, TTP_PORT + TTP_PORT.replace("8000", "8000 # HERE").replace("ttp", "x"))),
+    case("port-repeated", DUMP, (TASKD, TASKD + TASKD.replace("9601", '"9601" # HERE').replace("taskd", "x"))),
+    case("port-name", DUMP, (TTP_PORT, TTP_PORT + "                - containerPort: 8081 # HERE\n")),
     case("host-network-ports", DUMP, (POD, "        spec:\n          hostNetwork: true # HERE\n          containers:")),
     case("mindx-wait-range", ELASTIC, ("NDX_TIME\n", "NDX_TIME # HERE\n"), ('value: "60"', 'value: "3601"')),
     case("mindx-wait-clusterd", ELASTIC, ("NDX_TIME\n", "NDX_TIME # HERE\n"), ('value: "60"', 'value: "9"')),
     case("mindx-wait-short", ELASTIC, ("NDX_TIME\n", "NDX_TIME # HERE\n"), ('value: "60"', 'value: "59"')),
     case("mindx-wait-short", ELASTIC, ("MINDIO_WAIT_MINDX_TIME", "OTHER"), (CONTAINER, MARKED)),
+    case(
+        "mindx-wait-short",
+        ELASTIC,
+        ("MINDIO_WAIT_MINDX_TIME", "OTHER"),
+        (CONTAINER, MARKED),
+        ('y: "elastic-training"', 'y: "recover-in-place,elastic-training"'),
+    ),
     case("operator-env", DUMP, env("HIGH_AVAILABILITY", "dump")),
     case("operator-env", bare(), env("MINDX_TASK_ID", "x")),
     case("hccl-watchdog", DUMP, env("HCCL_ASYNC_ERROR_HANDLING", '"1"')),
@@ -317,7 +343,7 @@ def test_good_jobs_have_no_findings(text: str) -> None:
     assert findings(text) == []
 
 
-@pytest.mark.parametrize("text", [RECOVER, ELASTIC])
+@pytest.mark.parametrize("text", [RECOVER.replace(*LIMITED), ELASTIC])
 def test_what_no_edit_can_remove_is_a_warning(text: str) -> None:
     assert {one.rule for one in findings(text)} == {"rank-0-pod"}
 
@@ -335,6 +361,27 @@ def test_mindspore_on_one_npu_needs_no_scheduler() -> None:
     assert [one.rule for one in findings(two)] == ["leader-missing"]
 
 
+@pytest.mark.parametrize(
+    "swap",
+    [
+        ("name: taskd-port", "name: mine"),  # TaskD takes the number; nobody reads the name
+        ("name: ttp-port", "name: http"),
+        ("      restartPolicy: Never\n", ""),  # the operator's default
+        ("backoffLimit: 5", "backoffLimit: 0"),
+        ("framework: pytorch   #", "framework: pytorch\t#"),
+    ],
+)
+def test_what_the_cluster_takes_is_no_finding(swap: tuple[str, str]) -> None:
+    base = ready("dump", labels=RETRIES.replace('"3"', '"5"')).replace(*LIMITED)
+    text = base.replace(*swap)
+    assert findings(text) == []
+
+
+def test_one_number_may_stand_for_two_protocols() -> None:
+    other = "                - {containerPort: 9601, protocol: UDP, name: other}\n"
+    assert findings(DUMP.replace(TASKD, TASKD + other)) == []
+
+
 def test_a_value_from_a_configmap_is_not_judged() -> None:
     taken = "                  valueFrom: {configMapKeyRef: {name: c, key: k}}\n"
     assert findings(DUMP.replace('                  value: "8000"\n', taken)) == []
@@ -344,7 +391,8 @@ def test_the_device_plugin_may_stand_in_another_file() -> None:
     job = source_of(Path("job.yaml"), RECOVER.encode())
     plugin = "kind: DaemonSet\nmetadata: {name: plugin}\nspec: {args: [-hotReset=1]}\n"
     found = check([job, source_of(Path("plugin.yaml"), plugin.encode())])
-    assert {one.rule for one in found[Path("job.yaml")]} == {"device-plugin-hot-reset", "rank-0-pod"}
+    rules = {"device-plugin-hot-reset", "rank-0-pod", "retry-times-limit"}
+    assert {one.rule for one in found[Path("job.yaml")]} == rules
     assert found[Path("plugin.yaml")] == []
 
 

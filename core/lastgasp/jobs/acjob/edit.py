@@ -7,16 +7,18 @@ compared with what it was meant to say.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lastgasp.errors import LastgaspError
 
-from .tree import Document, Node, Pair, YamlProblem, parse, place
+from .tree import Document, Node, Pair, Use, YamlProblem, parse, place
 
 Value: TypeAlias = "str | int | Mapping[str, Value] | Sequence[Value]"
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./'\[\]-]*")
+_PROPERTY = re.compile(r"[&!][^\s,\[\]{}]*\s+")
+"""An anchor or a tag before a value."""
 
 
 class Quoted(str):
@@ -56,7 +58,8 @@ class Edits:
         self.indents_lists = _indents_lists(documents)
         self._more: dict[int, tuple[Node, Any]] = {}
         self._fills: dict[int, tuple[Node, Pair, Any]] = {}
-        self._scalars: dict[int, tuple[Node, str | int]] = {}
+        self._scalars: dict[int, tuple[Use, str | int]] = {}
+        """By use, not by node: another alias of the same node keeps its value."""
 
     def __bool__(self) -> bool:
         return bool(self._more or self._fills or self._scalars)
@@ -64,7 +67,10 @@ class Edits:
     # -- gathering --------------------------------------------------------------------------------
 
     def put(self, node: Node, path: Sequence[str], value: Value) -> None:
-        """Have `value` at `path` below the map `node`; maps on the way are made. No change where it is there."""
+        """Have `value` at `path` below the map `node`; maps on the way are made. No change where it is there.
+
+        A value that stands in another place, by an alias or a merge key, stays as it is there.
+        """
         pair, rest = node.pair(path[0]), path[1:]
         if pair is None:
             _set(self._addition(node, {}), path, value)
@@ -73,8 +79,10 @@ class Edits:
             _set(self._fill(node, pair, {}), rest, value)
         elif rest:
             self.put(pair.node, rest, value)
-        else:
-            self._replace(pair.node, value)
+        elif any(one is pair for one in node.pairs):
+            self._replace(pair, value)
+        elif self._said(pair) != _plain(value):  # from a merged map: the map's own key comes first
+            _set(self._addition(node, {}), path, value)
 
     def append(self, node: Node, path: Sequence[str], item: Value) -> None:
         """Put `item` behind the list at `path` below the map `node`; the list and maps on the way are made."""
@@ -89,16 +97,24 @@ class Edits:
         else:
             _append(self._addition(pair.node, []), item)
 
-    def quote(self, node: Node) -> None:
+    def quote(self, use: Use) -> None:
         """Make a scalar the string that it is written as: `on` becomes `"on"`."""
-        self._scalars[id(node)] = (node, Quoted(node.text))
+        self._replace(use, Quoted(use.node.text))
 
-    def _replace(self, node: Node, value: Value) -> None:
-        if not isinstance(value, str | int) or node.kind != "scalar":
-            raise CannotEdit(f"line {node.line}: expected a single value there")
-        wanted = "string" if isinstance(value, str) else "number"
-        if (node.text, node.type) != (str(value), wanted):
-            self._scalars[id(node)] = (node, value)
+    def unquote(self, use: Use) -> None:
+        """Make a scalar of digits the number that it is written as: `"1"` becomes `1`."""
+        self._replace(use, int(use.node.text))
+
+    def _replace(self, use: Use, value: Value) -> None:
+        if not isinstance(value, str | int) or use.node.kind != "scalar":
+            raise CannotEdit(f"line {use.line}: expected a single value there")
+        if self._said(use) != _plain(value):
+            self._scalars[id(use)] = (use, value)
+
+    def _said(self, use: Use) -> Any:
+        """Type and text of a scalar, with the changes so far."""
+        new = self._scalars.get(id(use))
+        return (use.node.type, use.node.text) if new is None else _plain(new[1])
 
     def _addition(self, node: Node, empty: Any) -> Any:
         if node.kind != ("map" if isinstance(empty, dict) else "list"):
@@ -120,15 +136,24 @@ class Edits:
         Raises:
             CannotEdit: it would not say what it was meant to, so nothing may be done with it.
         """
+        self._refuse_followers()
         inserts = [self._addition_text(node, more) for node, more in self._more.values()]
         inserts += [one for parent, pair, more in self._fills.values() for one in self._fill_text(parent, pair, more)]
-        inserts += [self._scalar_text(node, value) for node, value in self._scalars.values()]
+        inserts += [self._scalar_text(use, value) for use, value in self._scalars.values()]
         pieces, at = [], 0
         for one in sorted(inserts, key=lambda insert: insert.order):
             pieces += [self.text[at : one.at], one.text]
             at = max(at, one.until)
         text = "".join(pieces) + self.text[at:]
         return text, self._verified(text)
+
+    def _refuse_followers(self) -> None:
+        """An alias that is not meant to change must not follow the value that it repeats."""
+        changed = {id(use.node) for use, _ in self._scalars.values() if not use.alias}
+        for use in _uses(self.documents) if changed else ():
+            if use.alias and id(use.node) in changed and id(use) not in self._scalars:
+                name = self.text[use.begin : use.end]
+                raise CannotEdit(f"line {use.line}: {name} repeats a value that has to change elsewhere; write it out")
 
     def _verified(self, text: str) -> list[Document]:
         meant = [self._data(document.root, {}) for document in self.documents]
@@ -148,25 +173,28 @@ class Edits:
         if id(node) not in known:
             more = self._more.get(id(node), (node, None))[1]
             if node.kind == "scalar":
-                new = self._scalars.get(id(node))
-                known[id(node)] = (node.type, node.text) if new is None else _plain(new[1])
+                known[id(node)] = (node.type, node.text)
             elif node.kind == "map":
                 known[id(node)] = {pair.key.text: self._pair_data(pair, known) for pair in node.pairs}
                 known[id(node)].update(_plain(more or {}))
             else:
-                known[id(node)] = [self._data(use.node, known) for use in node.items] + _plain(more or [])
+                known[id(node)] = [self._use_data(use, known) for use in node.items] + _plain(more or [])
         return known[id(node)]
 
     def _pair_data(self, pair: Pair, known: dict[int, Any]) -> Any:
         fill = self._fills.get(id(pair))
-        return self._data(pair.node, known) if fill is None else _plain(fill[2])
+        return self._use_data(pair, known) if fill is None else _plain(fill[2])
 
-    def _scalar_text(self, node: Node, value: str | int) -> _Insert:
-        begin = node.begin
-        while found := re.compile(r"[&!][^\s,\[\]{}]*\s+").match(self.text, begin, node.end):
+    def _use_data(self, use: Use, known: dict[int, Any]) -> Any:
+        return self._data(use.node, known) if id(use) not in self._scalars else self._said(use)
+
+    def _scalar_text(self, use: Use, value: str | int) -> _Insert:
+        begin, end = (use.begin, use.end) if use.alias else (use.node.begin, use.node.end)
+        while not use.alias and (found := _PROPERTY.match(self.text, begin, end)):
             begin = found.end()
-        text = _scalar(Quoted(value) if node.style and isinstance(value, str) else value)
-        return _Insert(begin, 0, False, text, node.end)
+        text = _scalar(Quoted(value) if use.node.style and isinstance(value, str) else value)
+        blank = " " if begin == end and self.text[begin - 1 : begin] == ":" else ""
+        return _Insert(begin, 0, False, blank + text, end)
 
     def _addition_text(self, node: Node, more: Any) -> _Insert:
         if node.flow:
@@ -226,19 +254,24 @@ def _append(into: list[Any], item: Value) -> None:
 
 def _indents_lists(documents: Sequence[Document]) -> bool:
     """Whether most block lists of the file stand deeper than their key."""
-    votes, seen = 0, set[int]()
+    votes = 0
+    for use in _uses(documents):
+        if isinstance(use, Pair) and use.node.kind == "list" and not (use.node.flow or use.alias) and use.node.items:
+            votes += 1 if use.node.items[0].node.column - 2 > use.key.column else -1
+    return votes > 0
+
+
+def _uses(documents: Sequence[Document]) -> Iterator[Use]:
+    """Every entry and item, each once."""
+    seen = set[int]()
     todo = [document.root for document in documents if document.root is not None]
     while todo:
         node = todo.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        for pair in node.pairs:
-            if pair.node.kind == "list" and not pair.node.flow and pair.node.items and not pair.alias:
-                item = pair.node.items[0].node
-                votes += 1 if item.column - 2 > pair.key.column else -1
-        todo += [use.node for use in (*node.pairs, *node.items)]
-    return votes > 0
+        if id(node) not in seen:
+            seen.add(id(node))
+            for use in (*node.pairs, *node.items):
+                yield use
+                todo.append(use.node)
 
 
 def _plain(value: Any) -> Any:

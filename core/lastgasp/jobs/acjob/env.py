@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .model import Job, Replica
+from .model import LEADERS, Job, Replica
 from .rules import Hit, rule
 from .tree import Node
 
@@ -92,7 +92,7 @@ def ttp_port(job: Job) -> Iterator[Hit]:
     for replica, _ in _ascend(job):
         env = replica.variable("TTP_PORT")
         if env is not None and not env.unknown and port_number(env.value) is None:
-            what = f"{replica.type}: TTP_PORT is {env.value!r}"
+            what = f"{replica.type}: TTP_PORT is {env.source or env.value!r}"
             yield Hit(env.node, what, 'Write a port from 1024 to 65535 in quotes, as in "8000".')
 
 
@@ -111,7 +111,7 @@ def ttp_port_container(job: Job) -> Iterator[Hit]:
     """Without dump a missing one does no harm."""
     for replica, node in _ascend(job):
         env, port = replica.variable("TTP_PORT"), replica.port("ttp-port")
-        if port is None and job.has("dump"):
+        if port is None and job.has("dump") and replica.offers((env and env.value) or 0) is None:
             what = f"{replica.type}: dump without the containerPort ttp-port"
             yield Hit(node, what, f"Add containerPort: {(env and env.value) or 8000}, name: ttp-port to ports.")
         elif port is None or env is None or env.unknown:
@@ -129,7 +129,7 @@ def taskd_port(job: Job) -> Iterator[Hit]:
         if port is not None and port.string("containerPort") != str(TASKD_PORT):
             what = f"{replica.type}: taskd-port is {port.string('containerPort')}; TaskD always takes {TASKD_PORT}"
             yield Hit(port, what, f"Write containerPort: {TASKD_PORT}.")
-        elif port is None and job.manages_processes:
+        elif port is None and job.manages_processes and replica.offers(TASKD_PORT) is None:
             fix = f"Add containerPort: {TASKD_PORT}, name: taskd-port to ports."
             yield Hit(node, f"{replica.type}: the containerPort taskd-port {TASKD_PORT} is missing", fix)
 
@@ -138,9 +138,34 @@ def taskd_port(job: Job) -> Iterator[Hit]:
 def taskd_port_pods(job: Job) -> Iterator[Hit]:
     """TaskD's manager takes part there as well."""
     for replica, node in _ascend(job):
-        if job.reschedules_pods and not job.manages_processes and replica.port("taskd-port") is None:
+        found = replica.port("taskd-port") or replica.offers(TASKD_PORT)
+        if job.reschedules_pods and not job.manages_processes and found is None:
             fix = f"Add containerPort: {TASKD_PORT}, name: taskd-port to ports."
             yield Hit(node, f"{replica.type}: the containerPort taskd-port {TASKD_PORT} is missing", fix)
+
+
+@rule("port-repeated", "error", "CRD", "A containerPort stands twice in one container")
+def port_repeated(job: Job) -> Iterator[Hit]:
+    """In the operator's schema ports are a map by number and protocol: the API server refuses the job."""
+    for replica in job.replicas:
+        for container in replica.all_containers:
+            seen: dict[tuple[str, str], int] = {}
+            for port in container.maps("ports"):
+                number, protocol = port.string("containerPort") or "", port.string("protocol") or "TCP"
+                if (number, protocol) in seen:
+                    what = f"{replica.type}: containerPort {number} is given twice, first in line"
+                    yield Hit(port, f"{what} {seen[number, protocol]}", "Keep one of them; its name does not matter.")
+                seen.setdefault((number, protocol), port.line)
+
+
+@rule("port-name", "error", "operator", "A port of the leader has no name")
+def port_name(job: Job) -> Iterator[Hit]:
+    """The operator makes a Service of them, and one with several ports needs names; ascendjob-port is always there."""
+    for replica, _ in _ascend(job):
+        for port in replica.ports if replica.type in LEADERS.values() else ():
+            if not port.string("name"):
+                what = f"{replica.type}: containerPort {port.string('containerPort')} has no name"
+                yield Hit(port, f"{what}, so the operator cannot make the leader's Service", "Give it a name.")
 
 
 @rule("host-network-ports", "warning", "§5", "hostNetwork shares TaskD's ports")
@@ -176,8 +201,8 @@ def mindx_wait_clusterd(job: Job) -> Iterator[Hit]:
 
 @rule("mindx-wait-short", "warning", "§4, §9", "elastic-training with less than 60 s for an answer")
 def mindx_wait_short(job: Job) -> Iterator[Hit]:
-    """30 s is MindIO's own default."""
-    if not job.has("elastic-training") or job.has("recover", "recover-in-place"):
+    """30 s is MindIO's own default. recover is tried before; recover-in-place may not apply, and then this counts."""
+    if not job.has("elastic-training") or job.has("recover"):
         return
     for replica, node in _ascend(job):
         env = replica.variable("MINDIO_WAIT_MINDX_TIME")

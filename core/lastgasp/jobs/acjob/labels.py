@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from .model import STRATEGIES, Job
@@ -14,6 +15,7 @@ _PLATFORM = ("ProcessRecoverStrategy", "ProcessConfirmFault", "ProcessResultFaul
 _IN_JOB = {"labels": ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "subHealthyStrategy"),
            "annotations": ("recover-strategy", "wait-reschedule-timeout")}  # fmt: skip
 _LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
+_BACKOFF = ("spec", "runPolicy", "backoffLimit")
 
 
 @rule("fault-scheduling", "error", "§2", "fault-scheduling has an unknown value")
@@ -33,11 +35,34 @@ def pod_rescheduling(job: Job) -> Iterator[Hit]:
         yield Hit(job.at(*_LABELS, "pod-rescheduling"), what, 'Write "on", or leave it out.')
 
 
+@rule("retry-times-number", "error", "operator", "fault-retry-times is no number, and there is no backoffLimit")
+def retry_times_number(job: Job) -> Iterator[Hit]:
+    """The operator reads it as backoffLimit then, fails, and forgets the new job."""
+    if _retries_are_lost(job):
+        found = job.label("fault-retry-times")
+        what = f"fault-retry-times is {found!r}: without backoffLimit the operator drops the job"
+        yield Hit(job.at(*_LABELS, "fault-retry-times"), what, 'Write a number above 0 in quotes, as in "3".')
+
+
+def _retries_are_lost(job: Job) -> bool:
+    number = re.fullmatch(r"[-+]?[0-9]{1,18}", job.label("fault-retry-times") or "0")
+    return number is None and job.root.get(*_BACKOFF) is None
+
+
+@rule("retry-times-limit", "warning", "operator", "fault-retry-times limits every rescheduling")
+def retry_times_limit(job: Job) -> Iterator[Hit]:
+    """The operator takes it for backoffLimit where that is absent: a run of months ends at the fault after."""
+    if job.retries and job.root.get(*_BACKOFF) is None:
+        what = f"without backoffLimit the job fails for good after {job.retries} reschedulings, whatever their reason"
+        fix = "Write spec.runPolicy.backoffLimit: 0 (no limit), and fault-retry-times as high as you mean it."
+        yield Hit(job.at(*_LABELS, "fault-retry-times"), what, fix)
+
+
 @rule("retry-times", "warning", "§2", "fault-retry-times is off")
 def retry_times(job: Job) -> Iterator[Hit]:
     """Zero or no number."""
     found = job.label("fault-retry-times")
-    if found is not None and job.retries == 0:
+    if found is not None and job.retries == 0 and not _retries_are_lost(job):
         what = f"fault-retry-times is {found!r}, which works as off"
         yield Hit(job.at(*_LABELS, "fault-retry-times"), what, 'Write a number above 0 in quotes, as in "3".')
 
@@ -87,8 +112,9 @@ def hot_switch_spare(job: Job) -> Iterator[Hit]:
 @rule("strategy-empty", "error", "§3, §9", "recover-strategy is empty")
 def strategy_empty(job: Job) -> Iterator[Hit]:
     """The operator switches recovery on with nothing to do."""
-    pair = job.root.get(*_ANNOTATIONS)
-    if pair is not None and pair.pair("recover-strategy") and not (job.annotation("recover-strategy") or "").strip():
+    found = job.root.get(*_ANNOTATIONS)
+    pair = found.pair("recover-strategy") if found is not None else None
+    if pair is not None and pair.node.kind == "scalar" and not (job.annotation("recover-strategy") or "").strip():
         what = "recover-strategy is empty: recovery is switched on with nothing to do"
         yield Hit(job.at(*_ANNOTATIONS, "recover-strategy"), what, "Name a strategy, or remove the annotation.")
 

@@ -59,8 +59,8 @@ class Replica:
     @property
     def count(self) -> int | None:
         """How many; 1 where nothing is said, None where it is no number."""
-        text = self.node.string("replicas")
-        return 1 if text is None else int(text) if text.isdecimal() and len(text) < 10 else None
+        node = self.node.get("replicas")
+        return 1 if node is None else _natural(node.text)
 
     @cached_property
     def pod(self) -> Node | None:
@@ -69,8 +69,13 @@ class Replica:
 
     @cached_property
     def containers(self) -> list[Node]:
-        """All of them."""
+        """All that run for good."""
         return self.pod.maps("containers") if self.pod is not None else []
+
+    @cached_property
+    def all_containers(self) -> list[Node]:
+        """Those that run before, too."""
+        return [*self.containers, *(self.pod.maps("initContainers") if self.pod is not None else [])]
 
     @cached_property
     def container(self) -> Node | None:
@@ -96,6 +101,11 @@ class Replica:
     def port(self, name: str) -> Node | None:
         """The containerPort of that name."""
         return next((one for one in self.ports if one.string("name") == name), None)
+
+    def offers(self, number: str | int) -> Node | None:
+        """The TCP containerPort of that number, whatever its name."""
+        tcp = (one for one in self.ports if one.string("protocol") in (None, "TCP"))
+        return next((one for one in tcp if one.string("containerPort") == str(number)), None)
 
     @cached_property
     def mounts(self) -> list[Mount]:
@@ -169,13 +179,17 @@ class Job:
     @cached_property
     def replicas(self) -> list[Replica]:
         """In the order of the file; entries that are no map are left out."""
+        return [Replica(pair) for pair in self.replica_pairs if pair.node.kind == "map"]
+
+    @cached_property
+    def replica_pairs(self) -> list[Pair]:
+        """Entries of spec.replicaSpecs, those of merged maps last."""
         specs = self.root.get("spec", "replicaSpecs")
         pairs = specs.pairs if specs is not None else []
         merged = [one for pair in pairs if pair.is_merge for one in pair.node.pairs]
         own = [pair for pair in pairs if not pair.is_merge]
         names = {pair.key.text for pair in own}
-        found = [*own, *(pair for pair in merged if pair.key.text not in names)]
-        return [Replica(pair) for pair in found if pair.node.kind == "map"]
+        return [*own, *(pair for pair in merged if pair.key.text not in names)]
 
     @property
     def raw_strategies(self) -> list[str]:
@@ -215,8 +229,11 @@ class Job:
     @property
     def retries(self) -> int:
         """fault-retry-times as it works: 0 where it is absent or no number."""
-        text = self.label("fault-retry-times") or ""
-        return int(text) if text.isdecimal() and len(text) < 10 else 0
+        return _natural(self.label("fault-retry-times") or "") or 0
+
+
+def _natural(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 def jobs_in(documents: list[Document], elsewhere: list[Node] | None = None) -> list[Job]:

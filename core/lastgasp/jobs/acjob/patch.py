@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from .edit import Edits, Quoted
 from .env import TASKD_PORT, port_number
 from .labels import FAULT_SCHEDULING
 from .model import RESET, STRATEGIES, Job, Replica
-from .structure import value_string
+from .structure import is_quoted_number, numbers_of, strings_of
 from .tree import Node
 from .volumes import reset_host_path
 
@@ -21,6 +22,8 @@ GOALS = (*STRATEGIES[:-1], "pod-rescheduling", "grace-exit")
 """What `--strategy` takes: ClusterD's strategies but exit, which it adds itself; rescheduling of pods; and
 saving before a sub-healthy node is left."""
 _PROCESS = STRATEGIES[:-1]
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+"""Lines as a file has them: str.splitlines knows more ends, which may stand within a value."""
 RETRIES, WAIT_RESCHEDULE, WAIT_MINDX, TTP_PORT = "3", "270", "60", "8000"
 _LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
 
@@ -42,7 +45,7 @@ class Patched:
 
     def diff(self, name: str) -> str:
         """As a unified diff; empty where nothing changes."""
-        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        before, after = (_LINE.findall(text) for text in (self.before, self.after))
         lines = difflib.unified_diff(before, after, name, name)
         return "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n" for one in lines)
 
@@ -77,7 +80,9 @@ def patch(source: Source, goals: Sequence[str], name: str | None = None) -> Patc
         return Patched(source.text, source.text, [source.problem])
     jobs = [job for job in source.jobs if name in (None, job.name)]
     if not jobs:
-        names = ", ".join(job.name for job in source.jobs) or "none"
+        names = ", ".join(job.name for job in source.jobs)
+        if not names:
+            raise ConfigError("FILE", str(source.path), "a document of kind AscendJob", "There is none in it.")
         raise ConfigError("job", name, f"an AscendJob of {source.path} ({names})", "Check the name.")
     edits = Edits(source.text, source.documents)
     for job in jobs:
@@ -121,8 +126,12 @@ class _Patch:
 
     def gather(self) -> None:
         """All of them."""
-        for hit in value_string(self.job):
-            self.edits.quote(hit.node)
+        for _, _, pair in strings_of(self.job):
+            if pair.node.kind == "scalar" and pair.node.type in ("bool", "number"):
+                self.edits.quote(pair)
+        for _, pair in numbers_of(self.job):
+            if is_quoted_number(pair.node):
+                self.edits.unquote(pair)
         self._labels()
         self._annotations()
         for replica in self.job.replicas:
@@ -166,7 +175,7 @@ class _Patch:
             return
         self._variable(replica, container, "TTP_PORT", self.port, True)
         wait = replica.variable("MINDIO_WAIT_MINDX_TIME")
-        elastic = "elastic-training" in self.goals and not self.recovers
+        elastic = "elastic-training" in self.goals and "recover" not in self.goals
         if elastic or (wait is not None and not _wait_is(wait.value, 1)):
             enough = wait is not None and _wait_is(wait.value, 60 if elastic else 1)
             self._variable(replica, container, "MINDIO_WAIT_MINDX_TIME", WAIT_MINDX, not enough)
@@ -179,7 +188,7 @@ class _Patch:
         env = replica.variable(name)
         if env is None:
             self.edits.append(container, ("env",), {"name": name, "value": Quoted(value)})
-        elif force and not env.unknown and env.value != value:
+        elif force and env.node.get("valueFrom") is None and env.value != value:
             self.edits.put(env.node, ("value",), Quoted(value))
 
     def _ports(self, replica: Replica, container: Node) -> None:
@@ -187,11 +196,13 @@ class _Patch:
         if self.strategies:
             wanted["ttp-port"] = int(self.port)
         for name, number in wanted.items():
-            port = replica.port(name)
-            if port is None:
-                self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
-            elif port.string("containerPort") != str(number):
+            port, other = replica.port(name), replica.offers(number)
+            if port is not None:
                 self.edits.put(port, ("containerPort",), number)
+            elif other is None:
+                self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
+            elif not other.string("name"):
+                self.edits.put(other, ("name",), name)
 
     def _reset(self, replica: Replica, container: Node) -> None:
         path = reset_host_path(self.job)
@@ -205,7 +216,8 @@ class _Patch:
         taken = {one.string("name"): one for one in pod.maps("volumes")}
         name = next((key for key, one in taken.items() if key and one.string("hostPath", "path") == path), None)
         if name is None:
-            name = "reset-config" if "reset-config" not in taken else "lastgasp-reset-config"
+            names = ("reset-config", "lastgasp-reset-config", *(f"lastgasp-reset-{n}" for n in range(len(taken))))
+            name = next(one for one in names if one not in taken)
             self.edits.append(pod, ("volumes",), {"name": name, "hostPath": {"path": path}})
         self.edits.append(container, ("volumeMounts",), {"name": name, "mountPath": RESET})
 

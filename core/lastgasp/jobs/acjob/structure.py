@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from .model import API_VERSION, CONTAINER, LEADERS, WORKER, Job, Replica
 from .rules import Hit, rule
-from .tree import Node
+from .tree import Node, Pair
 
 MOST_REPLICAS = 20_000
 _LABELS = ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "process-recover-enable", "subHealthyStrategy",
@@ -33,16 +33,51 @@ def duplicate_key(job: Job) -> Iterator[Hit]:
 @rule("value-string", "error", "§2, §9", "A label, annotation or variable is no string")
 def value_string(job: Job) -> Iterator[Hit]:
     """YAML 1.1 takes a plain on for true; Kubernetes wants strings there."""
+    for kind, name, pair in strings_of(job):
+        node = pair.node
+        what = f"{kind} {name} is a {node.type if node.kind == 'scalar' else node.kind} to Kubernetes, not a string"
+        if node.kind != "scalar":
+            yield Hit(pair.key, what, "Write one value, in quotes.")
+        elif node.type in ("bool", "number"):
+            yield Hit(pair.key if pair.alias else node, what, f'Quote it: "{node.text}".')
+
+
+def strings_of(job: Job) -> Iterator[tuple[str, str, Pair]]:
+    """Every entry that must hold a string: what it is, its name, the entry. Each once."""
     places = [("label", job.root.get("metadata", "labels")), ("annotation", job.root.get("metadata", "annotations"))]
     for replica in job.replicas:
         places += [("label", replica.node.get("template", "metadata", "labels"))]
         places += [("annotation", replica.node.get("template", "metadata", "annotations"))]
-    found = [(kind, pair.key.text, pair.node) for kind, node in places if node for pair in node.pairs]
-    found += [("variable", env.name, value) for replica in job.replicas for env in replica.env
-              if (value := env.node.get("value")) is not None]  # fmt: skip
-    for kind, name, node in {id(node): (kind, name, node) for kind, name, node in found}.values():
-        if node.kind == "scalar" and node.type in ("bool", "number"):
-            yield Hit(node, f"{kind} {name} is a {node.type} to Kubernetes, not a string", f'Quote it: "{node.text}".')
+    found = [(kind, pair.key.text, pair) for kind, node in places if node is not None for pair in node.pairs]
+    variables = [env for replica in job.replicas for one in replica.all_containers for env in one.maps("env")]
+    found += [("variable", env.string("name") or "?", pair) for env in variables if (pair := env.pair("value"))]
+    yield from {id(one[2]): one for one in found if not one[2].is_merge}.values()
+
+
+@rule("value-number", "error", "CRD", "A number is in quotes")
+def value_number(job: Job) -> Iterator[Hit]:
+    """The API server takes no string there."""
+    for name, pair in numbers_of(job):
+        if is_quoted_number(pair.node):
+            what = f"{name} is a string to Kubernetes, not a number"
+            yield Hit(pair.key, what, f"Write it without quotes: {pair.node.text}.")
+
+
+def numbers_of(job: Job) -> Iterator[tuple[str, Pair]]:
+    """Every entry that must hold a number: its name, the entry. Each once."""
+    policy = job.root.get("spec", "runPolicy")
+    places = [(policy, "backoffLimit"), (policy.get("schedulingPolicy") if policy else None, "minAvailable")]
+    for replica in job.replicas:
+        places += [(replica.node, "replicas"), (replica.pod, "terminationGracePeriodSeconds")]
+        ports = [port for one in replica.all_containers for port in one.maps("ports")]
+        places += [(port, name) for port in ports for name in ("containerPort", "hostPort")]
+    found = [(name, pair) for node, name in places if node is not None and (pair := node.pair(name)) is not None]
+    yield from {id(one[1]): one for one in found}.values()
+
+
+def is_quoted_number(node: Node) -> bool:
+    """Whether it is digits that Kubernetes takes for a string."""
+    return node.kind == "scalar" and node.type == "string" and node.text.isascii() and node.text.isdecimal()
 
 
 @rule("key-spelling", "warning", "§2, §3", "A key looks like a misspelt one")
@@ -82,10 +117,13 @@ def framework(job: Job) -> Iterator[Hit]:
         yield Hit(job.at("metadata", "labels", "framework"), what, f"Expected one of {', '.join(LEADERS)}.")
 
 
-@rule("replica-specs", "error", "§1", "There are no replicaSpecs")
+@rule("replica-specs", "error", "§1", "There are no replicaSpecs, or one is empty")
 def replica_specs(job: Job) -> Iterator[Hit]:
     """A job of nothing."""
-    if not job.replicas:
+    for pair in job.replica_pairs:
+        if pair.node.kind != "map":
+            yield Hit(pair.key, f"{pair.key.text} describes no replicas", "Describe them, or remove the key.")
+    if not job.replica_pairs:
         yield Hit(job.at("spec", "replicaSpecs"), "spec.replicaSpecs is missing or empty", "Describe the replicas.")
 
 
@@ -105,7 +143,8 @@ def replicas(job: Job) -> Iterator[Hit]:
     for replica in job.replicas:
         if replica.count is None or replica.count > MOST_REPLICAS:
             node = replica.node.get("replicas") or replica.pair.key
-            yield Hit(node, f"{replica.type}: replicas is {node.text!r}", f"Expected 0 to {MOST_REPLICAS}.")
+            what = f"{replica.type}: replicas is {node.text or node.kind!r}"
+            yield Hit(node, what, f"Expected 0 to {MOST_REPLICAS}.")
 
 
 @rule("leader-replicas", "error", "§1", "The leader has not exactly one replica")

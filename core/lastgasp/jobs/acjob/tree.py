@@ -7,6 +7,7 @@ Scalars are judged as Kubernetes does, whose parser follows YAML 1.1: a plain `o
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -161,7 +162,9 @@ def parse(text: str) -> list[Document]:
     except ModuleNotFoundError as error:
         raise MissingExtra("ruamel.yaml", "cli") from error
     try:
-        documents = _Builder(text).build(YAML(typ="safe", pure=True).parse(text))
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Scanner = _scanner()
+        documents = _Builder(text).build(yaml.parse(text))
     except ReaderError as error:
         line, column = place(text, error.position)
         raise YamlProblem(line, column, "a character that YAML does not allow", "Remove it.") from None
@@ -177,6 +180,21 @@ def parse(text: str) -> list[Document]:
     return documents
 
 
+@functools.cache
+def _scanner() -> Any:
+    """ruamel.yaml's, but tabs may stand before a comment or a value, as Kubernetes' parser allows."""
+    from ruamel.yaml.scanner import Scanner
+
+    class TabScanner(Scanner):
+        def scan_to_next_token(self) -> None:
+            super().scan_to_next_token()
+            while not self.allow_simple_key and self.reader.peek() == "\t":
+                self.reader.forward()
+                super().scan_to_next_token()
+
+    return TabScanner
+
+
 def place(text: str, index: int) -> tuple[int, int]:
     """Line and column of a place in the text, from 1."""
     begin = text.rfind("\n", 0, index) + 1
@@ -184,7 +202,7 @@ def place(text: str, index: int) -> tuple[int, int]:
 
 
 def _remedy(text: str, reason: str, line: int) -> str:
-    lines = text.splitlines()
+    lines = text.split("\n")
     if "\\t" in reason or any("\t" in one[: len(one) - len(one.lstrip())] for one in lines[max(0, line - 2) : line]):
         return "Indent with spaces: YAML allows no tabs there."
     return "Correct the line; often it is the indentation, a missing quote or a missing space behind a colon."

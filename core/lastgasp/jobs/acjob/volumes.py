@@ -136,12 +136,11 @@ def rank_table_configmap(job: Job) -> Iterator[Hit]:
 
 @rule("restart-policy", "error", "§2, §7", "fault-retry-times without restartPolicy Never")
 def restart_policy(job: Job) -> Iterator[Hit]:
-    """Else the kubelet restarts containers behind the scheduler's back."""
+    """Else the kubelet restarts containers behind the scheduler's back. The operator's default is Never."""
     for replica in job.replicas:
-        found = replica.node.string("restartPolicy")
-        if job.retries > 0 and found != "Never":
-            node = replica.node.get("restartPolicy") or replica.pair.key
-            what = f"{replica.type}: fault-retry-times with restartPolicy {found or 'unset'}"
+        node = replica.node.get("restartPolicy")
+        if job.retries > 0 and node is not None and node.text != "Never":
+            what = f"{replica.type}: fault-retry-times with restartPolicy {node.text}"
             yield Hit(node, what, "Write restartPolicy: Never.")
 
 
