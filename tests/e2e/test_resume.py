@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,19 +23,20 @@ from lastgasp.testing import corrupt
 from lastgasp.testing.jobs import Finished, run_job
 from lastgasp.testing.weights import differences
 from lastgasp_lightning import LastGasp, last_good
-from support import taskd_reader
+from support import lean, taskd_reader
 from support.matrix import SCRIPT
 from support.train_tiny import Tiny
 
 LAYOUT = SingleFile(".ckpt")
 LIMIT = 150.0
+FULL = pytest.mark.full
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def train(folder: Path, *more: str, world: int = 2, steps: int = 12, **environment: str) -> Finished:
     """One job under `lastgasp run` in `folder`."""
-    command = [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(world), str(SCRIPT)]
+    command = [lean.python(), "-m", "lastgasp", "run", "--nproc-per-node", str(world), str(SCRIPT)]
     command += ["--dir", str(folder / "ckpts"), "--final", str(folder / "final.pt")]
     command += ["--devices", str(world), "--steps", str(steps), *more]
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
@@ -82,7 +82,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", ["bit", *(pytest.param(other, marks=FULL) for other in ("truncated", "manifest"))])
 def test_both_ranks_fall_back_to_the_older_one_and_end_bit_equal(
     damage: str, tmp_path: Path, eight: Path, twelve: Path
 ) -> None:
@@ -119,6 +119,7 @@ def test_a_ckpt_path_in_the_directory_gives_way_to_a_newer_one(eight: Path) -> N
     assert last_good(eight / "nowhere") is None
 
 
+@FULL
 def test_environment_alone_protects_a_job(tmp_path: Path, twelve: Path) -> None:
     fault = "kind=sigkill,rank=0,step=5,phase=backward"
     directory = str(tmp_path / "ckpts")
@@ -128,7 +129,7 @@ def test_environment_alone_protects_a_job(tmp_path: Path, twelve: Path) -> None:
     assert differences(twelve / "final.pt", tmp_path / "final.pt") == []
 
 
-@pytest.mark.parametrize("kind", ["exception", pytest.param("sigterm", marks=pytest.mark.full), "sigkill"])
+@pytest.mark.parametrize("kind", ["exception", *(pytest.param(other, marks=FULL) for other in ("sigterm", "sigkill"))])
 def test_a_single_process(kind: str, tmp_path: Path) -> None:
     fault = f"kind={kind},rank=0,step=6,phase=forward"
     plain = tmp_path / "plain"
@@ -200,7 +201,7 @@ def test_a_gasp_on_a_full_disk_is_told_in_the_incident_and_on_exit(tmp_path: Pat
     (small_disk / "ballast").write_bytes(bytes(16384))
     command = ["--max-restarts", "0"]
     done = run_job(
-        [sys.executable, "-m", "lastgasp", "run", *command, "--nproc-per-node", "2", str(SCRIPT), "--dir",
+        [lean.python(), "-m", "lastgasp", "run", *command, "--nproc-per-node", "2", str(SCRIPT), "--dir",
          str(tmp_path / "ckpts")],
         tmp_path / "log", timeout=LIMIT, environ=os.environ | {"LASTGASP_FAULT": fault},
     )  # fmt: skip

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked, run_job
 from lastgasp.testing.weights import differences
+from support import lean
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TINY, WORKER = SUPPORT / "train_tiny.py", SUPPORT / "launch_worker.py"
@@ -35,12 +35,12 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(300)]
 
 def run(*more: object, ranks: int = 2) -> list[str]:
     """`lastgasp run`."""
-    return [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(ranks), *map(str, more)]
+    return [lean.python(), "-m", "lastgasp", "run", "--nproc-per-node", str(ranks), *map(str, more)]
 
 
 def torchrun(*more: object, ranks: int = 2) -> list[str]:
     """Plain torchrun on one node."""
-    torch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torch = [lean.python(), "-m", "torch.distributed.run", "--standalone"]
     return [*torch, "--nproc-per-node", str(ranks), *map(str, more)]
 
 
@@ -238,12 +238,13 @@ def test_reset_json_asks_for_a_graceful_exit(tmp_path: Path) -> None:
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 
 
+@pytest.mark.full
 def test_reset_json_without_a_launcher(tmp_path: Path) -> None:
     """The detached controller looks at it then."""
     directory, fired, reset = tmp_path / "d", tmp_path / "fired", tmp_path / "reset.json"
     fault = "kind=sleep:60,rank=0,step=5,phase=data"
     variables = {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(fired), "LASTGASP_RESET_FILE": str(reset)}
-    with running(tmp_path, [sys.executable, str(TINY), "--dir", str(directory)], **variables) as [job]:
+    with running(tmp_path, [lean.python(), str(TINY), "--dir", str(directory)], **variables) as [job]:
         until(lambda: bool(read_log(fired)), "rank 0 pauses")
         ask_for_graceful_exit(reset)
         assert job.code() == exitcodes.SAVED, job.output[-4000:]
@@ -292,7 +293,7 @@ def test_a_killed_launcher_of_a_real_job(tmp_path: Path) -> None:
 def node(port: int, *more: object) -> list[str]:
     """One torchrun agent of two, each with one rank."""
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
-    return [sys.executable, "-m", "lastgasp", "run", *nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", *map(str, more)]
+    return [lean.python(), "-m", "lastgasp", "run", *nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", *map(str, more)]
 
 
 def free_port() -> int:

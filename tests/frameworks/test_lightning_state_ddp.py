@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from frameworks.state_rig import differences
+from support import lean
 
 ROOT = Path(__file__).parent.parent.parent
 CHILD = Path(__file__).parent / "ddp_state_child.py"
@@ -21,9 +21,9 @@ def launch(directory: Path, what: str, **extra: str) -> list[int]:
     """Run both ranks; the rendezvous port is chosen by the kernel (torchrun's standalone mode)."""
     path = os.pathsep.join(str(ROOT / p) for p in ("core", "plugins/lightning", "tests"))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [lean.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     job = subprocess.run(
-        [*command, sys.executable, "-W", "ignore", str(CHILD), str(directory), what],
+        [*command, lean.python(), "-W", "ignore", str(CHILD), str(directory), what],
         env=environment,
         cwd=directory,
         capture_output=True,

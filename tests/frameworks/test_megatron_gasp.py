@@ -114,10 +114,11 @@ def test_a_lost_shard_without_replica_is_said_with_what_would_have_saved_it(tmp_
 OVERFLOW = "--fp16 --loss-scale-window 4 --hysteresis 1 --initial-loss-scale"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "every"),
     [
-        pytest.param(f"{OVERFLOW} 1048576", SAVED, marks=pytest.mark.full),
+        (f"{OVERFLOW} 1048576", SAVED),
         # So much that no update comes before the fault; Megatron itself could not save then.
         (f"{OVERFLOW} 67108864 {TWO_INSTANCES}", LAST),
     ],

@@ -39,7 +39,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], 
     return reference.losses()
 
 
-@pytest.mark.parametrize(("kind", "saved"), [("exception", 13), ("sigterm", None)])
+@pytest.mark.parametrize(
+    ("kind", "saved"), [pytest.param("exception", 13, marks=pytest.mark.full), ("sigterm", None)]
+)
 def test_the_step_is_saved_and_the_losses_stay_the_same(
     kind: str, saved: int | None, tmp_path: Path, expected: dict[tuple[int, int], list[str]]
 ) -> None:

@@ -54,15 +54,12 @@ def all_cases() -> list[LoopCase]:
 
 
 COVERING = (
-    LoopCase("sigkill", "backward", "first", "run"),
-    LoopCase("sigkill", "update", "last", "torchrun", 3),
     LoopCase("exception", "validation", "last", "run"),
     LoopCase("sigterm", "forward", "first", "torchrun"),
     LoopCase("sigstop", "data", "last", "run"),
-    LoopCase("sigkill", "periodic_save", "first", "script"),
     LoopCase("sigkill", "after_update", "first", "run", shape="waiting"),
 )
-"""Each kind, rank and launcher, and most moments."""
+"""What runs with every test round: each kind and rank, and a loop that waits for other ranks after its update."""
 
 SHAPES = tuple(
     LoopCase("sigkill", moment, rank, launcher, shape=shape)

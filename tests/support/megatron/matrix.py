@@ -90,12 +90,8 @@ def all_cases() -> list[Case]:
 
 
 COVERING = [
-    Case("dp2", "sigkill", "forward"),
-    Case("dp2", "exception", "periodic_save"),
     Case("dp2-two-instances", "sigstop", "backward"),
-    Case("dp4-two-instances", "sigkill", "after_update"),
     Case("tp2-dp2", "sigkill", "periodic_save"),
     Case("pp2-dp2", "sigterm", "backward"),
-    Case("tp2-pp2", "exception", "after_update"),
 ]
-"""What runs with every test round: each layout of the issue, each kind and each moment at least once."""
+"""What runs with every test round: data, tensor and pipeline parallel once, each signal, three moments."""
