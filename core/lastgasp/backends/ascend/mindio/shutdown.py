@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import logging
-import os
-import sys
+import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("lastgasp")
 
 LIMIT = 10.0
 """Seconds that a destroy gets; a clean one takes milliseconds, one in three hangs with a live controller."""
+END_LIMIT = 60
+"""Whole seconds that Python's own end gets behind the last exit hook, where a destroy hangs."""
 
 
 def destroy(api: Any, limit: float = LIMIT) -> bool:
@@ -21,7 +23,7 @@ def destroy(api: Any, limit: float = LIMIT) -> bool:
 
     Returns:
         Whether it came back. If not, the package's own exit hook is taken out, which would hang the same way, and the
-        process will end by `os._exit` when Python has run its other hooks.
+        process will end, with the code that Python ends it with, before the package's C++ destructors are run.
     """
     done = threading.Event()
 
@@ -45,21 +47,35 @@ def destroy(api: Any, limit: float = LIMIT) -> bool:
 _hangs = threading.Event()
 
 
+def hangs() -> bool:
+    """A destroy did not come back."""
+    return _hangs.is_set()
+
+
 def _end_hard() -> None:
     """Its C++ threads and destructors must not keep the process."""
     _hangs.set()
 
 
-def _end(leave: Callable[[int], Any] = os._exit) -> None:
-    """Python runs its hooks from the newest to the oldest, and none behind this one."""
+def _bound_the_end() -> None:
+    """One of the last hooks that Python runs; nobody knows the exit code yet, nor could tell it (`sys.exit` is over).
+
+    So it is left to Python, which runs the hooks from before this one, too, and hands the code to C's `exit`. That
+    calls first what was registered last: `_exit`, which by `on_exit` is given the code. Whatever still hangs before
+    that is ended by the alarm, and counts as failed.
+    """
     if not _hangs.is_set():
         return
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            pass
-    leave(1 if getattr(sys, "last_value", None) is not None else 0)
+    with contextlib.suppress(ValueError):  # not the main thread: an embedded interpreter, whose end is not ours
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.alarm(END_LIMIT)
+    libc = ctypes.CDLL(None)
+    for stream in ("stdout", "stderr"):  # C's own buffers: `_exit` does not write them
+        with contextlib.suppress(ValueError, AttributeError):
+            libc.fflush(ctypes.c_void_p.in_dll(libc, stream))
+    if hasattr(libc, "on_exit"):  # glibc's
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
-atexit.register(_end)  # when MindIO is first thought of: what the job registers from then on is not lost
+atexit.register(_bound_the_end)  # when MindIO is first thought of: what it registers itself is run before this
