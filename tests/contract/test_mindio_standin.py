@@ -21,6 +21,18 @@ f.tft_init_processor(0, 1, False, False, "", False)
 f.tft_start_processor("127.0.0.1", port, "")
 """
 GROUP = "[{'rank_list': [0], 'replica_cnt': 1, 'replica_shift': 0}]"
+READY = (
+    f"f.tft_is_reboot_node(); f.tft_set_optimizer_replica(0, {GROUP}); "
+    "[getattr(f, f'tft_register_{name}_handler')(print) for name in ('save_ckpt', 'stop', 'clean')]"
+)
+STEPPED = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); "
+    "f.tft_start_updating_os(-1); f.tft_end_updating_os(1); f.tft_pause_train(1)"
+)
+HANDLERS = (
+    "f.tft_register_stop_handler(lambda *_: f.tft_pause_train(1)); "
+    "f.tft_register_save_ckpt_handler(lambda *_: f.tft_report_error(0))"
+)
 THREAD = "t = threading.Thread(target=lambda: f.tft_init_processor(0, 1, False, False)); t.start(); t.join()"
 
 
@@ -39,6 +51,14 @@ THREAD = "t = threading.Thread(target=lambda: f.tft_init_processor(0, 1, False, 
         (f"f.tft_set_optimizer_replica(0, {GROUP.replace('1, ', '2, ')})", "Exception", "replica_cnt 2 of 1"),
         ("f.tft_set_optimizer_replica(0, [])", "Exception", "no info"),
         ("f.tft_set_optimizer_replica(0, [{'rank_list': (0,)}])", "Exception", "rank_list"),
+        ("f.tft_is_reboot_node(); f.tft_is_reboot_node()", "", "is_reboot_node again"),
+        (f"f.tft_set_optimizer_replica(0, {GROUP})", "", "before is_reboot_node"),
+        (f"{READY}; f.tft_start_updating_os(-1)", "", "MindIO's handler of SIGTERM"),
+        (f"{READY}; {STEPPED}; f.tft_start_updating_os(-1); f.tft_end_updating_os(1)", "", "behind step 1"),
+        (f"{HANDLERS}; f._p.call('stop', None)", "", "tft_pause_train was called inside the stop handler"),
+        (f"{HANDLERS}; f._p.dump_step = 1; f._p.call_save([])", "", "report_error was called inside the save_ckpt"),
+        ("f.tft_report_error(0, 7)", "TypeError", "error_code=7"),
+        ("f.tft_report_load_ckpt_step(1.0)", "TypeError", "step=1.0"),
         ("f.tft_start_updating_os(-1)", "", "without replica info or without save, stop and clean handlers"),
         ("f.tft_start_updating_os(-1.0)", "TypeError", "backup_step=-1.0"),
         ("f.tft_end_updating_os(0)", "Exception", "end_updating(0)"),
@@ -73,11 +93,8 @@ def test_what_ends_the_process(tmp_path: Path, code: str) -> None:
 
 
 def test_what_is_right_breaks_nothing(tmp_path: Path) -> None:
-    handlers = "; ".join(f"f.tft_register_{name}_handler(print)" for name in ("save_ckpt", "stop", "clean"))
-    steps = "f.tft_start_updating_os(-1); f.tft_end_updating_os(1); f.tft_pause_train(1)"
-    code = f"f.tft_is_reboot_node(); f.tft_set_optimizer_replica(0, {GROUP}); {handlers}; {steps}"
-    trace, done = run(tmp_path, code)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing")
+    trace, done = run(tmp_path, f"{READY}; {STEPPED}")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing"), done.stderr
     assert trace.violations() == ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from lastgasp.backends.ascend.mindio import api, exits, limits, shutdown, validation
-from lastgasp.backends.ascend.mindio.controller import Endpoint, _answer, ask_for_dump, serve, tell_used
+from lastgasp.backends.ascend.mindio.controller import Endpoint, Once, _answer, ask_for_dump, serve, tell_used
 from lastgasp.backends.ascend.mindio.handlers import answering
 from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
 from lastgasp.backends.ascend.mindio.strategies import decide_strategies
@@ -22,6 +23,7 @@ from lastgasp.backends.ascend.mindio.window import Window
 from lastgasp.errors import ConfigError, DeadlineExceeded
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, Stand
+from lastgasp.gasp.starter import Starter
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
 
 GIB = 1 << 30
@@ -179,7 +181,7 @@ def test_what_mindio_is_told(kind: str, cause: str, state: str, waits: bool) -> 
 @pytest.mark.parametrize(
     ("text", "state"),
     [
-        ("UCE ERROR and FORCE STOP", "RS_UCE"), ("HBM MULTI BIT ECC time us= 7", "RS_UCE"),
+        ("UCE ERROR and FORCE STOP", "RS_UCE"), ("HBM MULTI BIT ECC time us= 7", "RS_UCE_CORRUPTED"),
         ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED"), ("STEP FINISH", "RS_STEP_FINISH"), ("other", "RS_UNKNOWN"),
     ],
 )  # fmt: skip
@@ -195,6 +197,16 @@ def test_exits_of_a_framework_become_runtime_errors(error: BaseException) -> Non
     with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
         exits.without_exits(train)(1)
     assert caught.value.__cause__ is error
+
+
+def test_the_end_of_a_recovery_is_no_exit_of_a_framework() -> None:
+    """A rank that was released leaves with the code of the ending, and not by a second fault."""
+
+    def train() -> None:
+        raise Released(Release(recovery=0, ending="saved", step=3, path="p", reason=""))
+
+    with pytest.raises(Released):
+        exits.without_exits(train)()
 
 
 def test_handlers_fail_by_exceptions_only() -> None:
@@ -263,6 +275,16 @@ def test_once_a_dump_has_begun_the_training_thread_parks_until_it_is_over() -> N
     assert not stand.inside
 
 
+def test_a_step_without_an_update_parks_too_once_a_dump_has_begun() -> None:
+    """Else the rank would stand on a step that MindIO has not ordered, and could not save."""
+    stand = Stand()
+    stand.step_end(6)
+    stand.release(Release(recovery=0, ending="saved", step=6, path="p", reason=""))
+    with pytest.raises(Released):
+        Window(FakeWindow(Exception("error num:1")), stand, 5.0).step_end(7)
+    assert (stand.step, stand.inside) == (6, False)
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -287,25 +309,36 @@ def test_a_destroy_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     release.set()
 
 
-def test_the_hooks_of_the_job_run_where_a_destroy_hangs() -> None:
-    """Such as that of a logger, which uploads what it has at the end."""
-    lines = (
-        "import atexit, threading, types",
-        "from lastgasp.backends.ascend.mindio import shutdown",
-        "atexit.register(print, 'the hook of the job')",
-        "api = types.SimpleNamespace(tft_destroy_processor=threading.Event().wait)",
-        "atexit.register(api.tft_destroy_processor)",
-        "assert not shutdown.destroy(api, 0.05)",
-    )
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "the hook of the job\n"), ended.stderr
-
-
 def test_a_controller_leaves_once_it_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, False])
     monkeypatch.setattr("lastgasp.backends.ascend.mindio.controller.LINGER", 0.01)
-    serve(lambda: next(answers, False), lambda: False)
-    serve(lambda: False, lambda: True)
+    serve(lambda: next(answers, False), lambda: False, lambda: False)
+    serve(lambda: False, lambda: True, lambda: False)
+
+
+def test_a_controller_leaves_unused_once_its_starter_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lastgasp.backends.ascend.mindio.controller.LINGER", 0.01)
+    serve(lambda: False, lambda: False, lambda: True)
+
+
+def test_a_dump_that_was_granted_to_one_rank_is_not_refused_to_the_next() -> None:
+    """Who is refused reports a fault of its own, and is no holder any more."""
+    answers = iter([1, 0, 1, 1])
+    once = Once(lambda: next(answers))
+    assert [once() for _ in range(4)] == [1, 0, 0, 0]
+
+
+def test_a_starter_that_has_ended_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        starter = Starter(process.pid)
+        assert not starter.gone()
+        assert process.stdin is not None
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+        assert starter.gone()
+    assert starter.gone()
+    assert not Starter(-1).gone()
+    os.close(starter._stat)
 
 
 def test_a_request_that_fails_is_not_the_last_one() -> None:
@@ -322,17 +355,17 @@ def test_a_request_that_fails_is_not_the_last_one() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         endpoint = Endpoint("127.0.0.1", 1, server.getsockname()[1], "secret")
-        assert not ask_for_dump(endpoint)
+        assert ask_for_dump(endpoint) == "nobody"
         assert tell_used(endpoint)
         server.shutdown(socket.SHUT_RDWR)
         thread.join(20.0)
 
 
 def test_nobody_to_ask_is_an_answer() -> None:
-    assert not ask_for_dump(Endpoint("127.0.0.1", 8000))
+    assert ask_for_dump(Endpoint("127.0.0.1", 8000)) == "nobody"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    assert not ask_for_dump(Endpoint("127.0.0.1", 8000, port, "secret"))
+    assert ask_for_dump(Endpoint("127.0.0.1", 8000, port, "secret")) == "nobody"
 
 
 # -- the package -----------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -19,14 +21,18 @@ from lastgasp.steps.recover import recover_orphans
 
 from .controller import Controller
 from .resetfile import ResetWatch
+from .starter import Starter
 
 T = TypeVar("T")
 START_TIMEOUT = 30.0
 """Seconds the controller gets to listen."""
 UNUSED_TIMEOUT = 300.0
-"""Seconds a detached controller waits for the first rank."""
+"""Seconds a detached controller waits for the first rank, while the process that started it is there."""
 LINGER = 2.0
-"""Seconds a detached controller stays after the last rank left."""
+"""Seconds a detached controller stays after the last rank left, or without any once its starter is gone.
+
+It writes where its starter writes its errors, so whoever reads that (`job 2>&1 | tee log`) waits for it.
+"""
 
 
 @dataclass(frozen=True)
@@ -153,14 +159,21 @@ def start_detached(host: str = "127.0.0.1") -> Endpoint:
     try:
         out, _ = process.communicate(token + "\n", timeout=START_TIMEOUT)
     except subprocess.TimeoutExpired:
-        process.kill()
+        kill_session(process)
         raise DeadlineExceeded("the controller to start", START_TIMEOUT, "Look at the machine's load.") from None
     if process.returncode != 0 or not out.strip().isdigit():
         raise ControlError(f"the controller did not start (exit code {process.returncode}): see its message above")
     return Endpoint(host, int(out), token)
 
 
-async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -> None:
+def kill_session(process: subprocess.Popen[str]) -> None:
+    """End what does not start, with the process that it has forked; reap it, and close its pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+async def _serve_alone(token: str, host: str, starter: Starter, announce: Callable[[int], None]) -> None:
     controller = Controller(token, host)
     announce(await controller.start())
     loop = asyncio.get_running_loop()
@@ -171,7 +184,7 @@ async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -
         ever = controller.generation is not None  # a rank may have come and gone between two looks
         if controller.connected:
             empty_since = _clock.monotonic()
-        elif _clock.monotonic() - empty_since > (LINGER if ever else UNUSED_TIMEOUT):
+        elif _clock.monotonic() - empty_since > (LINGER if ever or starter.gone() else UNUSED_TIMEOUT):
             break
     reset.close()
     await controller.stop()
@@ -180,7 +193,7 @@ async def _serve_alone(token: str, host: str, announce: Callable[[int], None]) -
 
 def _main() -> None:
     """Read the token from stdin, fork into the background, print the port, serve."""
-    token, host = sys.stdin.readline().strip(), sys.argv[1]
+    token, host, starter = sys.stdin.readline().strip(), sys.argv[1], Starter(os.getppid())
     reading, writing = os.pipe()
     if os.fork():  # the parent reports the port and leaves, so that nobody has to reap the controller
         os.close(writing)
@@ -198,7 +211,7 @@ def _main() -> None:
         os.write(writing, str(port).encode())
         os.close(writing)
 
-    asyncio.run(_serve_alone(token, host, announce))
+    asyncio.run(_serve_alone(token, host, starter, announce))
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ class Controller:
         """Heartbeats, replica reports, farewells, replies."""
         member, kind = self.members[rank], message["kind"]
         if kind == "heartbeat":
+            if message["step"] != member.step:
+                trace("heard", of=rank, step=message["step"])
             member.seen = time.monotonic()
             member.step, member.status, member.updating = message["step"], message["status"], message["updating"]
         elif kind == "replica":

@@ -100,7 +100,7 @@ class _Processor:
         self.step, self.updating, self.status = 0, False, 0
         self.limit, self.force = 0, False
         self.dumping = False
-        self.repair_id, self.repair_step, self.replica_sent = 0, 0, False
+        self.repair_id, self.repair_step, self.replica_sent, self.reboot_asked = 0, 0, False, False
         self.exiting = threading.Condition()
         self.forced = threading.Condition()
         self.cleaned, self.repaired, self.answered = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
@@ -180,6 +180,7 @@ class _Processor:
             rules.violation(f"no {name} handler is registered")
             return "failed"
         trace(name, given=[item for item in given if isinstance(item, int | list)])
+        _inside.handler = name
         try:
             answer = found[0](*given, found[1]) if ctx else found[0](*given)
         except Exception as error:
@@ -188,6 +189,8 @@ class _Processor:
         except BaseException as error:
             rules.violation(f"the {name} handler raised {type(error).__name__}: nobody answers the controller")
             raise
+        finally:
+            _inside.handler = ""
         trace(name + "_done")
         if name == "clean" and type(answer) is not int:
             rules.violation(f"the clean handler returned {answer!r}, not 0, 1 or 2")
@@ -275,6 +278,12 @@ class _Processor:
 
 
 _p = _Processor()
+_inside = threading.local()
+"""Set while this thread runs a handler: on P, which waits for orders, or on S, which P waits for."""
+
+
+def _logs_only(*_: Any) -> None:
+    trace("signal_ignored")
 
 
 def _on_main(name: str) -> None:
@@ -283,9 +292,8 @@ def _on_main(name: str) -> None:
 
 
 def _not_in_handler(name: str) -> None:
-    thread = threading.current_thread()
-    if thread is not threading.main_thread() and isinstance(thread, threading._DummyThread):
-        rules.violation(f"{name} was called on the message thread: it waits for orders that cannot come any more")
+    if getattr(_inside, "handler", ""):
+        rules.violation(f"{name} was called inside the {_inside.handler} handler: it waits for what cannot come (§15)")
 
 
 def tft_init_processor(
@@ -305,7 +313,7 @@ def tft_init_processor(
     if _p.state != "BEGIN":
         rules.refuse(f"init_processor in state {_p.state}")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: trace("signal_ignored"))
+        signal.signal(number, _logs_only)
     rules.rank, _p.rank, _p.world, _p.uce, _p.state = rank, rank, world_size, enable_uce, "INITED"
     trace("init_processor", limit=ACTION_TIMEOUT, uce=enable_uce, arf=enable_arf, zit=enable_zit)
 
@@ -352,6 +360,8 @@ def tft_destroy_processor() -> None:
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
     """After the start; the Exception may have no text."""
     strict("rank", rank, int)
+    if not _p.reboot_asked:
+        rules.violation("set_optimizer_replica before is_reboot_node, which tells only right after the start (§15)")
     if _p.state != "NORMAL" or _p.wire is None:
         rules.refuse("set_optimizer_replica before start_processor")
     if not replica_info or not isinstance(replica_info, list):
@@ -386,6 +396,8 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
         rules.violation("start_updating before init: the real one says nothing, and nothing is protected")
     elif not _p.replica_sent or not {"save_ckpt", "stop", "clean"} <= set(_p.handlers):
         rules.violation("the first update without replica info or without save, stop and clean handlers: no dump")
+    elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _logs_only:
+        rules.violation("training with MindIO's handler of SIGTERM, which only logs: this rank cannot be told to stop")
     _p.locked(_p.step)
     if _p.dumping:
         raise Exception("notify start to updating os failed, error num:1")
@@ -397,11 +409,14 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
 def tft_end_updating_os(step: int) -> None:
     """Ignored silently without a start (a violation here: the step is lost); then blocks while locked."""
     strict("step", step, int)
+    _not_in_handler("tft_end_updating_os")
     if step < 1:
         rules.refuse(f"end_updating({step})")
     if not _p.updating:
         rules.violation(f"end_updating({step}) without start_updating is ignored: MindIO still stands on {_p.step}")
         return
+    if step <= _p.step:
+        rules.violation(f"end_updating({step}) behind step {_p.step}: MindIO takes the largest step that it has heard")
     _p.step, _p.updating = step, False
     _p.locked(step)
 
@@ -422,6 +437,7 @@ def tft_set_step_args(args: Any) -> None:
 def tft_report_error(error_type: int, error_code: str = "") -> None:
     """RS_UNKNOWN blocks until the exit notice or the action limit."""
     strict("error_type", error_type, int)
+    strict("error_code", error_code, str)
     _not_in_handler("tft_report_error")
     if len(error_code) >= 16 or _p.state not in ("NORMAL", "PAUSE", "DUMP"):
         rules.refuse(f"report_error({error_type}, {error_code!r}) in state {_p.state}")
@@ -465,8 +481,9 @@ def tft_get_repair_type() -> str:
 
 def tft_is_reboot_node() -> bool:
     """Once, right after the start."""
-    if _p.state != "NORMAL":
-        rules.violation(f"is_reboot_node in state {_p.state}")
+    if _p.state != "NORMAL" or _p.reboot_asked:
+        rules.violation(f"is_reboot_node {'again' if _p.reboot_asked else 'in state ' + _p.state}")
+    _p.reboot_asked = True
     trace("is_reboot_node")
     return _p.repair_id != 0
 
@@ -484,10 +501,12 @@ def tft_reset_limit_step() -> None:
 def tft_pause_train(cur_step: int) -> None:
     """At the end of every step."""
     strict("cur_step", cur_step, int)
+    _not_in_handler("tft_pause_train")
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
     """1 or more."""
+    strict("step", step, int)
     if step < 1:
         rules.refuse(f"report_load_ckpt_step({step})")
 

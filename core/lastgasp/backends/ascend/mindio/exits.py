@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+from lastgasp.gasp.stand import Released
+
 from .window import FORCE_STOP
 
 DETECTION = 30.0
 """Seconds in which MindIO notices a dead rank (8 to 12) and begins a dump; who only saw a peer die waits as long."""
 
-# First match counts; the first two only where retry is granted (facts §5).
+ARF_FINISH = "ARF FINISH"
+# First match counts; the third column: only where retry is granted (facts §5). A multi-bit error may have come in the
+# middle of an update unless device times prove that it did not, and nobody takes them here: its data count as bad.
 _PATTERNS = (
     ("UCE ERROR", "RS_UCE", True),
-    ("HBM MULTI BIT ECC", "RS_UCE", True),
+    ("HBM MULTI BIT ECC", "RS_UCE_CORRUPTED", True),
     (FORCE_STOP, "RS_NORMAL", False),
-    ("ARF FINISH", "RS_PREREPAIR_FINISH", False),
+    (ARF_FINISH, "RS_PREREPAIR_FINISH", False),
     ("STEP FINISH", "RS_STEP_FINISH", False),
     ("HCCL OP RETRY FAILED", "RS_HCCL_FAILED", True),
     ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED", True),
@@ -72,6 +76,8 @@ def without_exits(train: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **options: Any) -> Any:
         try:
             return train(*args, **options)
+        except Released:  # a recovery is over, and this rank leaves with its exit code
+            raise
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             raise as_runtime_error(error) from error
 

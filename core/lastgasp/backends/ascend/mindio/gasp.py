@@ -28,10 +28,11 @@ from . import api as package
 from . import exits, limits
 from .controller import Endpoint, ask_for_dump, start_controller, tell_used
 from .handlers import Handlers
+from .lastword import LastWord, park
 from .replicas import group_of, replica_info
-from .shutdown import destroy
+from .shutdown import destroy, hangs
 from .strategies import VARIABLES, Strategies, decide_strategies
-from .validation import Address, address_of, check_size, checked_host, wait_for_listener
+from .validation import Address, address_of, check_size, check_thread, checked_host, wait_for_listener
 from .window import Window
 
 log = logging.getLogger("lastgasp")
@@ -43,6 +44,8 @@ JOIN = 75.0
 """Seconds that the controller gets to listen, as long as MindIO itself would try."""
 LAG = 1.0
 """Seconds that MindIO's threads get to tell its controller that the checkpoint is published."""
+TOGETHER = 60.0
+"""Seconds that ranks wait for each other at the end of training: once one has left, MindIO saves nothing any more."""
 TURN = 5.0
 """Seconds between rank 0 and the others, where all are told to stop and nobody can be asked for a dump."""
 TASKD = "MINDX_TASK_ID"
@@ -87,12 +90,16 @@ class MindioGasp:
         self._window: Window | None = None
         self._endpoint = Endpoint("", 0)
         self._state = "new"
+        self._rebooted = False
+        self._after_all = threading.Lock()
+        self._last_word: LastWord | None = None
         self.strategies: Strategies | None = None
 
     # -- start ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Start the controller where that is ours, the processor, the handlers; the others' word on the address."""
+        check_thread()
         nbytes = int(getattr(self._source, "nbytes", 0))
         limit = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
         for line in limits.prepare(os.environ, limit, self._config.directory / "mindio" / "logs"):
@@ -100,6 +107,7 @@ class MindioGasp:
         self.strategies = self._decide()
         self._endpoint = self._find_controller(self.strategies)
         self._api = api = package.load()
+        self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
         self._handlers = Handlers(
             self._config, self._place, self._source, self._stand, self._processor, self.strategies,
@@ -111,6 +119,7 @@ class MindioGasp:
         self._processor.tell(m.Led(by=IN_MINDX if TASKD in os.environ else NAME))
         self._processor.begin()
         self._state = "running"
+        self._last_word.install()
         atexit.register(self._left_unannounced)
 
     def _decide(self) -> Strategies:
@@ -154,7 +163,8 @@ class MindioGasp:
         for number, handler in ours.items():  # it has put one there that only logs
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         api.tft_start_processor(self._endpoint.host, self._endpoint.port, "")
-        if api.tft_is_reboot_node():
+        self._rebooted = bool(api.tft_is_reboot_node())
+        if self._rebooted:
             log.warning("MindIO takes rank %d into a job that runs", place.rank)
         if place.rank == 0:
             tell_used(self._endpoint)
@@ -201,6 +211,8 @@ class MindioGasp:
         found = exits.telling(kind, cause, self.strategies.retry)
         if found.after and self._stand.wait_over(found.after) is not None:
             return
+        if found.after and self._stand.held and self._stand.wait_over(self._limit) is not None:
+            return  # this rank saves, and must not be counted among the faulty ones meanwhile
         # RS_UNKNOWN waits for MindIO's exit notice, for the action limit at most.
         self._api.tft_report_error(int(self._api.ReportState[found.state].value))
         if found.state == "RS_NORMAL":
@@ -211,7 +223,15 @@ class MindioGasp:
         return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._stand.step, seen_ns=now)
 
     def _lead_after_all(self, fault: Fault) -> None:
-        """MindIO saves nothing where the faulty ranks are the only holders, and in other cases (facts §16); we do."""
+        """MindIO saves nothing where the faulty ranks are the only holders, and in other cases (facts §16); we do.
+
+        The training thread and MindIO's may come here, one behind the other.
+        """
+        with self._after_all:
+            if self._stand.outcome is None:
+                self._lead(fault)
+
+    def _lead(self, fault: Fault) -> None:
         log.warning("MindIO made no checkpoint (its log is in %s)", os.environ.get(limits.LOG_PATH))
         nothing = m.Ended(ending="gave_up", step=-1, path="", reason=f"{NAME} made no checkpoint")
         if self._processor.tell(nothing) and self._stand.wait_over(self._limit) is not None:
@@ -229,9 +249,11 @@ class MindioGasp:
 
     def _stop_job(self, fault: Fault) -> None:
         """Told to stop: have the healthy job saved; where nobody can be asked for that, rank 0 speaks first."""
-        if ask_for_dump(self._endpoint) and self._stand.wait_over(self._limit) is not None:
-            return
-        if self._place.rank and self._stand.wait_over(TURN) is not None:
+        answer = ask_for_dump(self._endpoint)
+        turn = TURN if self._place.rank else 0.0
+        # Who is refused comes in the middle of a recovery, and would only take a holder away from it.
+        patience = {"granted": self._limit, "refused": exits.DETECTION}.get(answer, turn)
+        if self._stand.wait_over(patience) is not None:
             return
         try:
             self._api.tft_report_error(int(self._api.ReportState["RS_UNKNOWN"].value))
@@ -258,19 +280,31 @@ class MindioGasp:
         threading.Thread(target=later, name="lastgasp-mindio-over", daemon=True).start()
 
     def _leave(self) -> None:
-        """MindSpore mode's exit order."""
-        waited = self._limit if self._state == "faulted" else SETTLE
-        outcome = self._stand.wait_over(waited) or given_up("MindIO ended the job without a checkpoint")
-        self._control.leave(exit_code(outcome))
+        """MindSpore mode's exit order, or the end that torch mode puts to this process: MindIO has nothing more to do.
+
+        Nobody may have reported a fault, and MindIO may have begun no save (facts §16.4-6): then ours comes first.
+        """
+        if self._state == "left":
+            park()  # training ended well, and what the process does since is no business of MindIO's
+        if self._stand.wait_over(SETTLE) is None:
+            fault = self._fault_here("peer", "MindIO ended the job without a checkpoint")
+            self._processor.report(fault)
+            self._lead_after_all(fault)
+        if self._state == "faulted":
+            threading.Event().wait(self.grace)  # its own traceback and clean-up come first
+        self._control.leave(exit_code(self._stand.outcome or given_up("no outcome")))
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """`train`, entered again with the same arguments after each fault that was repaired in place.
 
         The job's loop must be derived from what `rollback` was given. Without a granted strategy it is `train` itself.
         """
-        protected = exits.without_exits(train)
+        granted, protected = self.strategies, exits.without_exits(train)
+        if granted is None or not (granted.retry or granted.recover):
+            return train
 
         def run(*args: Any, **options: Any) -> Any:
+            self._join_in()
             while True:
                 try:
                     return protected(*args, **options)
@@ -278,10 +312,17 @@ class MindioGasp:
                     if not self._repaired(str(error)):
                         raise
 
-        return run if self.strategies is not None and self.strategies.retry else train
+        return run
+
+    def _join_in(self) -> None:
+        """A rank that was started anew waits until the others have brought it up to their step (facts §6, ARF)."""
+        rebooted, self._rebooted = self._rebooted, False
+        if rebooted and not self._repaired(exits.ARF_FINISH):
+            raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take this rank into the running job")
 
     def _repaired(self, text: str) -> bool:
-        state = exits.state_of(text, retry=True)
+        assert self.strategies is not None
+        state = exits.state_of(text, self.strategies.retry)
         if state == "RS_UNKNOWN":
             return False
         api = self._api
@@ -295,16 +336,27 @@ class MindioGasp:
     # -- end --------------------------------------------------------------------------------------
 
     def goodbye(self) -> None:
-        """Leave MindIO; bounded."""
-        if self._state == "running":
+        """Leave MindIO, together with the others; bounded."""
+        if self._state == "running" and self._together():
             self._state = "left"
-            if self._stand.held:  # a dump may need this rank
-                self._stand.wait_over(self._limit)
             destroy(self._api)
+
+    def _together(self) -> bool:
+        """All ranks have come to the end of training. Once one has left, MindIO saves nothing any more (facts §7.1)."""
+        self._stand.moved("backward")  # to the hang watchdog this rank waits for others
+        whole = self._processor.gather("mindio-end", b"", TOGETHER)
+        if whole is not None and whole.missing:  # this rank has the last step, whoever is gone
+            self.fault("peer", f"training ended here, but not everywhere: {whole.missing}")
+            return False
+        if self._stand.held:  # a dump may need this rank
+            self._stand.wait_over(self._limit)
+        return True
 
     def close(self) -> None:
         """Nothing waits here: the process's end tells MindIO the rest."""
         self._processor.led_elsewhere = None
+        if self._last_word is not None and self._state == "left" and not hangs():
+            self._last_word.remove()
 
     def _left_unannounced(self) -> None:
         """The interpreter ends, and nobody has said why: MindIO's own exit hook would call that a normal end."""

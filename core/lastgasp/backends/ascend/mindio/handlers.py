@@ -30,6 +30,8 @@ log = logging.getLogger("lastgasp")
 
 CONSULT_TIMEOUT = 15.0
 LOOK = 0.001
+_LOADS = (5, 6)
+"""RT_LOAD_CKPT, RT_LOAD_REBUILD (facts/mindio_tft.md §3)."""
 R = TypeVar("R")
 
 
@@ -175,7 +177,13 @@ class Handlers:
     def repair(
         self, step: int, need_rebuild: bool, error_ranks: Any, repair_info: Mapping[str, Any], args: Any, ctx: Any
     ) -> None:
-        """On those that give state and those that take it."""
+        """On those that give state and those that take it.
+
+        Where no rank is left that could give it, MindIO wants everybody to load the last checkpoint: that is what a
+        restart does, with our verification.
+        """
+        if int(repair_info.get("repair_type", 0)) in _LOADS:
+            raise NotSaveable("no rank holds the state: the job must start again, from its newest good checkpoint")
         self._in_place().repair(step, dict(repair_info), bool(need_rebuild))
 
     def rollback(self, step: int, args: Any, ctx: Any) -> None:

@@ -82,3 +82,14 @@ def check_size(rank: int, world_size: int) -> None:
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= MOST_RANKS:
         allowed = f"plain integers, 0 <= rank < world_size <= {MOST_RANKS}"
         raise ConfigError("rank, world_size", (rank, world_size), allowed, "Set LASTGASP_BACKEND=embedded.")
+
+
+def check_thread() -> None:
+    """Refuse what `tft_init_processor` would answer with a ValueError about signals, which it takes over.
+
+    Raises:
+        ConfigError: this is not the main thread.
+    """
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise ConfigError("thread", thread.name, "the main thread, as MindIO wants it", "Begin training there.")

@@ -29,19 +29,22 @@ class Window:
         stand = self._stand
         if stand.inside:
             return
+        self._enter()
+        stand.updating()
+
+    def _enter(self) -> None:
         try:
             self._start(-1)
         except RuntimeError:
             raise
         except Exception:  # a dump has begun: this state is needed as it is
-            stand.hold(self._limit)
-        stand.updating()
+            self._stand.hold(self._limit)
 
     def step_end(self, step: int) -> None:
         """Also for a step without an update (loss scaling): MindIO ignores an end without a start, without a word."""
         stand = self._stand
         if not stand.inside:
-            self._start(-1)
+            self.updating()  # blocks, or leaves, as an update would
         stand.step_end(step)
         self._end(int(step))
         self._pause(int(step))

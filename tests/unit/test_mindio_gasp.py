@@ -1,0 +1,321 @@
+"""The MindIO backend of one rank, without processes: what it tells whom, and when."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.backends.ascend.mindio import exits, gasp, validation
+from lastgasp.backends.ascend.mindio.gasp import Control, MindioGasp
+from lastgasp.backends.ascend.mindio.handlers import Handlers
+from lastgasp.backends.ascend.mindio.lastword import LastWord
+from lastgasp.backends.ascend.mindio.strategies import Strategies
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ConfigError, NotSaveable
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.stand import Stand, given_up
+from lastgasp.topology import Place, data_parallel
+
+SAVED = m.Release(recovery=0, ending="saved", step=7, path="p", reason="")
+RETRY, RECOVER = Strategies(True, False, False, {}), Strategies(False, True, False, {})
+
+
+class Left(BaseException):
+    """The process would have ended with this code."""
+
+
+class Action(Enum):
+    """As MindIO's."""
+
+    RETRY = 0
+    EXIT = 1
+
+
+class ReportState(Enum):
+    """As MindIO's, what is used of it."""
+
+    RS_NORMAL = 0
+    RS_UCE = 2
+    RS_PREREPAIR_FINISH = 6
+    RS_UNKNOWN = 8
+
+
+class Rank:
+    """A backend whose neighbours are this object: `calls` is what was said to them, in order."""
+
+    def __init__(self, directory: Path, strategies: Strategies | None = None) -> None:
+        self.calls: list[str] = []
+        self.stand = Stand()
+        self.next_action = Action.RETRY.value
+        self.missing = ""
+        self.on_tell: Callable[[], None] = lambda: None
+        processor: Any = self
+        source: Any = SimpleNamespace(rank=1)
+        control = Control(self.stand, processor, self.gather, self.alone, "127.0.0.1", self.leave)
+        place = Place(rank=1, world_size=2, replicas=data_parallel(2))
+        self.gasp = MindioGasp(GaspConfig.resolve(directory), place, source, control)
+        self.gasp.strategies, self.gasp._api, self.gasp._state = strategies or RETRY, self, "running"
+        self.Action, self.ReportState = Action, ReportState
+        self.led_elsewhere: Any = None
+
+    # -- MindIO ---
+    def tft_report_error(self, state: int) -> None:
+        """Noted."""
+        self.calls.append(ReportState(state).name)
+
+    def tft_wait_next_action(self) -> int:
+        """What the test wants."""
+        self.calls.append("next")
+        return self.next_action
+
+    def tft_wait_repair_action(self) -> int:
+        """What the test wants."""
+        self.calls.append("repair")
+        return self.next_action
+
+    def tft_destroy_processor(self) -> None:
+        """Noted."""
+        self.calls.append("destroy")
+
+    # -- our control thread ---
+    def report(self, fault: Any) -> None:
+        """Noted."""
+        self.calls.append(f"report {fault.kind}")
+
+    def tell(self, message: Any) -> bool:
+        """Noted."""
+        self.calls.append(f"tell {message.ending}")
+        self.on_tell()
+        return True
+
+    def over(self, outcome: m.Release) -> None:
+        """The end."""
+        self.stand.release(outcome)
+
+    def gather(self, tag: str, payload: bytes, seconds: float = 0.0) -> Any:
+        """All are there, or who is missing."""
+        self.calls.append("together")
+        return m.Gathered(tag=tag, parts=(), missing=self.missing)
+
+    def alone(self, fault: Any) -> m.Release:
+        """Not in these tests."""
+        self.calls.append("alone")
+        return given_up("alone")
+
+    def leave(self, code: int) -> NoReturn:
+        """The process ends."""
+        raise Left(code)
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_saves_is_not_reported_as_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindIO needs longer than DETECTION to write a big state."""
+    rank = Rank(tmp_path)
+    monkeypatch.setattr(exits, "DETECTION", 0.0)
+    monkeypatch.setattr(exits, "telling", lambda *_: exits.Telling("RS_UNKNOWN", 0.01))
+    rank.stand.hold(60.0, 7)
+    threading.Timer(0.2, rank.stand.release, (SAVED,)).start()
+    rank.gasp.fault("peer", "RuntimeError: connection closed by peer")
+    assert rank.calls == ["report peer"]
+
+
+def test_where_mindio_ends_the_job_without_a_checkpoint_ours_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gasp, "SETTLE", 0.01)
+    rank = Rank(tmp_path)
+    rank.on_tell = lambda: rank.stand.release(SAVED)
+    with pytest.raises(Left) as left:
+        rank.gasp._leave()
+    assert left.value.args == (exitcodes.SAVED,)
+    assert rank.calls == ["report peer", "tell gave_up"]
+
+
+def test_the_training_thread_and_mindios_lead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gasp, "SETTLE", 0.01)
+    monkeypatch.setattr(MindioGasp, "grace", 0.0)
+    rank = Rank(tmp_path)
+    saving, saved = threading.Event(), threading.Event()
+
+    def save() -> None:
+        saving.set()
+        saved.wait(20.0)
+        rank.stand.release(SAVED)
+
+    rank.on_tell = save
+    training = threading.Thread(target=rank.gasp.fault, args=("exception", "ValueError: boom"))
+    training.start()
+    assert saving.wait(20.0)
+    threading.Timer(0.1, saved.set).start()
+    with pytest.raises(Left):
+        rank.gasp._leave()
+    training.join(20.0)
+    assert rank.calls.count("tell gave_up") == 1
+
+
+@pytest.mark.parametrize(("answer", "calls"), [("granted", []), ("refused", []), ("nobody", ["RS_UNKNOWN"])])
+def test_told_to_stop_in_the_middle_of_a_recovery_a_rank_stays_a_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, calls: list[str]
+) -> None:
+    rank = Rank(tmp_path)
+    monkeypatch.setattr(gasp, "ask_for_dump", lambda endpoint: answer)
+    monkeypatch.setattr(gasp, "TURN", 0.0)
+    threading.Timer(0.2, rank.stand.release, (SAVED,)).start()
+    rank.gasp._stop_job(rank.gasp._fault_here("sigterm", "told to stop"))
+    assert rank.calls == calls
+
+
+def test_a_rank_that_raised_gets_time_for_its_own_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore mode's exit order comes at once, on another thread than that which prints the traceback."""
+    rank, waited = Rank(tmp_path), []
+    monkeypatch.setattr(MindioGasp, "grace", 7.5)
+    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waited.append(seconds))
+    rank.stand.outcome = SAVED
+    for state in ("running", "faulted"):
+        rank.gasp._state = state
+        with pytest.raises(Left):
+            rank.gasp._leave()
+    assert waited.count(7.5) == 1
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+def test_where_only_recover_is_granted_survivors_come_back_too(tmp_path: Path) -> None:
+    rank, entered = Rank(tmp_path, RECOVER), []
+
+    def train(what: str) -> str:
+        entered.append(what)
+        if len(entered) == 1:
+            raise RuntimeError("FORCE STOP. by MindIO")
+        return what
+
+    assert rank.gasp.protect(train)("x") == "x"
+    assert rank.calls == ["RS_NORMAL", "next", "repair"]
+
+
+def test_what_is_not_granted_is_no_retry(tmp_path: Path) -> None:
+    def train() -> None:
+        raise RuntimeError("UCE ERROR")
+
+    rank = Rank(tmp_path, RECOVER)
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        rank.gasp.protect(train)()
+    assert rank.calls == []
+
+
+def test_a_rank_that_was_started_anew_waits_for_its_state_before_it_trains(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, RECOVER)
+    rank.gasp._rebooted = True
+    protected = rank.gasp.protect(lambda: rank.calls.append("train"))
+    protected()
+    assert rank.calls == ["RS_PREREPAIR_FINISH", "repair", "train"]
+    protected()
+    assert rank.calls[3:] == ["train"]
+
+
+def test_a_rank_that_is_not_taken_in_does_not_train(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, RECOVER)
+    rank.gasp._rebooted, rank.next_action = True, Action.EXIT.value
+    with pytest.raises(RuntimeError, match="did not take this rank"):
+        rank.gasp.protect(lambda: rank.calls.append("train"))()
+    assert "train" not in rank.calls
+
+
+@pytest.mark.parametrize("kind", [5, 6])
+def test_a_state_that_nobody_holds_is_not_repaired_in_place(tmp_path: Path, kind: int) -> None:
+    rank = Rank(tmp_path)
+    processor: Any = rank
+    handlers = Handlers(
+        rank.gasp._config, rank.gasp._place, rank.gasp._source, rank.stand, processor, RETRY,
+        over=lambda ended: None, leave=lambda: None,
+    )  # fmt: skip
+    info = {"type": [0], "repair_type": kind, "src": [0], "dst": [0], "rank_list": [0]}
+    with pytest.raises(NotSaveable, match="newest good checkpoint"):
+        handlers.repair(7, kind == 6, [0], info, None, None)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_leaves_together_with_the_others(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.gasp.goodbye()
+    rank.gasp.goodbye()
+    assert rank.calls == ["together", "destroy"]
+
+
+def test_a_rank_that_has_the_last_step_stays_where_another_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has left would be MindIO's reason to save nothing."""
+    rank = Rank(tmp_path)
+    rank.missing = "rank 0 is gone"
+    threading.Timer(0.1, rank.stand.release, (SAVED,)).start()
+    rank.gasp.goodbye()
+    assert rank.calls == ["together", "report peer"]
+    assert rank.stand.outcome is SAVED
+
+
+def test_training_begins_on_the_main_thread(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            validation.check_thread()
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="worker")
+    thread.start()
+    thread.join()
+    assert "thread='worker'" in str(errors[0])
+    validation.check_thread()
+
+
+PACKAGE = "import os\ndef end(): os._exit(2)\n"
+
+
+def test_only_mindios_own_exit_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[object] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    package = ModuleType("mindio_fake")
+    package.__file__ = str(tmp_path / "mindio_fake" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "mindio_fake", package)
+    exec(compile(PACKAGE, str(tmp_path / "mindio_fake" / "framework" / "__init__.py"), "exec"), vars(package))
+    word = LastWord(ModuleType("mindio_fake.framework"), lambda: codes.append("asked"))
+    word.install()
+    package.end()
+    os._exit(3)
+    assert codes == ["asked", 2, 3]
+    word.remove()
+    package.end()
+    assert codes == ["asked", 2, 3, 2]
+
+
+def test_an_exit_that_fails_to_wait_is_an_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[object] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    def fail() -> None:
+        raise Left("no")
+
+    package = ModuleType("mindio_fake")
+    package.__file__ = str(tmp_path / "mindio_fake" / "__init__.py")
+    exec(compile(PACKAGE, str(tmp_path / "mindio_fake" / "x.py"), "exec"), vars(package))
+    word = LastWord(package, fail)
+    word.install()
+    package.end()
+    word.remove()
+    assert codes == [2]
