@@ -88,7 +88,8 @@ def _taskd_workers(stack: ExitStack, patch: pytest.MonkeyPatch, folder: Path, re
         stack.callback(_forget, "taskd")
         _forget("taskd")
     prepare_log_directory(os.environ)
-    api, at_exit = import_taskd(), []
+    api = import_taskd()
+    at_exit: list[Callable[[], object]] = []
     patch.setattr("atexit.register", at_exit.append)  # what the end of the process will do
     if not real:
         stack.callback(api.destroy_taskd_worker)

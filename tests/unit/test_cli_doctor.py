@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,73 @@ def test_a_port_that_somebody_listens_on_is_seen() -> None:
         port = server.getsockname()[1]
         assert look.look("", JobFacts()).is_listening(port)
     assert not look.look("", JobFacts()).is_listening(port)
+
+
+# -- a directory that is none, or not there, or does not answer -------------------------------------
+
+
+def test_what_the_directory_would_be_made_in_is_not_taken_for_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "datasets").write_bytes(b"x" * 100_000)
+    storage = look.look(str(tmp_path / "ckpts"), JobFacts()).storage
+    assert storage is not None and (storage.error, storage.largest) == ("", 0)
+
+
+def test_a_file_or_a_dangling_link_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("absent")
+    for name in ("file", "file/below"):
+        storage = look.look(str(tmp_path / name), JobFacts()).storage
+        assert storage is not None and "file is not a directory" in storage.error
+    code, output = run(tmp_path / "link", "--json")
+    assert code == 1 and [one["trap"] for one in json.loads(output)["findings"]].count("dir-unwritable") == 1
+
+
+def test_a_directory_that_nobody_may_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ckpts").mkdir()
+    lstat = os.stat
+
+    def refuse(path: Path, **more: bool) -> os.stat_result:
+        if Path(path).name == "ckpts":
+            raise OSError(116, "Stale file handle")
+        return lstat(path, **more)
+
+    monkeypatch.setattr("pathlib.Path.stat", refuse)
+    storage = look._storage(tmp_path / "ckpts")
+    assert storage.error == "Stale file handle"
+
+
+def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    found = look.probe(tmp_path)
+    assert (found.error, found.largest) == ("", 0)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"lastgasp.doctor.look.os.{call}", full)
+    found = look.probe(tmp_path)
+    assert (found.error, found.fsync_error) == ("No space left on device", "")
+
+
+def test_a_file_server_that_is_away_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    back = threading.Event()
+    monkeypatch.setattr("lastgasp.doctor.look.os.fsync", lambda fd: back.wait(60))
+    try:
+        assert look._storage(tmp_path, limit=0.05).silent_s == 0.05
+    finally:
+        back.set()
+    for thread in threading.enumerate():
+        if thread.name == "lastgasp-doctor-probe":
+            thread.join(20)
+
+
+def test_odd_bytes_in_the_directorys_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, output = run(tmp_path / os.fsdecode(b"file/\xff"), "--json")
+    assert code == 1 and "\\udcff" in json.loads(output)["findings"][0]["what"]

@@ -15,7 +15,7 @@ from lastgasp.backends import choose_backend
 from lastgasp.doctor.look import look
 from lastgasp.doctor.machine import JobFacts, Machine
 from lastgasp.doctor.software import frameworks
-from lastgasp.doctor.traps import TRAPS, Finding, examine
+from lastgasp.doctor.traps import TRAPS, Finding, examine, printable
 from lastgasp.errors import ConfigError
 
 from ._console import console, counted
@@ -93,9 +93,9 @@ def report_of(machine: Machine) -> Report:
 
 def _backend(machine: Machine) -> str:
     try:
-        return choose_backend(machine.env, machine.places.get).describe()
+        return printable(choose_backend(machine.env, machine.places.get).describe())
     except ConfigError as error:
-        return f"none: {error}"
+        return printable(f"none: {error}")
 
 
 def _print(report: Report) -> None:

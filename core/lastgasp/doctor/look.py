@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import itertools
 import os
+import stat
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +20,7 @@ import msgspec
 from lastgasp import _fs
 from lastgasp.backends.ascend.goenv import environment_at_exec
 from lastgasp.events import decode_incident
+from lastgasp.launch.ascend import look as find_libraries
 from lastgasp.steps import format as ring_format
 from lastgasp.steps.writer import SWITCH
 
@@ -55,6 +59,8 @@ PACKAGES: Final = (
 """Whose places are asked of the import system; nothing is imported."""
 MOST_FILES = 20_000
 """Whose sizes are read to find the largest checkpoint."""
+PROBE_LIMIT = 60.0
+"""Seconds that the checkpoint directory gets to answer."""
 _UNSYNCHRONISED = 5
 _TIMEX_BYTES = 256
 
@@ -75,53 +81,96 @@ def look(directory: str, job: JobFacts) -> Machine:
         places=_places(),
         ring=_ring(),
         directory=directory,
-        storage=probe(_existing(Path(directory).absolute())) if directory else None,
+        storage=_storage(Path(directory).absolute()) if directory else None,
+        found=find_libraries(os.environ),
         shm=_size("/dev/shm"),
         clock_in_step=_clock_in_step(),
         job=job,
     )
 
 
+def _storage(directory: Path, limit: float = PROBE_LIMIT) -> Storage:
+    """What is there. On a thread of its own, since a dead file server never answers."""
+    found: list[Storage] = []
+    thread = threading.Thread(
+        target=lambda: found.append(_answered(directory)), name="lastgasp-doctor-probe", daemon=True
+    )
+    thread.start()
+    thread.join(limit)
+    return found[0] if found else Storage(silent_s=limit)
+
+
+def _answered(directory: Path) -> Storage:
+    try:
+        there = _existing(directory)
+        return probe(there, is_it=there == directory)
+    except OSError as error:
+        return Storage(error=error.strerror or str(error))
+
+
 def _existing(directory: Path) -> Path:
-    """The directory, or what it would be made in."""
-    return next(one for one in (directory, *directory.parents) if one.is_dir())
+    """The directory, or what it would be made in.
+
+    Raises:
+        OSError: it cannot be made, or nobody may look.
+    """
+    for one in (directory, *directory.parents):
+        if os.path.lexists(one):
+            if not stat.S_ISDIR(one.stat().st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, f"{one} is not a directory")
+            return one
+    return Path("/")
 
 
-def probe(directory: Path) -> Storage:
-    """Write a small file to the directory, bring it to the device, and take it away again."""
+def probe(directory: Path, is_it: bool = True) -> Storage:
+    """Write a small file to the directory, bring it to the device, and take it away again.
+
+    Args:
+        is_it: it is the directory of the checkpoints; not what that would be made in, whose content says nothing.
+
+    Raises:
+        OSError: something but writing fails.
+    """
     name = _fs.unique_temp(directory / "lastgasp-doctor")
     kind, options = _mounted(directory)
+    begin = time.time()
     try:
-        begin = time.time()
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return Storage(error=error.strerror or str(error), kind=kind, options=options)
     try:
-        fsync_error = _fsync_error(fd, directory)
+        why, fsync_error = _written(fd, directory)
         stamp, end = os.fstat(fd).st_mtime, time.time()
     finally:
         os.close(fd)
         with contextlib.suppress(OSError):
             name.unlink()
     return Storage(
+        error=why,
         fsync_error=fsync_error,
         kind=kind,
         options=options,
         free=_free(directory),
-        largest=_largest(directory),
+        largest=_largest(directory) if is_it else 0,
         clock_offset_s=0.0 if begin - 0.1 <= stamp <= end + 0.1 else stamp - begin,
-        save_s=_longest_save(directory),
+        save_s=_longest_save(directory) if is_it else None,
     )
 
 
-def _fsync_error(fd: int, directory: Path) -> str:
+def _written(fd: int, directory: Path) -> tuple[str, str]:
+    """Why nothing can be written, and why it cannot be brought to the device; empty where it can. Some file systems
+    say only at fsync that they are full."""
     try:
         os.write(fd, b"lastgasp doctor")
+    except OSError as error:
+        return error.strerror or str(error), ""
+    try:
         os.fsync(fd)
         _fs.fsync_dir(directory)
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        said = error.strerror or str(error)
+        return (said, "") if error.errno in (errno.ENOSPC, errno.EDQUOT) else ("", said)
+    return "", ""
 
 
 def _mounted(path: Path) -> tuple[str, tuple[str, ...]]:
@@ -129,7 +178,7 @@ def _mounted(path: Path) -> tuple[str, tuple[str, ...]]:
     best, found = "", ("", ())
     real = os.path.realpath(path)
     try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines()
     except OSError:
         return "", ()
     for line in lines:
@@ -148,7 +197,11 @@ def _free(directory: Path) -> int:
 def _largest(directory: Path) -> int:
     """Bytes of the largest entry that could be a checkpoint: a file, or all files of a directory."""
     sizes, left = [0], MOST_FILES
-    for entry in directory.iterdir():
+    try:
+        entries = list(itertools.islice(directory.iterdir(), MOST_FILES))
+    except OSError:  # one may write there and not list
+        return 0
+    for entry in entries:
         with contextlib.suppress(OSError):
             files = entry.rglob("*") if entry.is_dir() and not entry.is_symlink() else iter([entry])
             found = [file.lstat().st_size for file in itertools.islice(files, left)]
@@ -160,7 +213,7 @@ def _largest(directory: Path) -> int:
 def _longest_save(directory: Path) -> float | None:
     found = []
     for path in (directory / "incidents").glob("*.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
             phases = decode_incident(path.read_bytes()).phases
             if phases.agreed is not None and phases.committed is not None:
                 found.append((phases.committed - phases.agreed) / 1e9)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+from lastgasp.backends import VARIABLE, choose_backend, in_taskd_job
+from lastgasp.errors import ConfigError
+from lastgasp.launch.ascend import Machine as Found
+from lastgasp.launch.ascend import prepare
 
 Ring = Literal["compiled", "missing", "other version", "switched off"]
+MINDIO_ITEMS: Final = ("TTP", "UCE", "ARF", "TSP", "HCCE")
+TFT_ITEMS: Final = (*MINDIO_ITEMS, "TRE", "RSC")
+"""Items of MS_ENABLE_TFT; the first ones drive MindIO (facts/mindformers.md §3)."""
 _LISTENING = "0A"
 
 
@@ -18,6 +27,7 @@ class Storage:
 
     Attributes:
         error: why nothing can be written there; empty where it can.
+        silent_s: seconds in which it did not answer; 0 where it did.
         fsync_error: why fsync of a file or of the directory fails; empty where it works.
         kind, options: of the file system, as mounted.
         free: bytes that this user may still write.
@@ -27,6 +37,7 @@ class Storage:
     """
 
     error: str = ""
+    silent_s: float = 0.0
     fsync_error: str = ""
     kind: str = ""
     options: tuple[str, ...] = ()
@@ -62,12 +73,13 @@ class Machine:
         cwd: the working directory.
         env: the environment as Python has it.
         exec_env: the environment that this process was started with; None where it cannot be read.
-        umask: of this process.
+        umask: of this process; uid: its user.
         versions: of the distributions of `look.DISTRIBUTIONS` that are installed.
         places: where packages of `look.PACKAGES` lie that could be imported.
         ring: what writes step marks.
         directory: the checkpoint directory's name; empty where none was given.
         storage: what is there; None where none was given.
+        found: libmspti.so and libtaskd.so, where `lastgasp run` would find them.
         shm: bytes of /dev/shm; None where there is none.
         clock_in_step: whether the kernel says that the clock is synchronised; None where it does not tell.
         job: what the user said.
@@ -78,11 +90,13 @@ class Machine:
     env: Mapping[str, str] = field(default_factory=dict)
     exec_env: Mapping[str, str] | None = None
     umask: int = 0o022
+    uid: int = field(default_factory=os.geteuid)
     versions: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, Path] = field(default_factory=dict)
     ring: Ring = "compiled"
     directory: str = ""
     storage: Storage | None = None
+    found: Found = field(default_factory=Found)
     shm: int | None = 1 << 40
     clock_in_step: bool | None = None
     job: JobFacts = JobFacts()
@@ -112,14 +126,36 @@ class Machine:
         return "mindio_ttp" in self.places
 
     @property
+    def wanted(self) -> str:
+        """Which backend the user wants: embedded, ascend or auto."""
+        return (self.env.get(VARIABLE) or "auto").strip().lower()
+
+    @property
     def in_mindcluster(self) -> bool:
-        """Whether this is a pod of MindCluster's, or is set up like one."""
-        return self.taskd is not None or bool(self.env.get("MINDX_TASK_ID"))
+        """Whether this is a pod of MindCluster's, or is set up like one, and nobody has ruled that out."""
+        return self.wanted != "embedded" and (self.taskd is not None or bool(self.env.get("MINDX_TASK_ID")))
+
+    @property
+    def taskd_job(self) -> bool:
+        """Whether workers register with TaskD here."""
+        return self.in_mindcluster and self.taskd is not None and bool(self.env.get("MINDX_TASK_ID"))
+
+    @property
+    def led_by_mindio(self) -> bool:
+        """Whether MindIO would lead a job's recoveries here."""
+        return self.mindio and (self.wanted == "ascend" or (self.wanted == "auto" and self.npus > 0))
+
+    @property
+    def tft(self) -> frozenset[str]:
+        """Items of MS_ENABLE_TFT that are on, as MindSpore reads them: plain text (facts/mindformers.md §3)."""
+        text = self.env.get("MS_ENABLE_TFT", "")
+        return frozenset(one for one in TFT_ITEMS if f"{one}:1" in text)
 
     @property
     def recovers(self) -> bool:
-        """Whether the operator has configured process-level recovery."""
-        return self.env.get("PROCESS_RECOVER") == "on" or bool(self.env.get("HIGH_AVAILABILITY"))
+        """Whether the operator has configured that processes are recovered, or that they dump."""
+        given = self.env.get("PROCESS_RECOVER") == "on" or bool(self.env.get("HIGH_AVAILABILITY"))
+        return given or bool(self.tft & set(MINDIO_ITEMS))
 
     @property
     def npus(self) -> int:
@@ -129,6 +165,17 @@ class Machine:
     def is_listening(self, port: int) -> bool:
         """Whether some process listens on the TCP port."""
         return any(port in _listening(self.root / "proc/net" / name) for name in ("tcp", "tcp6"))
+
+
+def under_run(machine: Machine) -> Machine:
+    """The machine as the ranks of a job see it that `lastgasp run` has started: with the variables that it sets."""
+    try:
+        choice = choose_backend(machine.env, machine.places.get)
+        if choice.backend == "embedded" and not in_taskd_job(choice, machine.env):
+            return machine
+        return replace(machine, env=prepare(machine.env, machine.found).environment(machine.env))
+    except ConfigError:
+        return machine
 
 
 def is_mindcluster(taskd: Path) -> bool:

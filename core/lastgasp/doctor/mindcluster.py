@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from lastgasp.backends.ascend.goenv import set_too_late
 
 from .machine import Machine
@@ -26,7 +28,15 @@ RANGES = {
     "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS": (7, 180, 30),
 }
 """Least, most and default of MindIO's numbers (facts/mindio_tft.md §4)."""
-_NO_WATCHDOG = ("ARF:1", "TSP:1", "HCCE:1")
+TASKD_RANGES = {
+    "TASKD_PROCESS_INTERVAL": (100, 1000, "takes 100 ms"),
+    "TASKD_REPORT_FAULT_TIMEOUT": (300, 600, "waits without end"),
+}
+"""Least, most and what happens otherwise (facts/taskd.md §2, §5)."""
+SWITCHES = ("CommunicationOperator", "Step", "SaveCheckpoint", "FP", "DataLoader")
+"""The keys of the switch file (facts/taskd.md §6)."""
+_SIZES = ("WORLD_SIZE", "MS_WORKER_NUM")
+_NO_WATCHDOG = ("ARF", "TSP", "HCCE")
 
 
 def _log_directory(machine: Machine) -> Path:
@@ -47,20 +57,23 @@ def taskd_log_mode(machine: Machine) -> Iterator[Hit]:
     """Exactly that, nothing stricter either."""
     path = _log_directory(machine)
     if machine.in_mindcluster and path.is_dir() and not path.is_symlink():
-        mode = stat.S_IMODE(path.stat().st_mode)
+        found = path.stat()
+        mode = stat.S_IMODE(found.st_mode)
         if mode != LOG_MODE:
-            yield Hit(
-                f"TaskD's log directory {path} has mode {mode:04o}: importing taskd raises",
-                f"chmod 0750 {path} (lastgasp does it)",
-            )
+            what = f"TaskD's log directory {path} has mode {mode:04o}: importing taskd raises"
+            if machine.uid in (0, found.st_uid):
+                yield Hit(what, f"chmod 0750 {path} (lastgasp does it by itself)", "warning")
+            else:
+                yield Hit(what, f"Have its owner chmod 0750 {path}, or set TASKD_LOG_PATH to a directory of this user.")
 
 
-@trap("umask", "error", "taskd.md §1", "A umask that makes TaskD's log directory too strict")
+@trap("umask", "warning", "taskd.md §1", "A umask that makes TaskD's log directory too strict")
 def umask(machine: Machine) -> Iterator[Hit]:
     """The package makes it, and then refuses it."""
     if machine.in_mindcluster and LOG_MODE & ~machine.umask != LOG_MODE and not _log_directory(machine).exists():
         what = f"with umask {machine.umask:03o} TaskD makes its log directory {LOG_MODE & ~machine.umask:04o}, not 0750"
-        yield Hit(what + ", and refuses it", f"umask 027, or mkdir -m 0750 {_log_directory(machine)} (lastgasp does)")
+        fix = f"umask 027, or mkdir -m 0750 {_log_directory(machine)} (lastgasp does it by itself)"
+        yield Hit(what + ", and refuses it", fix)
 
 
 @trap("switch-symlink", "warning", "taskd.md §6", "The switch file is reached through a symlink")
@@ -95,17 +108,20 @@ def watchdog_torch(machine: Machine) -> Iterator[Hit]:
 @trap("watchdog-mindspore", "error", "taskd.md §5, mindformers.md §3", "MindSpore's watchdog is on with ARF, TSP, HCCE")
 def watchdog_mindspore(machine: Machine) -> Iterator[Hit]:
     """MS_ENABLE_THM turns it off."""
-    items = [one for one in _NO_WATCHDOG if one in machine.env.get("MS_ENABLE_TFT", "")]
+    items = [f"{one}:1" for one in _NO_WATCHDOG if one in machine.tft]
     if items and "HCCL_WATCHDOG:0" not in machine.env.get("MS_ENABLE_THM", ""):
         what = f"MS_ENABLE_TFT has {', '.join(items)}, MS_ENABLE_THM is {machine.env.get('MS_ENABLE_THM') or 'unset'}"
         yield Hit(what + ": the watchdog ends ranks", 'export MS_ENABLE_THM="{HCCL_WATCHDOG:0}"')
 
 
-@trap("controller-env", "error", "taskd.md §3", "MindIO's controller lacks POD_IP or TTP_PORT")
+@trap("controller-env", "error", "taskd.md §2", "MindIO's controller lacks its address, port or size")
 def controller_env(machine: Machine) -> Iterator[Hit]:
     """A ValueError in one thread of TaskD's, and nobody recovers."""
     if not (machine.in_mindcluster and machine.recovers):
         return
+    if not any(machine.env.get(name) for name in _SIZES):
+        fix = "MindCluster's operator sets it in each pod; export it elsewhere."
+        yield Hit(f"neither {' nor '.join(_SIZES)} is set: TaskD cannot start MindIO's controller", fix)
     if not machine.env.get("POD_IP"):
         fix = "Add it to the job YAML (lastgasp job patch does), or export it."
         yield Hit("POD_IP is not set: TaskD cannot start MindIO's controller", fix)
@@ -135,7 +151,7 @@ def master_addr(machine: Machine) -> Iterator[Hit]:
     """Its proxy refuses host names."""
     for name in ("MASTER_ADDR", "MS_SCHED_HOST"):
         value = machine.env.get(name)
-        if machine.taskd is None or not value:
+        if not machine.taskd_job or not value:
             continue
         try:
             ipaddress.ip_address(value)
@@ -170,6 +186,36 @@ def mindio_ranges(machine: Machine) -> Iterator[Hit]:
             yield Hit(f"{name}={text} is ignored, MindIO takes {default}", f"Write {least} to {most}.")
 
 
+@trap("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD replaces by its default without a word")
+def taskd_ranges(machine: Machine) -> Iterator[Hit]:
+    """Out of range is ignored silently."""
+    for name, (least, most, instead) in TASKD_RANGES.items():
+        text = machine.env.get(name)
+        if text is not None and not (re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most):
+            yield Hit(f"{name}={text} is ignored, TaskD {instead}", f"Write {least} to {most}, or unset it.")
+
+
+@trap("switch-content", "warning", "taskd.md §6", "A switch file that does not say what it means to")
+def switch_content(machine: Machine) -> Iterator[Hit]:
+    """Unknown keys and values are passed over; what cannot be read changes nothing."""
+    path = machine.at(SWITCH_FILE)
+    if not path.is_file():
+        return
+    fix = f"Write {_quoted_keys()}, each \"on\" or \"off\" (lastgasp job switch-configmap prints one)."
+    try:
+        said = msgspec.json.decode(path.read_bytes()[: 1 << 20], type=dict[str, object])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        yield Hit(f"{SWITCH_FILE} is no JSON object: it changes nothing", fix)
+        return
+    odd = [f"{key}={value!r}" for key, value in said.items() if key not in SWITCHES or value not in ("on", "off")]
+    if odd:
+        yield Hit(f"{SWITCH_FILE} has {', '.join(odd[:5])}: TaskD does not take it", fix)
+
+
+def _quoted_keys() -> str:
+    return ", ".join(f'"{key}"' for key in SWITCHES)
+
+
 @trap("ttp-log-symlink", "warning", "mindio_tft.md §4", "MindIO's log directory is a symlink")
 def ttp_log_symlink(machine: Machine) -> Iterator[Hit]:
     """It takes none."""
@@ -198,7 +244,13 @@ def save_limit(machine: Machine) -> Iterator[Hit]:
     least, most, default = RANGES["TTP_NORMAL_ACTION_TIME_LIMIT"]
     limit = int(text) if re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most else default
     needed = 0 if seconds is None else int(seconds * 1.5) + 25
-    if seconds is not None and needed > limit and (machine.mindio or machine.in_mindcluster):
+    if seconds is not None and needed > limit and machine.led_by_mindio:
         what = f"a save takes {seconds:g} s ({said}); MindIO's limit for stop, clean and save together is {limit} s"
         fix = f"export TTP_NORMAL_ACTION_TIME_LIMIT={min(needed, most)}"
-        yield Hit(what, fix if needed <= most else f"{fix}, its most, and save faster: more writers, or a faster disk.")
+        if needed > most:
+            yield Hit(what, f"{fix}, its most, and save faster: more writers, or a faster disk.")
+        elif text:
+            yield Hit(what, fix)
+        else:
+            what += " by default; lastgasp raises it to the state's size, for writing at 200 MB/s"
+            yield Hit(what, f"{fix}, where it is written more slowly.", "warning")

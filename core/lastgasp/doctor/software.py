@@ -9,14 +9,15 @@ from pathlib import Path
 from lastgasp.backends import choose_backend
 from lastgasp.errors import ConfigError
 
-from .machine import Machine, is_mindcluster
+from .machine import MINDIO_ITEMS, TFT_ITEMS, Machine, is_mindcluster
 from .traps import Hit, trap
 
 MINDSPORE_OF: dict[tuple[int, ...], tuple[int, ...]] = {
-    (1, 3): (2, 4), (1, 6): (2, 7, 0), (1, 7): (2, 7, 1), (1, 8): (2, 7, 2), (1, 9): (2, 9), (2, 0): (2, 10),
+    (1, 3): (2, 4), (1, 6): (2, 7), (1, 7): (2, 7, 1), (1, 8): (2, 7, 2), (1, 9): (2, 9), (2, 0): (2, 10),
     (2, 1): (2, 11),
 }  # fmt: skip
 """The MindSpore series that each MindFormers series needs (facts/mindformers.md §0)."""
+NOT_ON_PYPI = ((2, 4), (2, 11))
 FRAMEWORKS = {
     "lightning": "lightning",
     "megatron-core": "megatron",
@@ -26,9 +27,10 @@ FRAMEWORKS = {
     "torch": "torch",
 }
 """Distributions of what lastgasp has an adapter or a layout for, and their packages."""
-_MINDIO_ITEMS = ("TTP", "UCE", "ARF", "TSP", "HCCE")
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _CANN = "/usr/local/Ascend/ascend-toolkit/latest"
+LOADS_BACKENDS = (2, 5)
+"""The torch from which on it loads torch_npu by itself."""
 
 
 def frameworks(machine: Machine) -> dict[str, str]:
@@ -53,14 +55,18 @@ def mindformers_mindspore(machine: Machine) -> Iterator[Hit]:
     """Each series has its own MindSpore."""
     needed = MINDSPORE_OF.get(machine.version("mindformers")[:2])
     found = machine.version("mindspore")
-    if machine.has("mindformers") and not found:
-        yield Hit(
-            "mindformers is installed without mindspore", f"pip install 'mindspore=={_dotted(needed or (2, 9))}.*'"
-        )
-    elif needed is not None and found[: len(needed)] != needed:
+    if machine.has("mindformers") and "mindspore" not in machine.versions:
+        yield Hit("mindformers is installed without mindspore", _install_mindspore(needed or (2, 9)))
+    elif needed is not None and found and found[: len(needed)] != needed:
         what = f"mindformers {machine.versions['mindformers']} needs mindspore {_dotted(needed)}, "
-        wanted = f"=={_dotted(needed)}" + (".*" if len(needed) == 2 else "")
-        yield Hit(what + f"{machine.versions['mindspore']} is installed", f"pip install 'mindspore{wanted}'")
+        yield Hit(what + f"{machine.versions['mindspore']} is installed", _install_mindspore(needed))
+
+
+def _install_mindspore(version: tuple[int, ...]) -> str:
+    if version in NOT_ON_PYPI:
+        other = "or take mindformers 1.9 with mindspore 2.9"
+        return f"Install mindspore {_dotted(version)} from its makers' own site, as it is not on PyPI, {other}."
+    return f"pip install 'mindspore=={_dotted(version)}{'.*' if len(version) == 2 else ''}'"
 
 
 @trap("hyper-parallel", "error", "mindformers.md §0", "MindFormers 2 without hyper_parallel")
@@ -108,22 +114,32 @@ def torch_npu_cann(machine: Machine) -> Iterator[Hit]:
     if not machine.has("torch-npu") or machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return
     folders = [part for part in machine.env.get("LD_LIBRARY_PATH", "").split(":") if part]
-    if any((machine.at(folder) / "libhccl.so").exists() for folder in folders):
+    if any((machine.at(folder) / "libhccl.so").exists() for folder in folders) or _is_cached(machine, "libhccl.so"):
         return
     homes = [machine.env[name] for name in _TOOLKITS if machine.env.get(name)] + [_CANN]
     there = [home for home in homes if (machine.at(home) / "lib64/libhccl.so").exists()]
+    fails = "torch" if machine.version("torch")[:2] >= LOADS_BACKENDS else "torch_npu"
     if there:
-        yield Hit("torch_npu does not find CANN, so importing torch fails", f"source {there[0]}/set_env.sh")
+        yield Hit(f"torch_npu does not find CANN, so importing {fails} fails", f"source {there[0]}/set_env.sh")
     else:
         fix = "Install CANN, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch without NPUs."
-        yield Hit("torch_npu is installed and CANN is not (no libhccl.so), so importing torch fails", fix)
+        yield Hit(f"torch_npu is installed and CANN is not (no libhccl.so), so importing {fails} fails", fix)
+
+
+def _is_cached(machine: Machine, library: str) -> bool:
+    """The loader knows it by ldconfig."""
+    try:
+        return library.encode() in machine.at("/etc/ld.so.cache").read_bytes()
+    except OSError:
+        return False
 
 
 @trap("torch-npu-cuda", "error", "torchrun.md", "torch_npu with a torch for CUDA")
 def torch_npu_cuda(machine: Machine) -> Iterator[Hit]:
     """It refuses two accelerators."""
-    cuda = "+cu" in machine.versions.get("torch", "") or any(one.startswith("nvidia-cuda") for one in machine.versions)
-    if machine.has("torch-npu") and cuda:
+    torch = machine.versions.get("torch", "")
+    cuda = "+cu" in torch or any(one.startswith("nvidia-cuda") for one in machine.versions)
+    if machine.has("torch-npu") and cuda and "+cpu" not in torch:
         fix = "Install the CPU build of torch beside torch_npu."
         yield Hit("torch_npu refuses a torch for CUDA: two accelerators cannot be used at once", fix)
 
@@ -178,9 +194,10 @@ def ring_extension(machine: Machine) -> Iterator[Hit]:
 
 @trap("taskd-unrelated", "error", "taskd.md §1", "PyPI's taskd, which is not MindCluster's")
 def taskd_unrelated(machine: Machine) -> Iterator[Hit]:
-    """The same name, a task runner."""
+    """The same name, a task runner. Elsewhere than on Ascend it does no harm."""
     place = machine.places.get("taskd")
-    if place is not None and not is_mindcluster(place):
+    ascend = machine.in_mindcluster or machine.wanted == "ascend" or machine.npus > 0
+    if place is not None and not is_mindcluster(place) and ascend:
         fix = "pip uninstall taskd; MindCluster's comes as a wheel in its TaskD package."
         yield Hit(f"taskd in {place} is the unrelated project of that name from PyPI", fix)
 
@@ -188,7 +205,7 @@ def taskd_unrelated(machine: Machine) -> Iterator[Hit]:
 @trap("taskd-torch", "warning", "taskd.md §2", "TaskD's patch of torchrun with torch 2.13 or newer")
 def taskd_torch(machine: Machine) -> Iterator[Hit]:
     """torch passes one argument more than the patch takes."""
-    if machine.taskd is not None and machine.version("torch") >= (2, 13):
+    if machine.taskd is not None and machine.in_mindcluster and machine.version("torch") >= (2, 13):
         what = f"with torch {machine.versions['torch']} TaskD's own patch of torchrun fails before any worker starts"
         yield Hit(
             what, "Start with lastgasp run, which tolerates it, instead of the sed line in torch/distributed/run.py."
@@ -207,22 +224,38 @@ def mindio_framework(machine: Machine) -> Iterator[Hit]:
         yield Hit("mindio_ttp cannot be imported: it wants torch_npu unless MINDIO_FOR_MINDSPORE=1", fix)
 
 
-@trap("tft-spelling", "error", "mindformers.md §3", "MS_ENABLE_TFT with a blank behind a colon")
+@trap("tft-spelling", "error", "mindformers.md §3", "MS_ENABLE_TFT with an item that is not spelled TTP:1")
 def tft_spelling(machine: Machine) -> Iterator[Hit]:
     """It is looked for as plain text."""
     text = machine.env.get("MS_ENABLE_TFT", "")
-    if re.search(r"\b[A-Z]+\s*:\s+\d|\b[A-Z]+\s+:", text):
-        what = f"MS_ENABLE_TFT={text!r} switches nothing on: MindSpore looks for TTP:1 without a blank"
-        yield Hit(what, f"Write {re.sub(r' *: *', ':', text)!r}.")
+    lost = [one for one in TFT_ITEMS if re.search(rf"\b{one}\b(?!:\d)", text)]
+    if lost:
+        what = f"MS_ENABLE_TFT={text!r} does not switch {', '.join(lost)} on: MindSpore looks for {lost[0]}:1 as text"
+        items = ",".join(f"{one}:1" for one in TFT_ITEMS if one in lost or one in machine.tft)
+        yield Hit(what, f"Write {{{items}}}.")
 
 
 @trap("tft-without-npu", "error", "mindformers.md §3", "MS_ENABLE_TFT for MindIO on a machine without NPUs")
 def tft_without_npu(machine: Machine) -> Iterator[Hit]:
     """MindSpore refuses it when training begins."""
-    items = [one for one in _MINDIO_ITEMS if f"{one}:1" in machine.env.get("MS_ENABLE_TFT", "")]
+    items = [one for one in MINDIO_ITEMS if one in machine.tft]
     if items and not machine.npus:
         fix = "Unset it: lastgasp's embedded engine does without, and lastgasp run sets RSC:1 by itself."
         yield Hit(f"MS_ENABLE_TFT asks for {', '.join(items)}, and this machine has no NPU: MindSpore refuses", fix)
+
+
+@trap("tft-env", "error", "mindformers.md §3", "MS_ENABLE_TFT for MindIO without what MindSpore reads besides")
+def tft_env(machine: Machine) -> Iterator[Hit]:
+    """The address and port of MindIO's controller, and its package."""
+    if not (machine.tft & set(MINDIO_ITEMS) and machine.npus):
+        return
+    missing = [name for name in ("MS_TFT_IP", "MS_TFT_PORT") if not machine.env.get(name)]
+    if missing:
+        what = f"MS_ENABLE_TFT drives MindIO, and {' and '.join(missing)} is not set"
+        yield Hit(what, "export MS_TFT_IP=$MS_SCHED_HOST MS_TFT_PORT=$TTP_PORT")
+    if not machine.mindio:
+        what = "MS_ENABLE_TFT drives MindIO, and mindio_ttp is not installed for this Python"
+        yield Hit(what, "Install the wheel of MindCluster's MindIO TFT, or unset MS_ENABLE_TFT.")
 
 
 @trap("ms-graceful-exit", "warning", "mindformers.md §7", "MindSpore's OnRequestExit takes SIGTERM")
@@ -238,19 +271,34 @@ def preloaded(machine: Machine) -> list[str]:
     return [one for one in re.split(r"[: ]+", machine.env.get("LD_PRELOAD", "")) if one]
 
 
-@trap("preload-absent", "error", "taskd.md §6", "LD_PRELOAD names a library that is not there")
+@trap("preload-absent", "warning", "taskd.md §6", "LD_PRELOAD names a library that is not there")
 def preload_absent(machine: Machine) -> Iterator[Hit]:
-    """The loader says so on every start, and goes on without."""
+    """The loader says so on every start, and goes on without. It replaces $LIB and its like itself."""
     for one in preloaded(machine):
-        if "/" in one and not machine.at(one).exists():
+        if "/" in one and "$" not in one and not machine.at(one).exists():
             yield Hit(f"LD_PRELOAD names {one}, which does not exist", "Correct the path.")
 
 
 @trap("preload-missing", "error", "taskd.md §1, §6", "TaskD without libmspti.so and libtaskd.so preloaded")
 def preload_missing(machine: Machine) -> Iterator[Hit]:
     """Workers then never register, although every call returns True."""
-    given = {Path(one).name for one in preloaded(machine)}
+    given = {Path(one).name for one in preloaded(machine) if "/" not in one or machine.at(one).exists()}
     missing = [one for one in ("libmspti.so", "libtaskd.so") if one not in given]
-    if machine.taskd is not None and missing:
+    if machine.taskd_job and missing:
         what = f"{' and '.join(missing)} not in LD_PRELOAD: TaskD's workers do not register, and mark nothing"
-        yield Hit(what, "Start with lastgasp run, which preloads both, or export LD_PRELOAD before the start.")
+        fix = "source CANN's set_env.sh, and export LD_PRELOAD before the start."
+        yield Hit(what, fix if "libmspti.so" in missing else "export LD_PRELOAD before the start.")
+
+
+@trap("taskd-library", "error", "taskd.md §1", "TaskD without its library")
+def taskd_library(machine: Machine) -> Iterator[Hit]:
+    """It is imported all the same, and every call returns False."""
+    if machine.taskd is not None and machine.wanted != "embedded" and not machine.found.taskd:
+        yield Hit(f"there is no libtaskd.so in {machine.taskd}: every call of TaskD's returns False", "Reinstall it.")
+
+
+@trap("slow-load", "warning", "limits.md §4", "A setting with which torch loads checkpoints four times slower")
+def slow_load(machine: Machine) -> Iterator[Hit]:
+    """Huge pages, of which each is cleared at its first touch."""
+    if machine.env.get("THP_MEM_ALLOC_ENABLE") == "1":
+        yield Hit("THP_MEM_ALLOC_ENABLE=1 makes torch.load four times slower (measured)", "Unset it.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 
 from .machine import Machine
@@ -15,6 +17,7 @@ _VOLATILE = {
     "overlay": "the container's own layer: the end of the pod takes it away",
     "devtmpfs": "memory",
 }
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _NO_BARRIER = ("nobarrier", "barrier=0")
 
 
@@ -23,7 +26,16 @@ def dir_unwritable(machine: Machine) -> Iterator[Hit]:
     """Tried by writing a file."""
     if machine.storage is not None and machine.storage.error:
         what = f"no file can be made in {machine.directory}: {machine.storage.error}"
-        yield Hit(what, "Make the directory, or give this user the right to write there.")
+        full = machine.storage.error in _FULL
+        yield Hit(what, "Make room there." if full else "Give this user the right to write there, or name another one.")
+
+
+@trap("dir-silent", "error", "DESIGN §3", "The checkpoint directory's file system does not answer")
+def dir_silent(machine: Machine) -> Iterator[Hit]:
+    """A file server that is away."""
+    if machine.storage is not None and machine.storage.silent_s:
+        what = f"{machine.directory} did not answer within {machine.storage.silent_s:g} s: every save would hang"
+        yield Hit(what, "Look at its file server, or mount it anew.")
 
 
 @trap("dir-no-fsync", "error", "limits.md §4", "The checkpoint directory's file system has no fsync")
@@ -55,7 +67,7 @@ def dir_no_barrier(machine: Machine) -> Iterator[Hit]:
 @trap("dir-space", "warning", "limits.md §5", "No room for another checkpoint")
 def dir_space(machine: Machine) -> Iterator[Hit]:
     """A gasp is written beside what is there."""
-    if machine.storage is not None and machine.storage.free < machine.storage.largest:
+    if machine.storage is not None and not machine.storage.error and machine.storage.free < machine.storage.largest:
         what = f"{machine.directory} has {machine.storage.free >> 20} MB left, its largest checkpoint has "
         yield Hit(f"{what}{machine.storage.largest >> 20} MB", "Make room, or keep fewer (LASTGASP_KEEP).")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator
 
@@ -53,7 +54,7 @@ def tls_files(machine: Machine) -> Iterator[Hit]:
         paths += [f"{items.get(folder, '').rstrip('/')}/{name}" for name in files]
     for path in paths:
         try:
-            machine.at(path).open("rb").close()
+            os.close(os.open(machine.at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # a pipe must not hang
         except OSError as error:
             yield Hit(f"{path} of tls_info: {error.strerror}", "Correct the path or its permissions.")
 
