@@ -67,6 +67,19 @@ def test_what_the_framework_tells_by_itself_is_left_to_it(npu: Any, marks: MstxM
     assert npu.rows == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ['say "hi"', "a\\b", "tab\tand\nline", "\N{SNOWMAN}", "x" * 2000, "\0" * 2000, "\N{SNOWMAN}" * 900, "odd\udcff"],
+)
+def test_any_name_reaches_the_file(npu: Any, marks: MstxMarks, name: str) -> None:
+    """The profiler's C side drops what is no JSON, and what is too long, without a word."""
+    with marks.mark(name):
+        pass
+    told = json.loads(f'"{starts(npu)[0][0]}"')
+    assert told and name.encode(errors="backslashreplace").decode().startswith(told)
+    assert told == name or len(name) > 500 or "\udcff" in name
+
+
 def test_other_domains(npu: Any, marks: MstxMarks) -> None:
     with marks.define("copy", domain="mine", bit=bits.STEP, stream=True):
         pass

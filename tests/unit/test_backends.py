@@ -134,6 +134,21 @@ print(json.dumps([session.backend.backend, sorted(sys.modules)]))
     ] == []
 
 
+def test_off_ascend_the_launcher_imports_nothing_of_it() -> None:
+    code = """
+import sys
+from lastgasp.cli._ascend import helpers_running, prepared_here, start_anew_if_needed
+import lastgasp.cli.run, lastgasp.launch.main
+prepared = prepared_here()
+start_anew_if_needed(prepared, [])
+with helpers_running(prepared):
+    print(sorted(name for name in sys.modules if name.startswith("lastgasp.backends.ascend") or
+                 name.partition(".")[0] in ("mindio_ttp", "taskd", "torch_npu", "mindspore", "acl")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_a_record_names_its_backend_and_older_ones_can_be_read() -> None:
     incident = Incident(id="1", job="j", attempt=0, world_size=2, backend="mindio", led_by="MindIO")
     assert decode_incident(encode_incident(incident)) == incident

@@ -142,6 +142,16 @@ def test_libraries_are_found_without_importing(tmp_path: Path, monkeypatch: pyte
     assert found == Machine(str(tmp_path / "cann/lib64/libmspti.so"), str(libraries / "libtaskd.so"))
     assert look({"LD_LIBRARY_PATH": f":{tmp_path}/cann/lib64"}).profiler == found.profiler
 
+    stat = Path.stat
+
+    def refuse(path: Path, **more: bool) -> os.stat_result:
+        if path.name == "libmspti.so":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert look({"LD_LIBRARY_PATH": "/secret"}).profiler == "", "a folder that this user may not search"
+
 
 def test_the_plan_can_be_run_by_a_shell() -> None:
     env = POD | {"HIGH_AVAILABILITY": "retry"}

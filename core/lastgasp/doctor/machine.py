@@ -174,7 +174,7 @@ def under_run(machine: Machine) -> Machine:
         if choice.backend == "embedded" and not in_taskd_job(choice, machine.env):
             return machine
         return replace(machine, env=prepare(machine.env, machine.found).environment(machine.env))
-    except ConfigError:
+    except (ConfigError, OSError):  # each is a trap's to tell
         return machine
 
 

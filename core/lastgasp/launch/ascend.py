@@ -6,6 +6,7 @@ facts/job_yaml.md §4; facts/mindformers.md §9).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -201,15 +202,16 @@ def _profiler(env: Mapping[str, str]) -> str:
     homes = [env[name] for name in _TOOLKITS if env.get(name)] + [_TOOLKIT_DEFAULT]
     folders = [Path(home, sub) for home in homes for sub in ("lib64", "tools/mspti/lib64")]
     folders += [Path(part) for part in env.get("LD_LIBRARY_PATH", "").split(":") if part]
-    return next((str(folder / "libmspti.so") for folder in folders if (folder / "libmspti.so").is_file()), "")
+    return next((str(folder / "libmspti.so") for folder in folders if os.path.isfile(folder / "libmspti.so")), "")
 
 
 def _taskd() -> str:
     """libtaskd.so inside the installed package, which is not imported."""
-    spec = importlib.util.find_spec("taskd")
-    for folder in spec.submodule_search_locations or () if spec is not None else ():
-        for found in sorted(Path(folder).rglob("libtaskd.so")):
-            return str(found)
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec("taskd")
+        for folder in spec.submodule_search_locations or () if spec is not None else ():
+            for found in sorted(Path(folder).rglob("libtaskd.so")):
+                return str(found)
     return ""
 
 

@@ -8,6 +8,7 @@ is left to it, or TaskD would see it twice. Sources: facts/mindformers.md §6, f
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import threading
@@ -27,6 +28,8 @@ from lastgasp.steps.settings import MarksConfig
 log = logging.getLogger("lastgasp")
 
 LIBRARY = "libmspti.so"
+LONGEST = 500
+"""Bytes of a name; a row of the profiler's has 999 in all (facts/taskd.md §6)."""
 _DOMAIN = "default"
 
 
@@ -51,7 +54,7 @@ class MstxMark:
     def __init__(
         self, marks: MstxMarks, text: str, domain: str, bit: int, stream: Callable[[], Any] | None
     ) -> None:
-        self._marks, self._text, self.bit, self.name, self._stream = marks, text, bit, 0, stream
+        self._marks, self._text, self.bit, self.name, self._stream = marks, _told(text), bit, 0, stream
         self._more = {} if domain == _DOMAIN else {"domain": domain}
         self._open = threading.local()
         self._numbered = "{}" in text
@@ -96,6 +99,14 @@ class MstxMark:
         except AttributeError:
             found = self._open.stack = []
         return found
+
+
+def _told(text: str) -> str:
+    """As the profiler's C side takes it, which drops other names without a word: escaped as JSON, and not too long."""
+    text = text[:LONGEST].encode(errors="backslashreplace").decode()
+    while len((escaped := json.dumps(text, ensure_ascii=False)[1:-1]).encode()) > LONGEST:
+        text = text[:-1]
+    return escaped
 
 
 class MstxMarks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,16 @@ _ids = itertools.count(1)
 STREAM = object()
 
 
+def _fits(message: str) -> bool:
+    """The C side puts it into a row of JSON of at most 999 bytes, about 200 of which are the row's own (§6)."""
+    try:
+        return bool(json.loads(f'"{message}"')) and len(message.encode()) <= 780
+    except ValueError:
+        return False
+
+
 def _range_start(message: str, stream: Any = None, domain: str = "default") -> int:
-    if not isinstance(message, str) or any(ord(char) < 32 or char in '"\\' for char in message):
+    if not isinstance(message, str) or not message or not _fits(message):
         raise AssertionError(f"mstx drops {message!r} (facts/taskd.md §6)")
     if stream is not None and stream is not STREAM:
         raise AssertionError(f"{stream!r} is no stream")
