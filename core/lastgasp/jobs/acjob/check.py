@@ -112,7 +112,7 @@ def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Finding
     """What is wrong in one file, by line."""
     if source.problem is not None:
         return [source.problem]
-    found = [_reading("yaml-not-mapping", document.line, f"a document is a {document.root.kind}, not a map",
+    found = [_reading("yaml-not-mapping", document.root.line, f"a document is a {document.root.kind}, not a map",
                       "Remove it, or look for a missing '---' or indentation.")
              for document in source.documents if document.root is not None and document.root.kind != "map"]  # fmt: skip
     for job in jobs_in(source.documents, list(elsewhere)):
