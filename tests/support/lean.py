@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import sys
 import tempfile
 import venv
@@ -71,6 +70,6 @@ def _closure(wanted: tuple[str, ...]) -> Iterator[Distribution]:
 def _top_level(one: Distribution) -> Iterator[Path]:
     """What it has put into site-packages: packages, modules, its metadata."""
     for name in {path.parts[0] for path in one.files or ()} - {"..", "__pycache__"}:
-        path = Path(os.fspath(one.locate_file(name)))
+        path = Path(str(one.locate_file(name)))
         if path.exists():
             yield path

