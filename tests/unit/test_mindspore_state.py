@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import pytest
 
 from lastgasp import _clock
@@ -14,7 +19,7 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released, Stand
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers.layouts import LEGACY, LegacyName
-from lastgasp_mindformers.small import Numbers, SmallRecorder
+from lastgasp_mindformers.small import Numbers, SmallRecorder, loss_scale
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
@@ -78,10 +83,12 @@ class Rank:
         self.state.step_begin(numbers(5))
 
     def look(self, after: float = 0.0) -> tuple[int, bool]:
-        """What the control thread finds, some time later."""
+        """What the control thread finds in a recovery, some time later."""
+        if not self.stand.held:
+            self.stand.hold(1.0)
         self.now += after
         self.stand.look()
-        return self.stand.step, self.stand.inside
+        return self.stand.step, not self.stand.whole
 
 
 @pytest.fixture
@@ -116,8 +123,66 @@ def test_a_graph_that_is_done_but_stuck_behind_counts(rank: Rank) -> None:
     rank.gate.counters = (5, 5)
     assert rank.look() == (4, True)
     assert rank.look(after=2 * SETTLE) == (5, False)
-    rank.state.step_end(numbers(5))  # it came out after all
+    rank.stand.release(SAVED)
+    with pytest.raises(Released):  # it came out after all, and others must not save what the gasp saves
+        rank.state.step_end(numbers(5), saves=True)
     assert rank.small.steps == [4, 5]
+
+
+def test_a_graph_that_is_done_is_waited_for_where_all_ranks_run(rank: Rank) -> None:
+    """It is late, not stuck: behind it the framework may save this very step, and other ranks do so already."""
+    rank.gate.counters = (5, 5)
+    rank.stand.hold(1.0, all_run=True)
+    assert rank.look(after=2 * SETTLE) == (4, True)
+    rank.state.step_end(numbers(5), saves=True)
+    assert rank.look() == (5, True)
+    rank.state.others_end()
+    assert rank.look() == (5, False)
+
+
+def test_a_graph_that_ends_after_all_stops_before_anybody_saves_its_step(rank: Rank) -> None:
+    """Step 4 was told to be what this rank holds; a gasp of step 5 follows, under the name of a save of step 5."""
+    rank.stand.hold(1.0)
+    assert rank.look(after=2 * SETTLE) == (4, False)
+    rank.gate.counters = (5, 5)
+    rank.stand.release(SAVED)
+    original = rank.state.stop_if_taken
+
+    def stop(saves: bool) -> None:
+        assert rank.look() == (5, False)
+        original(saves)
+
+    rank.state.stop_if_taken = stop  # type: ignore[method-assign]
+    with pytest.raises(Released):
+        rank.state.step_end(numbers(5), saves=True)
+    assert rank.look() == (5, False)
+
+
+def test_a_rank_that_was_told_to_go_on_does_so(rank: Rank) -> None:
+    rank.stand.hold(1.0)
+    assert rank.look(after=2 * SETTLE) == (4, False)
+    rank.stand.hold(1.0, target=6)
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5), saves=True)
+    assert rank.look() == (5, True), "others may save step 5, as ever"
+    rank.state.others_end()
+    rank.state.step_begin(numbers(6))
+    assert rank.look() == (5, True)
+
+
+def test_a_step_that_is_being_completed_is_waited_for(rank: Rank) -> None:
+    """The control thread looks in the middle of it, and does not wait."""
+    rank.gate.counters = (5, 5)
+    seen: list[tuple[int, bool]] = []
+    rank.small.capture = lambda numbers: seen.append(in_a_thread(rank.look))  # type: ignore[method-assign]
+    rank.state.step_end(numbers(5))
+    assert seen == [(4, True)]
+
+
+def in_a_thread(call: Callable[[], tuple[int, bool]]) -> tuple[int, bool]:
+    """What it returns there."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(30.0)
 
 
 def test_where_all_ranks_go_on_the_step_is_waited_for(rank: Rank) -> None:
@@ -152,6 +217,74 @@ def test_no_graph_runs_behind_a_closed_gate(rank: Rank) -> None:
     with pytest.raises(Released):
         rank.state.step_begin(numbers(6))
     assert rank.look() == (5, False)
+
+
+def test_a_look_right_before_the_gate_does_not_open_it(rank: Rank) -> None:
+    """The control thread takes a rank for one in its graph that is only about to ask whether it may begin it."""
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    rank.stand.hold(1.0, all_run=True)
+    rank.stand.release(SAVED)
+    original = rank.state._updating
+    looks: list[tuple[int, bool]] = []
+
+    def updating() -> None:
+        looks.append(rank.look())
+        original()
+
+    rank.state._updating = updating
+    with pytest.raises(Released):
+        rank.state.step_begin(numbers(6))
+    assert looks == [(5, True)], "the control thread did not come in between"
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_rank_that_is_parked_before_the_graph_holds_its_step_at_once(
+    monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    """Also where its counters could not be read, and where all ranks run: nothing runs that might go on."""
+    rank = Rank(monkeypatch, readable=readable)
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    rank.stand.hold(30.0, all_run=True)
+    with coming_to_the_gate(rank) as thread:
+        assert rank.look() == (5, False)
+        assert rank.state.stands_on(5) == ""
+        rank.stand.hold(30.0, target=6, all_run=True)
+        assert rank.stand.inside
+        thread.join(30.0)
+        assert rank.look() == (5, True), "it is in the graph of step 6 now"
+        rank.gate.counters = (6, 6)
+        rank.state.step_end(numbers(6))
+        assert rank.look() == (6, False)
+
+
+@contextmanager
+def coming_to_the_gate(rank: Rank) -> Iterator[threading.Thread]:
+    """Another thread is the training thread, and is parked."""
+
+    def train() -> None:
+        with suppress(Released):
+            rank.state.step_begin(numbers(6))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        while not rank.stand.parked:
+            assert thread.is_alive()
+        yield thread
+    finally:
+        rank.stand.release(SAVED)
+        thread.join(30.0)
+
+
+def test_each_recovery_has_the_whole_time(rank: Rank) -> None:
+    """An order to go on further counts from its own beginning."""
+    rank.stand.hold(1.0)
+    assert rank.look(after=2 * SETTLE) == (4, False)
+    rank.stand.hold(1.0)
+    assert rank.look() == (4, True)
+    assert rank.look(after=2 * SETTLE) == (4, False)
 
 
 def test_a_step_that_ends_while_it_is_looked_at_is_not_the_old_one(rank: Rank) -> None:
@@ -193,8 +326,7 @@ def test_the_step_that_the_graph_has_made_is_not_the_one_that_comes_behind(rank:
 def test_a_save_of_the_framework_is_waited_for(rank: Rank) -> None:
     """It has the name that the gasp has, and MindSpore removes what it finds under it."""
     rank.gate.counters = (5, 5)
-    rank.state.step_end(numbers(5))
-    rank.state.others_begin()
+    rank.state.step_end(numbers(5), saves=True)
     rank.stand.hold(1.0)
     assert rank.look() == (5, True)
     rank.state.others_end()
@@ -207,10 +339,12 @@ def test_a_save_of_the_framework_is_waited_for(rank: Rank) -> None:
 def test_a_callback_that_does_not_end_is_not_waited_for_to_the_end(rank: Rank) -> None:
     """It may wait for a rank that is gone."""
     rank.gate.counters = (5, 5)
-    rank.state.step_end(numbers(5))
-    rank.state.others_begin()
+    rank.state.step_end(numbers(5), saves=True)
     assert rank.look() == (5, True)
     assert rank.look(after=FINISH * PATIENCE) == (5, False)
+    rank.stand.release(SAVED)
+    with pytest.raises(Released):  # before it makes a manifest for what the gasp has put in its place
+        rank.state.stop_if_taken(True)
 
 
 # -- the source ------------------------------------------------------------------------------------
@@ -306,3 +440,21 @@ def test_a_directory_checkpoint_is_published_whole(rank: Rank, tmp_path: Path) -
     }
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("names", "told", "expected"),
+    [
+        ((), None, None),
+        ((), 8.0, 8.0),
+        (("scale_sense",), 8.0, 64.0),
+        (("network.scale_sense",), None, 64.0),
+        (("my_scale_sense", "mean"), None, None),
+    ],
+)
+def test_the_loss_scale_is_the_one_that_was_captured(
+    names: tuple[str, ...], told: float | None, expected: float | None
+) -> None:
+    """Not what the network tells at the end of a step: nobody hears that where the control thread sees the end."""
+    statistics = {name: numpy.array([64.0], numpy.float32) for name in names}
+    assert loss_scale(Numbers(step=4, epoch=1, within=4, loss_scale=told), statistics) == expected

@@ -54,10 +54,10 @@ def _decide_and_save(
 def _decide(stand: Stand, place: Place, finish: float) -> Decision:
     deadline = _clock.monotonic() + finish
     stand.look()
-    while stand.inside and not stand.broken and _clock.monotonic() < deadline:
+    while not stand.whole and not stand.broken and _clock.monotonic() < deadline:
         threading.Event().wait(0.001)
         stand.look()
-    why = stand.broken or (f"still inside its update after {finish:g} s" if stand.inside else "")
+    why = stand.broken or ("" if stand.whole else f"still inside its update after {finish:g} s")
     views = tuple(
         RankView(rank=r, step=stand.step, holds=not why, why=why)
         if r == place.rank

@@ -283,7 +283,7 @@ class Processor:
             return
         stand.look()
         late = _clock.monotonic() >= pending.deadline
-        if stand.inside and not stand.broken and not late:
+        if not stand.whole and not stand.broken and not late:
             return
         if stand.step < pending.target:
             # A thread that has raised will not complete another step.
@@ -292,7 +292,7 @@ class Processor:
                 stand.close()  # and look again: what is told must stay true
             return
         self._pending = None
-        why = stand.broken or (f"still inside its update after {self._finish:g} s" if stand.inside else "")
+        why = stand.broken or ("" if stand.whole else f"still inside its update after {self._finish:g} s")
         small = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, stand.step)
         answer = m.Prepared(
             recovery=pending.recovery,

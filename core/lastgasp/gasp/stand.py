@@ -43,12 +43,14 @@ class Stand:
         step: the newest step that is completed and captured.
         begun: the newest step whose update this rank has begun: `step`, or the one that follows it.
         durable: the newest step that a committed checkpoint holds.
-        inside: the state is between two steps (update begun, step not yet ended).
+        inside: the state is between two steps (update begun, step not yet ended), as the training thread says.
+        unsettled: it is, or may be, as `look` says. The gate does not heed it, so that nobody passes it unseen.
         parked: the training thread waits at the closed gate; only `hold` and the end of the recovery let it go on.
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
-        look: called by the control thread before it reads `step` and `inside` in a recovery. An adapter whose steps
-            run where Python cannot stand in their way (a compiled graph) brings both up to date there; must not wait.
+        look: called by the control thread before it reads `step` and `whole` in a recovery. An adapter whose steps
+            run where Python cannot stand in their way (a compiled graph) brings `step` and `unsettled` up to date
+            there; must not wait.
         all_run: said by `hold`: no rank has stopped, so the training thread will come to the gate by itself.
         since: when `hold` was last called, on the monotonic clock.
     """
@@ -57,7 +59,7 @@ class Stand:
         self.step = 0
         self.begun = 0
         self.durable = 0
-        self.inside = self.parked = False
+        self.inside = self.unsettled = self.parked = False
         self.broken = ""
         self.phase: Phase = "start"
         self.ticks = 0
@@ -121,6 +123,11 @@ class Stand:
             if self.parked and self.step < target and self.outcome is None:
                 self.inside, self.begun, self.parked = True, self.step + 1, False
                 self._gate.notify_all()
+
+    @property
+    def whole(self) -> bool:
+        """The state is that of `step`."""
+        return not self.inside and not self.unsettled
 
     def close(self) -> None:
         """Close a gate that is held for every update: what is said of this rank from now on must stay true."""

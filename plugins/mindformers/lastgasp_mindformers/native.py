@@ -11,7 +11,7 @@ import mindspore
 
 from lastgasp.errors import ConfigError
 from lastgasp_mindformers.layouts import Extension, LegacyName
-from lastgasp_mindformers.small import Numbers
+from lastgasp_mindformers.small import Numbers, loss_scale
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
 
 PREFIX = "lastgasp"
@@ -70,13 +70,13 @@ class Native:
             network,
             str(path),
             integrated_save=False,
-            append_dict=tensors | self._appended(numbers),
+            append_dict=tensors | self._appended(numbers, statistics),
             choice_func=keep,
             format=path.suffix[1:],
             **extra,
         )
 
-    def _appended(self, numbers: Numbers) -> dict[str, Any]:
+    def _appended(self, numbers: Numbers, statistics: Mapping[str, Any]) -> dict[str, Any]:
         """What CheckpointMonitor adds to the parameters (facts/mindformers.md §5)."""
         given = dict(getattr(self._monitor, "_append_dict", None) or {})
         given.pop("__exception_save__", None)
@@ -85,8 +85,8 @@ class Native:
             given["global_step"] = _optimizer(self._network).global_step
             batch = getattr(self._monitor, "global_batch_size", None)
             given |= {"global_batch_size": batch} if batch is not None else {}
-        if numbers.loss_scale is not None:
-            given["loss_scale"] = numbers.loss_scale
+        if (scale := loss_scale(numbers, statistics)) is not None:
+            given["loss_scale"] = scale
         return given
 
     def _is_saved(self, name: str) -> bool:
@@ -152,7 +152,7 @@ class Iterations:
             "epoch_num": numbers.epoch,
             "step_num": numbers.step,
             "global_step": int(optimizer.global_step),
-            "loss_scale": numbers.loss_scale,
+            "loss_scale": loss_scale(numbers, statistics),
             "global_batch_size": self._monitor.global_batch_size,
             "ckpt_status": None,
         }

@@ -174,7 +174,7 @@ class PynativeRun(Run):
         done = int(state.global_step)
         if done:
             self._skip(done)
-        self.state.begin(Numbers(step=done, epoch=self._epoch(done), within=done % self._per_epoch))
+        self.state.begin(self._numbers(self.at(done)) if done else Numbers(step=0, epoch=1, within=0))
         self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
         self.session.take_sigterm()
         self.begun = True
@@ -212,6 +212,8 @@ class PynativeRun(Run):
 
     def saved(self, step: int) -> None:
         """The trainer's own callback may have saved this step: a manifest for it, and for those of before."""
+        assert self.state is not None
+        self.state.stop_if_taken(True)
         every = int(self._checkpoint.save_interleaved_steps)
         path = self._directory / f"iteration_{step:08d}"
         if self._checkpoint.enable_save and path.is_dir() and (step % every == 0 or step >= self._last):

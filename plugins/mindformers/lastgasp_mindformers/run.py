@@ -135,7 +135,9 @@ class Run:
             self.session.stand_aside()
             return
         if self._small:
-            restore_random(decode(self._small))
+            small = decode(self._small)
+            restore_random(small)
+            self.state.small.restore_scaling(small)
         done = self._native.completed_before or int(self.chooser.resumed or 0)
         if monitor_of(params.list_callback) is None:
             params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks
@@ -170,13 +172,12 @@ class Run:
         self._fire("forward", coming.step - 1)
 
     def step_end(self, params: Any) -> None:
-        """Before all other callbacks."""
+        """Before all other callbacks. Raises Released where a gasp has begun meanwhile."""
         if self.state is None:
             return
         numbers = self._numbers(params, params.net_outputs)
         self._fire("after_update", numbers.step - 1)
-        self.others_begin()  # before the step counts, so that no gasp of it can begin in between
-        self.state.step_end(numbers)
+        self.state.step_end(numbers, saves=self._saves)
         self.session.moved("save")
         self._fire("step_end", numbers.step - 1)
 
@@ -186,6 +187,7 @@ class Run:
             before = getattr(monitor_of(params.list_callback), "_append_step_num", 0) or 0
             self.manifests.step_end(int(before) + int(params.cur_step_num))
             return
+        self.state.stop_if_taken(self._saves)
         self.manifests.step_end(self.state.numbers.step)
         self.state.others_end()
         self._marks.step_end()
@@ -196,6 +198,7 @@ class Run:
         if self._dataset is not None:
             self._dataset.set_init_step(0)  # whoever reads it next gets all of it
         if self.state is not None:
+            self.state.stop_if_taken(self._saves)
             self.manifests.step_end(self.state.numbers.step, last=True)
             self.state.others_end()
 
@@ -278,11 +281,17 @@ def _epoch(params: Any, done: int) -> int:
 
 
 def _loss_scale(outputs: Any) -> float | None:
-    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (facts §5)."""
+    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (facts §5).
+
+    The network of a user may tell something else there.
+    """
     if not isinstance(outputs, tuple | list) or len(outputs) < 3:
         return None
     value = outputs[2]
-    return float(value.asnumpy()) if hasattr(value, "asnumpy") else float(value)
+    try:
+        return float(value.asnumpy()) if hasattr(value, "asnumpy") else float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _faults(rank: int) -> Any:

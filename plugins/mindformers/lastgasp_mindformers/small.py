@@ -7,6 +7,7 @@ Parameters that the optimizer changes are not among it: they are read live at th
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ _LARGEST = 1 << 20
 """Bytes; a parameter outside of the optimizer that is larger is a frozen weight, not a statistic."""
 _RESET = ("accu_grads",)
 """Prefixes of what is zero again at the end of each step."""
+SCALE = "scale_sense"
+"""The loss scale, by the name that each train network with loss scaling gives it."""
+_SCALING = (SCALE, "current_iterator_step", "last_overflow_iterator_step")
+"""The state of a dynamic loss scale: MindFormers saves all of it, and reads back only the scale."""
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
@@ -30,7 +35,7 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
         step: completed steps in all, over all restarts.
         epoch: number of the current one, from 1.
         within: the step in it, as CheckpointMonitor names files.
-        loss_scale: that of the step; None where none is used.
+        loss_scale: the one that the step has told; None where none is used, or the step told nothing.
     """
 
     step: int
@@ -111,6 +116,15 @@ class SmallRecorder:
         )
         return msgspec.msgpack.encode(state)
 
+    def restore_scaling(self, state: SmallState) -> None:
+        """Make the loss scale, and how long it has stood, that of `state`, where it changes in both."""
+        told = {statistic.name: statistic for statistic in state.statistics if _is_scaling(statistic.name)}
+        mine = {watched.name: watched.param for watched in self._watched if _is_scaling(watched.name)}
+        if len(mine) < len(_SCALING) or told.keys() != mine.keys():
+            return  # fixed here or there
+        for name, param in mine.items():
+            param.set_data(_as_it(param, told[name].array()))
+
     def read(self, step: int) -> bytes:
         """The encoded state of `step`; empty when it is not known any more. From any thread."""
         return BlackBox.read(self.box.fd, step) or b""
@@ -143,8 +157,14 @@ def restore_random(state: SmallState) -> None:
     numpy.random.set_state((kind, numpy.frombuffer(key, dtype=numpy.uint32), position, has_gauss, cached))
     generator = _default_generator()
     seed, offset = state.generator
-    generator._seed.set_data(_tensor(generator._seed, seed))
-    generator._offset.set_data(_tensor(generator._offset, offset))
+    generator._seed.set_data(_as_it(generator._seed, seed))
+    generator._offset.set_data(_as_it(generator._offset, offset))
+
+
+def loss_scale(numbers: Numbers, statistics: Mapping[str, Any]) -> float | None:
+    """The loss scale behind a step: of its captured statistics, else the one that the step told; None without one."""
+    found = [value for name, value in statistics.items() if name.rpartition(".")[2] == SCALE]
+    return float(found[0].reshape(-1)[0]) if len(found) == 1 else numbers.loss_scale
 
 
 def _numpy_state() -> tuple[Any, Any, Any, Any, Any]:
@@ -164,10 +184,14 @@ def _generator() -> tuple[int, int]:
     return int(generator._seed.asnumpy()), int(generator._offset.asnumpy())
 
 
-def _tensor(like: Any, value: int) -> Any:
+def _as_it(like: Any, value: Any) -> Any:
     from mindspore import Tensor
 
     return Tensor(value, like.dtype).reshape(like.shape)
+
+
+def _is_scaling(name: str) -> bool:
+    return name.rpartition(".")[2] in _SCALING
 
 
 def _watched(train_network: Any) -> tuple[_Watched, ...]:

@@ -62,10 +62,9 @@ class MindSporeState:
         self.gate, self.small = gate, small
         self._stand, self._finish, self._readable = stand, finish, readable
         self._updating, self._step_end = updating, step_end
-        self._done = threading.Lock()
+        self._done = threading.RLock()
         self._base = 0
-        self._in_graph = self._saving = False
-        self._looked: float | None = None
+        self._in_graph = self._saving = self._taken = False
         self._next = self.numbers = Numbers(step=0, epoch=1, within=0)
         self._silent = 0
 
@@ -93,24 +92,42 @@ class MindSporeState:
             raise
         self._stand.inside = False
 
-    def step_end(self, numbers: Numbers) -> None:
-        """The graph has returned, and everything in it has happened."""
-        self._complete(numbers)
-        self._in_graph = False
+    def step_end(self, numbers: Numbers, saves: bool = False) -> None:
+        """The graph has returned, and everything in it has happened.
+
+        Args:
+            saves: the framework's own callbacks are next, and one of them may save this step. A gasp of the same step
+                has the same name: it waits for `others_end`, or MindSpore would remove its files, or put its own in
+                their place, under a manifest that does not fit them.
+
+        Raises:
+            Released: a gasp of this step, or of the one before, has begun.
+        """
+        with self._done:
+            self._complete(numbers)
+            self._in_graph, self._saving = False, saves and not self._taken
+        self.stop_if_taken(saves)
 
     def others_begin(self) -> None:
-        """The framework's own callbacks are next, and one of them may save this step.
+        """As `step_end` with `saves`, once more when training has ended. Raises Released."""
+        with self._done:
+            self._saving = not self._taken
+        self.stop_if_taken(True)
 
-        A gasp of the same step has the same name: it waits until they are over, or MindSpore would remove its files,
-        or put its own in their place, under a manifest that does not fit them.
+    def stop_if_taken(self, saves: bool) -> None:
+        """Go no further where `look` has told a state as whole that this thread was still at work on.
+
+        Raises:
+            Released: the recovery is over.
         """
-        self._saving = True
+        if self._taken:
+            self._updating()
+            self._taken, self._saving = False, saves  # told to go on to the next step
+            self._stand.inside = False
 
     def others_end(self) -> None:
         """They are over, or one of them has raised."""
-        with self._done:  # or `look` would say once more that they are not, and the next gate would be passed
-            if self._saving:
-                self._saving = self._stand.inside = False
+        self._saving = False
 
     def settle(self) -> str:
         """The training thread has raised: why the state is not that of a whole step; empty where it is."""
@@ -163,26 +180,33 @@ class MindSporeState:
 
     def look(self) -> None:
         """Bring the stand up to date in a recovery. Called every millisecond, never waits."""
-        stand, now = self._stand, _clock.monotonic()
-        if self._looked is None:
-            self._looked = now
-        coming = self._next  # before the counters: the training thread may complete it, and come to the one behind it
-        if not self._in_graph:
-            with self._done:
-                stand.inside = self._saving and now - self._looked < self._finish * PATIENCE
+        if not self._done.acquire(blocking=False):
+            self._stand.unsettled = True  # the training thread completes its step in this moment
             return
+        try:
+            self._stand.unsettled = not self._is_whole()
+        finally:
+            self._done.release()
+
+    def _is_whole(self) -> bool:
+        stand = self._stand
+        waited = _clock.monotonic() - stand.since  # in this recovery, and since it was last told how far to go
+        coming = self._next  # before the counters: the training thread may complete it, and come to the one behind it
+        if stand.parked:
+            return True
+        if not self._in_graph:
+            self._taken = self._taken or (self._saving and waited >= self._finish * PATIENCE)
+            return self._taken or not self._saving
         counters = self._counters()
         if counters is None or counters[0] != counters[1]:
-            stand.inside = True
-            return
-        waited = now - self._looked
-        if counters[1] == self._base:  # whole, and it may never go on: a peer's gradients may be missing
-            stand.inside = waited < (self._finish * PATIENCE if stand.all_run else SETTLE)
-        elif waited < SETTLE:
-            stand.inside = True
-        else:  # complete, and stuck behind it: in a collective that follows, or in another callback
+            return False
+        # It may never go on: a peer's gradients may be missing, or those of a collective behind the update.
+        if waited < (self._finish * PATIENCE if stand.all_run else SETTLE):
+            return False
+        if counters[1] != self._base:
             self._complete(coming)
-            stand.inside = False
+        self._taken = True
+        return True
 
     def stands_on(self, step: int) -> str:
         """Why the parameters are not those of `step` right now; empty where they are.
@@ -191,7 +215,7 @@ class MindSporeState:
         """
         base = self._base
         why = self._not_on(step)
-        if why or not self._in_graph:
+        if why or not self._in_graph or self._stand.parked:
             return why or self._not_on(step)
         counters = self._counters()
         if counters is None:

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+from mindspore import Tensor
 from mindspore.train.callback import LossMonitor, ModelCheckpoint
 
 import lastgasp_mindformers.run as module
 from lastgasp.gasp.stand import Stand
 from lastgasp_mindformers.callback import Boundary, LastGasp
+from lastgasp_mindformers.pynative import PynativeRun
 from lastgasp_mindformers.state import MindSporeState
 
 
@@ -34,6 +36,29 @@ def callback_of(run: Any) -> Any:
     return callback
 
 
+OUTPUTS: tuple[Any, ...] = (
+    None,
+    (1.0, False),
+    (1.0, False, Tensor([8.0])),
+    (1.0, False, 4.0, 2.0),
+    (1.0, Tensor([1.0]), Tensor([[1.0, 2.0]])),
+    (1.0, None, "labels"),
+)
+"""What train networks may return: nothing, no scale, a scale twice, logits, and whatever else."""
+
+
+def pynative_at(done: int) -> list[int]:
+    """What the pynative Trainer's first callback makes of `done` completed steps, four to an epoch."""
+    run: Any = PynativeRun.__new__(PynativeRun)
+    run.session, run._marks, run._small, run._weights_only = MagicMock(), MagicMock(), b"", False
+    run._checkpoint, run.chooser = SimpleNamespace(no_load_optim=False), SimpleNamespace(resumed=done)
+    run._trainer = SimpleNamespace(train_epoch_step=4, train_num_epochs=5, train_dataset=MagicMock())
+    stand, small = Stand(), MagicMock()
+    run.state = MindSporeState(None, small, stand, updating=stand.updating, step_end=stand.step_end, finish=10.0)
+    run.began(SimpleNamespace(global_step=done))
+    return [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]
+
+
 def main(folder: str) -> dict[str, Any]:
     """Step 13 of a run that goes on behind the end of its third epoch of four steps."""
     stand = Stand()
@@ -47,8 +72,9 @@ def main(folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     def inside() -> bool:
+        stand.hold(1.0)
         stand.look()
-        return stand.inside
+        return not stand.whole
 
     back.on_train_begin(context)
     told["begins"] = [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]
@@ -67,6 +93,8 @@ def main(folder: str) -> dict[str, Any]:
     run.state.small.close = run._source = MagicMock()
     run.end_with(ValueError("of a callback"))
     told["raised"] = inside()
+    told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]
+    told["pynative"] = pynative_at(12)
     module._attached = True
     given = run.attach(None, {"callbacks": [back, loss]})["callbacks"]
     told["second"] = [type(one).__name__ for one in given]

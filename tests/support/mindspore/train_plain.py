@@ -61,6 +61,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--scale", action="store_true", help="a dynamic loss scale, times three every fifth step")
     parser.add_argument("--pynative", action="store_true", help="without a graph")
     parser.add_argument("--norm", action="store_true", help="a BatchNorm, whose statistics differ from rank to rank")
     parser.add_argument("--fit", action="store_true", help="Model.fit, with a validation after each epoch")
@@ -93,7 +94,14 @@ def main() -> None:
         from lastgasp_mindformers import LastGasp
 
         callbacks.append(LastGasp(args.lastgasp))
-    model = Model(net, nn.CrossEntropyLoss(), optimizer, metrics={"loss"} if args.fit else None)
+    loss = nn.CrossEntropyLoss()
+    model = Model(net, loss, optimizer, metrics={"loss"} if args.fit else None)
+    if args.scale:
+        from support.mindspore import cpu
+
+        cpu.apply()
+        scale = nn.DynamicLossScaleUpdateCell(64, 3, 5)
+        model = Model(nn.TrainOneStepWithLossScaleCell(nn.WithLossCell(net, loss), optimizer, scale))
     if args.fit:
         validation = ms.dataset.NumpySlicesDataset(data, shuffle=False).batch(BATCH)
         model.fit(args.epochs, dataset, validation, callbacks=callbacks, dataset_sink_mode=False)
