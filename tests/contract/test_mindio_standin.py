@@ -23,7 +23,7 @@ f.tft_start_processor("127.0.0.1", port, "")
 GROUP = "[{'rank_list': [0], 'replica_cnt': 1, 'replica_shift': 0}]"
 READY = (
     f"f.tft_is_reboot_node(); f.tft_set_optimizer_replica(0, {GROUP}); "
-    "[getattr(f, f'tft_register_{name}_handler')(print) for name in ('save_ckpt', 'stop', 'clean')]"
+    "[getattr(f, f'tft_register_{name}_handler')(print) for name in ('save_ckpt', 'rename', 'stop', 'clean')]"
 )
 STEPPED = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); "
@@ -59,7 +59,14 @@ THREAD = "t = threading.Thread(target=lambda: f.tft_init_processor(0, 1, False, 
         (f"{HANDLERS}; f._p.dump_step = 1; f._p.call_save([])", "", "report_error was called inside the save_ckpt"),
         ("f.tft_report_error(0, 7)", "TypeError", "error_code=7"),
         ("f.tft_report_load_ckpt_step(1.0)", "TypeError", "step=1.0"),
-        ("f.tft_start_updating_os(-1)", "", "without replica info or without save, stop and clean handlers"),
+        ("f.tft_start_updating_os(-1)", "", "without replica info or without handlers for"),
+        (f"{READY}; f._p.handlers.pop('rename'); f.tft_start_updating_os(-1)", "", "without handlers for"),
+        (f"f.tft_is_reboot_node(); f.tft_set_optimizer_replica(1, {GROUP})", "", "replica info of rank 1 in [0]"),
+        (
+            "f.tft_register_stop_handler(lambda *_: f.tft_destroy_processor()); f._p.call('stop', None)",
+            "",
+            "tft_destroy_processor was called inside the stop handler",
+        ),
         ("f.tft_start_updating_os(-1.0)", "TypeError", "backup_step=-1.0"),
         ("f.tft_end_updating_os(0)", "Exception", "end_updating(0)"),
         ("f.tft_end_updating_os(3)", "", "without start_updating is ignored"),

@@ -56,7 +56,7 @@ class Rank:
         self.calls: list[str] = []
         self.stand = Stand()
         self.next_action = Action.RETRY.value
-        self.missing = ""
+        self.missing, self.led = "", True
         self.on_tell: Callable[[], None] = lambda: None
         processor: Any = self
         source: Any = SimpleNamespace(rank=1)
@@ -95,7 +95,7 @@ class Rank:
         """Noted."""
         self.calls.append(f"tell {message.ending}")
         self.on_tell()
-        return True
+        return self.led
 
     def over(self, outcome: m.Release) -> None:
         """The end."""
@@ -107,8 +107,8 @@ class Rank:
         return m.Gathered(tag=tag, parts=(), missing=self.missing)
 
     def alone(self, fault: Any) -> m.Release:
-        """Not in these tests."""
-        self.calls.append("alone")
+        """Without a controller."""
+        self.calls.append("alone, gate closed" if self.stand.held else "alone")
         return given_up("alone")
 
     def leave(self, code: int) -> NoReturn:
@@ -140,6 +140,18 @@ def test_where_mindio_ends_the_job_without_a_checkpoint_ours_comes_first(
         rank.gasp._leave()
     assert left.value.args == (exitcodes.SAVED,)
     assert rank.calls == ["report peer", "tell gave_up"]
+
+
+def test_without_any_controller_no_update_comes_while_this_rank_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread may be well: only this thread knows that the job is to end."""
+    monkeypatch.setattr(gasp, "SETTLE", 0.01)
+    rank = Rank(tmp_path)
+    rank.led = False
+    with pytest.raises(Left):
+        rank.gasp._leave()
+    assert rank.calls == ["report peer", "tell gave_up", "alone, gate closed"]
 
 
 def test_the_training_thread_and_mindios_lead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

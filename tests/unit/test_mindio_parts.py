@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("nbytes", "save", "limit"),
-    [(0, 600.0, 635), (0, 5000.0, 1800), (0, 10.0, 180), (100 * GIB, 600.0, 572), (GIB, 600.0, 180)],
+    [(0, 600.0, 635), (0, 5000.0, 5035), (0, 10.0, 180), (100 * GIB, 600.0, 572), (GIB, 600.0, 180)],
 )
 def test_the_limit_grows_with_the_state(nbytes: int, save: float, limit: int) -> None:
     assert limits.action_limit(nbytes, save, 10.0) == limit
@@ -64,6 +64,20 @@ def test_a_log_path_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="no symlink"):
         limits.check_environment({"TTP_LOG_PATH": str(tmp_path / "link")})
+
+
+def test_a_limit_beyond_what_mindio_takes_is_said(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    [said] = limits.prepare(environ, 5035, tmp_path)
+    assert environ["TTP_NORMAL_ACTION_TIME_LIMIT"] == "1800"
+    assert said.endswith("lower save_timeout") and "(5035 s)" in said
+
+
+def test_the_limit_of_a_controller_in_taskd_is_none_of_a_ranks(tmp_path: Path) -> None:
+    """Its environment is that of the agent: what this process sets comes too late for it."""
+    [said] = limits.prepare({}, 635, tmp_path, taskd=True)
+    assert "set TTP_NORMAL_ACTION_TIME_LIMIT=635 in the job's YAML" in said
+    assert limits.prepare({"TTP_NORMAL_ACTION_TIME_LIMIT": "635"}, 635, tmp_path, taskd=True) == []
 
 
 # -- addresses -------------------------------------------------------------------------------------

@@ -88,6 +88,10 @@ HANDLERS = (
 )  # fmt: skip
 
 
+NEEDED = {"save_ckpt", "rename", "stop", "clean", *(["exit"] if rules.MINDSPORE else [])}
+"""Without them there is no checkpoint (a rename that is missing counts as done), and in MindSpore mode no end (§6)."""
+
+
 class _Processor:
     """This process's; BEGIN -> INITED -> START -> NORMAL -> PAUSE or DUMP -> END (§7.2)."""
 
@@ -345,6 +349,7 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
 
 def tft_destroy_processor() -> None:
     """Tells the controller that this rank leaves normally. Can block for ever (§16.1)."""
+    _not_in_handler("tft_destroy_processor")
     if _p.state in ("BEGIN", "END"):
         return
     if _p.wire is not None:
@@ -372,6 +377,8 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
         plain = isinstance(ranks, list) and all(type(r) is int for r in ranks) and type(count) is int
         if not plain or type(entry.get("replica_shift")) is not int:
             rules.refuse(f"set_optimizer_replica: {entry}")
+        if rank != _p.rank or rank not in ranks:
+            rules.violation(f"replica info of rank {rank} in {ranks} from rank {_p.rank}")
         if not 1 <= count <= len(ranks) or (rules.MINDSPORE and count != len(ranks)):
             rules.refuse(f"replica_cnt {count} of {len(ranks)}")
     _p.wire.send(kind="replica", info=replica_info)
@@ -394,8 +401,8 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
     _not_in_handler("tft_start_updating_os")
     if _p.state == "BEGIN":
         rules.violation("start_updating before init: the real one says nothing, and nothing is protected")
-    elif not _p.replica_sent or not {"save_ckpt", "stop", "clean"} <= set(_p.handlers):
-        rules.violation("the first update without replica info or without save, stop and clean handlers: no dump")
+    elif not _p.replica_sent or not NEEDED.issubset(_p.handlers):
+        rules.violation(f"an update without replica info or without handlers for {sorted(NEEDED)}: no dump")
     elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _logs_only:
         rules.violation("training with MindIO's handler of SIGTERM, which only logs: this rank cannot be told to stop")
     _p.locked(_p.step)

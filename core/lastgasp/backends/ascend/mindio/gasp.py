@@ -101,8 +101,8 @@ class MindioGasp:
         """Start the controller where that is ours, the processor, the handlers; the others' word on the address."""
         check_thread()
         nbytes = int(getattr(self._source, "nbytes", 0))
-        limit = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
-        for line in limits.prepare(os.environ, limit, self._config.directory / "mindio" / "logs"):
+        needed = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
+        for line in limits.prepare(os.environ, needed, self._config.directory / "mindio" / "logs", TASKD in os.environ):
             log.warning("%s", line)
         self.strategies = self._decide()
         self._endpoint = self._find_controller(self.strategies)
@@ -236,6 +236,7 @@ class MindioGasp:
         nothing = m.Ended(ending="gave_up", step=-1, path="", reason=f"{NAME} made no checkpoint")
         if self._processor.tell(nothing) and self._stand.wait_over(self._limit) is not None:
             return
+        self._stand.hold(self._limit)  # the training thread may be well, and must not go on meanwhile
         try:
             outcome = self._control.alone(fault)
         except BaseException as error:

@@ -19,17 +19,21 @@ LOG_PATH = "TTP_LOG_PATH"
 
 
 def action_limit(nbytes: int, save_timeout: float, finish_timeout: float) -> int:
-    """The limit for a state of this size, seconds.
+    """The limit that a state of this size needs, seconds; may be more than MindIO takes.
 
     Args:
         nbytes: bytes that this rank saves; 0 where nobody can tell: `save_timeout` alone counts then.
     """
     needed = nbytes / RATE if nbytes else save_timeout
-    return min(MOST, max(DEFAULT, math.ceil(min(needed, save_timeout) + finish_timeout + PARKING)))
+    return max(DEFAULT, math.ceil(min(needed, save_timeout) + finish_timeout + PARKING))
 
 
-def prepare(environ: MutableMapping[str, str], limit: int, logs: Path) -> list[str]:
+def prepare(environ: MutableMapping[str, str], needed: int, logs: Path, taskd: bool = False) -> list[str]:
     """Set what is not set; returns what is wrong with what is, one line each.
+
+    Args:
+        needed: seconds that a dump may take. logs: MindIO's log directory, where the environment names none.
+        taskd: the controller lives in TaskD, which has read its own environment long before.
 
     Raises:
         ConfigError: a value out of its range, which MindIO would replace by its default without a word.
@@ -37,13 +41,20 @@ def prepare(environ: MutableMapping[str, str], limit: int, logs: Path) -> list[s
     check_environment(environ)
     environ.setdefault(LOG_PATH, str(logs))  # MindIO's own default is ./logs
     Path(environ[LOG_PATH]).mkdir(mode=0o750, parents=True, exist_ok=True)
-    given = environ.setdefault(ACTION, str(limit))
-    if int(given) < limit:
-        return [
-            f"{ACTION}={given} is shorter than a save may take here ({limit} s): MindIO drops a checkpoint that "
-            "comes later, complete or not; leave it out, or lower save_timeout"
+    wanted, found = min(needed, MOST), []
+    if taskd and ACTION not in environ:
+        found = [
+            f"{ACTION} is not set, so MindIO's controller in TaskD gives a save {DEFAULT} s, and it may take "
+            f"{needed} s here; set {ACTION}={wanted} in the job's YAML, for all containers"
         ]
-    return []
+    given = int(environ.setdefault(ACTION, str(wanted)))
+    if given < needed:
+        fix = "lower save_timeout" if given == MOST else f"set {ACTION}={wanted}, leave it out, or lower save_timeout"
+        found.append(
+            f"{ACTION}={given} is shorter than a save may take here ({needed} s): MindIO drops a checkpoint that "
+            f"comes later, complete or not, and ours is saved only after that; {fix}"
+        )
+    return found
 
 
 _RANGES: Mapping[str, tuple[int, int]] = {
