@@ -131,6 +131,19 @@ def test_a_number_that_is_a_port_and_a_variable_stays_a_port() -> None:
         patched(text)
 
 
+def test_a_label_that_the_pods_have_as_well_changes_with_the_jobs() -> None:
+    """Volcano would join two values to one that it does not know."""
+    text = bare().replace(
+        "      template:\n", "      template:\n        metadata: {labels: {fault-scheduling: force}}\n", 1
+    )
+    result = patched(text)
+    assert errors(result.findings) == [] and result.after.count('fault-scheduling: "grace"') == 2
+    once = patched(text.replace("    framework", '    fault-scheduling: "grace"\n    framework', 1))
+    assert errors(once.findings) == [] and "force" not in once.after
+    kept = patched(text.replace("    framework", '    fault-scheduling: "force"\n    framework', 1), "recover")
+    assert errors(kept.findings) == [] and "grace" not in kept.after
+
+
 def test_a_variable_from_the_pods_fields_gets_no_value_beside_that() -> None:
     text = ready().replace('value: "8000"', "valueFrom: {fieldRef: {fieldPath: metadata.name}}")
     result = patched(text)

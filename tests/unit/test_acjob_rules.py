@@ -50,6 +50,7 @@ CONTAINER = "            - name: ascend   # do not change\n"
 MARKED = "            - name: ascend   # HERE\n"
 ARGS = 'args: ["cd /job/code && bash train_start.sh"]'
 POD = "        spec:\n          containers:"
+PODS_FORCE = '      template:\n        metadata: {labels: {fault-scheduling: "force"}} # HERE\n'
 INIT = "initContainers: [{env: [{name: A, value: 1}]}]"
 DATATRACE = "                - name: datatrace\n                  mountPath: /user/cluster-info/datatrace-config\n"
 RESET = "                - name: reset\n                  mountPath: /user/restore/reset/config\n"
@@ -141,8 +142,9 @@ CASES = [
     case(
         "recover-policy-path",
         DUMP,
-        ("  annotations:\n", '  annotations:\n    huawei.com/recover_policy_path: "pod" # HERE\n'),
+        ("  annotations:\n", '  annotations:\n    huawei.com/recover_policy_path: "node" # HERE\n'),
     ),
+    case("label-differs", DUMP, ("      template:\n", PODS_FORCE)),
     case(
         "recover-policy-path",
         DUMP,
@@ -368,6 +370,8 @@ def test_mindspore_on_one_npu_needs_no_scheduler() -> None:
         ("name: ttp-port", "name: http"),
         ("      restartPolicy: Never\n", ""),  # the operator's default
         ("backoffLimit: 5", "backoffLimit: 0"),
+        ("      template:\n", PODS_FORCE.replace("force", "grace")),
+        ("  annotations:\n", '  annotations:\n    huawei.com/recover_policy_path: "pod"\n'),
         ("framework: pytorch   #", "framework: pytorch\t#"),
     ],
 )

@@ -103,6 +103,13 @@ def test_patch_keeps_a_symlink_a_link(job: Path, tmp_path: Path) -> None:
     assert link.is_symlink() and "recover-strategy" in job.read_text()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may write for others")
+def test_patch_by_root_leaves_the_file_its_owner(job: Path) -> None:
+    os.chown(job, 12345, 23456)
+    assert run("patch", job, "--strategy", "dump", "--write").exit_code == 0
+    assert (job.stat().st_uid, job.stat().st_gid, job.stat().st_mode & 0o777) == (12345, 23456, 0o640)
+
+
 @pytest.mark.parametrize(
     ("break_it", "words", "code", "says"),
     [

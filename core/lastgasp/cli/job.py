@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -149,7 +151,7 @@ def _write(file: Path, source: Source, patched: Patched, write: bool) -> None:
 
 
 def replace(file: Path, source: Source, text: str) -> None:
-    """Put `text` into the file that `source` was read from, atomically; symlinks and the file's mode stay.
+    """Put `text` into the file that `source` was read from, atomically; symlinks, the file's mode and its owner stay.
 
     Raises:
         ConfigError: somebody has changed the file meanwhile, or it cannot be written; it is as it was.
@@ -159,7 +161,10 @@ def replace(file: Path, source: Source, text: str) -> None:
     try:
         if real.read_bytes() != mark + source.text.encode():
             raise ConfigError("FILE", str(file), "the file as it was read", "Somebody changed it: run this again.")
-        _fs.write_atomically(real, mark + text.encode(), mode=real.stat().st_mode & 0o7777)
+        was = real.stat()
+        _fs.write_atomically(real, mark + text.encode(), mode=was.st_mode & 0o7777)
+        with contextlib.suppress(PermissionError):  # only root may give files away
+            os.chown(real, was.st_uid, was.st_gid)
     except OSError as error:
         raise ConfigError("FILE", str(file), "a file that can be written", f"{error.strerror}.") from error
 

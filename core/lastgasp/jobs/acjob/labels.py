@@ -12,8 +12,8 @@ FAULT_SCHEDULING = ("grace", "force", "off", "external-grace", "external-force")
 SUB_HEALTHY = ("ignore", "graceExit", "forceExit", "hotSwitch")
 _PLATFORM = ("ProcessRecoverStrategy", "ProcessConfirmFault", "ProcessResultFault", "RankTableReady",
              "ProcessRecoverStatus")  # fmt: skip
-_IN_JOB = {"labels": ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "subHealthyStrategy"),
-           "annotations": ("recover-strategy", "wait-reschedule-timeout")}  # fmt: skip
+JOB_LABELS = ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "subHealthyStrategy")
+_IN_JOB = {"labels": JOB_LABELS, "annotations": ("recover-strategy", "wait-reschedule-timeout")}
 _LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
 _BACKOFF = ("spec", "runPolicy", "backoffLimit")
 
@@ -221,17 +221,15 @@ def wait_timeout_unused(job: Job) -> Iterator[Hit]:
         yield Hit(job.at(*_ANNOTATIONS, "wait-reschedule-timeout"), what, "Remove it.")
 
 
-@rule("recover-policy-path", "warning", "§3", "huawei.com/recover_policy_path has another value or place")
+@rule("recover-policy-path", "warning", "§3", "huawei.com/recover_policy_path has another value")
 def recover_policy_path(job: Job) -> Iterator[Hit]:
-    """`pod`, in the pods' template."""
+    """`pod`; Volcano reads it at the job (by the PodGroup) and at the pods."""
     name = "huawei.com/recover_policy_path"
     found = [("the job", job.root.get(*_ANNOTATIONS, name))]
     found += [(one.type, one.node.get("template", *_ANNOTATIONS, name)) for one in job.replicas]
     for where, node in found:
         if node is not None and node.text != "pod":
             yield Hit(node, f"{name} is {node.text!r} in {where}: only pod is known", 'Write "pod", or remove it.')
-        elif node is not None and where == "the job":
-            yield Hit(node, f"{name} stands at the job", "Put it into spec.template.metadata of each replica type.")
 
 
 @rule("platform-annotation", "warning", "§3", "An annotation that only a platform writes")
@@ -245,7 +243,7 @@ def platform_annotation(job: Job) -> Iterator[Hit]:
 
 @rule("misplaced", "warning", "§2, §3", "A label or annotation of the job stands elsewhere")
 def misplaced(job: Job) -> Iterator[Hit]:
-    """Only the job's own metadata is read."""
+    """The operator and ClusterD read the job's own metadata only; Volcano knows the pods' labels, too."""
     other = {"labels": "annotations", "annotations": "labels"}
     for kind, names in _IN_JOB.items():
         here = {name for name in names if job.root.get("metadata", kind, name) is not None}
@@ -256,5 +254,18 @@ def misplaced(job: Job) -> Iterator[Hit]:
             for name in names:
                 pair = node.pair(name) if node is not None else None
                 if pair is not None and name not in here:
-                    yield Hit(pair.key, f"{name} stands in {where}, where nothing reads it",
+                    reader = "only Volcano" if kind == "labels" and where.startswith("the pods") else "nothing"
+                    yield Hit(pair.key, f"{name} stands in {where}, where {reader} reads it",
                               f"Move it to metadata.{kind} of the job.")  # fmt: skip
+
+
+@rule("label-differs", "error", "volcano", "A label of the pods is not the job's")
+def label_differs(job: Job) -> Iterator[Hit]:
+    """Volcano joins the two with a bar, and knows no such value."""
+    for replica in job.replicas:
+        for name in JOB_LABELS:
+            here, pair = job.label(name), replica.label(name)
+            if here is not None and pair is not None and pair.node.text != here:
+                what = f"{replica.type}: {name} is {pair.node.text!r} at the pods, {here!r} at the job"
+                fix = "Remove it from the pods' template, or write the same."
+                yield Hit(pair.key, f"{what}: Volcano takes it for '{here}|{pair.node.text}'", fix)

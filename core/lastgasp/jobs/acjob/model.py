@@ -62,6 +62,11 @@ class Replica:
         node = self.node.get("replicas")
         return 1 if node is None else _natural(node.text)
 
+    def label(self, key: str) -> Pair | None:
+        """A label of the pods."""
+        node = self.node.get("template", "metadata", "labels")
+        return node.pair(key) if node is not None else None
+
     @cached_property
     def pod(self) -> Node | None:
         """spec.template.spec."""

@@ -12,7 +12,7 @@ from lastgasp.errors import ConfigError
 from .check import Finding, Source, check_source
 from .edit import Edits, Quoted
 from .env import TASKD_PORT, port_number
-from .labels import FAULT_SCHEDULING
+from .labels import FAULT_SCHEDULING, JOB_LABELS
 from .model import RESET, STRATEGIES, Job, Replica
 from .structure import is_quoted_number, numbers_of, strings_of
 from .tree import Node
@@ -123,6 +123,7 @@ class _Patch:
         self.strategies = [one for one in _PROCESS if one in goals]
         self.recovers = "recover" in goals or "recover-in-place" in goals
         self.port = _ttp_port(job)
+        self.labels = dict[str, str]()
 
     def gather(self) -> None:
         """All of them."""
@@ -135,6 +136,7 @@ class _Patch:
         self._labels()
         self._annotations()
         for replica in self.job.replicas:
+            self._labels_of_pods(replica)
             if self.recovers or self.job.retries:
                 self.edits.put(replica.node, ("restartPolicy",), "Never")
             if replica.container is not None:
@@ -144,6 +146,13 @@ class _Patch:
 
     def _label(self, name: str, value: str) -> None:
         self.edits.put(self.job.root, (*_LABELS, name), Quoted(value))
+        self.labels[name] = value
+
+    def _labels_of_pods(self, replica: Replica) -> None:
+        for name in JOB_LABELS:
+            value = self.labels.get(name, self.job.label(name))
+            if value is not None and replica.label(name) is not None:
+                self.edits.put(replica.node, ("template", *_LABELS, name), Quoted(value))
 
     def _labels(self) -> None:
         found = self.job.label("fault-scheduling")
