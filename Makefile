@@ -54,10 +54,10 @@ test test-full: export TESTS_NEED_MEGATRON := 1
 test test-full: export TESTS_NEED_MINDSPORE := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
 
-# mypy computes while the others are fetched. Two workers: tests/conftest.py says who has what.
+# mypy computes while the others are fetched. Two workers: tests/support/workers.py says who has what.
 test: $(STAMP)  ## lint, then all tests but the full matrix
 	@$(MAKE) --no-print-directory -j3 --output-sync lint $(MEGATRON) $(MINDSPORE)
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -m "not full" -n 2 $(ARGS)
 
 test-fast: $(STAMP)  ## the tests of a few seconds
 	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)

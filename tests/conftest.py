@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,18 +16,9 @@ pytest_plugins = ["pytester"]
 make_importable()
 
 
-@functools.cache
-def group_of(module: Path) -> str:
-    """Which worker of pytest-xdist has its tests.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which worker has what, where `-n` asks for several."""
+    from support.workers import ByGroup
 
-    One has MindSpore's: they wait more than they compute, and only one msrun may be up at a time. One has the other
-    jobs; so no test shares the machine with two others. Whichever is free takes quick tests, a module at a time.
-    """
-    if "from support.mindspore" in module.read_text():
-        return "mindspore"
-    return module.stem if module.parent.name in ("arch", "unit") else "jobs"
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say it to pytest-xdist, where it is used."""
-    item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
+    return ByGroup(config, log)
