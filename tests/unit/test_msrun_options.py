@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lastgasp.errors import ConfigError
+from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.gasp.cards import JobState, RankRow, RankState
 from lastgasp.gasp.messages import Ranks
-from lastgasp.launch import msrounds
+from lastgasp.launch import msrounds, msrun
 from lastgasp.launch.msrounds import MsRounds, Plan, plan, quiet
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
@@ -233,3 +233,17 @@ def test_a_node_waits_for_savers_on_others(attempt: int, state: JobState, rows: 
     ranks = tuple(RankRow(rank=rank, state=row) for rank, row in enumerate(rows))
     seen = Ranks(job="j", directory="", attempt=attempt, world_size=2, state=state, started_s=0, rows=ranks)
     assert quiet(seen, 3, [1]) is wanted
+
+
+def test_taskds_msrun_is_the_one_beside_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_environ: None
+) -> None:
+    """Without an activated environment it is on no PATH; its code is the job's."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(MissingExtra, match="mindspore"):
+        msrun.taskds_msrun(["train.py"])
+    (tmp_path / "msrun").write_text(f'#!/bin/sh\necho "$LASTGASP $@" > {tmp_path}/told\nexit 7\n')
+    (tmp_path / "msrun").chmod(0o755)
+    assert msrun.taskds_msrun(["--worker_num", "8", "train.py"]) == 7
+    assert (tmp_path / "told").read_text() == "1 --join True --worker_num 8 train.py\n"

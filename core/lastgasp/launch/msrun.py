@@ -78,7 +78,13 @@ def taskds_msrun(arguments: list[str]) -> int:
 
     Returns:
         msrun's exit code.
+
+    Raises:
+        MissingExtra: MindSpore is not installed.
     """
+    _find_python()
+    if shutil.which("msrun") is None:
+        raise MissingExtra(FRAMEWORK, "mindformers")
     process = subprocess.Popen(["msrun", *with_join(arguments)], env=os.environ | {"LASTGASP": "1"})
     before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     try:
@@ -154,6 +160,10 @@ def _parsed(get_args: Any, arguments: list[str]) -> Any:
 def _prepare_environment(users: str) -> None:
     os.environ[TFT] = tft_with_restarts(users)
     os.environ["LASTGASP"] = os.environ.get("LASTGASP") or "1"
+    _find_python()
+
+
+def _find_python() -> None:
     here = Path(sys.executable).parent
     if shutil.which("python") != str(here / "python") and (here / "python").exists():
         # msrun starts whatever `python` it finds, which without an activated environment is another one.

@@ -82,12 +82,19 @@ def init_taskd_manager(config: dict[str, Any]) -> bool:
     return True
 
 
+def _seen_by_go(name: str) -> str:
+    """What the Go half has of the environment: the block of exec time (§1)."""
+    with open("/proc/self/environ", "rb") as file:
+        block = dict(item.partition(b"=")[::2] for item in file.read().split(b"\0") if item)
+    return os.fsdecode(block.get(os.fsencode(name), b""))
+
+
 def start_taskd_manager() -> bool:
     """Blocks; it returns on an error only."""
     calls.append(("start_taskd_manager",))
     if told := os.environ.get("STANDIN_MANAGER_TELLS"):
         with open(told, "w") as file:
-            file.write(f"{os.getpid()} {os.environ.get('POD_IP')}")
+            file.write(f"{os.getpid()} {_seen_by_go('POD_IP')}")
     if os.environ.get("STANDIN_MANAGER") != "fails":
         manager_ended.wait(60)
     return False

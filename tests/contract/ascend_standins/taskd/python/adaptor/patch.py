@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import torch.distributed.launcher.api as api
@@ -9,8 +11,19 @@ import torch.distributed.launcher.api as api
 launched: list[tuple[Any, ...]] = []
 
 
+def _await_manager() -> None:
+    told = os.environ.get("STANDIN_MANAGER_TELLS")
+    deadline = time.monotonic() + 60
+    while told and not os.path.exists(told):
+        if time.monotonic() > deadline:
+            raise ValueError("no manager")
+        time.sleep(0.01)
+
+
 def launch_agent(config: Any, entrypoint: Any, args: Any) -> dict[int, Any]:
-    """As TaskD's: torch 2.13 calls it with a fourth argument, and that is a TypeError."""
+    """As TaskD's: torch 2.13 calls it with a fourth argument, and that is a TypeError. Without a manager it starts no
+    worker and gives up with a ValueError, after minutes (§2)."""
+    _await_manager()
     launched.append((config, entrypoint, args))
     print(f"TaskD's agent runs {args}", flush=True)
     return {}
