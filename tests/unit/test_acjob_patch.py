@@ -98,6 +98,14 @@ def test_a_port_that_is_there_under_another_name_is_not_given_twice() -> None:
     assert unnamed.after.count("                - containerPort: 9601\n                  name: taskd-port\n") == 2
 
 
+def test_a_port_under_the_others_name_gives_its_number_back() -> None:
+    text = bare().replace("containerPort: 2222\n                  name: ascendjob-port",
+                          "containerPort: 8000\n                  name: taskd-port")  # fmt: skip
+    after = patched(text).after
+    assert "containerPort: 9601\n                  name: taskd-port" in after
+    assert "containerPort: 8000\n                  name: ttp-port" in after and errors(patched(text).findings) == []
+
+
 def test_values_in_quotes_that_must_be_numbers_and_empty_ones_are_put_right() -> None:
     text = ready().replace("containerPort: 9601", 'containerPort: "9601"').replace("replicas: 1", "replicas: '1'")
     text = text.replace('value: "8000"', "value:").replace('fault-scheduling: "grace"', "fault-scheduling:")

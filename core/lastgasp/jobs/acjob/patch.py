@@ -208,7 +208,7 @@ class _Patch:
             port, other = replica.port(name), replica.offers(number)
             if port is not None:
                 self.edits.put(port, ("containerPort",), number)
-            elif other is None:
+            elif other is None or other.string("name") in wanted:  # that one gets its own number
                 self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
             elif not other.string("name"):
                 self.edits.put(other, ("name",), name)
