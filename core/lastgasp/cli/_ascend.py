@@ -69,7 +69,7 @@ def _prepare(prepared: Prepared) -> None:
     from lastgasp.backends.ascend.logdir import prepare_log_directory
     from lastgasp.backends.ascend.manager import manager_config
 
-    if prepared.manager and not prepared.proxy:
+    if prepared.manager and prepared.taskd_agent:  # it starts no worker without a manager
         manager_config(os.environ)
     prepare_log_directory(os.environ)
 

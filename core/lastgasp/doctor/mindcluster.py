@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ RANGES = {
     "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS": (7, 180, 30),
 }
 """Least, most and default of MindIO's numbers (facts/mindio_tft.md §4)."""
+_CERTIFICATES = ("TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS", "TTP_ACCLINK_CHECK_PERIOD_HOURS")
+"""Days ahead of which a warning is given, and hours between two looks; the first must not be shorter (same section)."""
 TASKD_RANGES = {
     "TASKD_PROCESS_INTERVAL": (100, 1000, "takes 100 ms"),
     "TASKD_REPORT_FAULT_TIMEOUT": (300, 600, "waits without end"),
@@ -184,6 +187,16 @@ def mindio_ranges(machine: Machine) -> Iterator[Hit]:
         text = machine.env.get(name)
         if text is not None and not (re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most):
             yield Hit(f"{name}={text} is ignored, MindIO takes {default}", f"Write {least} to {most}.")
+    days, hours = (_taken(machine, name) for name in _CERTIFICATES)
+    if days * 24 < hours:
+        what = f"certificates are looked at every {hours} h and warned of {days} days ahead: too late"
+        yield Hit(what, f"Write at least {math.ceil(hours / 24)} for {_CERTIFICATES[0]}, or unset both.")
+
+
+def _taken(machine: Machine, name: str) -> int:
+    """The number that MindIO takes."""
+    text, (least, most, default) = machine.env.get(name, ""), RANGES[name]
+    return int(text) if re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most else default
 
 
 @trap("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD replaces by its default without a word")
@@ -241,8 +254,7 @@ def save_limit(machine: Machine) -> Iterator[Hit]:
     if seconds is None and machine.storage is not None:
         seconds, said = machine.storage.save_s, "as the incident records say"
     text = machine.env.get("TTP_NORMAL_ACTION_TIME_LIMIT", "")
-    least, most, default = RANGES["TTP_NORMAL_ACTION_TIME_LIMIT"]
-    limit = int(text) if re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most else default
+    limit, most = _taken(machine, "TTP_NORMAL_ACTION_TIME_LIMIT"), RANGES["TTP_NORMAL_ACTION_TIME_LIMIT"][1]
     needed = 0 if seconds is None else int(seconds * 1.5) + 25
     if seconds is not None and needed > limit and machine.led_by_mindio:
         what = f"a save takes {seconds:g} s ({said}); MindIO's limit for stop, clean and save together is {limit} s"
