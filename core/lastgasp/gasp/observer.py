@@ -3,7 +3,7 @@
 What MindIO lacks is added here: the small state of dead ranks, what savers pass to the rank that publishes, the
 incident record, a word to all ranks how the recovery ended, and the end of ranks that hang (MindIO notices only
 processes that are gone, facts/mindio_tft.md §7.1). Where it ends without a checkpoint, or begins none (§16.4-6), this
-one leads after all, as the embedded engine does: MindIO gives the ranks ten seconds more.
+one leads after all, as the embedded engine does; what MindIO does to the ranks ten seconds later waits for that.
 """
 
 from __future__ import annotations
