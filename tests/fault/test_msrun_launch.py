@@ -124,6 +124,40 @@ def test_a_scheduler_that_has_died_is_started_anew(tmp_path: Path) -> None:
     assert len(list((tmp_path / "d").glob("scheduler-[0-9]*"))) >= 2
 
 
+CRASHES = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank, attempt = Path(sys.argv[1]), os.environ.get("RANK_ID"), os.environ.get("LASTGASP_ATTEMPT")
+if os.environ["MS_ROLE"] == "MS_SCHED":
+    (folder / f"scheduler-{os.getpid()}").touch()
+    while not (folder / "over").exists():
+        time.sleep(0.02)
+elif rank == "1":
+    (folder / f"one-{os.getpid()}").touch()
+elif attempt == "1":
+    (folder / "over").touch()
+else:
+    while not list(folder.glob("one-*")):
+        time.sleep(0.02)
+    [other] = folder.glob("one-*")
+    stat = Path("/proc", other.name[4:], "stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_scheduler_that_a_rank_has_left_is_not_the_next_attempts(tmp_path: Path) -> None:
+    """Rank 0 crashes when training is over and rank 1 has ended: the scheduler is about to end, too."""
+    script, folder = tmp_path / "crashes.py", tmp_path / "d"
+    script.write_text(CRASHES)
+    folder.mkdir()
+    done = finish(Job(folder=tmp_path, launcher="run", script=script, arguments=[str(folder)]))
+    assert done.returncode == 0, done.output[-4000:]
+    assert "rank 0 killed by SIGSEGV" in done.output
+    assert len(list(folder.glob("scheduler-*"))) == 2
+
+
 # -- end -------------------------------------------------------------------------------------------
 
 

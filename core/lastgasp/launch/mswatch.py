@@ -60,7 +60,7 @@ class Watch:
         self._rounds = MsRounds.of(args, bool(manager.is_master))
         self._restarts = Restarts(always=True)
         self._workers: list[Worker] = []
-        self._mark, self._progressed = "", False
+        self._mark, self._progressed, self._left = "", False, False
         self._told: signal.Signals | None = None
         self._ending, self._said = "", 0
         self.code = 1
@@ -88,7 +88,8 @@ class Watch:
                 self._stop()
                 return 128 + self._told
             self._hold()
-            refused = any(worker.code() == exitcodes.REFUSED for worker in self._workers)
+            codes = {worker.code() for worker in self._workers}  # lost once they are cleared away
+            refused, self._left = exitcodes.REFUSED in codes, 0 in codes
             self._clear()
             self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._progressed, refused)
             if self._restarts.hopeless:
@@ -110,8 +111,15 @@ class Watch:
         self._workers = workers_of(self._manager.monitor_rank_status([-1]))
 
     def _require_scheduler(self) -> None:
-        """The ranks meet through it, and one that has died is never found."""
+        """The ranks meet through it, and one that has died is never found.
+
+        Nor is one of which a rank has taken its leave: it ends as soon as the others have. MindSpore's own receiving
+        thread crashes now and then while it does so (libmindspore_cluster of 2.9.0, on a loaded machine).
+        """
         process = self._manager.msn_process
+        if process is not None and self._left:
+            process.kill()
+            process.wait()
         if process is not None and process.poll() is not None:
             log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
             self._manager.start_scheduler()
