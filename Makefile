@@ -11,6 +11,8 @@ OUT    ?= out/demo
 ARGS   ?=
 
 .DEFAULT_GOAL := help
+# mypy computes while environments are fetched.
+MAKEFLAGS += --jobs=3
 .PHONY: help .venv demo test test-fast test-full lint bench clean
 
 help:  ## this list
@@ -54,10 +56,8 @@ test test-full: export TESTS_NEED_MEGATRON := 1
 test test-full: export TESTS_NEED_MINDSPORE := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
 
-# mypy computes while the others are fetched. One worker: a process of another test may write what a killed rank has
-# marked, as it should, and before the test that looks for it.
-test: $(STAMP)  ## lint, then all tests but the full matrix
-	@$(MAKE) --no-print-directory -j3 --output-sync lint $(MEGATRON) $(MINDSPORE)
+# One process: that of another test may write what a killed rank has marked, as it should, and before the test that looks.
+test: lint $(MEGATRON) $(MINDSPORE)  ## lint, then all tests but the full matrix
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
 
 test-fast: $(STAMP)  ## the tests of a few seconds

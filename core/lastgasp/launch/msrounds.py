@@ -99,13 +99,14 @@ class MsRounds:
 
     Attributes:
         number: of the attempt, from 0; -1 before the first.
+        several: the job has ranks on other nodes.
 
     Raises (constructor):
         ConfigError: the controller cannot listen there.
     """
 
     def __init__(self, where: Plan) -> None:
-        self._plan, self.number = where, -1
+        self._plan, self.number, self.several = where, -1, where.several
         self._controller: ControllerThread | None = None
         if where.here:
             try:

@@ -113,15 +113,24 @@ class Watch:
     def _require_scheduler(self) -> None:
         """The ranks meet through it, and one that has died is never found.
 
-        Nor is one of which a rank has taken its leave: it ends as soon as the others have. MindSpore's own receiving
-        thread crashes now and then while it does so (libmindspore_cluster of 2.9.0, on a loaded machine).
+        One node's restart gets another one. The old one calls its cluster whole as soon as the first rank is back, and
+        so may tell it a dead rank's address: the first AllReduce then fails after 30 s. Where there are several nodes
+        their workers may have come to the old one by now; it stays, unless a rank has taken its leave: then it ends as
+        soon as the others have (MindSpore's own receiving thread crashes now and then while it does so,
+        libmindspore_cluster of 2.9.0 on a loaded machine).
         """
         process = self._manager.msn_process
-        if process is not None and self._left:
+        if process is None or not self._rounds.number:
+            return
+        if process.poll() is not None:
+            log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
+        elif self._left or not self._rounds.several:
             process.kill()
             process.wait()
-        if process is not None and process.poll() is not None:
-            log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
+        if process.poll() is not None:
+            log_file = Path(self._manager.log_dir, "scheduler.log")
+            with contextlib.suppress(OSError):
+                log_file.rename(log_file.with_name(f"scheduler.attempt{self._rounds.number - 1}.log"))
             self._manager.start_scheduler()
 
     def _good(self) -> bool:
