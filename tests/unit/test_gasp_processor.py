@@ -503,3 +503,33 @@ def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
     finally:
         controller.stop()
     assert not (tmp_path / "incidents").exists()
+
+
+def test_the_end_is_told_before_the_training_thread_goes_on() -> None:
+    """It may end the process, and what was not told by then never is."""
+    stand, seen = Stand(), list[m.Release | None]()
+
+    def told(outcome: m.Release) -> None:
+        seen.append(stand.outcome)
+
+    processor = Processor(stand, FakeSource(), None, lambda fault: RELEASE, (1.0, 5.0), told)
+    try:
+        processor.over(RELEASE)
+    finally:
+        processor.close(goodbye=False)
+    assert seen == [None]
+    assert stand.outcome == RELEASE
+
+
+def test_a_word_that_cannot_be_told_holds_nobody_up() -> None:
+    def broken(outcome: m.Release) -> None:
+        raise OSError("stderr is gone")
+
+    stand = Stand()
+    processor = Processor(stand, FakeSource(), None, lambda fault: RELEASE, (1.0, 5.0), broken)
+    try:
+        with pytest.raises(OSError, match="stderr is gone"):
+            processor.over(RELEASE)
+    finally:
+        processor.close(goodbye=False)
+    assert stand.outcome == RELEASE

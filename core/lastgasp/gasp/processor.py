@@ -411,10 +411,12 @@ class Processor:
         self.over(outcome)
 
     def over(self, outcome: m.Release) -> None:
-        """The recovery ended."""
+        """The recovery ended. It is told first: the training thread may be about to end the process."""
         self._pending = None
-        self._stand.release(outcome)
-        self._after_release(outcome)
+        try:
+            self._after_release(outcome)
+        finally:
+            self._stand.release(outcome)
 
     def _try_send(self, message: m.Message) -> bool:
         link = self._link
