@@ -72,14 +72,19 @@ def registry(api: Any, **more: Any) -> taskd.TaskdRegistry:
 # -- the worker -----------------------------------------------------------------------------------
 
 
+def registered(caplog: pytest.LogCaptureFixture) -> None:
+    """Wait until the worker has told so; who asserts it sees what it told instead."""
+    deadline = time.monotonic() + 20
+    while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_a_worker_is_registered_once_and_its_connection_is_seen(api: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lastgasp")
     one = registry(api)
     one.register(card_of_this_process(3))
     one.register(card_of_this_process(3))
-    deadline = time.monotonic() + 20
-    while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)
+    registered(caplog)
     one.deregister()
     assert "rank 3 is registered with TaskD" in caplog.text
     assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",)]
@@ -96,9 +101,7 @@ def test_a_second_training_in_the_process_has_the_same_worker(
         caplog.clear()
         one = registry(api)
         one.register(card_of_this_process(3))
-        deadline = time.monotonic() + 20
-        while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
+        registered(caplog)
         one.deregister()
         assert "rank 3 is registered with TaskD" in caplog.text
     assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",)]

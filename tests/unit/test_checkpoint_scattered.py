@@ -275,6 +275,21 @@ def _bare(directory: Path, layout: Layout) -> tuple[Path, dict[str, bytes]]:
     return path, {name: file.read_bytes() for name, file in layout.files(path).items()}
 
 
+def test_killed_before_the_manifest_was_moved_too(tmp_path: Path) -> None:
+    """What stands there is another job's, with a manifest."""
+    count = DyingDisk()
+    set_aside(put_scattered(tmp_path / "count", 4), SCATTERED, count)
+    for at in range(count.calls):
+        directory = tmp_path / str(at)
+        path = put_scattered(directory, 4, job="other")
+        next_path(SCATTERED.manifest_path(path)).write_bytes(b"of the commit that was killed")
+        with pytest.raises(Died):
+            set_aside(path, SCATTERED, DyingDisk(at))
+        put_back(directory, SCATTERED)
+        assert verify(path, SCATTERED).ok, at
+        assert not aside_in(directory), at
+
+
 def test_another_jobs_checkpoint_comes_back_with_its_manifest(tmp_path: Path) -> None:
     path = put_scattered(tmp_path, 4, job="other")
     set_aside(path, SCATTERED)

@@ -44,17 +44,23 @@ def test_the_gate_parks_and_then_raises_the_outcome() -> None:
     assert seen[0].code == exitcodes.SAVED
 
 
+def stepping() -> tuple[Stand, threading.Thread]:
+    """A training thread in the middle of its steps."""
+    stand = Stand()
+    thread = threading.Thread(target=_steps, args=(stand,))
+    thread.start()
+    while stand.step == 0:
+        pass
+    return stand, thread
+
+
 def test_no_update_slips_through_a_gate_that_was_seen_closed() -> None:
     """Dekker's scheme, many times, with a switch of threads at every opportunity."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(200):
-            stand = Stand()
-            thread = threading.Thread(target=_steps, args=(stand,))
-            thread.start()
-            while stand.step == 0:
-                pass
+            stand, thread = stepping()
             stand.hold(30.0)
             while stand.inside:
                 pass
@@ -137,11 +143,7 @@ def test_what_is_begun_is_never_told_too_late() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            stand = Stand()
-            thread = threading.Thread(target=_steps, args=(stand,))
-            thread.start()
-            while stand.step == 0:
-                pass
+            stand, thread = stepping()
             stand.hold(30.0)
             begun = stand.begun
             while not stand.parked:

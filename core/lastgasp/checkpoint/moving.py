@@ -106,8 +106,6 @@ def _move_back(checkpoint: Path, home: Path, layout: Layout, disk: Disk) -> None
     for path, place in ways:
         make_directory(place.parent)
         disk.rename(path, place)
-    if layout.manifest_path(checkpoint).exists():
-        disk.remove(_manifest_of(home))
     with contextlib.suppress(FileNotFoundError):
         disk.rename(_manifest_of(home), layout.manifest_path(checkpoint))
     with contextlib.suppress(FileNotFoundError):

@@ -185,7 +185,7 @@ def mindio_ranges(machine: Machine) -> Iterator[Hit]:
     """Out of range is ignored silently."""
     for name, (least, most, default) in RANGES.items():
         text = machine.env.get(name)
-        if text is not None and not (re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most):
+        if text is not None and not _within(text, least, most):
             yield Hit(f"{name}={text} is ignored, MindIO takes {default}", f"Write {least} to {most}.")
     days, hours = (_taken(machine, name) for name in _CERTIFICATES)
     if days * 24 < hours:
@@ -196,7 +196,11 @@ def mindio_ranges(machine: Machine) -> Iterator[Hit]:
 def _taken(machine: Machine, name: str) -> int:
     """The number that MindIO takes."""
     text, (least, most, default) = machine.env.get(name, ""), RANGES[name]
-    return int(text) if re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most else default
+    return int(text) if _within(text, least, most) else default
+
+
+def _within(text: str, least: int, most: int) -> bool:
+    return bool(re.fullmatch(r"[0-9]{1,6}", text)) and least <= int(text) <= most
 
 
 @trap("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD replaces by its default without a word")
@@ -204,7 +208,7 @@ def taskd_ranges(machine: Machine) -> Iterator[Hit]:
     """Out of range is ignored silently."""
     for name, (least, most, instead) in TASKD_RANGES.items():
         text = machine.env.get(name)
-        if text is not None and not (re.fullmatch(r"[0-9]{1,6}", text) and least <= int(text) <= most):
+        if text is not None and not _within(text, least, most):
             yield Hit(f"{name}={text} is ignored, TaskD {instead}", f"Write {least} to {most}, or unset it.")
 
 
