@@ -185,9 +185,9 @@ class Session:
     def begin(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
         self.stand.step, self.stand.durable = step, durable
-        self.stand.moved("data")
         self.step_end = self._first_step_end
         self._gasp.begin()
+        self.stand.moved("data")  # the hang watchdog counts from here: starting the backend may take minutes
         self.register()
 
     def register(self, device: str = "", versions: Mapping[str, str] | None = None) -> None:

@@ -159,11 +159,13 @@ def test_a_rank_that_has_finished_stays_a_holder_until_all_have(tmp_path: Path, 
 
 
 def test_taskd_has_the_controller(tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its pod's address, whatever the launcher has told its workers of their master."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.setenv("MINDX_TASK_ID", "job")
     monkeypatch.setenv("TTP_PORT", str(port))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("POD_IP", "127.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "master.invalid")
     command = [sys.executable, "-c", CONTROLLER, str(port)]
     taskd = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -179,6 +181,26 @@ def test_taskd_has_the_controller(tmp_path: Path, trace: Trace, monkeypatch: pyt
         taskd.communicate()
     assert [event["pid"] for event in trace.events("start_controller")] == [taskd.pid]
     assert (incident.led_by, incident.backend) == ("MindIO in TaskD", "mindio")
+    assert job.saved() == ["step-1.toy"]
+
+
+@pytest.mark.parametrize("manager", ["profiling only", "without a controller"])
+def test_where_taskd_has_none_the_job_trains_with_one_of_its_own(
+    tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch, manager: str
+) -> None:
+    """A job without a strategy (TASKD_PROCESS_ENABLE=off); a manager that could not start MindIO's controller."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        monkeypatch.setenv("TTP_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MINDX_TASK_ID", "job")
+    monkeypatch.setenv("POD_IP", "127.0.0.1")
+    monkeypatch.setenv("TASKD_PROCESS_ENABLE", "off" if manager == "profiling only" else "on")
+    with ToyJob(tmp_path, world=2, taskd_join=1.0) as job:
+        job.step(1)
+        job.stuck(0)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert job.ranks[0].code() == exitcodes.SAVED
+        incident = job.incident()
+    assert (incident.led_by, incident.backend) == ("MindIO", "mindio")
     assert job.saved() == ["step-1.toy"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ names = ("LD_PRELOAD", "TASKD_PROCESS_ENABLE", "HCCL_ASYNC_ERROR_HANDLING")
 found = {name: os.environ.get(name) for name in names}
 found["exec"] = all(value is None or f"{name}={value}".encode() in open("/proc/self/environ", "rb").read()
                     for name, value in found.items())
+found["MASTER"] = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(found))
 told = [pathlib.Path(sys.argv[1], name) for name in ("manager", "proxy")]
 while not all(one.exists() for one in told):  # the test's time limit ends this
@@ -49,6 +51,8 @@ def start(folder: Path, *options: str, **more: str) -> Finished:
     """`lastgasp run` in that pod."""
     paths = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": paths, "ASCEND_TOOLKIT_HOME": str(folder / "cann"), "TASKD_LOG_PATH": str(folder / "logs")}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        own["MASTER_PORT"] = str(probe.getsockname()[1])
     told = {f"STANDIN_{name.upper()}_TELLS": str(folder / name) for name in ("manager", "proxy")}
     env = os.environ | POD | own | told | more
     command = [sys.executable, "-m", "lastgasp", "run", *options, "--nproc-per-node", "2"]
@@ -63,6 +67,7 @@ def test_a_job_gets_what_a_start_script_sets(cann: Path, tmp_path: Path) -> None
     libraries = [cann / "lib64" / "libmspti.so", tmp_path / "site/taskd/python/cython_api/libs/libtaskd.so"]
     for rank in "01":
         found = json.loads((tmp_path / rank).read_text())
+        found.pop("MASTER")
         assert found == {
             "LD_PRELOAD": ":".join(map(str, libraries)),
             "TASKD_PROCESS_ENABLE": "off",
@@ -76,10 +81,14 @@ def test_a_job_gets_what_a_start_script_sets(cann: Path, tmp_path: Path) -> None
 
 
 def test_with_a_strategy_taskds_agent_runs_the_workers(cann: Path, tmp_path: Path) -> None:
+    """It takes the static rendezvous alone, keeps a process context per rank, and hands on the launcher's address."""
     done = start(tmp_path, HIGH_AVAILABILITY="dump,recover")
     assert "TaskD's agent runs" in done.output, done.output[-4000:]
-    assert done.ok and done.left == ()
-    assert not (tmp_path / "proxy").exists(), "TaskD's agent starts its own"
+    assert done.ok and done.left == (), done.output[-4000:]
+    assert sorted(path.name for path in tmp_path.glob("[01]")) == ["0", "1"], "both ranks ran"
+    address, port = json.loads((tmp_path / "0").read_text())["MASTER"]
+    assert address == POD["POD_IP"] and port.isdigit()
+    assert "ListenAddr" not in json.loads((tmp_path / "proxy").read_text()), "TaskD's agent starts its own proxy"
     assert "lastgasp: HCCL_ASYNC_ERROR_HANDLING=0 (the watchdog would end ranks" in done.output
 
 

@@ -49,7 +49,7 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restored_environ: None)
         found = taskd.import_taskd()
         monkeypatch.setattr(taskd, "_STARTED", [])
         yield found
-        found.destroy_taskd_worker()
+        found._close()
         assert sys.modules["taskd"].violations == []
     _forget()
 
@@ -64,7 +64,7 @@ def registry(api: Any, **more: Any) -> taskd.TaskdRegistry:
 
     def look() -> Evidence:
         found = evidence(port=api.PROXY_PORT)
-        return Evidence(profiler=api.PROFILER, proxy=found.proxy, connected=found.connected)
+        return Evidence(profiler=api.PROFILER, proxy=found.proxy, manager=True, connected=found.connected)
 
     return taskd.TaskdRegistry(api, "pt", look=look, **more)
 
@@ -91,12 +91,10 @@ def test_a_worker_is_registered_once_and_its_connection_is_seen(api: Any, caplog
 
 
 def test_a_second_training_in_the_process_has_the_same_worker(
-    api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    api: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another init would run a second set of goroutines, and a destroyed worker cannot be had back."""
+    """Another init would run a second set of goroutines."""
     caplog.set_level("INFO", "lastgasp")
-    at_exit: list[Any] = []
-    monkeypatch.setattr("atexit.register", at_exit.append)
     for _ in range(2):
         caplog.clear()
         one = registry(api)
@@ -105,7 +103,32 @@ def test_a_second_training_in_the_process_has_the_same_worker(
         one.deregister()
         assert "rank 3 is registered with TaskD" in caplog.text
     assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",)]
-    assert at_exit == [api.destroy_taskd_worker]
+
+
+WORKER = """
+import time
+import taskd.api
+from lastgasp.backends.ascend.evidence import Evidence, evidence
+from lastgasp.backends.ascend.taskd import TaskdRegistry
+from lastgasp.jobs.registry import card_of_this_process
+
+def look():
+    return Evidence(profiler=True, proxy=True, manager=True, connected=evidence(port=taskd.api.PROXY_PORT).connected)
+
+one = TaskdRegistry(taskd.api, "pt", look=look)
+one.register(card_of_this_process(0))
+while not look().connected:  # the test's time limit ends this
+    time.sleep(0.01)
+one.deregister()
+print("trained to the end")
+"""
+
+
+def test_a_finished_job_ends_well(api: Any, tmp_path: Path) -> None:
+    """TaskD's library panics where anybody but its own exit hook closes its network."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "trained to the end\n"), done.stderr
 
 
 def test_what_is_missing_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +278,7 @@ def test_a_session_registers_its_worker(
 def test_evidence_of_a_connection_of_this_process_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         port = proxy.getsockname()[1]
-        assert evidence(port=port) == Evidence(profiler=False, proxy=True, connected=False)
+        assert evidence(port=port, upstream=1) == Evidence(profiler=False, proxy=True, manager=False, connected=False)
         with socket.create_connection(("127.0.0.1", port)):
             assert evidence(port=port).connected
             code = f"from lastgasp.backends.ascend.evidence import *; print(evidence(port={port}))"
@@ -263,8 +286,21 @@ def test_evidence_of_a_connection_of_this_process_only() -> None:
                 [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
             )
             assert "connected=False" in other.stdout
-    assert "no TaskD proxy listens" in Evidence(profiler=True, proxy=False, connected=False).missing
-    assert not Evidence(profiler=True, proxy=True, connected=True).missing
+    assert "no TaskD proxy listens" in Evidence(profiler=True, proxy=False, manager=False, connected=False).missing
+    assert not Evidence(profiler=True, proxy=True, manager=True, connected=True).missing
+
+
+def test_a_proxy_whose_manager_is_dead_registers_nobody() -> None:
+    """A worker's connection to the proxy stands all the same; that of the proxy to the manager is missing."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy, socket.create_server(("127.0.0.1", 0)) as manager:
+        port, upstream = proxy.getsockname()[1], manager.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            found = evidence(port=port, upstream=upstream)
+            assert found.connected and not found.manager
+            dead = Evidence(profiler=True, proxy=True, manager=False, connected=True)
+            assert not dead.registered and "manager" in dead.missing
+            with socket.create_connection(("127.0.0.1", upstream)):
+                assert evidence(port=port, upstream=upstream).manager
 
 
 # -- the manager ----------------------------------------------------------------------------------
@@ -384,7 +420,7 @@ AGENT = """
 import torch.distributed.launcher.api as api
 from lastgasp.backends.ascend.agent import is_patched, use_taskd_agent
 from lastgasp.launch.torchrun_hook import swap_agent
-stock = api.LocalElasticAgent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as stock
 use_taskd_agent(); use_taskd_agent()
 assert is_patched()
 api.launch_agent("config", "script", ["a"], None)
@@ -402,7 +438,8 @@ def test_torch_calls_taskds_agent_with_an_argument_more(api: Any, tmp_path: Path
     paths = os.pathsep.join([str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     done = subprocess.run(
         [sys.executable, "-c", AGENT],
-        env=os.environ | {"PYTHONPATH": paths, "TASKD_LOG_PATH": str(tmp_path / "made" / "by" / "us")},
+        env=os.environ
+        | {"PYTHONPATH": paths, "TASKD_LOG_PATH": str(tmp_path / "made" / "by" / "us"), "STANDIN_AGENT": "only told"},
         umask=0o077,
         capture_output=True,
         text=True,

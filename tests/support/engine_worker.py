@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lastgasp import __version__
+from lastgasp.backends.ascend.mindio import gasp
 from lastgasp.blackbox import BlackBox
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
@@ -115,6 +116,8 @@ def main() -> None:
     }
     config = GaspConfig.resolve(directory, **limits)
     vars(processor)["REACH"] = options.get("reach", processor.REACH)
+    if "taskd_join" in options:
+        vars(gasp)["JOIN"] = options["taskd_join"]
     vars(link)["__version__"] = options.get("version", __version__)
     source = ToySource(rank, directory, options)
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))

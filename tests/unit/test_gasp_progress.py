@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lastgasp.backends.embedded import EmbeddedGasp
+from lastgasp.config import GaspConfig
 from lastgasp.gasp.messages import Phase, Status
 from lastgasp.gasp.progress import (
     FACTOR,
@@ -17,6 +21,9 @@ from lastgasp.gasp.progress import (
     UNLEARNT,
     Progress,
 )
+from lastgasp.session import Session
+from lastgasp.topology import Place, data_parallel
+from support.engine_worker import ToySource
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -173,3 +180,17 @@ def test_ranks_that_left_or_never_came_are_nobodys_business() -> None:
     assert job.stall(10.0) == {1}
     job.progress.left(1)
     assert job.stall(10.0) == NOBODY
+
+
+def test_the_start_of_the_backend_is_no_part_of_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MindIO's takes seconds to minutes; a fixed hang timeout, which a user takes for steps, must not fire in it."""
+    phases: list[str] = []
+    monkeypatch.setattr(EmbeddedGasp, "begin", lambda backend: phases.append(backend._stand.phase))
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    session = Session(GaspConfig.resolve(tmp_path, hang_timeout=1.0), place, ToySource(0, tmp_path, {}), None)
+    session.begin(0, 0)
+    phases.append(session.stand.phase)
+    session.close()
+    assert phases == ["start", "data"]

@@ -55,7 +55,7 @@ def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
     prepared = prepared_here()
     under_msrun = msrun_arguments(arguments)
     if dry_run:
-        click.echo(render(prepared, _command(list(arguments), under_msrun)))
+        click.echo(render(prepared, _command(list(arguments), under_msrun, prepared)))
         return
     start_anew_if_needed(prepared, arguments)
     os.environ["LASTGASP_LAUNCHER"] = "run"
@@ -67,14 +67,14 @@ def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
             sys.exit(taskds_msrun(under_msrun) if prepared.taskd_msrun else msrun(under_msrun))
 
 
-def _command(arguments: list[str], under_msrun: list[str] | None) -> list[str]:
+def _command(arguments: list[str], under_msrun: list[str] | None, prepared: Prepared) -> list[str]:
     """What runs in the end, as a user would type it."""
     if under_msrun is not None:
         return ["msrun", *with_join(under_msrun)]
     from torch.distributed.run import get_args_parser
 
     split = split_framework(arguments, get_args_parser())
-    return ["torchrun", *with_defaults(split.arguments, get_args_parser())]
+    return ["torchrun", *_complete(split.arguments, get_args_parser(), prepared)]
 
 
 def _under_torchrun(arguments: list[str], prepared: Prepared) -> None:
@@ -88,7 +88,12 @@ def _under_torchrun(arguments: list[str], prepared: Prepared) -> None:
     try:
         split = split_framework(arguments, get_args_parser())
         _require(split.framework)
-        launch(with_defaults(split.arguments, get_args_parser()), prepared.taskd_agent)
+        complete = _complete(split.arguments, get_args_parser(), prepared)
+        if prepared.taskd_agent:  # its agent hands these to the workers, and does not look at the command line
+            from lastgasp.backends.ascend.agent import master_of
+
+            os.environ |= master_of(vars(get_args_parser().parse_args(complete)))
+        launch(complete, prepared.taskd_agent)
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(last_ending() or 1)
@@ -99,6 +104,17 @@ def _require(framework: str | None) -> None:
         raise MissingExtra(STARTERS[framework].partition(".")[0], EXTRAS[framework])
 
 
+def _complete(arguments: list[str], parser: ArgumentParser, prepared: Prepared) -> list[str]:
+    if not prepared.taskd_agent:
+        return with_defaults(arguments, parser)
+    from lastgasp.backends.ascend.agent import static_rendezvous
+
+    given = _given(arguments, parser)
+    names = frozenset(name.removeprefix("--").replace("-", "_") for name in given)
+    static = static_rendezvous(vars(parser.parse_args(arguments)), names, os.environ)
+    return with_defaults([text for pair in static.items() for text in pair] + arguments, parser)
+
+
 def with_defaults(arguments: list[str], parser: ArgumentParser) -> list[str]:
     """Put our defaults in front of what was given neither here nor in torchrun's environment (`PET_*`).
 
@@ -106,11 +122,16 @@ def with_defaults(arguments: list[str], parser: ArgumentParser) -> list[str]:
         arguments: the command line: torchrun's options, the script, the script's arguments.
         parser: torchrun's own, which knows where its options end.
     """
-    given = [_long(option) for option in _options(arguments, parser)] + [_long(name) for name in _environment()]
+    given = _given(arguments, parser)
     extra = [text for name, value in _DEFAULTS.items() if name not in given for text in (name, value)]
     if not any(name.startswith(_RENDEZVOUS) for name in given):
         extra.append("--standalone")
     return extra + arguments
+
+
+def _given(arguments: list[str], parser: ArgumentParser) -> list[str]:
+    """Long names of the options that somebody gave."""
+    return [_long(option) for option in _options(arguments, parser)] + [_long(name) for name in _environment()]
 
 
 def _options(arguments: list[str], parser: ArgumentParser) -> list[str]:

@@ -1,6 +1,7 @@
 """Whether TaskD's worker really is there: its functions return True before anything has happened (facts/taskd.md §1).
 
-What can be seen from outside: the library of the profiler is loaded, and a connection to the pod's proxy stands.
+What can be seen from outside: the library of the profiler is loaded, a connection of this process to the pod's proxy
+stands, and one of the pod to the manager: the proxy takes workers in, whether or not its manager lives.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from pathlib import Path
 
 PROXY_PORT = 9602
 """Where the proxy of the pod listens, on loopback (facts/taskd.md §3)."""
+MANAGER_PORT = 9601
+"""Where the manager listens, on the first pod."""
 _ESTABLISHED = "01"
 _LISTEN = "0A"
 
@@ -21,17 +24,19 @@ class Evidence:
     Attributes:
         profiler: libmspti.so is loaded.
         proxy: something listens at the proxy's port on this host.
+        manager: this host has a connection to the manager's port.
         connected: this process has a connection there.
     """
 
     profiler: bool
     proxy: bool
+    manager: bool
     connected: bool
 
     @property
     def registered(self) -> bool:
         """Nothing is missing."""
-        return self.profiler and self.connected
+        return self.profiler and self.connected and self.manager
 
     @property
     def missing(self) -> str:
@@ -46,15 +51,25 @@ class Evidence:
                 f"no TaskD proxy listens at port {PROXY_PORT} of this pod: start the job with `lastgasp run`, or "
                 "init_taskd_proxy in a process of the pod"
             )
-        return "" if self.connected else f"there is no connection to TaskD's proxy at port {PROXY_PORT}"
+        if not self.connected:
+            return f"there is no connection to TaskD's proxy at port {PROXY_PORT}"
+        if not self.manager:
+            return (
+                f"TaskD's proxy here has no connection to the manager at port {MANAGER_PORT} of the first pod: is the "
+                "manager running there (`lastgasp run` starts it), and is the port open?"
+            )
+        return ""
 
 
-def evidence(process: Path = Path("/proc/self"), port: int = PROXY_PORT) -> Evidence:
+def evidence(
+    process: Path = Path("/proc/self"), port: int = PROXY_PORT, upstream: int = MANAGER_PORT
+) -> Evidence:
     """What `process` shows now. Never raises: what cannot be read is not there."""
     listening, connections = _sockets(process, port)
     return Evidence(
         profiler="libmspti.so" in _text(process / "maps"),
         proxy=listening,
+        manager=bool(_sockets(process, upstream)[1]),
         connected=bool(connections & _own(process)),
     )
 

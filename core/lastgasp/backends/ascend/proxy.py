@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping
 from lastgasp import _clock
 from lastgasp.errors import ControlError, LastgaspError
 
-from .evidence import PROXY_PORT
+from .evidence import MANAGER_PORT, PROXY_PORT
 from .logdir import prepare_log_directory
 from .taskd import import_taskd
 
 log = logging.getLogger("lastgasp")
 
-MANAGER_PORT = 9601
-"""Fixed in TaskD's code (facts/taskd.md §3)."""
 RESOLVED_WITHIN = 300.0
 """Seconds that the name of the first pod may take to be known: pods do not start at once."""
 LOOK = 1.0

@@ -6,7 +6,6 @@ whether a worker is registered is told by its effects (`evidence`).
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import logging
 import os
@@ -39,16 +38,17 @@ _STARTED: list[TaskdApi] = []
 
 
 class TaskdApi(Protocol):
-    """The part of `taskd.api` that is used."""
+    """The part of `taskd.api` that is used.
+
+    `destroy_taskd_worker` is not: it closes the network under TaskD's own receive loop, which panics and ends a process
+    that had trained well with -6. The exit hook that TaskD registers for itself is enough.
+    """
 
     def init_taskd_worker(self, rank_id: int, upper_limit_of_disk_in_mb: int, framework: str) -> bool:
         """Once."""
 
     def start_taskd_worker(self) -> bool:
         """Afterwards."""
-
-    def destroy_taskd_worker(self) -> bool:
-        """At the end of the process."""
 
 
 class TaskdRegistry:
@@ -113,7 +113,6 @@ class TaskdRegistry:
         if self._api.init_taskd_worker(rank, self._limit, self._framework) is not True:
             return False
         _STARTED.append(self._api)
-        atexit.register(self._api.destroy_taskd_worker)
         return self._api.start_taskd_worker() is True
 
     def deregister(self) -> None:
@@ -142,7 +141,7 @@ class _Watch:
                 return
             found = self._look()
         if found.registered:
-            log.info("rank %d is registered with TaskD: a connection to the proxy stands", rank)
+            log.info("rank %d is registered with TaskD: connected to its proxy, and that to the manager", rank)
         else:
             log.error("rank %d is not registered with TaskD: %s", rank, found.missing)
 

@@ -38,6 +38,8 @@ log = logging.getLogger("lastgasp.controller")
 START_TIMEOUT = 30.0
 TRIES = 3
 """Another process may take the free port in between."""
+MINDX = "MINDX_TASK_ID"
+"""With it in its environment a controller asks TaskD before each step of a recovery, and waits half a minute."""
 UNUSED_TIMEOUT = 300.0
 """Seconds that it waits for the first rank, while the process that started it is there."""
 LINGER = 5.0
@@ -81,6 +83,7 @@ def start_controller(host: str, world_size: int, arf: bool, zit: bool) -> Endpoi
             [sys.executable, "-c", f"from {__name__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name != MINDX},
             start_new_session=True,  # signals to the job's process group must not reach it
             text=True,
         )

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -15,7 +15,7 @@ import msgspec
 
 from lastgasp import _clock
 from lastgasp.config import GaspConfig
-from lastgasp.errors import ConfigError, LastgaspError
+from lastgasp.errors import ConfigError, DeadlineExceeded, LastgaspError
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.observer import IN_MINDX
@@ -49,6 +49,7 @@ TOGETHER = 60.0
 TURN = 5.0
 """Seconds between rank 0 and the others, where all are told to stop and nobody can be asked for a dump."""
 TASKD = "MINDX_TASK_ID"
+_PROCESSES = "TASKD_PROCESS_ENABLE"
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,12 @@ class MindioGasp:
         check_thread()
         nbytes = int(getattr(self._source, "nbytes", 0))
         needed = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
-        for line in limits.prepare(os.environ, needed, self._config.directory / "mindio" / "logs", TASKD in os.environ):
+        logs = self._config.directory / "mindio" / "logs"
+        for line in limits.prepare(os.environ, needed, logs, taskd_has_controller(os.environ)):
             log.warning("%s", line)
-        self.strategies = self._decide()
-        self._endpoint = self._find_controller(self.strategies)
+        taskds = self._taskds_controller()
+        self.strategies = self._decide(taskds is not None)
+        self._endpoint = taskds or self._own_controller(self.strategies)
         self._api = api = package.load()
         self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
@@ -116,41 +119,63 @@ class MindioGasp:
         self._handlers.register(api)
         self._window = Window(api, self._stand, self._limit)
         self._processor.led_elsewhere = self._told
-        self._processor.tell(m.Led(by=IN_MINDX if TASKD in os.environ else NAME))
+        self._processor.tell(m.Led(by=NAME if taskds is None else IN_MINDX))
         self._processor.begin()
         self._state = "running"
         self._last_word.install()
         atexit.register(self._left_unannounced)
 
-    def _decide(self) -> Strategies:
+    def _decide(self, taskd: bool) -> Strategies:
         asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
         nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("MS_NODE_NUM") or 1)
-        taskd, in_place = TASKD in os.environ, isinstance(self._source, InPlace)
-        found = decide_strategies(asked, in_place, taskd, nodes, package.for_mindspore())
+        found = decide_strategies(asked, isinstance(self._source, InPlace), taskd, nodes, package.for_mindspore())
         for name, why in found.refused.items():
             log.warning("strategy %s is refused: %s", name, why)
         return found
 
-    def _find_controller(self, strategies: Strategies) -> Endpoint:
-        """TaskD's, or one of ours that rank 0 starts; the same on all ranks.
+    def _taskds_controller(self) -> Endpoint | None:
+        """TaskD's, where it has one that listens: rank 0 looks, on whose pod it runs, and all ranks do as it says.
 
         Raises:
             ConfigError: an address that MindIO would end the process for.
-            ControlError: it could not be started, here or on rank 0.
         """
-        if TASKD in os.environ:
-            address = address_of(*_taskd_address())
-            return Endpoint(address.host, address.port)
-        said, error = b"", ""
+        if not taskd_has_controller(os.environ):
+            return None
+        found: Endpoint | None = self._word_of_rank_0("mindio-taskd", self._look_for_taskds, Endpoint | None)
+        return found
+
+    def _look_for_taskds(self) -> Endpoint | None:
+        address = address_of(*_taskd_address(package.for_mindspore()))
+        try:
+            wait_for_listener(address, JOIN)
+        except DeadlineExceeded as error:
+            log.warning("%s The job goes on with a controller of its own; TaskD repairs nothing in it", error)
+            return None
+        return Endpoint(address.host, address.port)
+
+    def _own_controller(self, strategies: Strategies) -> Endpoint:
+        """One that rank 0 starts; the same on all ranks.
+
+        Raises:
+            ConfigError: it could not be started, here or on rank 0.
+        """
+
+        def start() -> Endpoint:
+            host = checked_host(self._control.host, "LASTGASP_BIND")
+            return start_controller(host, self._place.world_size, strategies.recover, strategies.elastic)
+
+        found: Endpoint = self._word_of_rank_0("mindio", start, Endpoint)
+        return found
+
+    def _word_of_rank_0(self, tag: str, find: Callable[[], Any], kind: Any) -> Any:
+        """What `find` returns on rank 0, on all ranks; its errors there are those of all."""
+        said = b""
         if self._place.rank == 0:
             try:
-                host = checked_host(self._control.host, "LASTGASP_BIND")
-                found = start_controller(host, self._place.world_size, strategies.recover, strategies.elastic)
-                said = msgspec.json.encode(found)
+                said = msgspec.json.encode(find())
             except (LastgaspError, OSError) as problem:
-                error = m.one_line(problem)
-                said = msgspec.json.encode(error)
-        answer = msgspec.json.decode(self._control.gather("mindio", said)[0], type=Endpoint | str)
+                said = msgspec.json.encode(m.one_line(problem))
+        answer = msgspec.json.decode(self._control.gather(tag, said)[0], type=kind | str)
         if isinstance(answer, str):
             raise ConfigError("LASTGASP_BACKEND", "ascend", "'embedded' here", f"Rank 0 says: {answer}")
         return answer
@@ -368,10 +393,20 @@ class MindioGasp:
         self._control.leave(exit_code(self._stand.outcome or given_up("no outcome")))
 
 
-def _taskd_address() -> tuple[str, str]:
-    """Where TaskD's controller listens (facts/mindio_tft.md §4, facts/taskd.md §5), and what says so."""
+def taskd_has_controller(env: Mapping[str, str]) -> bool:
+    """A job of TaskD's whose manager runs MindIO's controller: it does unless processes are not to be recovered."""
+    return TASKD in env and env.get(_PROCESSES, "on") != "off"
+
+
+def _taskd_address(mindspore: bool) -> tuple[str, str]:
+    """Where TaskD's controller listens as the first pod sees it, and what says so.
+
+    It binds POD_IP there. MASTER_ADDR of a worker is what its launcher took, which may be localhost; with MindSpore the
+    scheduler's pod has it, which need not be rank 0's.
+    """
     env = os.environ
-    hosts = ("PROCESSOR_ADDR", "CONTROLLER_ADDR", "TTP_ADDR", "MS_TFT_IP", "MASTER_ADDR", "MS_SCHED_HOST")
-    field = next((name for name in hosts if env.get(name)), "MASTER_ADDR")
+    own = ("MS_SCHED_HOST", "POD_IP") if mindspore else ("POD_IP", "MASTER_ADDR")
+    hosts = ("PROCESSOR_ADDR", "CONTROLLER_ADDR", "TTP_ADDR", "MS_TFT_IP", *own)
+    field = next((name for name in hosts if env.get(name)), own[0])
     port = env.get("TTP_PORT") or env.get("MS_TFT_PORT") or "8000"
     return f"{checked_host(env.get(field, ''), field)}:{port}", f"{field}, TTP_PORT"

@@ -12,8 +12,9 @@ from typing import Any
 
 log = logging.getLogger("lastgasp")
 
-LIMIT = 10.0
-"""Seconds that a destroy gets; a clean one takes milliseconds, one in three hangs with a live controller."""
+LIMIT = 2.0
+"""Seconds that a destroy gets; a clean one takes milliseconds, one in three hangs with a live controller, and all ranks
+have come to the end of training before: the end of a good job is not kept waiting for it."""
 END_LIMIT = 60
 """Whole seconds that Python's own end gets behind the last exit hook, where a destroy hangs."""
 

@@ -1,7 +1,12 @@
-"""`taskd.api`: no function raises for ordinary failure (§1)."""
+"""`taskd.api`: no function raises for ordinary failure.
+
+At the end of a process its own exit hook is all that is needed. Who calls `destroy_taskd_worker` closes the network
+under its receive loop, which panics on nil: the process is aborted (-6).
+"""
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import json
 import os
@@ -42,6 +47,7 @@ def init_taskd_worker(rank_id: Any, upper_limit_of_disk_in_mb: Any = 5000, frame
     if _initialised:
         taskd.violations.append("init_taskd_worker twice: a second set of goroutines runs")
     _initialised = True
+    atexit.register(_close)
     return True
 
 
@@ -63,11 +69,16 @@ def _connect() -> None:
 
 
 def destroy_taskd_worker() -> bool:
-    """Closes the network client only."""
+    """Closes the network client only, and its receive loop panics."""
     calls.append(("destroy_taskd_worker",))
+    if _connections:
+        os.abort()
+    return _initialised
+
+
+def _close() -> None:
     while _connections:
         _connections.pop().close()
-    return _initialised
 
 
 def init_taskd_manager(config: dict[str, Any]) -> bool:
