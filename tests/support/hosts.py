@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -39,12 +40,15 @@ for pair in "$@"; do mount --bind "${pair%%:*}" "${pair#*:}"; done
 cat "$0/hostname" > /proc/sys/kernel/hostname
 if [ -e /proc/sys/net/ipv6 ]; then echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; fi
 ip link set lo up
-trap '' CHLD
-echo ready
-read -r _ || true
+exec "$PYTHON" -I -S -c '
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped
+print("ready", flush=True)
+sys.stdin.read()
+'
 """
 """Prepares the host and stays until its standard input closes; as the first process of its PID namespace it takes all
-others with it. It ignores SIGCHLD, so that orphans are reaped."""
+others with it."""
 
 
 @cache
@@ -125,7 +129,7 @@ class Host:
         self._outers: list[subprocess.Popen[bytes]] = []
         self._logs = 0
         for part in ("run", "tmp", *(f"own-{n}" for n in range(len(self._own)))):
-            (folder / part).mkdir(parents=True, exist_ok=True)
+            (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / "hostname").write_text(name)
         (folder / "resolv.conf").write_text("")
 
@@ -138,7 +142,12 @@ class Host:
         errors = self.folder / "errors"
         with errors.open("w") as file:
             self._first = subprocess.Popen(
-                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file
+                command,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=dict(os.environ) | {"PYTHON": sys.executable},
             )
         assert self._first.stdout is not None
         assert self._first.stdout.readline() == "ready\n", f"host {self.name} did not start: {errors.read_text()}"

@@ -99,6 +99,15 @@ def test_a_slow_wire_takes_its_time_and_loses_packets(pair: dict[str, Host]) -> 
     until(lambda: pair["adam"].wire.lost > 10, "about 40 of 200 are lost")
 
 
+def test_orphans_are_reaped_and_the_host_lives_on(pair: dict[str, Host]) -> None:
+    job = pair["zoe"].start(["sh", "-c", "sleep 0.3 & exec sleep 100"])
+    until(lambda: len(pair["zoe"].processes()) == 2, "both run")
+    job.kill()
+    assert job.code(5) == -signal.SIGKILL
+    until(lambda: not pair["zoe"].processes(), "the orphan has ended")
+    assert pair["zoe"].start(["true"]).code(10) == 0
+
+
 def test_a_clock_that_is_ahead(pair: dict[str, Host]) -> None:
     pair["zoe"].clock = 7200.0
     job = pair["zoe"].start([sys.executable, "-c", "import time; print(time.time(), time.time_ns())"])

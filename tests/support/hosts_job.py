@@ -1,0 +1,110 @@
+"""A job over the hosts of a test: one `lastgasp run` on each, and what the job says and leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lastgasp.events import Incident, decode_incident
+from support import lean
+from support.hosts import Host, Started
+from support.waiting import until
+
+TESTS = Path(__file__).parents[1]
+WORKER = TESTS / "support" / "hosts_worker.py"
+
+
+class HostsJob:
+    """Launchers by host; `endpoint` is the host that holds the rendezvous store.
+
+    Args:
+        script: a Python file and its arguments.
+        options: of the launcher.
+    """
+
+    def __init__(
+        self,
+        hosts: dict[str, Host],
+        script: Sequence[object],
+        endpoint: str,
+        ranks: int = 1,
+        options: Sequence[str] = ("--rdzv-conf", "join_timeout=60"),
+        **variables: str,
+    ) -> None:
+        self.hosts = hosts
+        nodes = ["--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+        where = ["--rdzv-id", "job", "--rdzv-endpoint", f"{endpoint}:29400", *options]
+        self._command = [lean.python(), "-m", "lastgasp", "run", *nodes, *where, *map(str, script)]
+        paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        self._variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
+        self.launchers: dict[str, Started] = {}
+
+    def start(self, *names: str) -> None:
+        """Start the launchers of these hosts, of all where none is named."""
+        for name in names or self.hosts:
+            self.launchers[name] = self.hosts[name].start(self._command, **self._variables)
+
+    def codes(self, seconds: float, *names: str) -> dict[str, int]:
+        """The exit codes of these launchers, of all where none is named."""
+        try:
+            return {name: self.launchers[name].code(seconds) for name in names or self.launchers}
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.output}") from None
+
+    @property
+    def output(self) -> str:
+        """What the launchers and their ranks have written."""
+        return "\n".join(f"==== {name}\n{job.output[-6000:]}" for name, job in self.launchers.items())
+
+
+class Told:
+    """What ranks of `hosts_worker.py` have written into a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def at(self, rank: int, attempt: int) -> int:
+        """The step that a rank has completed, -1 where it has none."""
+        try:
+            return int((self.directory / f"at-{rank}-{attempt}").read_text() or -1)
+        except FileNotFoundError:
+            return -1
+
+    def reached(self, step: int, attempt: int = 0, ranks: int = 2) -> None:
+        """Wait until all ranks have completed `step`."""
+        until(lambda: min(self.at(rank, attempt) for rank in range(ranks)) >= step, f"step {step} of {attempt}")
+
+    def ends(self) -> dict[int, str]:
+        """The final state of each rank that has ended well."""
+        return {int(path.name.split("-")[1]): path.read_text() for path in self.directory.glob("end-*")}
+
+    def saved(self) -> list[int]:
+        """The steps that are saved."""
+        return sorted(int(path.stem.split("-")[1]) for path in self.directory.glob("step-*.toy"))
+
+    def conflicts(self) -> list[str]:
+        """Different checkpoints of one step; there must be none."""
+        return sorted(path.name for path in self.directory.glob("*.conflict"))
+
+    def incidents(self) -> list[Incident]:
+        """All records, oldest first."""
+        found = [decode_incident(path.read_bytes()) for path in (self.directory / "incidents").glob("*.json")]
+        return sorted(found, key=lambda incident: incident.id)
+
+
+def expected(steps: int, world: int) -> dict[int, str]:
+    """The final state of each rank of an undisturbed job of `hosts_worker.py`, computed here."""
+    mask, state, generators = (1 << 64) - 1, 0, [1000 + rank for rank in range(world)]
+    for _ in range(steps):
+        generators = [(one * 6364136223846793005 + 1442695040888963407) & mask for one in generators]
+        state = (state * 31 + sum(one >> 11 for one in generators)) & mask
+    return {rank: f"{steps} {state:x} {one:x}" for rank, one in enumerate(generators)}
+
+
+def ranks_of(host: Host) -> list[int]:
+    """Process ids of the ranks that run on a host."""
+    return [pid for pid, line in host.processes().items() if WORKER.name in line and "lastgasp run" not in line]
+
+
+__all__ = ["WORKER", "HostsJob", "Told", "expected", "ranks_of"]
