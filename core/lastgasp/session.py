@@ -22,6 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.alone import recover_alone
 from lastgasp.gasp.generation import GATHER_TIMEOUT
 from lastgasp.gasp.link import Link
+from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
@@ -102,6 +103,7 @@ class Session:
     ) -> None:
         self.config, self.place, self._source = config, place, source
         self.stand = Stand()
+        self._notes: list[str] = []
         self._leave_timer: threading.Timer | None = None
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, self._hello()) if contact else None
@@ -239,6 +241,21 @@ class Session:
             raise ControlError(f"the ranks could not agree on {tag!r}: {whole.missing}")
         return list(whole.parts)
 
+    def note(self, text: str) -> None:
+        """Tell people what they must know about a recovery, such as what could not be restored exactly.
+
+        The text goes into the log, and into the `notes` of the incident that it belongs to: the recovery that is on;
+        after a restart the incident that the restart answers; else the next one, if there is any. There each text
+        stands once, whoever and how many said it. May be called from any thread, from the constructor's return on;
+        never raises.
+
+        Args:
+            text: one line. Say the rank only where it matters: equal texts of several ranks are one note.
+        """
+        kept = add_note(self._notes, text)
+        if kept and not self._processor.tell(m.Noted(text=kept)):
+            log.warning("rank %d: %s", self.place.rank, kept)
+
     # -- fault ------------------------------------------------------------------------------------
 
     def fault(self, kind: FaultKind, cause: str) -> m.Release:
@@ -262,7 +279,7 @@ class Session:
         return inner(train) if inner is not None else train
 
     def _alone(self, fault: Fault) -> m.Release:
-        return recover_alone(self.stand, self._source, self.place, self._hello(), fault)
+        return recover_alone(self.stand, self._source, self.place, self._hello(), fault, self._notes)
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """Whatever the training thread is stuck in, the process ends."""

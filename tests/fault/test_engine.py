@@ -325,3 +325,28 @@ def _listener_pid(port: int) -> int:
         if target.startswith("socket:[") and target[8:-1] in inodes:
             return int(link.parts[2])
     raise AssertionError(f"nobody listens on port {port}")
+
+
+def test_notes_of_ranks_stand_in_the_incident_that_they_belong_to_and_once(tmp_path: Path) -> None:
+    """Before the fault: in its record. From the restarted ranks: in the record of what they answer."""
+    with ToyJob(tmp_path, world=2) as job:
+        job.step(1)
+        for rank in job.ranks:
+            rank.tell("note workers draw their own random numbers")
+            rank.wait_for("noted")
+        job.stuck(0)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert job.ranks[0].code() == exitcodes.SAVED
+        before = job.incident()
+        again = [job.start(rank, attempt=1) for rank in range(2)]
+        job.ranks += again
+        for rank in again:
+            rank.wait_for("ready")
+            rank.tell("note the random state of rank 1 could not be restored")
+            rank.wait_for("noted")
+            rank.tell("gather behind it")  # so that the controller has heard it
+        assert [rank.wait_for("gathered")["parts"] for rank in again] == [["it", "it"]] * 2
+        after = job.incident()
+    assert before.notes == ["workers draw their own random numbers"]
+    assert after.id == before.id
+    assert after.notes == [*before.notes, "the random state of rank 1 could not be restored"]

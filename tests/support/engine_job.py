@@ -118,7 +118,9 @@ class ToyJob:
             self.ranks[i].wait_for("stuck")
 
     def incident(self) -> Incident:
-        """The newest record."""
+        """The newest record, once all that is known stands in it."""
+        if self.thread is not None:
+            assert self.thread.settle()
         newest = max((self.directory / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         return decode_incident(newest.read_bytes())
 

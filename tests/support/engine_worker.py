@@ -2,7 +2,7 @@
 
 step N   complete step N;   update   enter the update and stay there;   raise   report an exception
 stuck    block the main thread in a C call for ever;   done   leave normally;   vanish   sys.exit(3), told to nobody
-peer     a collective failed because another rank is gone
+peer     a collective failed because another rank is gone;   note TEXT   for the incident's record
 loop F   take marked steps until the file F is there (option `profiling`: where the rows go)
 """
 
@@ -187,6 +187,9 @@ def obey(words: list[str], session: Session, source: ToySource) -> None:
     elif words[0] == "peer":
         say("raising")
         leave(session.fault("peer", "RuntimeError: connection closed by peer"))
+    elif words[0] == "note":
+        session.note(" ".join(words[1:]))
+        say("noted")
     elif words[0] == "vanish":
         sys.exit(3)
     elif words[0] == "stuck":

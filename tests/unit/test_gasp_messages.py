@@ -61,6 +61,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.Consulted(step=4, small={0: b"a"}, parts={1: b"part"}),
     m.Ended(ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
+    m.Noted(text="random augmentation in workers is not repeated"),
     m.Operator(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC),
     m.AskRanks(),
     m.Ranks(

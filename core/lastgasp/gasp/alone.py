@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from lastgasp import _clock
@@ -20,8 +21,14 @@ from .stand import Stand
 log = logging.getLogger("lastgasp")
 
 
-def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault) -> m.Release:
-    """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it."""
+def recover_alone(
+    stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault, notes: Sequence[str] = ()
+) -> m.Release:
+    """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it.
+
+    Args:
+        notes: for the record; read once the recovery is over.
+    """
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
     incident.faults, incident.phases.fault = [fault], fault.seen_ns
     incident.phases.detected = _clock.wall_ns()
@@ -32,6 +39,7 @@ def recover_alone(stand: Stand, source: StateSource, place: Place, hello: m.Hell
         log.warning("%s", moved)
         outcome = _decide_and_save(stand, source, place, hello.finish_timeout, (incident, fault), last=True)
     incident.phases.released = _clock.wall_ns()
+    incident.notes = list(notes)
     if place.world_size > 1:
         incident.notes.append("without a controller: the random state of the other ranks was out of reach")
     try:

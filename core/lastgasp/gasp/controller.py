@@ -14,7 +14,6 @@ import signal
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -25,9 +24,11 @@ from lastgasp.topology import host_identity
 
 from . import messages as m
 from .deathwatch import DeathWatch
-from .generation import Generation, write_incident
-from .machine import Action, Kill, Note, Send
+from .generation import Generation
+from .incidents import Incidents
+from .machine import Action, Kill, Send
 from .operator import NOBODY
+from .records import RecordWriter
 from .rundir import Announcement
 from .service import Service
 from .tls import TlsFiles
@@ -36,8 +37,10 @@ log = logging.getLogger("lastgasp.controller")
 
 GREETING_TIMEOUT = 10.0
 """Seconds a connection gets to prove that it knows the token."""
-EXPLAIN_FOR = 10.0
-"""Seconds after a recovery in which the kernel is asked how the dead processes ended."""
+RECORDS_LIMIT = 10.0
+"""Seconds that the records may take at the end; a file system may stall for longer, and the job does not wait."""
+ANNOUNCE_LIMIT = 1.0
+"""Seconds that the start waits for the file by which `lastgasp ps` finds the job."""
 TICK = 0.02
 """Seconds between two looks at the deadlines."""
 
@@ -63,8 +66,8 @@ class Controller:
         self._token, self._host, self._port = token, host, port
         self._identity = host_identity()
         self._peers: dict[int, _Peer] = {}
-        self.generation: Generation | None = None
-        self.previous: Generation | None = None
+        self.records = RecordWriter()
+        self.incidents = Incidents(self.records)
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -91,13 +94,29 @@ class Controller:
         await self._server.start_serving()
         self._ticker = asyncio.create_task(self._tick())
         port = int(self._server.sockets[0].getsockname()[1])
-        self._announcement = Announcement(f"{self._host}:{port}", self._token, self._started_s)
+        self.records.put("the file for lastgasp ps", lambda: self._announce(f"{self._host}:{port}"))
+        await self._written(ANNOUNCE_LIMIT)
         return port
 
-    async def stop(self) -> None:
-        """Close every connection, thread and descriptor."""
+    def _announce(self, address: str) -> None:
+        self._announcement = Announcement(address, self._token, self._started_s)
+
+    def _tell_job(self, job: str, directory: str) -> None:
+        if self._announcement is not None:
+            self._announcement.tell(job, directory)
+
+    def _withdraw(self) -> None:
         if self._announcement is not None:
             self._announcement.withdraw()
+
+    async def _written(self, seconds: float) -> None:
+        """Return once nothing waits to be written, after `seconds` at the latest."""
+        deadline = _clock.monotonic() + seconds
+        while not self.records.idle and _clock.monotonic() < deadline:  # noqa: ASYNC110 (a thread's doing)
+            await asyncio.sleep(TICK / 10)
+
+    async def stop(self) -> None:
+        """Close every connection, thread and descriptor. A stalled file system is waited for in bounds."""
         self._server.close()
         # All that runs on this loop is ours, and a connection that is being accepted becomes a handler only in a while.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -109,6 +128,15 @@ class Controller:
             self._drop(rank)
         assert self._watch is not None
         self._watch.close()
+        self.incidents.flush()
+        self.records.put("the end of the file for lastgasp ps", self._withdraw)
+        await self._written(RECORDS_LIMIT)
+        self.records.close()
+
+    @property
+    def generation(self) -> Generation | None:
+        """The attempt that runs; None before the first rank has joined."""
+        return self.incidents.current
 
     @property
     def connected(self) -> int:
@@ -127,7 +155,7 @@ class Controller:
         if generation is not None:
             at = _clock.wall_ns()
             self._do(generation.machine.gone(rank, how, "killed", at, _clock.monotonic()))
-            self._add_cause(generation, rank, how)
+            self.incidents.add_cause(generation, rank, how)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -211,13 +239,9 @@ class Controller:
         assert self._watch is not None
         for rank in list(self._peers):
             self._drop(rank)
-        self.previous, self.generation = self.generation, Generation.of(hello)
+        self.incidents.begin(hello)
         self._service.roster.begin()
-        if self._announcement is not None:
-            self._announcement.tell(hello.job, hello.directory)
-        if self.previous is not None and self.previous.incident is not None:
-            self.previous.incident.phases.restarted = _clock.wall_ns()
-            self._write(self.previous)
+        self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
 
     def _drop(self, rank: int) -> None:
         assert self._watch is not None
@@ -245,6 +269,9 @@ class Controller:
             if whole is not None:
                 self._do(Send(rank=r, message=whole) for r in list(self._peers))
             return
+        if isinstance(message, m.Noted):
+            self.incidents.note(message.text)
+            return
         if isinstance(message, m.Led):
             generation.led_by(message.by)
             return
@@ -252,22 +279,13 @@ class Controller:
             self._open_box(rank, message.box)
         if isinstance(message, m.Begin | m.Status | m.Prepared):
             generation.heard_step(rank, message)
-            self._first_step(message.step)
+            self.incidents.reached(message.step)
         self._do(generation.machine.said(rank, message, _clock.monotonic()))
 
     def _open_box(self, rank: int, number: int) -> None:
         peer = self._peers.get(rank)
         if peer is not None and peer.pid is not None and peer.box < 0:
             peer.box = _open_descriptor(peer.pid, number)
-
-    def _first_step(self, step: int) -> None:
-        """The restarted job completed its first new step: the last thing that an incident waits for."""
-        previous = self.previous
-        if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
-            return
-        if step > previous.newest_held:
-            previous.incident.phases.first_step = _clock.wall_ns()
-            self._write(previous)
 
     def _closed(self, writer: asyncio.StreamWriter) -> None:
         for rank, peer in self._peers.items():
@@ -301,7 +319,8 @@ class Controller:
                 assert self._watch is not None
                 self._watch.kill(action.rank)
             else:
-                self._note(action)
+                self.incidents.phase(action)
+        self.incidents.flush()  # after the orders: what is written must not hold them up
 
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
@@ -333,40 +352,6 @@ class Controller:
                 found[rank] = small
         return found
 
-    def _note(self, note: Note) -> None:
-        assert self.generation is not None
-        if note.phase != "released":
-            self.generation.note(note)
-            return
-        self.generation.note(note)
-        self._write(self.generation)
-
-    def _write(self, generation: Generation) -> None:
-        assert generation.incident is not None
-        try:
-            write_incident(generation.incident, Path(generation.hello.directory))
-        except OSError as error:
-            log.error("the incident could not be written to %s: %s", generation.hello.directory, error)
-
-    def _explain(self, generation: Generation) -> None:
-        """Ask the kernel how the dead ended: known once a process has freed its memory and is a zombie."""
-        assert self._watch is not None
-        over = generation.over_since
-        if over is None or _clock.monotonic() - over > EXPLAIN_FOR:
-            return
-        for rank in {fault.rank for fault in generation.machine.faults}:
-            if status := self._watch.exit_status(rank):
-                self._add_cause(generation, rank, status)
-
-    def _add_cause(self, generation: Generation, rank: int, status: str) -> None:
-        faults = generation.machine.faults
-        for i, fault in enumerate(faults):
-            if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
-                faults[i] = msgspec.structs.replace(fault, cause=f"{fault.cause}, {status}")
-                if generation.incident is not None and generation.over_since is not None:
-                    generation.refresh()
-                    self._write(generation)
-
     def _fail_gathers(self, why: str) -> None:
         if self.generation is not None:
             answers = self.generation.failed_gathers(_clock.monotonic(), why)
@@ -378,10 +363,11 @@ class Controller:
             generation, now = self.generation, _clock.monotonic()
             if generation is None or self._watch is None:
                 continue
-            self._explain(generation)
+            self.incidents.explain(self._watch.exit_status)
             self._do(generation.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
             answers = generation.failed_gathers(now)
             self._do(Send(rank=rank, message=answer) for rank, answer in answers)
+            self.records.look()
 
 
 async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:

@@ -37,6 +37,8 @@ class Generation:
     gathers: dict[str, GatherState] = field(default_factory=dict)
     incident: Incident | None = None
     over_since: float | None = None
+    notes: list[str] = field(default_factory=list)
+    """Of the incident, or of the one that there will be."""
 
     @classmethod
     def of(cls, hello: m.Hello) -> Generation:
@@ -128,6 +130,7 @@ class Generation:
         now = _clock.wall_ns()
         if self.incident is None:
             self.incident = new_incident(self.hello, self.machine.recovery, now)
+            self.incident.notes = self.notes
             if isinstance(self.machine, Observer):
                 leader = self.machine.leader
                 self.incident.led_by, self.incident.backend = leader, leader.partition(" ")[0].lower()
@@ -186,9 +189,19 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.step_saved = None
 
 
+def record_path(incident: Incident, directory: Path) -> Path:
+    """Where the record of an incident stands."""
+    return directory / "incidents" / f"{incident.id}.json"
+
+
+def write_record(path: Path, data: bytes) -> None:
+    """Write one encoded record, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _fs.write_atomically(path, data)
+
+
 def write_incident(incident: Incident, directory: Path) -> Path:
     """Write `<directory>/incidents/<id>.json`, atomically."""
-    path = directory / "incidents" / f"{incident.id}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _fs.write_atomically(path, encode_incident(incident))
+    path = record_path(incident, directory)
+    write_record(path, encode_incident(incident))
     return path

@@ -269,6 +269,12 @@ class Switched(Message, frozen=True, kw_only=True):
     why: str = ""
 
 
+class Noted(Message, frozen=True, kw_only=True):
+    """Rank: what the incident's record must say; `Session.note`."""
+
+    text: str
+
+
 class Operator(Message, frozen=True, kw_only=True):
     """Operator: the proof (in the role "operator", for rank -1). I ask; I am no rank."""
 
@@ -311,7 +317,7 @@ class SwitchDone(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched | Led | Consult | Ended | Entered
+    | Switched | Led | Consult | Ended | Entered | Noted
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks

@@ -101,6 +101,11 @@ class ControllerThread:
         """How the recovery of this attempt ended; empty when there was none."""
         return self._call(lambda: self._last_ending(attempt)) if self._thread.is_alive() else ""
 
+    def settle(self, seconds: float = START_TIMEOUT) -> bool:
+        """Wait until what is known of incidents is on disk; False where that took longer than `seconds`."""
+        self._call(self._controller.incidents.flush)
+        return self._controller.records.settle(seconds)
+
     def stop(self) -> None:
         """Close everything; idempotent."""
         if self._thread.is_alive():

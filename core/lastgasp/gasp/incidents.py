@@ -1,0 +1,113 @@
+"""The incident records of one job: what is put into them, when, and by whom they are written."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp.events import Incident, encode_incident
+
+from . import messages as m
+from .generation import Generation, record_path, write_record
+from .machine import Note
+from .notes import add_note
+from .records import RecordWriter
+
+log = logging.getLogger("lastgasp.controller")
+
+EXPLAIN_FOR = 10.0
+"""Seconds after a recovery in which the kernel is asked how the dead processes ended."""
+
+
+class Incidents:
+    """Keeps the record of the attempt that runs, and of the one before until the job has recovered from it.
+
+    Nothing here waits for a disk: `records` writes, after `flush`.
+
+    Attributes:
+        current, previous: the attempt that runs, and the one before it.
+    """
+
+    def __init__(self, records: RecordWriter) -> None:
+        self._records = records
+        self.current: Generation | None = None
+        self.previous: Generation | None = None
+        self._held_before = 0
+        self._changed: dict[str, tuple[Incident, Path]] = {}
+
+    def begin(self, hello: m.Hello) -> Generation:
+        """Another attempt, made by the first rank that joins it."""
+        self.previous, self.current = self.current, Generation.of(hello)
+        if self.previous is not None and self.previous.incident is not None:
+            self._held_before = self.previous.newest_held
+            self.previous.incident.phases.restarted = _clock.wall_ns()
+            self._write(self.previous)
+        return self.current
+
+    def phase(self, note: Note) -> None:
+        """A phase of the recovery began; the record is written with the last one."""
+        assert self.current is not None
+        self.current.note(note)
+        if note.phase == "released":
+            self._write(self.current)
+
+    def reached(self, step: int) -> None:
+        """A rank has completed `step`: the first new one is the last thing that the incident before waits for."""
+        previous = self.previous
+        if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
+            return
+        if step > self._held_before:
+            previous.incident.phases.first_step = _clock.wall_ns()
+            self._write(previous)
+
+    def note(self, text: str) -> None:
+        """Keep what a rank has to say, with the incident that it belongs to.
+
+        That is the recovery which is on, or has just ended; else the one that this attempt answers; else the next.
+        """
+        current, previous = self.current, self.previous
+        if current is None:
+            return
+        answers = current.incident is None and previous is not None and previous.incident is not None
+        owner = previous if answers else current
+        assert owner is not None
+        if kept := add_note(owner.notes, text):
+            log.warning("note: %s", kept)
+            if owner.incident is not None and owner.over_since is not None:
+                self._write(owner)
+
+    def explain(self, status_of: Callable[[int], str]) -> None:
+        """Ask how the dead ended: the kernel knows once a process has freed its memory and is a zombie."""
+        current = self.current
+        over = current.over_since if current is not None else None
+        if current is None or over is None or _clock.monotonic() - over > EXPLAIN_FOR:
+            return
+        for rank in {fault.rank for fault in current.machine.faults}:
+            if status := status_of(rank):
+                self.add_cause(current, rank, status)
+
+    def add_cause(self, generation: Generation, rank: int, status: str) -> None:
+        """How the process of `rank` ended; also after the record was written."""
+        faults = generation.machine.faults
+        for i, fault in enumerate(faults):
+            if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
+                faults[i] = msgspec.structs.replace(fault, cause=f"{fault.cause}, {status}")
+                if generation.incident is not None and generation.over_since is not None:
+                    generation.refresh()
+                    self._write(generation)
+
+    def flush(self) -> None:
+        """Hand what has changed to the thread that writes; after the orders that went with it."""
+        while self._changed:
+            incident, directory = self._changed.popitem()[1]
+            path, data = record_path(incident, directory), encode_incident(incident)
+            self._records.put(f"the incident {path}", functools.partial(write_record, path, data))
+
+    def _write(self, generation: Generation) -> None:
+        assert generation.incident is not None
+        self._changed[generation.incident.id] = (generation.incident, Path(generation.hello.directory))
