@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from support.mindspore.importable import make_importable
-from support.police import leak_police, restored_environ, runtime_directory
+from support.police import leak_police, places_of_its_own, restored_environ
 
-__all__ = ["leak_police", "restored_environ", "runtime_directory"]
+__all__ = ["leak_police", "places_of_its_own", "restored_environ"]
 
 pytest_plugins = ["pytester"]
 

@@ -402,7 +402,9 @@ def test_the_proxy_serves_as_long_as_its_launcher(api: Any) -> None:
     while not api.calls and time.monotonic() < deadline:
         time.sleep(0.01)
     assert api.calls[0][0] == "init_taskd_proxy" and thread.is_alive(), "the manager has not answered yet"
+    (begun,) = [t for t in threading.enumerate() if t.name == "lastgasp-taskd-proxy"]
     api.manager_answers.set()
+    begun.join(20)  # a launcher that ends before TaskD has answered has no proxy to end
     alive.clear()
     thread.join(20)
     assert not thread.is_alive() and failed == []

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastgasp.steps import format as layout
-from lastgasp.testing.jobs import command_line, marked, read_proc
+from lastgasp.steps import ringfile
+from lastgasp.testing.jobs import command_line, read_proc
 
 MARK = "LASTGASP_TEST_MARK"
 """An environment variable that every process started by a test inherits, so that orphans are found too."""
@@ -53,12 +53,8 @@ def snapshot(mark: str) -> Snapshot:
         handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
         wakeup_fd=_wakeup_fd(),
         processes=_processes(mark),
-        shared=_shared(mark),
+        shared=_shared(),
     )
-
-
-base = ""
-"""Where pytest keeps the temporary directories of this run."""
 
 
 def leaks(before: Snapshot, after: Snapshot) -> list[str]:
@@ -73,7 +69,7 @@ def leaks(before: Snapshot, after: Snapshot) -> list[str]:
         found.append(f"wakeup fd was {before.wakeup_fd} and is {after.wakeup_fd}")
     left = sorted(set(after.processes) - set(before.processes))
     found += [f"process {pid} is left: {after.processes[pid]}" for pid in left]
-    found += [f"/dev/shm/{name} is left" for name in sorted(after.shared - before.shared)]
+    found += [f"{path} is left" for path in sorted(after.shared - before.shared)]
     return found
 
 
@@ -100,36 +96,17 @@ def clean_up(before: Snapshot, mark: str) -> None:
         signal.set_wakeup_fd(before.wakeup_fd)
     for pid in set(_processes(mark)) - set(before.processes):
         _kill(pid)
-    for name in _shared(mark) - before.shared:
-        Path("/dev/shm", name).unlink(missing_ok=True)
+    for path in _shared() - before.shared:
+        Path(path).unlink(missing_ok=True)
 
 
-def _shared(mark: str) -> frozenset[str]:
-    """Our files in shared memory, but not those of other jobs of this machine, such as another run of the tests."""
-    ours = {os.getpid(), *_processes(mark)}
-    found = [path for path in Path("/dev/shm").glob("lastgasp*") if not _elsewhere(path)]
-    return frozenset(path.name for path in found if (pid := _owner(path.name)) in ours or not _lives(pid))
-
-
-def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def _elsewhere(ring: Path) -> bool:
-    """Whether its rows go to a directory that is not of this run: of a dead rank, nothing else tells whose it was."""
+def _shared() -> frozenset[str]:
+    """What is in this run's own place for rings: nobody else makes or recovers any there."""
+    place = os.environ.get(ringfile.VARIABLE, "")
     try:
-        with ring.open("rb") as file:
-            file.seek(layout.DIRECTORY_AT)
-            directory = file.read(int.from_bytes(file.read(2), "little")).decode("utf-8", "replace")
+        return frozenset(f"{place}/{name}" for name in os.listdir(place))
     except OSError:
-        return False
-    return bool(base and directory) and not directory.startswith(base)
-
-
-def _owner(name: str) -> int:
-    """The pid in `lastgasp-marks-UID-PID-RANDOM` (steps/ringfile.py); 0 in another name."""
-    parts = name.split("-")
-    return int(parts[3]) if parts[:2] == ["lastgasp", "marks"] and len(parts) > 3 and parts[3].isdigit() else 0
+        return frozenset()  # the test has moved it
 
 
 def _changed(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
@@ -159,21 +136,35 @@ def _watched_variables() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _IGNORED_VARIABLES}
 
 
+_foreign: set[tuple[int, bytes]] = set()
+"""Processes that were looked at and carry no mark of the running test: pid and time of start."""
+
+
 def _processes(mark: str) -> dict[int, str]:
-    """Children (defunct ones too) and whoever carries the mark, with their command lines."""
-    found = dict(marked(MARK, mark)) | _children()
+    """Children (defunct ones too) and whoever carries the mark, with their command lines.
+
+    Of other people's processes, which may be many and slow to answer, each is looked at once: an environment is the
+    one of the start, and whoever inherits the mark does so from its start on.
+    """
+    needle, found, seen = f"{MARK}={mark}".encode(), {}, set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        parent, key = _stat(pid)
+        if parent == os.getpid():  # perhaps not yet what it was forked for: not to be remembered
+            found[int(pid)] = command_line(pid)
+        elif parent is not None and int(pid) != os.getpid():
+            if key not in _foreign and needle in read_proc(pid, "environ").split(b"\0"):
+                found[int(pid)] = command_line(pid)
+            else:
+                seen.add(key)
+    _foreign.clear()
+    _foreign.update(seen)
     return {pid: name for pid, name in found.items() if not any(word in name for word in _IGNORED_COMMANDS)}
 
 
-def _children() -> dict[int, str]:
-    own = [name for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()]
-    return {int(pid): command_line(pid) for pid in own}
-
-
-def _parent(pid: str) -> int:
-    """From /proc/PID/stat, whose second field may hold spaces and brackets; 0 for a process that is gone."""
-    fields = read_proc(pid, "stat").rpartition(b")")[2].split()
-    return int(fields[1]) if fields else 0
+def _stat(pid: str) -> tuple[int | None, tuple[int, bytes]]:
+    """The parent and what tells a process from a later one of the same pid; no parent when it is gone."""
+    fields = read_proc(pid, "stat").rpartition(b")")[2].split()  # the second field may hold spaces and brackets
+    return (int(fields[1]), (int(pid), fields[19])) if len(fields) > 19 else (None, (int(pid), b""))
 
 
 def _kill(pid: int) -> None:

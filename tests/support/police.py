@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from lastgasp.gasp import rundir
+from lastgasp.steps import ringfile
 from support import leaks
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 10.0
 """How long what a test started may take to end by itself."""
 
 
@@ -22,22 +27,25 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.snapshot(mark)
     yield
     found = leaks.settle(before, mark, GRACE_SECONDS)
-    leaks.clean_up(before, mark)
     if found:
+        leaks.clean_up(before, mark)
         pytest.fail(f"{request.node.nodeid} leaked:\n  " + "\n  ".join(found), pytrace=False)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Controllers of tests announce themselves where no `lastgasp ps` of the user looks, nor finds anything."""
-    variable, leaks.base = "LASTGASP_RUNTIME_DIR", str(tmp_path_factory.getbasetemp())
-    before = os.environ.get(variable)
-    os.environ[variable] = str(tmp_path_factory.mktemp("runtime"))
-    yield
-    if before is None:
-        del os.environ[variable]
-    else:
-        os.environ[variable] = before
+def places_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of each run of tests, and of each of its workers: what one run has left is no other run's to recover or to list.
+
+    Controllers announce themselves where no `lastgasp ps` of the user looks, nor finds anything; rings of step marks
+    are in shared memory as ever, in a folder.
+    """
+    shared = Path("/dev/shm")
+    rings = tempfile.mkdtemp(prefix="lastgasp-tests-", dir=shared if shared.is_dir() else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(rundir.VARIABLE, str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv(ringfile.VARIABLE, rings)
+        yield
+    shutil.rmtree(rings, ignore_errors=True)
 
 
 @pytest.fixture

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from support.places import without_places
+
+pytestmark = pytest.mark.named
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "plugins/mindformers"
 OURS = "print([m for m in sys.modules if 'lastgasp' in m], sys.meta_path[0].__class__.__name__);"
@@ -87,7 +90,8 @@ def test_importing_mindspore_installs_the_plugin_and_leaves_no_trace_in_it(site:
 
 def test_a_missing_mindspore_is_missing_as_before(site: Site) -> None:
     done = site.run("import mindspore")
-    assert "ModuleNotFoundError: No module named 'mindspore'" in done.stderr and "lastgasp" not in done.stderr
+    assert "ModuleNotFoundError: No module named 'mindspore'" in done.stderr
+    assert "lastgasp" not in without_places(done.stderr, site.packages)
 
 
 def test_finders_of_the_old_kind_are_passed_over_as_python_does(site: Site) -> None:

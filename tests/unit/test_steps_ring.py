@@ -294,7 +294,17 @@ def test_the_next_place_where_there_is_no_shared_memory(
 
 def test_the_places_are_shared_memory_and_the_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/x")
+    monkeypatch.delenv("LASTGASP_RING_DIR")
     assert ringfile.places() == [Path("/dev/shm"), Path("/tmp/x")]
+
+
+def test_a_directory_of_ones_own_is_the_only_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor are rings recovered elsewhere: those of another run of the tests, say."""
+    monkeypatch.setenv("LASTGASP_RING_DIR", str(tmp_path))
+    marks = Marks.open(rank=0, world_size=1, capacity=16)
+    assert marks.path is not None and marks.path.parent == tmp_path
+    assert list(ringfile.ring_files()) == [marks.path]
+    marks.close(remove=True)
 
 
 def test_a_full_place_is_found_at_once_and_memory_of_its_own_is_the_last_resort(

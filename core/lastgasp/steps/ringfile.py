@@ -23,6 +23,7 @@ from . import ring
 log = logging.getLogger("lastgasp")
 
 PREFIX = "lastgasp-marks"
+VARIABLE = "LASTGASP_RING_DIR"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,12 @@ class RingFile:
 
 
 def places() -> list[Path]:
-    """Where rings are made and looked for: shared memory, or the system's temporary directory where there is none."""
+    """Where rings are made and looked for: shared memory, or the system's temporary directory where there is none.
+
+    LASTGASP_RING_DIR names another directory; then rings are made and looked for there alone.
+    """
+    if named := os.environ.get(VARIABLE):
+        return [Path(named)]
     return [Path("/dev/shm"), Path(tempfile.gettempdir())]
 
 
