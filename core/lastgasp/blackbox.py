@@ -22,9 +22,12 @@ _BEGIN, _STEP, _SETTLED, _LENGTH, _END = 1, 2, 3, 4, 5
 class BlackBox:
     """Rotating slots of records, each for one step. One writer; any number of readers, of any process.
 
+    Settled records take turns in all slots; from the first unsettled one on each kind has half of them, so that a step
+    with many unsettled records costs no settled one, and a writer that is killed leaves the unsettled one before.
+
     Args:
         capacity: greatest payload of one record, bytes.
-        slots: how many records are kept. Four hold the settled and the unsettled record of two steps.
+        slots: how many records are kept. Four hold the settled records of two steps and two unsettled ones.
 
     All memory is touched here: first touch costs ten times the copy (facts/limits.md §5).
     """
@@ -37,6 +40,8 @@ class BlackBox:
         self.slot = 0
         self.payloads: list[memoryview] = []
         self._seq = 0
+        self._turns = [0, 0]
+        self._shared = False
         self._closed = False
         self._map(capacity)
 
@@ -74,12 +79,20 @@ class BlackBox:
                 update that makes `step`.
         """
         self._seq = seq = self._seq + 1
-        self.slot = slot = seq % self.slots
+        self.slot = slot = self._next(settled)
         header = self._headers[slot]
         header[_BEGIN] = seq
         header[_STEP] = step
         header[_SETTLED] = settled
         return self.payloads[slot]
+
+    def _next(self, settled: bool) -> int:
+        self._shared = self._shared or not settled
+        self._turns[settled] = turn = self._turns[settled] + 1
+        if not self._shared:
+            return turn % self.slots
+        half = self.slots // 2
+        return turn % half if settled else half + turn % (self.slots - half)
 
     def end(self, length: int) -> None:
         """Close the slot that `begin` opened; its record is the first `length` bytes of the payload."""

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock
@@ -27,6 +27,7 @@ from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import GaspBackend, StateSource
+from lastgasp.replicas import Digests, compared, computed, needs_comparing
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
@@ -183,6 +184,41 @@ class Session:
         )
 
     # -- start ------------------------------------------------------------------------------------
+
+    def compare_replicas(self, digests: Callable[[], Digests]) -> bool:
+        """Find out which ranks are replicas: before `begin`, once the state that training starts from is loaded.
+
+        All ranks call it together. Ranks whose digests differ are taken out of each other's group: from then on each
+        is the only holder of what it holds, and nobody saves for it. Rank 0 logs that, and it stands in the notes of
+        each incident. Where the ranks cannot be asked, every rank counts as the only holder.
+
+        An adapter whose checkpoint has room for one copy of each shard must then refuse to save
+        (`replicas.require_alike`), since the others would load that copy.
+
+        Args:
+            digests: computes those of what this rank holds: everything that all replicas have in common (parameters,
+                optimizer state), nothing that is a rank's own (random state, buffers that are not synchronized).
+                Not called where no rank counts as another's replica.
+
+        Returns:
+            Whether all groups are as the adapter said. `self.place` has the groups as they are.
+        """
+        replicas = self.place.replicas
+        if not needs_comparing(replicas):
+            return True
+        try:
+            groups, why = compared(self.gather, replicas, computed(digests))
+        except (ControlError, DeadlineExceeded) as error:
+            groups, why = tuple((r,) for group in replicas for r in group), f"no rank is known as a replica: {error}"
+        if not why:
+            return True
+        log.log(logging.WARNING if self.place.rank == 0 else logging.INFO, "%s", why)
+        self.place = replace(self.place, replicas=groups)
+        self._processor.tell(m.Regroup(replicas=groups, why=why))
+        regroup = getattr(self._gasp, "regroup", None)
+        if regroup is not None:
+            regroup(self.place)
+        return False
 
     def begin(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""

@@ -350,3 +350,36 @@ def test_notes_of_ranks_stand_in_the_incident_that_they_belong_to_and_once(tmp_p
     assert before.notes == ["workers draw their own random numbers"]
     assert after.id == before.id
     assert after.notes == [*before.notes, "the random state of rank 1 could not be restored"]
+
+
+def test_ranks_that_hold_different_things_are_not_saved_from_one_another(tmp_path: Path) -> None:
+    with ToyJob(tmp_path, world=2, holds=["one", "another"]) as job:
+        assert [rank.wait_for("compared")["alike"] for rank in job.ranks] == [False, False]
+        job.step(1)
+        job.stuck(0)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert job.ranks[0].code() == exitcodes.GAVE_UP
+        incident = job.incident()
+    assert job.saved() == []
+    assert "shard 1 of 2 has no live holder (rank 1: gone" in incident.reason
+    assert [note for note in incident.notes if "ranks 0 and 1 should hold the same, but their model differ" in note]
+
+
+def test_of_three_ranks_the_odd_one_is_nobodys_replica_and_the_other_two_are(tmp_path: Path) -> None:
+    with ToyJob(tmp_path, world=3, holds=["one", "one", "another"]) as job:
+        job.step(1)
+        job.stuck(0, 2)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert [job.ranks[r].wait_for("save")["step"] for r in (0, 2)] == [1, 1]
+        assert [job.ranks[r].code() for r in (0, 2)] == [exitcodes.SAVED] * 2
+    assert job.incident().savers == [0, 2]
+
+
+def test_ranks_that_hold_the_same_are_saved_from_one_another(tmp_path: Path) -> None:
+    with ToyJob(tmp_path, world=2, holds=["one", "one"]) as job:
+        assert [rank.wait_for("compared")["alike"] for rank in job.ranks] == [True, True]
+        job.step(1)
+        job.stuck(0)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert job.ranks[0].code() == exitcodes.SAVED
+        assert job.incident().notes == []

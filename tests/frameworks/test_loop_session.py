@@ -21,6 +21,7 @@ from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, UsageError
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
+from lastgasp.pytorch.loop.run import IDLE
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import taskd_reader
@@ -208,9 +209,16 @@ def test_each_step_is_marked(tmp_path: Path) -> None:
 # -- misuse ---------------------------------------------------------------------------------------------------
 
 
-def test_updated_without_updating(tmp_path: Path) -> None:
-    with Session.open(tmp_path, state=tiny(), marks=False) as s, pytest.raises(UsageError, match="without updating"):
-        s.updated()
+def test_updated_without_an_update_is_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Session.open(tmp_path, state=tiny(), marks=False) as s:
+        assert [s.updated() for _ in range(IDLE - 1)] == [False] * (IDLE - 1)
+        assert "no step was complete" not in caplog.text
+        assert not s.updated()
+        assert "no step was complete" in caplog.text
+        assert "call updating() before" in caplog.text
+        s.updating()
+        assert s.updated()
+        assert s.step == 1
 
 
 def test_a_step_that_goes_backwards(tmp_path: Path) -> None:

@@ -208,6 +208,58 @@ def by_hand(s: Session, p: Parts) -> None:
                     parameter.sub_(0.01 * parameter.grad)  # type: ignore[operator]
 
 
+def random_batch() -> Any:
+    """As nanoGPT draws one: no loader, only the global generator."""
+    x = DATA[torch.randint(len(DATA), (4,))]
+    return x, x.sum(1, keepdim=True)
+
+
+DATA = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+
+
+def no_passes(s: Session, p: Parts) -> None:
+    """NanoGPT's shape: the learning rate by hand, an evaluation now and then, `updated()` at the end of a step."""
+    while s.step < 12:
+        p.optimizers[0].param_groups[0]["lr"] = 0.02 / (1 + s.step)
+        if s.step % 4 == 0:
+            p.best["seen"] = [*p.best["seen"], float(p.loss(random_batch()).detach())]
+        for _ in range(2):
+            backward(p.loss(random_batch()) / 2)
+        p.tick()
+        p.optimizers[0].step()
+        p.optimizers[0].zero_grad()
+        p.schedules[0].step()
+        assert s.updated()
+        p.tick()
+
+
+def passes_to_evaluate(s: Session, p: Parts) -> None:
+    """Only the evaluation asks for batches; a resumed run trains before it comes there."""
+    while s.step < 12:
+        if s.step % 3 == 0:
+            for batch in s.batches(p.data2):
+                p.best["seen"] = [*p.best["seen"], float(p.loss(batch).detach())]
+        p.train(random_batch())
+        s.updated()
+        p.tick()
+
+
+def skipped_by_hand(s: Session, p: Parts) -> None:
+    """The scaler skips updates, and those are no steps."""
+    for number in range(40):
+        p.tick()
+        if s.step == 10:
+            return
+        p.optimizers[0].zero_grad()
+        batch = random_batch()
+        bad = float("inf") if float(batch[0][0, 0]) > 0.5 else 1.0
+        backward(p.scaler.scale(p.loss(batch) * bad))
+        p.scaler.step(p.optimizers[0])
+        p.scaler.update()
+        p.tick()
+        assert s.updated() is (bad == 1.0), number
+
+
 def saving(s: Session, p: Parts) -> None:
     for epoch in s.epochs(3):
         for number, batch in s.enumerate(p.data):
@@ -270,6 +322,9 @@ SHAPES = {
     "averaging": Shape(averaging, averaged),
     "evaluating-inside": Shape(evaluating_inside, adam),
     "by-hand": Shape(by_hand, bare),
+    "no-passes": Shape(no_passes, adam),
+    "passes-to-evaluate": Shape(passes_to_evaluate, adam),
+    "skipped-by-hand": Shape(skipped_by_hand, with_scaler),
     "saving": Shape(saving, adam),
     "augmented": Shape(plain, adam, lambda: DataLoader(Noisy(), batch_size=4, shuffle=True)),
     "iterable": Shape(plain, adam, lambda: DataLoader(Stream(), batch_size=4)),

@@ -127,6 +127,8 @@ def main() -> None:
         say("refused", why=str(error))
         sys.exit(2)
     session.take_sigterm()
+    if "holds" in options:  # what each rank says that it holds
+        say("compared", alike=session.compare_replicas(lambda: {"model": options["holds"][rank].encode()}))
     session.begin(0, 0)
     say("ready", pid=os.getpid())
     try:

@@ -37,6 +37,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Welcome(mac=MAC, started_s=1_700_000_000),
     m.Refused(reason="wrong token"),
     m.Begin(step=3, durable=2, box=-1),
+    m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),

@@ -187,6 +187,8 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
     incident.unused = list(out.unused)
     if out.ending != "saved":
         incident.step_saved = None
+    if machine.unlike and machine.unlike not in incident.notes:
+        incident.notes.append(machine.unlike)
 
 
 def record_path(incident: Incident, directory: Path) -> Path:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lastgasp.events import Ending, Fault, FaultKind
+from lastgasp.replicas import is_split_of
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
@@ -80,6 +81,8 @@ class Machine:
     members: dict[int, Member] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)
+    unlike: str = ""
+    """Why ranks that should be replicas are none; empty where all of them are."""
     reach: int = -1
     """The step to the end of which ranks that have stopped before it were told to go on."""
     _asked_again: int = 0
@@ -134,6 +137,7 @@ class Machine:
 
     def _handlers(self) -> dict[type, Callable[[Member, m.FromRank, float], list[Action]]]:
         return {
+            m.Regroup: self._on_regroup,
             m.Begin: self._on_begin,
             m.Status: self._on_status,
             m.Report: self._on_report,
@@ -144,6 +148,12 @@ class Machine:
             m.Committed: self._on_committed,
             m.Goodbye: self._on_goodbye,
         }
+
+    def _on_regroup(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Regroup)
+        if is_split_of(message.replicas, self.replicas):
+            self.replicas, self.unlike = message.replicas, message.why
+        return []
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)

@@ -88,6 +88,16 @@ class Begin(Message, frozen=True, kw_only=True):
     """File descriptor number of the rank's black box (opened through /proc by who shares the host), or -1."""
 
 
+class Regroup(Message, frozen=True, kw_only=True):
+    """Rank, before its Begin: the digests of ranks that should hold the same differ, so they are no replicas.
+
+    `replicas` is Hello's, each group in parts that are equal; all ranks say the same. `why` is for people.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    why: str
+
+
 class Status(Message, frozen=True, kw_only=True):
     """Rank, twice a second: where I stand. `tick` changes with any progress at all."""
 
@@ -317,7 +327,7 @@ class SwitchDone(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched | Led | Consult | Ended | Entered | Noted
+    | Switched | Led | Consult | Ended | Entered | Noted | Regroup
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks

@@ -46,6 +46,7 @@ class Observer(Machine):
             save_timeout=machine.save_timeout,
             progress=machine.progress,
             members=machine.members,
+            unlike=machine.unlike,
             leader=leader,
         )
 
@@ -79,7 +80,7 @@ class Observer(Machine):
         all_of_them = super()._handlers() | {m.Consult: self._on_consult, m.Ended: self._on_ended}
         if self.leading:
             return all_of_them
-        keep = (m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended)
+        keep = (m.Regroup, m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended)
         mine = {kind: handler for kind, handler in all_of_them.items() if kind in keep}
         return mine | {m.SaveFailed: self._on_leaders_save_failed}
 

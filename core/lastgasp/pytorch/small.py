@@ -57,7 +57,7 @@ class SmallRecorder:
         self.buffers = BufferRecorder(module)
         self._rng = rng.RngRecorder(devices)
         self._room = extra_room
-        self.box = BlackBox(self._needed())
+        self.box, self._before = BlackBox(self._needed()), 0
         self._bind()
 
     @property
@@ -100,6 +100,7 @@ class SmallRecorder:
         elif len(extra) > self._room:
             self._fit()
         box = self.box
+        self._before = box.slot
         payload = box.begin(step, settled)
         slot = box.slot
         self._rng.capture(self._rng_slots[slot])
@@ -121,8 +122,8 @@ class SmallRecorder:
 
     def drew(self) -> bool:
         """Whether random numbers were drawn between the two newest captures."""
-        size, payloads, slot = self._rng.size, self.box.payloads, self.box.slot
-        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in (slot, slot - 1))
+        size, payloads = self._rng.size, self.box.payloads
+        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in (self.box.slot, self._before))
         return now != before
 
     def snapshot_rng(self) -> bytes:

@@ -8,6 +8,7 @@ from lastgasp.checkpoint import Provenance, SingleFile
 from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
 from lastgasp.pytorch.staged import StagedGasp, Writer, publish, stage
+from lastgasp.replicas import require_alike
 from lastgasp.topology import Place
 from lastgasp_lightning.state import LightningState
 
@@ -21,6 +22,7 @@ class LightningSource:
         self._state, self._config, self.place = state, config, place
         self._writer = Writer("lightning", LAYOUT, place)
         self.rank = place.rank
+        self.alike = True
 
     @property
     def box(self) -> int:
@@ -33,6 +35,7 @@ class LightningSource:
 
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> StagedGasp:
         """Write `gasp-step=N.ckpt` to a temporary name."""
+        require_alike(self.alike)
         directory = self._config.directory
         checkpoint = self._state.dump(step, small)
         staged = stage(checkpoint, directory / f"gasp-step={step:08d}.ckpt", LAYOUT, self._config)

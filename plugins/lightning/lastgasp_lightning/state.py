@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lastgasp.errors import NotSaveable
 from lastgasp.pytorch.buckets import BucketLayout
 from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
+from lastgasp.pytorch.statedigest import digests_of
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
 from lastgasp_lightning.data_position import DataPosition
@@ -129,6 +130,11 @@ class LightningState:
 
     def _owns_buffers(self) -> bool:
         return bool(self.buffer_rank == self._trainer.global_rank)
+
+    def digests(self) -> dict[str, bytes]:
+        """Of what all ranks hold in common; once Lightning has restored it, and DDP has broadcast rank 0's."""
+        optimizers = {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._trainer.optimizers)}
+        return digests_of({"model": self._trainer.lightning_module}, optimizers)
 
     # -- the hot path -------------------------------------------------------------------------------------
 

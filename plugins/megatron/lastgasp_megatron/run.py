@@ -101,6 +101,7 @@ class Run:
         step = int(self.state.step)
         if self.marks is not None:
             self.marks.place()
+        self.state.source.alike = self.session.compare_replicas(self.state.digests)
         self.session.begin(step, durable=step if step and step == self.chooser.resumed else 0)
         self.session.take_sigterm(users_handler(self.args))
         self._begun = True

@@ -17,6 +17,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError, NotSaveable
 from lastgasp.ports import SaveResult
 from lastgasp.pytorch.io import save_verified
+from lastgasp.replicas import require_alike
 from lastgasp.testing import faults
 from lastgasp.topology import Place
 from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
@@ -77,6 +78,7 @@ class MegatronSource:
         self._steps, self._random, self._composer, self._optimizer = steps, random, composer, only(optimizer)
         self.place, self._shard = where
         self.rank = self.place.rank
+        self.alike = True
         self._orders = itertools.count(1)
         self._order = 0
 
@@ -100,6 +102,7 @@ class MegatronSource:
 
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SavedShard:
         """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
+        require_alike(self.alike)
         with self._device.reading():
             return self._save(step, small)
 

@@ -10,6 +10,7 @@ import torch
 
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
+from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.topology import Place, ReplicaGroups
 from lastgasp_megatron.compose import Composer, is_distributed
 from lastgasp_megatron.devices import Device
@@ -54,6 +55,7 @@ class MegatronState:
         _check(optimizer)
         chunks, shard = (list(model) if isinstance(model, list | tuple) else [model]), shard_of(args)
         self._args, self._optimizer, self._place = args, optimizer, place
+        self._chunks = chunks
         self._device, self._step_end = Device(_device(chunks)), step_end
         self._random = RandomState(self._device.device)
         self._steps = Steps(
@@ -100,6 +102,12 @@ class MegatronState:
     def finish_step(self) -> bool:
         """Call when `train` raised. Returns whether the state is that of `step`, and not between two."""
         return not self._steps.inside
+
+    def digests(self) -> dict[str, bytes]:
+        """Of what all holders of this rank's shard have in common: weights, and its part of the optimizer's state."""
+        optimizer = only(self._optimizer)
+        optimizers = {} if is_stub(optimizer) else {"optimizer": optimizer.optimizer}
+        return digests_of({f"model chunk {i}": chunk for i, chunk in enumerate(self._chunks)}, optimizers)
 
     @property
     def advice(self) -> str:

@@ -55,6 +55,10 @@ class Parts:
     def __bool__(self) -> bool:
         return bool(self.items)
 
+    def label(self, name: str) -> str:
+        """An object by its name, for people."""
+        return self.role if self.single else f"{self.role} {name}"
+
     def values(self) -> Iterable[Any]:
         """The objects, in the order they were given."""
         return self.items.values()

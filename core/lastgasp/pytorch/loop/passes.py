@@ -140,11 +140,14 @@ class PassBook:
     Args:
         recorder: captures random state.
         sampler: the user's, from `TorchState`.
+
+    Attributes:
+        by_hand: the loop tells itself where its steps end; passes that are over are then no part of the position.
     """
 
     def __init__(self, recorder: rng.RngRecorder, sampler: Any) -> None:
         self._recorder, self._sampler = recorder, sampler
-        self.epoch, self.explicit = 0, False
+        self.epoch, self.explicit, self.by_hand = 0, False, False
         self._done = 0
         self._passes: list[Pass] = []
         self._begun = False
@@ -159,14 +162,15 @@ class PassBook:
         innermost = next((p for p in reversed(self._passes) if not p.over), None)
         asking = next((p for p in reversed(self._passes) if p.asking), innermost)
         outer = _parents(asking)
-        counted = [p for p in self._passes if asking not in _parents(p)]
+        counted = [p for p in self._passes if asking not in _parents(p) and not (p.over and self.by_hand)]
         if self._dirty or counted != self._passes or any(p.track is not None and p.track.changed for p in counted):
             self._static = _encode_fixed(counted)
             self._dirty = counted != self._passes
         rows = [
             Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=_state_of(p)) for p in counted
         ]
-        return encode(Position(epoch=self.epoch, done=self._done, explicit=self.explicit, rows=rows), self._static)
+        done = 0 if self.by_hand else self._done
+        return encode(Position(epoch=self.epoch, done=done, explicit=self.explicit, rows=rows), self._static)
 
     def resume(self, data: bytes, epoch: int) -> None:
         """Begin where `data` says; where it is empty, with `epoch`."""
@@ -174,9 +178,15 @@ class PassBook:
         self.epoch, self.explicit = self._pending[0].epoch, self._pending[0].explicit
 
     @property
-    def pending(self) -> bool:
-        """A resumed run has not reached its position yet."""
-        return self._pending is not None
+    def nowhere(self) -> bool:
+        """A resumed run has no position in any data that it could come to."""
+        pending = self._pending
+        return pending is not None and not (pending[0].rows or pending[0].done or pending[0].explicit)
+
+    def forget(self) -> bool:
+        """A resumed run will not come to its position. Returns whether that was in the middle of a pass."""
+        pending, self._pending = self._pending, None
+        return pending is not None and any(not row.over for row in pending[0].rows)
 
     # -- epochs -------------------------------------------------------------------------------------------
 

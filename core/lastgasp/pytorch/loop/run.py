@@ -43,6 +43,9 @@ from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
+IDLE = 20
+"""Calls of `updated` with no update and no step yet that call for a warning. A scaler skips a few at first."""
+
 BUFFERS_OF_ALL = 32 << 20
 """Bytes that the buffers of all ranks may take in a checkpoint where those of rank 0 would do for the next step."""
 
@@ -58,6 +61,7 @@ class Run:
     Attributes:
         step: completed steps.
         resumed: the checkpoint that was loaded; None at a start from scratch.
+        alike: all ranks hold the same model, as was seen when training began.
     """
 
     def __init__(self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int) -> None:
@@ -78,9 +82,11 @@ class Run:
         self._schedules = ScheduleWatch(state.schedulers.values())
         self._buckets = Buckets(state)
         self._small: SmallState | None = None
+        self._returning = False
+        self._idle = 0
         self._snapshot: Snapshot | None = None
         self._wanted = False
-        self._again: Callable[[], None] = lambda: None
+        self._again: Callable[[], None] = _nothing
         users = signal.getsignal(signal.SIGTERM)
         self._users_handler = users if callable(users) else None
         marking = Marking(config=marks, framework=f"pytorch {torch.__version__}", device=local(self.place)[0])
@@ -92,6 +98,7 @@ class Run:
             self.recorder.close()
             raise
         self._periodic = Periodic(self.engine, writer, config)
+        self.alike = True
         try:
             self._start()
         except BaseException:
@@ -119,7 +126,12 @@ class Run:
             self.engine.recorder.set_groups(process_groups())
             self.engine.recorder.set_device_rows(self.marks.device_rows)
         self.engine.register(str(next(iter(state.devices()), "cpu")), versions())
+        self.alike = self.engine.compare_replicas(self.state.digests)
         self.engine.begin(self.step, durable=self.step)
+        self._restore_small()  # a loop that never asks for batches or epochs comes to no other place
+        if self.book.nowhere:
+            self.book.forget()
+            self._returned()
         if threading.current_thread() is threading.main_thread():
             self.engine.take_sigterm(self._users_handler)
 
@@ -132,7 +144,7 @@ class Run:
         if not isinstance(checkpoint, dict) or KEY not in checkpoint:
             raise CheckpointMismatch(str(path), ["it was not written by a Session"])
         self.state.load(checkpoint, str(path))
-        self._small = small_of(checkpoint[KEY], self.place, str(path))
+        self._small, self._returning = small_of(checkpoint[KEY], self.place, str(path)), True
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"])
@@ -142,15 +154,31 @@ class Run:
 
     def at_boundary(self) -> None:
         """A resumed run stands where it stood: restore random state, and what the loop may have changed on its way."""
-        small, self._small = self._small, None
         self._again()
-        self._again = lambda: None
-        if small is not None:
-            restore_small(small, self.state.devices(), self.state.container if self._per_rank else None)
+        self._restore_small()
+        self._returned()
+
+    def _restore_small(self) -> None:
+        if self._small is not None:
+            restore_small(self._small, self.state.devices(), self.state.container if self._per_rank else None)
+
+    def _returned(self) -> None:
+        """From here on nothing is put back any more."""
+        self._small, self._returning, self._again = None, False, _nothing
+
+    def _trains_before_its_data(self) -> None:
+        """A resumed loop changes parameters before it comes to where it stood in its data: it seldom asks for any."""
+        if self.book.forget():
+            log.warning("the checkpoint was taken in the middle of a pass of s.batches(), and this loop trains before "
+                        "it has begun that pass: it will begin at its first batch, so the result will differ. Use the "
+                        "loop that was used before.")  # fmt: skip
+        self._returned()
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def _opens(self) -> None:
+        if self._returning:
+            self._trains_before_its_data()
         # A rank killed inside the update leaves its random state of just before, which the update does not use,
         # to whoever survives it; in a job of one rank nobody does.
         if self.place.world_size > 1:
@@ -176,6 +204,14 @@ class Run:
         if self.window.open:
             faults.fire_at("step_end", self.step)
             self.complete(self.step + 1)
+
+    def not_updated(self) -> None:
+        """The loop says that it has updated, and it has not."""
+        self._idle += 1
+        if self._idle == IDLE and not self.step:
+            log.warning("updated() was called %d times, and no step was complete: no optimizer of the TorchState has "
+                        "changed parameters (skipped by a GradScaler?). Where the loop changes them otherwise, it must "
+                        "call updating() before", IDLE)  # fmt: skip
 
     def complete(self, step: int) -> None:
         """Everything of `step` has been done: capture it; write a checkpoint where one is due."""
@@ -284,6 +320,8 @@ class Run:
         smalls = dict(small) if own is None else {self.rank: own, **small}
         buffers = buffers_of(step, smalls, self.recorder, [self._buffer_rank, self.rank])
         notes = list(snapshot.notes)
+        if not self.alike:
+            notes.append(f"the ranks did not hold the same when training began; this is what rank {self.rank} held")
         if self._buffer_rank not in smalls and any(True for _ in self.state.container.buffers()):
             notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
         checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
@@ -358,6 +396,10 @@ class Run:
         self.book.close()
         self.engine.close(goodbye)
         self.recorder.close()
+
+
+def _nothing() -> None:
+    """Nothing to put back."""
 
 
 def _kind_of(error: BaseException) -> FaultKind:

@@ -170,23 +170,30 @@ class Session:
         self._check()
         self._run.window.begin()
 
-    def updated(self, step: int | None = None) -> None:
+    def updated(self, step: int | None = None) -> bool:
         """All of a step has been done; for loops that do not ask `batches` for data.
 
         Args:
             step: its number, greater than the one before; default: the next one.
 
+        Returns:
+            Whether a step is complete: False where no parameters have changed since the one before (a GradScaler
+            skipped the update).
+
         Raises:
-            UsageError: no update has begun since the step before, or the number is not greater.
+            UsageError: the number is not greater.
         """
         self._check()
         run = self._run
         if not run.window.open:
-            raise UsageError(f"updated() without updating(): no update has begun since step {run.step} was completed")
+            run.not_updated()
+            return False
         number = run.step + 1 if step is None else step
         if number <= run.step:
             raise UsageError(f"updated(step={step}) goes backwards: step {run.step} is complete already")
+        run.book.by_hand = True
         run.complete(number)
+        return True
 
     def save(self) -> None:
         """Write a checkpoint of the step under way when it is complete, or of the last one; all ranks call it."""

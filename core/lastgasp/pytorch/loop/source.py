@@ -9,6 +9,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.staged import StagedGasp, Writer, publish, stage
+from lastgasp.replicas import require_alike
 
 
 class LoopSource:
@@ -34,6 +35,7 @@ class LoopSource:
 
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> StagedGasp:
         """Write `gasp-step=N.pt` to a temporary name."""
+        require_alike(self._run.alike)
         directory = self._config.directory
         with self._run.marks.saving():
             target = files.gasp_path(directory, step)

@@ -14,6 +14,7 @@ from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
+from lastgasp.pytorch.statedigest import digests_of
 
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineModule")
 
@@ -125,6 +126,11 @@ class TorchState:
             for _, (holder, name) in persistent_buffers(self.container)
             if (value := holder[name]) is not None
         )
+
+    def digests(self) -> dict[str, bytes]:
+        """Of what all ranks hold in common, by name."""
+        models = {self.models.label(name): module for name, module in self.modules.items()}
+        return digests_of(models, {self.optimizers.label(n): o for n, o in self.optimizers.items.items()})
 
     # -- at the end of a step -----------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from . import exits, limits
 from .controller import Endpoint, ask_for_dump, start_controller, tell_used
 from .handlers import Handlers
 from .lastword import LastWord, park
-from .replicas import group_of, replica_info
+from .replicas import replica_info
 from .shutdown import destroy, hangs
 from .strategies import VARIABLES, Strategies, decide_strategies
 from .validation import Address, address_of, check_size, check_thread, checked_host, wait_for_listener
@@ -125,6 +125,14 @@ class MindioGasp:
         self._last_word.install()
         atexit.register(self._left_unannounced)
 
+    def regroup(self, place: Place) -> None:
+        """Some ranks are no replicas of one another, before `begin`. MindIO would not take groups of several sizes.
+
+        It goes on with those that it was to have; what its plan then lacks is refused when it is published, and our
+        own controller, which knows the groups, leads after all.
+        """
+        self._place = place
+
     def _decide(self, taskd: bool) -> Strategies:
         asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
         nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("MS_NODE_NUM") or 1)
@@ -196,7 +204,7 @@ class MindioGasp:
         api.tft_set_optimizer_replica(place.rank, self._info)
         set_group = package.hidden(api, "tft_set_dp_group_info") if zit else None
         if set_group is not None:
-            set_group(place.rank, list(group_of(place)))
+            set_group(place.rank, self._info[0]["rank_list"])
 
     # -- the hot path -----------------------------------------------------------------------------
 

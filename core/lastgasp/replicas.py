@@ -1,0 +1,104 @@
+"""Which ranks are replicas: proven by comparing digests of what they hold, never taken from a parallel mode.
+
+Two ranks may save for one another only where they hold the same. A parallel mode does not prove that: a loop without
+DDP whose ranks were seeded differently trains two models under one name, and what one rank saves is then loaded by the
+other. So every adapter compares once before the first step, and again after each resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from lastgasp.errors import NotSaveable
+from lastgasp.topology import ReplicaGroups
+
+Digests = Mapping[str, bytes]
+"""What a rank holds: name of a part ("model", "optimizer") -> digest. A name is for people; all ranks use the same."""
+Gather = Callable[[str, bytes], list[bytes]]
+
+log = logging.getLogger("lastgasp")
+
+TAG = "replicas"
+_decoder = msgspec.msgpack.Decoder(dict[str, bytes])
+
+
+def needs_comparing(replicas: ReplicaGroups) -> bool:
+    """Whether any rank counts as another's replica; the same on all ranks."""
+    return any(len(group) > 1 for group in replicas)
+
+
+def compared(gather: Gather, replicas: ReplicaGroups, own: Digests) -> tuple[ReplicaGroups, str]:
+    """Compare what all ranks hold. All ranks call it together.
+
+    Args:
+        gather: an all-gather that needs no process group (`Session.gather`); raises what it raises.
+        replicas: who should hold the same.
+        own: digests of what this rank holds. An empty mapping is equal to nothing.
+
+    Returns:
+        Each group in parts that hold the same; and why a group was split, for people, empty where none was. Both are
+        the same on all ranks.
+    """
+    found = [_decoder.decode(part) for part in gather(TAG, msgspec.msgpack.encode(dict(own)))]
+    groups = split(replicas, found)
+    return groups, "" if groups == replicas else _why(replicas, found)
+
+
+def computed(digests: Callable[[], Digests]) -> Digests:
+    """What `digests` returns; nothing where it fails, because training must not fail with it."""
+    try:
+        return digests()
+    except Exception:
+        log.exception("no digest of this rank's state could be computed")
+        return {}
+
+
+def require_alike(alike: bool) -> None:
+    """For a format with room for one copy of each shard: refuse to save one rank's where another holds another.
+
+    Args:
+        alike: what `Session.compare_replicas` returned.
+
+    Raises:
+        NotSaveable: all ranks would load that copy.
+    """
+    if not alike:
+        raise NotSaveable("ranks that should be replicas do not hold the same, and all of them would load this one's")
+
+
+def split(replicas: ReplicaGroups, found: Sequence[Digests]) -> ReplicaGroups:
+    """Each group in parts of equal digests, in the order of the groups. `found` is indexed by rank."""
+    return tuple(tuple(part) for group in replicas for part in _parts(group, found))
+
+
+def is_split_of(groups: ReplicaGroups, replicas: ReplicaGroups) -> bool:
+    """Whether `groups` is what `split` can have made of `replicas`."""
+    rest = list(reversed(groups))
+    for group in replicas:
+        taken: list[int] = []
+        while rest and len(taken) < len(group):
+            taken += rest.pop()
+        if sorted(taken) != sorted(group):
+            return False
+    return not rest
+
+
+def _parts(group: Sequence[int], found: Sequence[Digests]) -> list[list[int]]:
+    parts: dict[object, list[int]] = {}
+    for rank in group:
+        parts.setdefault(tuple(sorted(found[rank].items())) or ("unknown", rank), []).append(rank)
+    return list(parts.values())
+
+
+def _why(replicas: ReplicaGroups, found: Sequence[Digests]) -> str:
+    first, other = next((parts[0][0], parts[1][0]) for group in replicas if len(parts := _parts(group, found)) > 1)
+    one, two = found[first], found[other]
+    names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+    what = " and ".join(names) if one and two and names else "state, as far as is known,"
+    return (
+        f"ranks {first} and {other} should hold the same, but their {what} differ: neither is saved from the other, so "
+        "the loss of one of them costs the steps since the last checkpoint"
+    )
