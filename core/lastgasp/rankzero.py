@@ -49,9 +49,7 @@ class RankZero:
         self._server: socket.socket | None = None
         if rank == 0 and self._others:
             self._server = self._listen()
-            threading.Thread(
-                target=self._serve, args=(self._server,), name="lastgasp-rank-zero", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(self._server,), name="lastgasp-rank-zero", daemon=True).start()
 
     def __call__(self, value: Any) -> Any:
         """Rank 0's `value`, which JSON can hold; tuples come back as lists.

@@ -146,6 +146,25 @@ def test_rest_of_the_matrix(case: Case, tmp_path: Path, references: dict[tuple[s
     check(case, tmp_path, references)
 
 
+GUIDES = [pytest.param("pangu", id="pangu"),
+          *(pytest.param(name, marks=pytest.mark.full, id=name) for name in ("resnet", "together"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", GUIDES)
+def test_the_guides_own_directories(layout: str, tmp_path: Path, references: dict[tuple[str, int], Losses]) -> None:
+    """Both ranks die, and nobody can save: the restart goes on from what ModelCheckpoint of all ranks has saved."""
+    expected = reference("plain", 2, references, tmp_path)
+    saves = ("--save", str(tmp_path / "saves"), "--layout", layout)
+    job = replace(plain(tmp_path), arguments=(*plain(tmp_path).arguments, *saves))
+    output = run_with(job, ";".join(case.fault for case in KILLED))
+    (incident,) = incidents(tmp_path)
+    assert incident.step_saved is None, (incident, output)
+    assert "from scratch" not in output.partition("going on behind step 8")[2]
+    losses = job.losses()
+    assert {key: times[-1] for key, times in losses.items()} == {key: times[0] for key, times in expected.items()}
+    assert [job.steps(rank)[-1] for rank in (0, 1)] == [list(range(9, LAST + 1))] * 2
+
+
 @pytest.mark.full
 def test_statistics_and_random_state_of_a_dead_rank_are_its_own(tmp_path: Path) -> None:
     """BatchNorm's means differ from rank to rank, and the forward pass that hung has changed them already."""

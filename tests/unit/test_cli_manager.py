@@ -50,9 +50,7 @@ def test_a_manager_that_ends_before_the_job_is_told_at_once(monkeypatch: pytest.
     monkeypatch.setattr(_ascend.log, "error", tell)
     with _ascend._beside("TaskD's manager", "lastgasp", "manager", "--nodes", "0"):
         assert told.wait(60)
-    assert words == [
-        "TaskD's manager has ended with code 2 before the job did; see above. The job goes on without"
-    ]
+    assert words == ["TaskD's manager has ended with code 2 before the job did; see above. The job goes on without"]
 
 
 def test_what_runs_beside_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +67,8 @@ def test_a_job_whose_workers_wait_for_the_manager_is_refused_without(
     """TaskD's agent would start none, and give up after three minutes (facts/taskd.md §2)."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="MINDX_TASK_ID"), _ascend.helpers_running(
-        Prepared(manager=True, taskd_agent=True)
+    with (
+        pytest.raises(ConfigError, match="MINDX_TASK_ID"),
+        _ascend.helpers_running(Prepared(manager=True, taskd_agent=True)),
     ):
         pass

@@ -22,9 +22,7 @@ FaultKit(parse_faults(f"kind={sys.argv[1]},phase=data")).fire_at("data", 0)
 
 
 def test_several_faults_are_read_with_their_defaults() -> None:
-    specs = parse_faults(
-        "kind=sigkill,rank=0,step=12,phase=backward,attempt=1; kind=sleep:2.5,phase=data,rank=all;"
-    )
+    specs = parse_faults("kind=sigkill,rank=0,step=12,phase=backward,attempt=1; kind=sleep:2.5,phase=data,rank=all;")
     assert specs == (
         FaultSpec(kind="sigkill", phase="backward", rank=0, step=12, attempt=1),
         FaultSpec(kind="sleep", phase="data", rank=ALL_RANKS, step=ANY_STEP, seconds=2.5),
@@ -69,9 +67,7 @@ def test_a_malformed_fault_is_refused_with_the_piece_that_is_wrong(text: str, na
         ("backward", 12, 0, 1, False),
     ],
 )
-def test_a_fault_is_due_only_at_its_own_place(
-    phase: str, step: int, rank: int, attempt: int, expected: bool
-) -> None:
+def test_a_fault_is_due_only_at_its_own_place(phase: str, step: int, rank: int, attempt: int, expected: bool) -> None:
     assert FaultSpec(kind="sigkill", phase="backward", step=12).due(phase, step, rank, attempt) is expected
 
 

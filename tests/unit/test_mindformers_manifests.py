@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from lastgasp.checkpoint import candidates, verify
-from lastgasp.errors import ControlError
+from lastgasp.errors import ConfigError, ControlError
 from lastgasp.gasp.stand import Stand
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, decode_small
 from lastgasp_mindformers.manifests import SMALL, Manifests
+from lastgasp_mindformers.monitors import searched
 from support.checkpoint_kit import as_ranks
 from support.mindspore_files import state, write
 
@@ -229,6 +230,68 @@ def test_plain_modelcheckpoints(tmp_path: Path) -> None:
     Ranks().run(body)
     path = _only(tmp_path, PLAIN)
     assert sorted(PLAIN.files(path)) == ["net-1_2.ckpt.small", "rank_0/net-1_2.ckpt", "rank_1/net-1_2.ckpt"]
+
+
+GUIDES = {
+    "pangu": ("rank_{rank}", "pangu{rank}", "pangu{rank}-1_2.ckpt"),
+    "resnet": ("ckpt_{rank}", "resnet50", "ckpt_{rank}+resnet50-1_2.ckpt"),
+    "one directory": ("", "net{rank}", "+net{rank}-1_2.ckpt"),
+    "named as MindFormers does": ("ckpt_{rank}", "net_rank_{rank}", "ckpt_{rank}+net_rank_{rank}-1_2.ckpt"),
+}
+
+
+@pytest.mark.parametrize("again", [0, 1])
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_guides_layouts(tmp_path: Path, guide: str, again: int) -> None:
+    folder, prefix, title = GUIDES[guide]
+    ranks, finished = Ranks(), list[int]()
+
+    def body(rank: int, manifests: Manifests) -> Any:
+        manifests._finished = lambda: finished.append(rank)
+        monitor = ModelCheckpoint(prefix.format(rank=rank), tmp_path / folder.format(rank=rank), again)
+        looked_at = searched([monitor], rank, manifests._gather)
+        manifests.bind([monitor])
+        monitor.save(2, "1_2")
+        manifests.step_end(2)
+        return looked_at
+
+    first, second = ranks.run(body)
+    ((directory, layout), *_) = first
+    assert (first, directory) == (second, tmp_path)
+    path = _only(directory, layout)
+    assert path.name == title.replace("-", "_1-" if again else "-")
+    assert len(layout.files(path)) == 3, "two ranks and their random state"
+    assert [stand.durable for stand in ranks.stands] == [2, 2]
+    assert sorted(finished) == [0, 1]
+
+
+def test_ranks_whose_files_nobody_can_put_together_are_refused_at_the_first_start(tmp_path: Path) -> None:
+    def body(rank: int, manifests: Manifests) -> str:
+        monitor = ModelCheckpoint("net", tmp_path / ("one", "other")[rank])
+        with pytest.raises(ConfigError, match="directory and prefix of ModelCheckpoint") as caught:
+            searched([monitor], rank, manifests._gather)
+        return str(caught.value)
+
+    assert all("one/net" in text and "other/net" in text for text in Ranks().run(body))
+
+
+def test_all_ranks_look_where_only_one_saves(tmp_path: Path) -> None:
+    def body(rank: int, manifests: Manifests) -> Any:
+        monitors = [ModelCheckpoint("net", tmp_path / "ckpts")] if rank == 1 else []
+        return searched(monitors, rank, manifests._gather)
+
+    first, second = Ranks().run(body)
+    assert first == second == [(tmp_path / "ckpts", PLAIN), (tmp_path / "ckpts", LEGACY)]
+
+
+def test_a_directory_that_a_function_tells_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, manifests: Manifests) -> Any:
+        monitor = ModelCheckpoint("net", tmp_path)
+        del monitor._directory
+        return searched([monitor], rank, manifests._gather)
+
+    assert Ranks().run(body) == [[], []]
+    assert "is a function" in caplog.text
 
 
 def test_only_rank_0_saves(tmp_path: Path) -> None:

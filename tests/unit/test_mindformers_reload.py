@@ -1,9 +1,11 @@
-"""What MindFormers is told to load: every row of the damage tables of facts/mindformers.md §5, by one rank and two."""
+"""What MindFormers is told to load: every row of the damage tables by one rank and two."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,24 @@ import pytest
 
 from lastgasp.checkpoint import Provenance, Staged, World
 from lastgasp.checkpoint.adopt import read_entries, write_manifest
+from lastgasp.cli.manifest import adopt_all
+from lastgasp.cli.verify import examine
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, decode_small, encode_small
+from lastgasp_mindformers import begun
+from lastgasp_mindformers.layouts import (
+    ITERATIONS,
+    LEGACY,
+    PLAIN,
+    LegacyName,
+    decode_small,
+    encode_small,
+    layout_of,
+    place_of,
+)
 from lastgasp_mindformers.reload import Choice, Chooser
 from lastgasp_mindformers.settings import Options
 from support.checkpoint_kit import Died, DyingDisk, as_ranks
@@ -219,7 +233,9 @@ def test_files_that_meta_json_names_and_that_are_gone_are_an_error(tmp_path: Pat
 
 
 def test_a_first_save_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
-    home = Home(tmp_path, manifests=False).fill(4)
+    home = Home(tmp_path, manifests=False)
+    home.went_on_from(None)
+    home.fill(4)
     home.file(4).unlink()
     (home.checkpoints / "rank_1" / "meta.json").unlink()
     home.went_on_from(None)
@@ -241,7 +257,46 @@ def test_a_first_gasp_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
     renames = [number for number, call in enumerate(whole.log) if call == "rename"]
     _gasp(home.checkpoints, name, DyingDisk(renames[3]))  # of the manifest, of the ranks' files, of the small state
     assert sorted(LEGACY.files(home.checkpoints / name.name)) == [name.file(0), name.file(1)]
+    with pytest.raises(NoGoodCheckpoint):
+        home.steer()
+    begun.begin(home.path, "a job that began from scratch")
     home.went_on_from(None)
+
+
+def test_the_folder_of_a_rank_that_was_lost_is(tmp_path: Path) -> None:
+    """Three whole checkpoints, as a job without lastgasp left them, and the disk of one rank is gone."""
+    home = Home(tmp_path, manifests=False).fill(4, 6, 8)
+    shutil.rmtree(home.checkpoints / "rank_1")
+    for wish in ({}, {"load_checkpoint": str(home.checkpoints), "resume_training": True}):
+        with pytest.raises(NoGoodCheckpoint, match="no file of rank 1"):
+            home.steer(wish)
+    home.went_on_from(None, resume="never")
+
+
+def test_a_job_that_has_saved_may_not_begin_from_scratch_again(tmp_path: Path) -> None:
+    home = Home(tmp_path, manifests=False)
+    home.went_on_from(None)
+    assert begun.stands(tmp_path)
+    home.fill(4)
+    home.went_on_from(4)
+    assert not begun.stands(tmp_path)
+    shutil.rmtree(home.checkpoints / "rank_1")
+    with pytest.raises(NoGoodCheckpoint, match="no file of rank 1"):
+        home.steer()
+
+
+@pytest.mark.parametrize("name", ["best.ckpt", "rank_0/net_train.ckpt", "iteration_00000004/model.safetensors"])
+def test_files_of_training_that_nobody_understands_are_no_empty_directory(tmp_path: Path, name: str) -> None:
+    home = Home(tmp_path)
+    file = write(home.checkpoints / name, state(4, 1))
+    with pytest.raises(NoGoodCheckpoint, match=re.escape(name.partition("/model")[0])):
+        home.steer()
+    home.went_on_from(None, resume="never")
+    home.went_on_from(None)  # the word of who began from scratch
+    begun.finished(tmp_path)
+    file.rename(file.with_name("ckpt_strategy_rank_0.ckpt"))
+    if "iteration" not in name:
+        home.went_on_from(None)
 
 
 def test_a_file_that_was_lost_is(tmp_path: Path) -> None:
@@ -398,6 +453,7 @@ def test_the_newer_format(tmp_path: Path, row: str, manifests: bool, section: bo
 
 def test_a_first_iteration_that_was_not_finished_is_no_loss(tmp_path: Path) -> None:
     home = Home(tmp_path, 1, manifests=False)
+    home.steer({"use_legacy_format": False})
     _iteration(home, 4)
     (home.checkpoints / "latest_checkpointed_iteration.txt").unlink()
     wish = {"use_legacy_format": False, "resume_training": True, "load_checkpoint": str(home.checkpoints)}
@@ -417,11 +473,16 @@ def test_an_iteration_that_was_not_finished(tmp_path: Path) -> None:
 # -- plain MindSpore ------------------------------------------------------------------------------
 
 
-def _plain(directory: Path, ranks: int = 1) -> list[Choice | None]:
+def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: Any) -> list[Choice | None]:
+    """By ModelCheckpoints of these directories and prefixes, of each rank, beside LastGasp(directory)."""
+    place = place_of([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
+    own: list[tuple[Path, Layout]] = [(directory, LEGACY)]
+    places = [*own, (directory, PLAIN) if place is None else (place.directory, place.layout)]
+
     def body(rank: int, gather: Gather) -> Choice | None:
-        options = Options(gasp=GaspConfig.resolve(directory))
+        options = Options(gasp=GaspConfig.resolve(directory, **given))
         place = Place(rank=rank, world_size=ranks, replicas=data_parallel(ranks), job="x")
-        return Chooser(options, place, gather).choose_plain([directory])
+        return Chooser(options, place, gather).choose_plain(places)
 
     return as_ranks(ranks, body)
 
@@ -482,6 +543,75 @@ def test_plain_what_lastgasp_saved_and_what_modelcheckpoint_saved(tmp_path: Path
         _plain(tmp_path, 2)
 
 
+# -- the guides' own layouts ----------------------------------------------------------------------
+
+GUIDES = {
+    "pangu": ("rank_{rank}", "pangu{rank}"),
+    "resnet": ("out/ckpt_{rank}", "resnet50"),
+    "rank 50": ("out/ckpt_{rank}", "resnet{rank}_50"),
+    "one directory": ("all", "net{rank}"),
+    "numbers alone": ("{rank}", "net"),
+    "both": ("out/ckpt_{rank}", "net_rank_{rank}"),
+    "by name": ("rank_{rank}", "net"),
+}
+each_guide = pytest.mark.parametrize("guide", GUIDES)
+
+
+def _guide(root: Path, guide: str, *steps: int, manifests: bool = False, again: str = "") -> list[tuple[str, str]]:
+    """Files of two ranks as the script of that guide writes them; directory and prefix of each rank."""
+    where = [(str(root / folder), prefix) for folder, prefix in
+             ([part.format(rank=rank) for part in GUIDES[guide]] for rank in (0, 1))]  # fmt: skip
+    for step in steps:
+        for folder, prefix in where:
+            write(Path(folder, f"{prefix}{again}-1_{step}.ckpt"), state(step, 1))
+        place = place_of([Path(folder) for folder, _ in where], [prefix for _, prefix in where])
+        assert place is not None
+        if manifests:
+            title = place.directory / place.layout.title(f"{place.prefix}{again}-1_{step}.ckpt")
+            Home(root).adopt(title, place.layout, step)
+    return where
+
+
+@each_guide
+@pytest.mark.parametrize("manifests", [False, True])
+@pytest.mark.parametrize("again", ["", "_1"])
+def test_the_files_of_all_ranks_are_one_checkpoint(tmp_path: Path, guide: str, manifests: bool, again: str) -> None:
+    where = _guide(tmp_path, guide, 4, 8, manifests=manifests, again=again)
+    newest = [Path(folder, f"{prefix}{again}-1_8.ckpt") for folder, prefix in where]
+    assert [c and (c.path, c.step) for c in _plain(tmp_path / "gasps", 2, *where)] == [(path, 8) for path in newest]
+    corrupt.truncate(newest[1], 1000)
+    older = [path.with_name(path.name.replace("_8.", "_4.")) for path in newest]
+    assert [c and (c.path, c.step) for c in _plain(tmp_path / "gasps", 2, *where)] == [(path, 4) for path in older]
+    assert newest[0].exists() != manifests, "proven damage is moved away, the files of all ranks"
+
+
+@each_guide
+@pytest.mark.parametrize("manifests", [False, True])
+def test_a_rank_without_its_files_is_never_a_start_from_scratch(tmp_path: Path, guide: str, manifests: bool) -> None:
+    where = _guide(tmp_path, guide, 4, 8, manifests=manifests)
+    for step in (4, 8):
+        Path(where[1][0], f"{where[1][1]}-1_{step}.ckpt").unlink()
+    with pytest.raises(NoGoodCheckpoint):
+        _plain(tmp_path / "gasps", 2, *where)
+    assert _plain(tmp_path / "gasps", 2, *where, resume="never") == [None, None]
+
+
+@each_guide
+def test_the_commands_find_them(tmp_path: Path, guide: str) -> None:
+    where = _guide(tmp_path, guide, 4, 8)
+    place = place_of([Path(folder) for folder, _ in where], [prefix for _, prefix in where])
+    assert place is not None
+    if guide != "one directory":  # from the names alone these are two files for all ranks
+        rows = adopt_all(place.directory)
+        assert [(row.step, row.state) for row in rows] == [(8, "written"), (4, "written")]
+    else:
+        _guide(tmp_path, guide, 4, 8, manifests=True)
+    report = examine(place.directory)
+    assert [(row.step, row.state) for row in report.checkpoints][:2] == [(8, "good"), (4, "good")]
+    corrupt.flip_bit(Path(where[1][0], f"{where[1][1]}-1_8.ckpt"), 1000)
+    assert [row.state for row in examine(place.directory).checkpoints][:2] == ["damaged", "good"]
+
+
 # -- names ----------------------------------------------------------------------------------------
 
 
@@ -492,7 +622,7 @@ def test_names_there_and_back(again: str) -> None:
     assert name.file(5) == f"rank_5/my_rank_net_rank_5{again}-3_2.ckpt"
     assert LegacyName.parse(name.name) == name
     assert LEGACY.title_of(name.file(5)) == LEGACY.title_of(name.small) == name.name
-    assert PLAIN.title_of(name.file(5)) is None
+    assert layout_of(Path(name.name)) is LEGACY
     assert LegacyName.parse("net-3_2.ckpt") is None
     with pytest.raises(CheckpointError, match="names no rank"):
         LegacyName.of_monitor("net", 1, 1, "ckpt")

@@ -59,9 +59,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize("communication", [False, True], ids=["comm off", "comm on"])
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize(("phase", "cause", "wait"), CASES)
-def test_the_rank_and_the_cause(
-    phase: str, cause: str, wait: dict[str, Any], victim: int, communication: bool
-) -> None:
+def test_the_rank_and_the_cause(phase: str, cause: str, wait: dict[str, Any], victim: int, communication: bool) -> None:
     found = verdicts(slow={victim: {phase: 0.012}}, communication=communication, **wait)
     hits = [named(verdict) == [(victim, cause)] for verdict in found]
     assert sum(hits) >= len(hits) - 1, found[hits.index(False)]
@@ -269,9 +267,7 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
     slow = {2: {"forward": 0.01}, 3: {"forward": 0.01}}
     job = job_of(Shape(slow=slow), 1)
     assert verdict_on(job).slow
-    ranks = {
-        rank: replace(data, groups={"g": Group("pp", rank // 2, ())}) for rank, data in job.ranks.items()
-    }
+    ranks = {rank: replace(data, groups={"g": Group("pp", rank // 2, ())}) for rank, data in job.ranks.items()}
     assert verdict_on(replace(job, ranks=ranks)).slow == ()
 
 
@@ -288,9 +284,7 @@ def test_a_rank_without_a_loader_is_not_compared_with_those_that_have_one() -> N
 
 
 def test_who_comes_last_has_the_shortest_wait_and_clocks_do_not_matter() -> None:
-    step = {
-        rank: [((0, 1, 2), (0, rank * 10**15, length))] for rank, length in ((0, 0.030), (1, 0.030), (2, 0.010))
-    }
+    step = {rank: [((0, 1, 2), (0, rank * 10**15, length))] for rank, length in ((0, 0.030), (1, 0.030), (2, 0.010))}
     assert lateness(step) == pytest.approx({0: -0.010, 1: -0.010, 2: 0.020})
 
 
@@ -338,9 +332,7 @@ VALUES = st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=30)
 @given(VALUES)
 def test_excess_and_standing_by_brute_force(values: list[float]) -> None:
     others = [[other for at, other in enumerate(values) if at != place] for place in range(len(values))]
-    assert excess(values) == [
-        value - statistics.median(rest) for value, rest in zip(values, others, strict=True)
-    ]
+    assert excess(values) == [value - statistics.median(rest) for value, rest in zip(values, others, strict=True)]
     assert standing(values) == pytest.approx(
         [
             sum(1.0 if other < value else 0.5 if other == value else 0.0 for other in rest) / len(rest)

@@ -50,9 +50,7 @@ def test_argument_beats_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("LASTGASP_PROFILING_DIR", str(tmp_path))
     monkeypatch.setenv("LASTGASP_PROFILING_LIMIT_MB", "7")
     assert MarksConfig.resolve() == MarksConfig(mask=bits.COMM, directory=tmp_path, limit_mb=7)
-    assert MarksConfig.resolve(False, tmp_path / "x", 0) == MarksConfig(
-        mask=None, directory=tmp_path / "x", limit_mb=0
-    )
+    assert MarksConfig.resolve(False, tmp_path / "x", 0) == MarksConfig(mask=None, directory=tmp_path / "x", limit_mb=0)
 
 
 def test_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:

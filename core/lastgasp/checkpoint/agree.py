@@ -56,9 +56,7 @@ _LISTS = msgspec.json.Decoder(list[_Listed])
 _SAID = msgspec.json.Decoder(_Said)
 
 
-def agree(
-    local: list[Candidate], verify_share: VerifyShare, gather: Gather, rank: int, world_size: int
-) -> Agreement:
+def agree(local: list[Candidate], verify_share: VerifyShare, gather: Gather, rank: int, world_size: int) -> Agreement:
     """Run the agreement; every rank calls it with its own list.
 
     Args:

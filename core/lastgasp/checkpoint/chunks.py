@@ -128,8 +128,6 @@ def _check(chunk: Chunk, file: _OpenFile, buffer: memoryview) -> Damage | None:
     if digest == chunk.entry.chunks[chunk.index]:
         return None
     if count < length:
-        return Damage(
-            file=name, kind="digest", offset=offset, length=length, detail="ended while it was being read"
-        )
+        return Damage(file=name, kind="digest", offset=offset, length=length, detail="ended while it was being read")
     detail = "content differs from its digest"
     return Damage(file=name, kind="digest", offset=offset, length=length, detail=detail, proven=True)

@@ -206,9 +206,7 @@ def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> File
                 whole.update(part)
                 chunks.append(xxhash.xxh3_128_hexdigest(part))
             size += count
-    return FileEntry(
-        path=relative, size=size, xxh3_128=whole.hexdigest(), chunk_size=chunk_size, chunks=tuple(chunks)
-    )
+    return FileEntry(path=relative, size=size, xxh3_128=whole.hexdigest(), chunk_size=chunk_size, chunks=tuple(chunks))
 
 
 def _fills(fd: int, buffer: mmap.mmap) -> Iterator[int]:

@@ -52,9 +52,7 @@ class VerifiedFile(io.RawIOBase):
         # The end first: that is where a zip file keeps its directory, and where torch.load begins.
         self._ahead = ChunkReader(chunks[-1:] + chunks[:-1], self._checked)
         self._damages: list[Damage] = []
-        self._thread = threading.Thread(
-            target=self._run, args=(threads,), name="lastgasp-verified-file", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="lastgasp-verified-file", daemon=True)
         self._thread.start()
 
     def readable(self) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 from lastgasp.checkpoint import Candidate, DirectoryLayout, SingleFile, candidates
 from lastgasp.errors import ConfigError
 from lastgasp.mindspore.layout import ITERATIONS, LEGACY
-from lastgasp.mindspore.layout import PLAIN as MINDSPORE
+from lastgasp.mindspore.modelcheckpoint import PLAIN as MINDSPORE
+from lastgasp.mindspore.modelcheckpoint import ModelCheckpointLayout, layouts_in
 from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
 from lastgasp.pytorch.layout import PlainFiles
@@ -35,10 +36,16 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
         ConfigError: the directory cannot be listed.
     """
     found: dict[Path, tuple[str, Layout, Candidate]] = {}
-    for name, layout in LAYOUTS.items():
+    taken: set[Path] = set()
+    """Files of checkpoints that other ranks' files belong to as well: no checkpoints by themselves."""
+    for name, layout in [*(("mindspore", layout) for layout in layouts_in(directory)), *LAYOUTS.items()]:
         for candidate in candidates([directory], layout):
-            if not (layout is MINDSPORE and zipfile.is_zipfile(candidate.path)):  # then torch wrote it
+            by_torch = isinstance(layout, ModelCheckpointLayout) and zipfile.is_zipfile(candidate.path)
+            if not by_torch and candidate.path not in taken:
                 found.setdefault(candidate.path, (name, layout, _with_step(layout, candidate)))
+                taken |= (
+                    set(layout.files(candidate.path).values()) if isinstance(layout, ModelCheckpointLayout) else set()
+                )
     kept = [item for item in found.values() if not _only_exported(item, list(found.values()))]
     return sorted(kept, key=lambda item: item[2].age_key, reverse=True)
 
@@ -52,7 +59,7 @@ def _only_exported(item: tuple[str, Layout, Candidate], all_of_them: list[tuple[
 
 def _with_step(layout: Layout, candidate: Candidate) -> Candidate:
     """Names of MindSpore's files tell no step; what is in them does."""
-    if candidate.step is not None or layout not in (LEGACY, MINDSPORE):
+    if candidate.step is not None or not (layout is LEGACY or isinstance(layout, ModelCheckpointLayout)):
         return candidate
     return dataclasses.replace(candidate, step=told_step(candidate.path, layout))
 

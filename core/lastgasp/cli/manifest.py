@@ -13,7 +13,8 @@ from lastgasp.checkpoint import Candidate, Provenance, World
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
 from lastgasp.checkpoint.whole import torch_problem
 from lastgasp.errors import CheckpointError
-from lastgasp.mindspore.layout import ITERATIONS, LEGACY
+from lastgasp.mindspore.layout import ITERATIONS, LEGACY, rank_of
+from lastgasp.mindspore.modelcheckpoint import PLAIN, ModelCheckpointLayout
 from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Layout
 from lastgasp.tensorflow.bundle import content_problem
@@ -131,8 +132,7 @@ def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
 
 def _ranks(layout: Layout, path: Path) -> range:
     """The ranks that have a file of MindSpore's; whether they hold the same, nobody wrote down."""
-    folders = {name.split("/")[0] for name in layout.files(path) if name.startswith("rank_")}
-    return range(len(folders))
+    return range(len({rank_of(path, name) for name in layout.files(path)} - {None}))
 
 
 def _mindspore_problem(layout: Layout, candidate: Candidate) -> str:
@@ -141,11 +141,19 @@ def _mindspore_problem(layout: Layout, candidate: Candidate) -> str:
     latest = _tracked(candidate.path.parent)
     if layout is ITERATIONS and (latest is None or candidate.step > latest):
         return f"{TRACKER} says {latest}: its save was not finished"
-    ranks = sorted(path.name for path in candidate.path.parent.glob("rank_*") if path.is_dir())
-    lacking = set(ranks) - {name.split("/")[0] for name in layout.files(candidate.path)} if layout is LEGACY else set()
+    lacking = _lacking(layout, candidate.path)
     if lacking:
-        return f"it has no file in {', '.join(sorted(lacking))}: its save was not finished, or files were lost"
+        return f"it has no file in {', '.join(lacking)}: its save was not finished, or files were lost"
     return "; ".join(probe(candidate.path, layout, candidate.step).reasons)
+
+
+def _lacking(layout: Layout, path: Path) -> list[str]:
+    """Folders of ranks that hold no file of it; none where one file is for all."""
+    files = layout.files(path)
+    if not (layout is LEGACY or any("/" in name for name in files)):
+        return []
+    lies = layout if isinstance(layout, ModelCheckpointLayout) else PLAIN
+    return sorted(set(lies.rank_folders(path.parent)) - {name.split("/")[0] for name in files})
 
 
 def _tracked(directory: Path) -> int | None:

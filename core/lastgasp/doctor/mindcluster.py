@@ -218,7 +218,7 @@ def switch_content(machine: Machine) -> Iterator[Hit]:
     path = machine.at(SWITCH_FILE)
     if not path.is_file():
         return
-    fix = f"Write {_quoted_keys()}, each \"on\" or \"off\" (lastgasp job switch-configmap prints one)."
+    fix = f'Write {_quoted_keys()}, each "on" or "off" (lastgasp job switch-configmap prints one).'
     try:
         said = msgspec.json.decode(path.read_bytes()[: 1 << 20], type=dict[str, object])
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Where checkpoints of MindFormers and of plain MindSpore lie (facts/mindformers.md §5).
+"""Where checkpoints of MindFormers and of plain MindSpore lie.
 
 Legacy: `rank_R/{prefix}_rank_R[_K]-{epoch}_{step}.{safetensors|ckpt}` for each rank; `_K` appears where a job runs
 again into the same directory. Newer: a directory `iteration_NNNNNNNN`. Manifests stand outside of `rank_*`, because
@@ -11,12 +11,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
 from lastgasp.checkpoint import DirectoryLayout, ScatteredLayout
 from lastgasp.errors import CheckpointError
+from lastgasp.mindspore.modelcheckpoint import ModelCheckpointLayout
+from lastgasp.mindspore.modelcheckpoint import is_title as is_plain
+from lastgasp.mindspore.modelcheckpoint import layout_of as plain_layout_of
+from lastgasp.ports import Layout
 
 FORMAT = "mindformers"
 """`format` in the manifests."""
@@ -34,13 +39,6 @@ LEGACY = ScatteredLayout(
 )
 """`tiny_rank-2_4.safetensors` is the name for the files of all ranks. It tells no step: steps of an epoch vary."""
 ITERATIONS = DirectoryLayout("iteration_*")
-PLAIN = ScatteredLayout(
-    pattern=r"(?:rank_\d+/)?(?!.*_rank(?:_\d+){0,2}-)(?P<title>[^/]+-\d+_\d+(?:_breakpoint)?\.ckpt)(?:\.small)?",
-    title=r"\g<title>",
-    names=r"(?!.*_rank(?:_\d+)?-)[^/]+-\d+_\d+(?:_breakpoint)?\.ckpt",
-    folders=("rank_*", ""),
-)
-"""What MindSpore's own ModelCheckpoint writes, in one directory or in one for each rank."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,25 @@ class LegacyName:
         """The content of the `meta.json` of one rank, as MindFormers writes it."""
         told = {"last_epoch": self.epoch, "last_step": self.within, "last_ckpt_file": self.base(rank)}
         return json.dumps(told).encode()
+
+
+_RANK = re.compile(r"rank_(\d+)/")
+
+
+def layout_of(checkpoint: Path) -> Layout:
+    """How a checkpoint of that name lies."""
+    if is_plain(checkpoint.name):
+        return plain_layout_of(checkpoint.name)
+    return LEGACY if re.fullmatch(LEGACY.names, checkpoint.name) else ITERATIONS
+
+
+def rank_of(checkpoint: Path, relative: str) -> int | None:
+    """Whose file it is, by its path relative to where `checkpoint` stands; None where it is of no one rank."""
+    layout = layout_of(checkpoint)
+    if isinstance(layout, ModelCheckpointLayout):
+        return layout.rank_of(checkpoint, relative)
+    match = _RANK.match(relative)
+    return int(match[1]) if match else None
 
 
 META = "meta.json"

@@ -14,12 +14,11 @@ from pathlib import Path
 from lastgasp.checkpoint import Damage, Verdict
 from lastgasp.checkpoint.adopt import data_files
 from lastgasp.mindspore.content import EPOCH, STEP, Content, Unreadable, read_content
-from lastgasp.mindspore.layout import ITERATIONS, LEGACY
+from lastgasp.mindspore.layout import ITERATIONS, LEGACY, rank_of
 from lastgasp.ports import Layout
 
 _DATA = (".ckpt", ".safetensors")
 _NUMBER = re.compile(r"\d+")
-_RANK = re.compile(r"rank_(\d+)/")
 
 
 def probe(checkpoint: Path, layout: Layout, step: int | None, share: tuple[int, int] = (0, 1)) -> Verdict:
@@ -66,8 +65,8 @@ def _damages(checkpoint: Path, layout: Layout, step: int | None, share: tuple[in
     if not any(path.suffix in _DATA for path in files.values()):
         yield Damage(file=checkpoint.name, kind="missing", detail="holds no file with parameters")
     for number, (name, path) in enumerate(sorted(files.items())):
-        match = _RANK.match(name)
-        owner = int(match[1]) if match else number
+        told = rank_of(checkpoint, name)
+        owner = number if told is None else told
         if owner % share[1] == share[0] and path.suffix in _DATA:
             problem = _problem(path, layout, step)
             if problem:

@@ -18,9 +18,7 @@ class Sink(Protocol):
     def define(self, text: str, *, domain: str = "default", bit: int, stream: bool) -> Any:
         """The mark of this name; the same object each time."""
 
-    def put(
-        self, mark: Any, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)
-    ) -> bool:
+    def put(self, mark: Any, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)) -> bool:
         """Record a finished range, monotonic ns; False where the ring was full."""
 
 

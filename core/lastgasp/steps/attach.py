@@ -106,4 +106,3 @@ def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Pa
         device=marking.device,
     )
     return StepRecorder.open(options)
-

@@ -7,12 +7,14 @@ from lastgasp.mindspore.layout import (
     ITERATIONS,
     LEGACY,
     META,
-    PLAIN,
     Extension,
     LegacyName,
     decode_small,
     encode_small,
+    layout_of,
+    rank_of,
 )
+from lastgasp.mindspore.modelcheckpoint import PLAIN, ModelCheckpointLayout, Place, place_of
 
 __all__ = [
     "FORMAT",
@@ -22,6 +24,11 @@ __all__ = [
     "PLAIN",
     "Extension",
     "LegacyName",
+    "ModelCheckpointLayout",
+    "Place",
     "decode_small",
     "encode_small",
+    "layout_of",
+    "place_of",
+    "rank_of",
 ]

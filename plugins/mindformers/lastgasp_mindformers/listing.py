@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,10 +12,20 @@ from lastgasp.checkpoint.manifest import Manifest, read
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName
+from lastgasp_mindformers.layouts import (
+    ITERATIONS,
+    LEGACY,
+    PLAIN,
+    LegacyName,
+    ModelCheckpointLayout,
+    layout_of,
+    rank_of,
+)
 from lastgasp_mindformers.tracker import read_meta, read_tracker
 
-_RANK = re.compile(r"rank_(\d+)/")
+_ENDINGS = (".ckpt", ".safetensors")
+_NOT_OF_TRAINING = ("strategy", ".corrupt")
+"""MindSpore's strategy files end like checkpoints, and tell how those are sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,27 +33,41 @@ class Shelf:
     """Where checkpoints are looked for.
 
     Args:
-        folders: directories, in no order.
-        layouts: how they lie there.
+        places: directories and how checkpoints lie in each, in no order.
         ranks: how many this job has.
         bare: whether checkpoints without a manifest may be taken.
     """
 
-    folders: Sequence[Path]
-    layouts: Sequence[Layout]
+    places: Sequence[tuple[Path, Layout]]
     ranks: int
     bare: bool = True
 
+    @property
+    def folders(self) -> list[Path]:
+        """The directories, each once."""
+        return list(dict.fromkeys(folder for folder, _ in self.places))
+
     def all(self) -> list[Candidate]:
         """Newest first. Raises ConfigError when a directory cannot be listed."""
-        found = [self._judged(c, layout) for layout in self.layouts for c in candidates(self.folders, layout)]
+        found = [self._judged(c, layout) for folder, layout in self.places for c in candidates([folder], layout)]
         return sorted(found, key=lambda c: c.age_key, reverse=True)
 
     def put_back(self) -> None:
         """Return what a gasp that was killed had moved aside; for rank 0, before it lists."""
-        for folder in self.folders:
-            for layout in self.layouts:
-                put_back(folder, layout)
+        for folder, layout in self.places:
+            put_back(folder, layout)
+
+    def unknown(self) -> dict[str, str]:
+        """Files of training that none of the layouts explains, with the reason: no directory with such is empty."""
+        found: dict[str, str] = {}
+        for folder, layout in self.places:
+            known = {
+                name for at, way in self.places if at == folder for path in way.discover(at) for name in way.files(path)
+            }
+            for name in _of_training(folder, layout):
+                if name not in known:
+                    found[str(folder / name)] = "lastgasp cannot tell which checkpoint of this training it belongs to"
+        return found
 
     def never_finished(self, candidate: Candidate) -> bool:
         """Whether it is what a save that was cut short has left, and not what somebody has lost."""
@@ -54,22 +77,22 @@ class Shelf:
             return read_tracker(candidate.path.parent) is None
         if _cut_short(candidate.path, LEGACY):
             return True
-        lacking = _lacking(candidate.path, LEGACY, self.ranks)
-        name = LegacyName.parse(candidate.path.name)
+        name, layout = LegacyName.parse(candidate.path.name), layout_of(candidate.path)
+        lacking = _lacking(candidate.path, layout, self.ranks)
         if name is None:
-            return bool(_lacking(candidate.path, PLAIN, self.ranks))
+            return bool(lacking)
         at = (name.epoch, name.within)
         return bool(lacking) and not any(read_meta(candidate.path.parent, rank) == at for rank in lacking)
 
     def lost(self) -> dict[str, str]:
         """Directories whose markers name checkpoints, with the reason to think that they are lost."""
         found = {}
-        for folder in self.folders:
+        for folder, layout in self.places:
             metas = {rank: at for rank in range(self.ranks) if (at := read_meta(folder, rank)) is not None}
-            if metas and LEGACY in self.layouts:
+            if metas and layout is LEGACY:
                 epoch, step = max(metas.values())
                 found[str(folder)] = f"its meta.json names epoch {epoch}, step {step}, and no checkpoint is there"
-            tracker = read_tracker(folder) if ITERATIONS in self.layouts else None
+            tracker = read_tracker(folder) if layout is ITERATIONS else None
             if tracker is not None:
                 found[str(folder)] = f"its tracker names iteration {tracker}, and no checkpoint is there"
         return found
@@ -94,7 +117,7 @@ class Shelf:
         world = candidate.manifest.world
         if layout is ITERATIONS or world.world_size == self.ranks:
             return None
-        if layout is PLAIN and not _ranks(candidate.path, layout):
+        if isinstance(layout, ModelCheckpointLayout) and not _ranks(candidate.path, layout):
             return None  # one file for all
         if len(world.replica_groups) == 1 and world.world_size > self.ranks:
             return None
@@ -119,16 +142,9 @@ class Shelf:
         return None if candidate.step is not None else "does not tell how many steps it holds"
 
 
-def layout_of(checkpoint: Path) -> Layout:
-    """How a checkpoint of that name lies."""
-    if re.fullmatch(LEGACY.names, checkpoint.name):
-        return LEGACY
-    return PLAIN if re.fullmatch(PLAIN.names, checkpoint.name) else ITERATIONS
-
-
-def shelf_of(folders: Iterable[Path], layouts: Sequence[Layout], ranks: int, bare: bool) -> Shelf:
-    """Each folder once."""
-    return Shelf(list(dict.fromkeys(folder.absolute() for folder in folders)), layouts, ranks, bare)
+def shelf_of(places: Iterable[tuple[Path, Layout]], ranks: int, bare: bool) -> Shelf:
+    """Each place once."""
+    return Shelf(list(dict.fromkeys((folder.absolute(), layout) for folder, layout in places)), ranks, bare)
 
 
 def _cut_short(checkpoint: Path, layout: Layout) -> bool:
@@ -141,13 +157,26 @@ def _cut_short(checkpoint: Path, layout: Layout) -> bool:
 
 
 def _ranks(checkpoint: Path, layout: Layout) -> set[int]:
-    return {int(match[1]) for name in layout.files(checkpoint) if (match := _RANK.match(name))}
+    return {rank for name in layout.files(checkpoint) if (rank := rank_of(checkpoint, name)) is not None}
 
 
 def _lacking(checkpoint: Path, layout: Layout, ranks: int) -> list[int]:
     """Ranks without a file; none where one file is for all."""
     there = _ranks(checkpoint, layout)
-    if layout is PLAIN and not there:
+    if isinstance(layout, ModelCheckpointLayout) and not there and layout.files(checkpoint):
         return []
     return [rank for rank in range(ranks) if rank not in there]
 
+
+def _of_training(folder: Path, layout: Layout) -> list[str]:
+    """What looks like a part of a checkpoint, in `folder` and in the folders of ranks in it."""
+    lies = layout if isinstance(layout, ModelCheckpointLayout) else PLAIN
+    return [name for name in lies.everything(folder) if _is_of_training(folder, name)]
+
+
+def _is_of_training(folder: Path, name: str) -> bool:
+    if any(word in name for word in _NOT_OF_TRAINING):
+        return False
+    if name.endswith(_ENDINGS):
+        return (folder / name).is_file()
+    return name.startswith("iteration_") and (folder / name).is_dir()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,13 @@ from lastgasp.errors import CheckpointError, LastgaspError
 from lastgasp.gasp.stand import Stand
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
-from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, LEGACY, PLAIN, encode_small
-from lastgasp_mindformers.tracker import read_tracker
+from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, encode_small, rank_of
+from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of, told_by_all
 
 log = logging.getLogger("lastgasp")
 
 SMALL = "lastgasp.small"
 """The small-state file of a directory checkpoint, in it."""
-_RANK = re.compile(r"rank_(\d+)/")
 
 
 def provenance(place: Place, step: int, kind: Kind, parent: str | None) -> Provenance:
@@ -50,9 +47,9 @@ def newest_name(checkpoint: Path, layout: Layout) -> str | None:
 
 
 class _Begin(msgspec.Struct, frozen=True):
-    """What one rank has saved."""
+    """What one rank has saved: the path of the checkpoint, which is the same on all."""
 
-    name: str
+    path: str
     small: bytes = b""
 
 
@@ -66,30 +63,6 @@ class _Part(msgspec.Struct, frozen=True):
 _BEGINS, _PARTS = msgspec.msgpack.Decoder(_Begin), msgspec.msgpack.Decoder(_Part)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that the framework has written, or is still writing in the background.
-
-    Args:
-        path: its name in its directory; layout: how it lies.
-        step: completed updates.
-        file: the file of this rank; None of a directory checkpoint.
-    """
-
-    path: Path
-    layout: Layout
-    step: int
-    file: Path | None = None
-
-    @property
-    def there(self) -> bool:
-        """Whether its save is over, as far as this rank sees: names are given last."""
-        if self.file is not None:
-            return self.file.exists()
-        tracker = read_tracker(self.path.parent)
-        return tracker is not None and tracker >= (self.layout.step(self.path) or 0)
-
-
 class Manifests:
     """Gives the framework's own checkpoints their manifests. All ranks make the same calls.
 
@@ -98,12 +71,19 @@ class Manifests:
         stand: learns which step is durable.
         small: this rank's small state of a step, for the file that stands beside the native ones; b"" where it is
             not known. Without it there is no such file.
+        finished: called when a save is over, before it has a manifest; again for each.
     """
 
     def __init__(
-        self, place: Place, gather: Gather, stand: Stand, small: Callable[[int], bytes] | None = None
+        self,
+        place: Place,
+        gather: Gather,
+        stand: Stand,
+        small: Callable[[int], bytes] | None = None,
+        finished: Callable[[], None] = lambda: None,
     ) -> None:
         self._place, self._gather, self._stand, self._small = place, gather, stand, small
+        self._finished = finished
         self._monitors: list[Monitor] = []
         self._waiting: list[Saved] = []
         self._together = True
@@ -114,17 +94,20 @@ class Manifests:
 
         Raises:
             DeadlineExceeded, ControlError: the ranks could not agree.
+            ConfigError: files of the ranks that nobody could put together again.
         """
         self._monitors = [Monitor(callback, self._place.rank) for callback in callbacks if is_monitor(callback)]
-        mine = msgspec.json.encode([monitor.again for monitor in self._monitors])
-        told = [msgspec.json.decode(payload, type=list[int]) for payload in self._gather("manifests/monitors", mine)]
-        self._together = len({len(numbers) for numbers in told}) == 1
+        told = told_by_all(self._monitors, self._gather)
+        self._together = len({len(each) for each in told}) == 1
         if self._together:
-            for number, monitor in enumerate(self._monitors):
-                monitor.align(max(numbers[number] for numbers in told))
+            for monitor, place, number in zip(self._monitors, places_of(told), itertools.count()):
+                monitor.align(max(each[number].again for each in told))
+                monitor.place = place
         for monitor in self._monitors:
             if monitor.by_time and self._place.world_size > 1:
                 log.warning("checkpoints get no manifest: save_checkpoint_seconds lets ranks save at different steps")
+        if any(monitor.by_time for monitor in self._monitors):
+            self._finished()  # nobody sees when
         self._monitors = [m for m in self._monitors if not (m.by_time and self._place.world_size > 1)]
 
     def step_end(self, step: int, *, last: bool = False) -> None:
@@ -155,6 +138,7 @@ class Manifests:
         Returns:
             Whether it is in place, on every rank.
         """
+        self._finished()
         try:
             if self._together:
                 self._commit(saved)
@@ -177,7 +161,7 @@ class Manifests:
 
     def _commit(self, saved: Saved) -> None:
         tag, small = f"manifest/{next(self._numbers)}", self._small(saved.step) if self._small else b""
-        begun = self._gather(tag, msgspec.msgpack.encode(_Begin(saved.path.name, small)))
+        begun = self._gather(tag, msgspec.msgpack.encode(_Begin(str(saved.path), small)))
         payloads = self._gather(f"{tag}/read", msgspec.msgpack.encode(self._read(saved, begun)))
         problem = ""
         if self._place.rank == 0:
@@ -192,23 +176,23 @@ class Manifests:
     def _read(self, saved: Saved, begun: Sequence[bytes]) -> _Part:
         """This rank's files, durable and read; rank 0 adds the small states."""
         told = [_BEGINS.decode(payload) for payload in begun]
-        names = sorted({each.name for each in told})
-        if len(names) > 1:
-            return _Part([], f"rank {self._place.rank}: the ranks save under different names: {', '.join(names)}")
+        paths = sorted({each.path for each in told})
+        if len(paths) > 1:
+            return _Part([], f"the ranks save under different names: {', '.join(paths)}")
         try:
             if self._place.rank == 0:
                 put_small(saved, {rank: each.small for rank, each in enumerate(told) if each.small})
-            return _Part(read_files(self._share(data_files(saved.path, saved.layout))))
+            return _Part(read_files(self._share(saved.path, data_files(saved.path, saved.layout))))
         except OSError as error:
             return _Part([], f"rank {self._place.rank}: {error}")
 
-    def _share(self, files: Mapping[str, Path]) -> dict[str, Path]:
+    def _share(self, checkpoint: Path, files: Mapping[str, Path]) -> dict[str, Path]:
         """The files that this rank reads: its own, which its node has in memory; rank 0 those of nobody."""
         rank, world = self._place.rank, self._place.world_size
         owners = {}
         for number, name in enumerate(sorted(files)):
-            match = _RANK.match(name)
-            owner = int(match[1]) if match else (number % world if "/" in name else 0)
+            told = rank_of(checkpoint, name)
+            owner = (number % world if "/" in name else 0) if told is None else told
             owners[name] = owner if owner < world else 0
         return {name: path for name, path in files.items() if owners[name] == rank}
 
@@ -242,80 +226,3 @@ def _join(payloads: Sequence[bytes]) -> list[FileEntry]:
     if problems:
         raise CheckpointError("; ".join(problems))
     return [entry for part in parts for entry in part.entries]
-
-
-# -- the framework's callbacks --------------------------------------------------------------------
-
-
-def is_monitor(callback: Any) -> bool:
-    """Whether it is MindSpore's ModelCheckpoint, of which MindFormers' CheckpointMonitor is one."""
-    names = {(base.__module__.partition(".")[0], base.__name__) for base in type(callback).__mro__}
-    return ("mindspore", "ModelCheckpoint") in names
-
-
-class Monitor:
-    """What a ModelCheckpoint or a CheckpointMonitor has saved (facts/mindformers.md §5).
-
-    Args:
-        callback: the framework's own.
-        rank: of this process.
-    """
-
-    def __init__(self, callback: Any, rank: int) -> None:
-        self._callback, self._rank = callback, rank
-        self._seen = callback._last_triggered_step
-        self.legacy = bool(getattr(callback, "use_legacy_format", True))
-
-    @property
-    def by_time(self) -> bool:
-        """Whether it saves by the clock."""
-        return not self._callback._config.save_checkpoint_steps
-
-    @property
-    def again(self) -> int:
-        """The K of `_K` in its files' names; 0 where there is none."""
-        added = self._added()
-        return int(added[1:]) if added else 0
-
-    def align(self, again: int) -> None:
-        """Let `_K` be the same on all ranks: MindFormers takes a step only where it is (facts/mindformers.md §5)."""
-        if self.legacy and isinstance(self._callback._prefix, str) and again != self.again:
-            bare = self._callback._prefix.removesuffix(self._added())
-            self._callback._prefix = f"{bare}_{again}" if again else bare
-
-    def saved(self, step: int) -> Saved | None:
-        """What it has saved since it was asked last; None where that is nothing, or no checkpoint's name."""
-        callback = self._callback
-        if callback._last_triggered_step == self._seen:
-            return None
-        self._seen = callback._last_triggered_step
-        return self._legacy(step) if self.legacy else self._iteration(step)
-
-    def _added(self) -> str:
-        given, prefix = getattr(self._callback, "_exception_prefix", None), self._callback._prefix
-        if not isinstance(given, str) or not isinstance(prefix, str) or not prefix.startswith(given):
-            return ""
-        added = prefix[len(given) :]
-        return added if re.fullmatch(r"_\d+", added) else ""
-
-    def _legacy(self, step: int) -> Saved | None:
-        file = Path(self._callback._latest_ckpt_file_name).absolute()
-        inside = _RANK.fullmatch(file.parent.name + "/") is not None
-        directory = file.parent.parent if inside else file.parent
-        for layout in (LEGACY, PLAIN):
-            title = layout.title_of(file.relative_to(directory).as_posix())
-            if title is not None:
-                return Saved(directory / title, layout, step, file)
-        log.warning("%s got no manifest: its name does not tell epoch and step", file)
-        return None
-
-    def _iteration(self, step: int) -> Saved | None:
-        callback = self._callback
-        if callback.directory:
-            root = Path(callback.directory).resolve()
-        else:
-            from mindformers.tools.utils import get_output_subpath
-
-            root = Path(get_output_subpath("checkpoint", append_rank=False)).absolute()
-        path = root / f"iteration_{callback.common_info.step_num:08d}"
-        return Saved(path, ITERATIONS, step)

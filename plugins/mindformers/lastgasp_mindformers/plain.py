@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 
 from lastgasp.errors import CheckpointError
+from lastgasp.ports import Layout
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.reload import Chooser
@@ -18,13 +19,13 @@ log = logging.getLogger("lastgasp")
 
 
 def load(
-    chooser: Chooser, network: Any, arguments: dict[str, Any], directories: Sequence[Path]
+    chooser: Chooser, network: Any, arguments: dict[str, Any], places: Sequence[tuple[Path, Layout]]
 ) -> tuple[dict[str, Any], bytes]:
     """Load the newest good checkpoint, if there is one.
 
     Args:
         chooser: tells which, on all ranks the same; network: the train network.
-        arguments: of the call of `Model.train`; directories: where to look.
+        arguments: of the call of `Model.train`; places: where to look, and how checkpoints lie there.
 
     Returns:
         The arguments to call it with, and the small state of this rank (empty where there is none).
@@ -32,7 +33,7 @@ def load(
     Raises:
         CheckpointError: it is of another network, or all are bad.
     """
-    choice = chooser.choose_plain(list(directories))
+    choice = chooser.choose_plain(places)
     if choice is None:
         return arguments, b""
     _into(network, choice.path)
@@ -43,8 +44,8 @@ def load(
     return arguments | {"initial_epoch": choice.step // size}, choice.small
 
 
-def _into(network: Any, path: Any) -> None:
-    values = mindspore.load_checkpoint(str(path))
+def _into(network: Any, path: Path) -> None:
+    values = mindspore.load_checkpoint(str(path), format=path.suffix[1:])
     missing, _ = mindspore.load_param_into_net(network, values)
     if missing:
         few = ", ".join(sorted(missing)[:3])

@@ -16,7 +16,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.gasp.stand import Released
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import ITERATIONS
-from lastgasp_mindformers.manifests import Saved
+from lastgasp_mindformers.monitors import Saved
 from lastgasp_mindformers.pynative_writer import PynativeWriter
 from lastgasp_mindformers.run import Run
 from lastgasp_mindformers.settings import Options, options_of_config

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, progress_bar, quarantine, verify
@@ -19,8 +21,9 @@ from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoG
 from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, LegacyName, decode_small
-from lastgasp_mindformers.listing import Shelf, layout_of, shelf_of
+from lastgasp_mindformers import begun
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName, decode_small, layout_of, rank_of
+from lastgasp_mindformers.listing import Shelf, shelf_of
 from lastgasp_mindformers.manifests import SMALL
 from lastgasp_mindformers.steering import Orders, Wish, apply, check, orders_for, wish_of
 from lastgasp_mindformers.strategies import files_of, files_of_context, keep
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lastgasp")
 
-_FLAT = (LEGACY, PLAIN)
+_LOST, _ENCODED = msgspec.json.Decoder(dict[str, str]), msgspec.json.encode
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Chooser:
             ConfigError: the one that was asked for is not there.
         """
         wish = wish_of(config, arguments)
-        chosen = self._choose(self._shelf(wish), _asked(wish))
+        own = wish.load is not None and _holds_others(wish.load)
+        chosen = self._choose(self._shelf(wish), _asked(wish), given=own)
         self._orders = self._orders_of(wish, chosen)
         if chosen is not None:
             self._take(chosen)
@@ -104,8 +108,11 @@ class Chooser:
         folders = [wish.saves, home / "checkpoint", home]
         if wish.load is not None and wish.resume and not wish.load.is_file():
             folders.append(wish.load)
-        layouts: Sequence[Layout] = (ITERATIONS,) if wish.newer else (LEGACY,)
-        return shelf_of(folders, layouts, self._place.world_size, not self._options.require_manifest)
+        layout: Layout = ITERATIONS if wish.newer else LEGACY
+        return self._shelf_of([(folder, layout) for folder in folders])
+
+    def _shelf_of(self, places: Iterable[tuple[Path, Layout]]) -> Shelf:
+        return shelf_of(places, self._place.world_size, not self._options.require_manifest)
 
     def _orders_of(self, wish: Wish, chosen: Candidate | None) -> Orders | None:
         """None where MindFormers shall do what the user told it."""
@@ -123,18 +130,17 @@ class Chooser:
 
     # -- plain MindSpore --------------------------------------------------------------------------
 
-    def choose_plain(self, directories: Iterable[Path]) -> Choice | None:
+    def choose_plain(self, places: Iterable[tuple[Path, Layout]]) -> Choice | None:
         """What this rank of a plain training is to load, by content and not by time stamps; None for a first start.
 
         Args:
-            directories: of LastGasp and of ModelCheckpoint; each may hold `rank_R` folders.
+            places: directories and how checkpoints lie there, the same on all ranks: those of ModelCheckpoint, and
+                that of LastGasp, where its own lie.
 
         Raises:
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
         """
-        folders = [Path(directory) for directory in directories]
-        shelf = shelf_of(folders, _FLAT, self._place.world_size, not self._options.require_manifest)
-        chosen = self._choose(shelf, None)
+        chosen = self._choose(self._shelf_of(places), None)
         if chosen is not None:
             self._take(chosen)
             keep(files_of_context(), f"step-{chosen.step}")
@@ -150,8 +156,7 @@ class Chooser:
         Raises:
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
         """
-        shelf = shelf_of([*directories], (ITERATIONS,), self._place.world_size, not self._options.require_manifest)
-        chosen = self._choose(shelf, None)
+        chosen = self._choose(self._shelf_of([(directory, ITERATIONS) for directory in directories]), None)
         if chosen is not None:
             self._take(chosen)
         self._gather("reload/ready", b"")
@@ -161,14 +166,18 @@ class Chooser:
         rank, step = self._place.rank, self.resumed
         assert step is not None
         files = dict(layout_of(chosen.path).files(chosen.path))
-        own = next((path for name, path in files.items() if name.startswith(f"rank_{rank}/")), None)
+        own = next((path for name, path in files.items() if rank_of(chosen.path, name) == rank), None)
         at = chosen.path.stem.removesuffix("_breakpoint").rpartition("-")[2].split("_")
         return Choice(own or files[chosen.path.name], int(at[0]), int(at[1]), step, self.small)
 
     # -- choice -----------------------------------------------------------------------------------
 
-    def _choose(self, shelf: Shelf, asked: Path | None) -> Candidate | None:
-        """The checkpoint to load, verified; None where there is none, and none was lost."""
+    def _choose(self, shelf: Shelf, asked: Path | None, given: bool = False) -> Candidate | None:
+        """The checkpoint to load, verified; None where there is none, and none was lost.
+
+        Args:
+            given: the user has named weights to begin with, and files that nobody here knows may be these.
+        """
         if self._place.rank == 0:
             for folder in shelf.folders:
                 remove_stale_temps(folder)
@@ -176,11 +185,13 @@ class Chooser:
         self._gather("reload/tidied", b"")  # all ranks must list the same
         resume = self._options.gasp.resume
         if resume not in ("auto", "never"):
-            asked = _named(Path(resume).absolute(), "resume")
+            asked = _owner(Path(resume).absolute(), shelf)
         if asked is None:
             agreement = self._agree(shelf, own=resume == "never")
-            if agreement.chosen is None and resume == "auto":
-                self._refuse_if_lost(agreement, shelf)
+            if agreement.chosen is None:
+                if resume == "auto":
+                    self._refuse_if_lost(agreement, shelf, given)
+                self._from_scratch(shelf)
             return agreement.chosen
         if self._place.attempt > 0:
             # A restart goes on from what the job has saved; where it started from counts only after that.
@@ -190,7 +201,7 @@ class Chooser:
         return self._explicit(asked, shelf)
 
     def _explicit(self, path: Path, shelf: Shelf) -> Candidate:
-        there = dataclasses.replace(shelf, folders=[path.parent], layouts=[layout_of(path)])
+        there = dataclasses.replace(shelf, places=[(path.parent, layout_of(path))])
         agreement = self._agree(there, only=path)
         if agreement.chosen is None and not agreement.listed:
             remedy = "Look at `lastgasp verify` of its directory."
@@ -245,19 +256,36 @@ class Chooser:
                 chosen.path.parent,
             )
 
-    def _refuse_if_lost(self, agreement: Agreement, shelf: Shelf) -> None:
-        """Training from scratch over checkpoints that were there would lose them silently."""
+    def _refuse_if_lost(self, agreement: Agreement, shelf: Shelf, given: bool) -> None:
+        """Training from scratch over files of training that were there would lose them silently."""
         lost = {path: "; ".join(why) for path, why in agreement.rejected.items()}
+        unfinished = all(shelf.never_finished(c) for c in shelf.all())
         if not agreement.listed:
-            lost = shelf.lost()
-        elif self._all(all(shelf.never_finished(c) for c in shelf.all())):
-            log.warning("no save of an earlier run was finished: training begins from scratch")
-            return
-        if lost:
+            lost = shelf.lost() or ({} if given else shelf.unknown())
+        if self._all(bool(lost) and unfinished and begun.stands(self._options.gasp.directory)):
+            log.warning("this job began from scratch, and no save of it was finished: training begins from scratch")
+        elif lost := self._of_all(lost):
             raise NoGoodCheckpoint(", ".join(map(str, shelf.folders)), lost)
+
+    def _from_scratch(self, shelf: Shelf) -> None:
+        """Say it, and write it down."""
+        if self._place.rank != 0:
+            return
+        over = [*(str(c.path) for c in shelf.all()), *shelf.unknown()]
+        if over and self._options.gasp.resume == "never":
+            log.warning("resume='never': training begins from scratch over %d files or checkpoints that stand in %s "
+                        "(%s)", len(over), ", ".join(map(str, shelf.folders)), ", ".join(over[:3]))  # fmt: skip
+        elif not over:
+            log.info("no checkpoint in %s: training begins from scratch", ", ".join(map(str, shelf.folders)))
+        begun.begin(self._options.gasp.directory, self._place.job)
 
     def _all(self, mine: bool) -> bool:
         return all(self._gather("reload/unfinished", b"1" if mine else b""))
+
+    def _of_all(self, mine: dict[str, str]) -> dict[str, str]:
+        """What any rank has found: no rank begins from scratch while another one refuses."""
+        told = [_LOST.decode(payload) for payload in self._gather("reload/lost", _ENCODED(mine))]
+        return {path: why for one in told for path, why in one.items()}
 
     # -- taking -----------------------------------------------------------------------------------
 
@@ -265,6 +293,7 @@ class Chooser:
         assert chosen.step is not None
         self.resumed = chosen.step
         self.small = self._small_of(chosen)
+        begun.finished(self._options.gasp.directory)
         name, ranks = LegacyName.parse(chosen.path.name), range(self._place.world_size)
         if self._place.rank != 0:
             return
@@ -299,6 +328,15 @@ def _asked(wish: Wish) -> Path | None:
         own = wish.resume if wish.resume.endswith((".ckpt", ".safetensors")) else f"{wish.resume}.safetensors"
         return _named(wish.load / "rank_0" / own, "resume_training")
     return wish.load if wish.newer and wish.load.name.startswith("iteration_") else None
+
+
+def _owner(path: Path, shelf: Shelf) -> Path:
+    """The checkpoint of a path that the user gave for `resume`: its own, or that of one of its files."""
+    for folder, layout in shelf.places:
+        for checkpoint in layout.discover(folder):
+            if path == checkpoint or path in layout.files(checkpoint).values():
+                return checkpoint
+    return _named(path, "resume")
 
 
 def _named(path: Path, field: str) -> Path:

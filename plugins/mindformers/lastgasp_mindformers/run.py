@@ -13,14 +13,18 @@ import mindspore
 from lastgasp.config import check_writable
 from lastgasp.gasp.stand import Released
 from lastgasp.latesource import LateSource
+from lastgasp.ports import Layout
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
+from lastgasp_mindformers import begun
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of
 from lastgasp_mindformers.gate import gate_of
-from lastgasp_mindformers.manifests import Manifests, is_monitor
+from lastgasp_mindformers.layouts import LEGACY, PLAIN
+from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
+from lastgasp_mindformers.monitors import is_monitor, searched
 from lastgasp_mindformers.native import monitor_of, native_of
 from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
@@ -59,7 +63,13 @@ class Run:
         self.session = Session(options.gasp, place, self._source, contact, marking, backend=backend)
         self._source.mark = self.session.mark("save_checkpoint")
         self.chooser = Chooser(options, place, self.session.gather)
-        self.manifests = Manifests(place, self.session.gather, self.session.stand, small=self._source.capture)
+        self.manifests = Manifests(
+            place,
+            self.session.gather,
+            self.session.stand,
+            small=self._source.capture,
+            finished=lambda: begun.finished(options.gasp.directory),
+        )
         self.state: MindSporeState | None = None
         self._marks = LoopMarks(self.session)
         self._faults: Any = _faults(place.rank)
@@ -101,7 +111,7 @@ class Run:
         self._native = native_of(network, others, self.options.gasp.directory, self.place.world_size)
         if not _is_mindformers(others):
             self._dataset = arguments["train_dataset"]
-            arguments, self._small = load(self.chooser, network, arguments, _directories(self.options, others))
+            arguments, self._small = load(self.chooser, network, arguments, self._searched(others))
         else:
             self._small = self.chooser.small
         self._bind(network)
@@ -111,6 +121,14 @@ class Run:
                 self._dataset.set_init_step(0)  # as `trained`
             return None
         return arguments
+
+    def _searched(self, callbacks: list[Any]) -> list[tuple[Path, Layout]]:
+        """Where checkpoints of a plain training may stand: LastGasp's directory, and those of ModelCheckpoint."""
+        home, found = self.options.gasp.directory.absolute(), searched(callbacks, self.place.rank, self.session.gather)
+        own: list[tuple[Path, Layout]] = [(home, LEGACY)]
+        if not any(folder == home for folder, _ in found):
+            own.append((home, PLAIN))
+        return [*own, *found]
 
     def _bind(self, network: Any) -> None:
         session = self.session
@@ -263,17 +281,6 @@ def _made(options: Options) -> LastGasp:
 def _is_mindformers(callbacks: list[Any]) -> bool:
     """MindFormers loads and skips data itself, and its own trainer was called with what the chooser decided."""
     return any(type(callback).__module__.startswith("mindformers.") for callback in callbacks)
-
-
-def _directories(options: Options, callbacks: list[Any]) -> list[Path]:
-    """Where checkpoints of a plain training may stand: LastGasp's directory, and those of ModelCheckpoint."""
-    found = [options.gasp.directory]
-    for callback in callbacks:
-        directory = getattr(callback, "_directory", None) if is_monitor(callback) else None
-        if isinstance(directory, str):
-            path = Path(directory).absolute()
-            found.append(path.parent if path.name.startswith("rank_") else path)
-    return list(dict.fromkeys(found))
 
 
 def _epoch(params: Any, done: int) -> int:

@@ -20,6 +20,13 @@ from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 from support.mindspore.losses import Losses
 
+LAYOUTS = {
+    "own": ("{save}/rank_{rank}", "plain"),
+    "pangu": ("{save}/rank_{rank}", "pangu{rank}"),
+    "resnet": ("{save}/ckpt_{rank}", "resnet50"),
+    "together": ("{save}", "net{rank}"),
+}
+"""Directory and prefix of each rank, as the scripts of MindSpore's models name them."""
 BATCH, INPUTS, CLASSES = 16, 16, 4
 """A batch of labels fills a cache line: some kernels add in another order where one begins elsewhere."""
 
@@ -54,6 +61,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lastgasp", default="", help="directory of LastGasp; without it none is made")
     parser.add_argument("--save", default="", help="directory of MindSpore's own ModelCheckpoint")
+    parser.add_argument("--layout", default="own", choices=LAYOUTS, help="where ModelCheckpoint of each rank saves")
     parser.add_argument("--every", type=int, default=4, help="steps between two periodic saves")
     parser.add_argument("--steps", type=int, default=8, help="steps of an epoch")
     parser.add_argument("--epochs", type=int, default=2)
@@ -89,7 +97,8 @@ def main() -> None:
     callbacks = [Losses()]
     if args.save:
         config = CheckpointConfig(save_checkpoint_steps=args.every, keep_checkpoint_max=3)
-        callbacks.append(ModelCheckpoint(prefix="plain", directory=f"{args.save}/rank_{rank}", config=config))
+        folder, prefix = (part.format(save=args.save, rank=rank) for part in LAYOUTS[args.layout])
+        callbacks.append(ModelCheckpoint(prefix=prefix, directory=folder, config=config))
     if args.lastgasp:
         from lastgasp_mindformers import LastGasp
 

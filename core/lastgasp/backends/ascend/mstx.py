@@ -51,9 +51,7 @@ class MstxMark:
         stream: gives the stream on which the device's side of the range is timed; None for ranges of the host alone.
     """
 
-    def __init__(
-        self, marks: MstxMarks, text: str, domain: str, bit: int, stream: Callable[[], Any] | None
-    ) -> None:
+    def __init__(self, marks: MstxMarks, text: str, domain: str, bit: int, stream: Callable[[], Any] | None) -> None:
         self._marks, self._text, self.bit, self.name, self._stream = marks, _told(text), bit, 0, stream
         self._more = {} if domain == _DOMAIN else {"domain": domain}
         self._open = threading.local()
@@ -150,9 +148,7 @@ class MstxMarks:
                 self._defined[key] = MstxMark(self, text, domain, bit, self._current_stream if stream else None)
             return self._defined[key]
 
-    def put(
-        self, mark: Any, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)
-    ) -> bool:
+    def put(self, mark: Any, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)) -> bool:
         """Never: mstx takes no times."""
         return False
 

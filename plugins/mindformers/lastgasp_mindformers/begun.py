@@ -1,0 +1,37 @@
+"""That a job has begun from scratch and no checkpoint was finished since, written down where the next start finds it.
+
+Without this word nobody can tell what a first save that was cut short has left from what somebody has lost. Files of
+training that cannot be used are taken for the former only where it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lastgasp._fs import write_atomically
+
+log = logging.getLogger("lastgasp")
+
+NAME = ".lastgasp.begun"
+
+
+def begin(directory: Path, job: str) -> None:
+    """Training begins from scratch. Logs what the disk refuses."""
+    try:
+        write_atomically(directory / NAME, f"{job} began from scratch; no checkpoint was finished since\n".encode())
+    except OSError as error:
+        log.warning("%s could not be written: %s", directory / NAME, error)
+
+
+def finished(directory: Path) -> None:
+    """A checkpoint is complete. Idempotent; any rank. Logs what the disk refuses."""
+    try:
+        (directory / NAME).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", directory / NAME, error)
+
+
+def stands(directory: Path) -> bool:
+    """Whether the word stands there."""
+    return (directory / NAME).is_file()
