@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from lastgasp.errors import ConfigError
+from lastgasp.gasp.secret import REMEDY, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import start_detached
 from lastgasp.session import Contact
 from lastgasp.topology import Place, ReplicaGroups
+
+log = logging.getLogger("lastgasp")
 
 FromRank0 = Callable[[Any], Any]
 """Rank 0's value on all ranks; all of them call it at the same point."""
@@ -34,13 +38,20 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
         several_nodes: why the controller must be reached from other nodes, such as "this job spans 2 nodes"; empty
             where all ranks are on one.
 
+    Returns:
+        None for a job of one rank, and, with a warning, where several nodes share no secret.
+
     Raises:
-        ConfigError: the job spans several nodes and nobody said where the controller may listen.
+        ConfigError: the job spans several nodes and nobody said where the controller may listen; or rank 0 knows a
+            secret that this node lacks.
         ControlError, DeadlineExceeded: it could not be started.
     """
     contact = Contact.from_environment()
     if contact is not None or place.world_size == 1:
         return contact
+    if why := os.environ.get(UNCOORDINATED):
+        _tell_uncoordinated(place, why)
+        return None
     bind = os.environ.get("LASTGASP_BIND")
     if several_nodes and not bind:
         raise ConfigError(
@@ -49,6 +60,25 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
             f"the address of node 0, because {several_nodes}",
             "Set it on every node to node 0's address on the training network; loopback cannot be reached.",
         )
-    found = start_detached(bind or _LOOPBACK) if place.rank == 0 else None
-    address, token = from_rank_0((found.address, found.token) if found is not None else ("", ""))
-    return Contact(address, token)
+    secret = Secret.from_environment() if several_nodes else Secret()
+    found = None
+    if place.rank == 0 and not (several_nodes and secret.missing):
+        found = start_detached(bind or _LOOPBACK, secret.token)
+    passed_on = found.token if found is not None and not secret.token else ""
+    address, token = from_rank_0((found.address, passed_on) if found is not None else ("", ""))
+    if not address:
+        _tell_uncoordinated(place, f"{several_nodes} and its nodes share no secret. {REMEDY}")
+        return None
+    if not (token or secret.token):
+        secret.require("rank 0 has one")
+    return Contact(address, secret.token or token)
+
+
+def _tell_uncoordinated(place: Place, why: str) -> None:
+    """Say once what the job lacks; it trains all the same."""
+    if place.rank == 0:
+        log.warning(
+            "no rank knows of the others after a fault: each saves on its own, without the random state of the others, "
+            "and a hung rank is not noticed. The reason: %s",
+            why,
+        )

@@ -24,6 +24,7 @@ from lastgasp.gasp.generation import GATHER_TIMEOUT
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
+from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import GaspBackend, StateSource
@@ -55,8 +56,10 @@ class Contact:
 
     @classmethod
     def from_environment(cls) -> Contact | None:
-        """What a launcher has set (`LASTGASP_CONTROLLER`, `LASTGASP_TOKEN`), or None."""
-        address, token = os.environ.get("LASTGASP_CONTROLLER"), os.environ.get("LASTGASP_TOKEN")
+        """What a launcher has set (`LASTGASP_CONTROLLER`, `LASTGASP_TOKEN`), or a user (a file); or None."""
+        address, token = os.environ.get("LASTGASP_CONTROLLER"), os.environ.get(TOKEN)
+        if address and not token:
+            token = token_from_environment()
         return cls(address, token) if address and token else None
 
 
@@ -108,6 +111,7 @@ class Session:
         self._leave_timer: threading.Timer | None = None
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, self._hello()) if contact else None
+        self._has_controller = contact is not None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
@@ -268,6 +272,8 @@ class Session:
         """
         if self.place.world_size == 1:
             return [payload]
+        if not self._has_controller:
+            return gather_without_controller(tag, payload)
         whole = self._processor.gather(tag, payload, GATHER_TIMEOUT + 30)
         if whole is None and not self._processor.led:
             raise ControlError(f"the controller was lost while the ranks agreed on {tag!r}")
@@ -336,6 +342,19 @@ class Session:
             self.recorder.close()
         self._gasp.close()
         self._processor.close(goodbye)
+
+
+def gather_without_controller(tag: str, payload: bytes) -> list[bytes]:
+    """By the framework's own collective, on the training thread of a job that is well; only torch has one here.
+
+    Raises:
+        ControlError: there is no process group of torch's.
+    """
+    if "torch" not in sys.modules:
+        raise ControlError(f"the ranks cannot agree on {tag!r}: the job has no controller")
+    from lastgasp.pytorch.together import all_gather
+
+    return all_gather(tag, payload)
 
 
 def describe(outcome: m.Release) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,27 @@ def test_a_killed_launcher_of_a_real_job(tmp_path: Path) -> None:
     assert 6 in {candidate.step for candidate in candidates([directory], SingleFile(".ckpt"))}
 
 
+# -- strangers -------------------------------------------------------------------------------------
+
+
+def test_idle_connections_of_a_stranger_cost_the_job_nothing(tmp_path: Path) -> None:
+    """1024 of them had used up the launcher's descriptors, and the next restart failed; each had its log line."""
+    directory, few = tmp_path / "d", 512
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limited = ["/bin/sh", "-c", f'ulimit -S -n {few}; exec "$@"', "sh", *run(WORKER, directory, "stuck", 4)]
+    with running(tmp_path, limited) as [job], ExitStack() as stack:
+        ranks = ranks_told(directory, 0)
+        host, _, port = ranks[0]["LASTGASP_CONTROLLER"].rpartition(":")
+        for _ in range(min(2 * few, hard - 200)):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE))
+        os.kill(ranks[1]["pid"], signal.SIGKILL)
+        ranks_told(directory, 1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code() in (exitcodes.SAVED, exitcodes.NOTHING_TO_SAVE), job.output[-4000:]
+        assert job.output.count("prove nothing") < 40
+    assert incidents(directory)[0].step_saved == 4
+
+
 # -- several nodes ---------------------------------------------------------------------------------
 
 
@@ -300,8 +323,6 @@ def node(port: int, *more: object) -> list[str]:
 
 def free_port() -> int:
     """A port that was free a moment ago; torchrun cannot be given a socket."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -318,6 +339,7 @@ def test_two_nodes(tmp_path: Path, victim: int) -> None:
         "LASTGASP_FAULT": f"kind=sigkill,rank={victim},step=5,phase=backward",
         "LASTGASP_FAULT_LOG": str(fired),
         "LASTGASP_BIND": "127.0.0.1",
+        "LASTGASP_TOKEN": uuid.uuid4().hex,
     }
     with running(tmp_path, command, command, **variables) as jobs:
         codes = [job.code() for job in jobs]
@@ -329,3 +351,21 @@ def test_two_nodes(tmp_path: Path, victim: int) -> None:
     layout = SingleFile(".ckpt")
     assert all(verify(candidate.path, layout).ok for candidate in candidates([directory], layout))
     assert differences(tmp_path / "ref.pt", tmp_path / "final.pt") == []
+
+
+@pytest.mark.full
+def test_two_nodes_that_share_no_secret_train_on_unprotected_and_say_so_once(tmp_path: Path) -> None:
+    """Under plain torchrun; `lastgasp run` refuses before anything starts."""
+    directory, port = tmp_path / "d", free_port()
+    script = [str(SUPPORT / "train_tiny_nodes.py"), "--dir", str(directory), "--final", str(tmp_path / "final.pt")]
+    ours = node(port, *script)
+    stock = [lean.python(), "-m", "torch.distributed.run", *ours[ours.index("--nnodes") :]]
+    with running(tmp_path, stock, stock) as jobs:
+        codes = [job.code() for job in jobs]
+        output = "".join(job.output for job in jobs)
+        assert codes == [0, 0], output[-8000:]
+    assert output.count("each saves on its own") == 1 and "LASTGASP_TOKEN_FILE" in output
+    assert (tmp_path / "final.pt").exists()
+    refused = finish(ours, tmp_path)
+    assert refused.returncode == 2, refused.output
+    assert "LASTGASP_TOKEN_FILE=None is not allowed" in refused.output

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -21,6 +20,7 @@ from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.rounds import Round, Rounds
 from lastgasp.session import Contact
 from support.fake_controller import HELLO
+from support.worker_group import Group, Store
 
 OURS = ["--max-restarts", "32767", "--monitor-interval", "0.01"]
 
@@ -30,6 +30,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the shell of the tests has set."""
     for name in [name for name in os.environ if name.startswith(("PET_", "LASTGASP_BIND", "LASTGASP_LAUNCHER"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("LASTGASP_TOKEN", "0123456789abcdef")
 
 
 # -- defaults of `lastgasp run` --------------------------------------------------------------------
@@ -90,28 +91,6 @@ def test_help_lists_the_exit_codes_without_importing_torch() -> None:
 # -- where the controller listens ------------------------------------------------------------------
 
 
-@dataclass
-class Group:
-    """As much of torch's WorkerGroup as Rounds looks at."""
-
-    group_world_size: int = 1
-    group_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    store: dict[str, str] = field(default_factory=dict)
-
-
-class Store(dict[str, str]):
-    """A rendezvous store in memory."""
-
-    def set(self, key: str, value: str) -> None:
-        """As TCPStore's."""
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        """As TCPStore's."""
-        return all(key in self for key in keys)
-
-
 def begin(rounds: Rounds, group: Group) -> dict[str, str]:
     """The workers' environment of the next round."""
     return rounds.begin(group, "job").environment  # type: ignore[arg-type]
@@ -139,6 +118,7 @@ def test_other_nodes_learn_of_it_through_the_store() -> None:
         first.close()
         second.close()
     assert ours == theirs
+    assert ours["LASTGASP_TOKEN"] == "0123456789abcdef"
 
 
 def test_an_agent_that_replaces_another_takes_the_first_agents_count() -> None:

@@ -26,21 +26,10 @@ from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.tls import CA, CERT, KEY, TlsFiles
 from lastgasp.testing.jobs import run_job
+from support.certificates import issue
 from support.fake_controller import HELLO
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def issue(folder: Path, authority: trustme.CA, name: str) -> dict[str, str]:
-    """A node's files, and the variables that name them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = authority.issue_cert(name)
-    paths = {CERT: folder / "cert.pem", KEY: folder / "key.pem", CA: folder / "ca.pem"}
-    found.cert_chain_pems[0].write_to_path(str(paths[CERT]))
-    found.private_key_pem.write_to_path(str(paths[KEY]))
-    authority.cert_pem.write_to_path(str(paths[CA]))
-    paths[KEY].chmod(0o600)
-    return {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")

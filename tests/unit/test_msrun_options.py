@@ -106,9 +106,9 @@ def test_nodes_must_be_told_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LASTGASP_CONTROLLER", "10.0.0.1:7000")
     with pytest.raises(ConfigError, match="LASTGASP_TOKEN"):
         plan(4, 2, "a:1", True)
-    monkeypatch.setenv("LASTGASP_TOKEN", "secret")
+    monkeypatch.setenv("LASTGASP_TOKEN", "secret" * 4)
     first, second = plan(4, 2, "a:1", True), plan(4, 2, "a:1", False)
-    assert (first.host, first.port, first.token, first.job) == ("10.0.0.1", 7000, "secret", "a:1")
+    assert (first.host, first.port, first.token, first.job) == ("10.0.0.1", 7000, "secret" * 4, "a:1")
     assert first.here and not second.here and second.job == first.job
 
 

@@ -11,6 +11,7 @@ import click
 
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.rundir import JobFile, running_jobs
+from lastgasp.gasp.secret import FILE, TOKEN, token_from_environment
 
 F = TypeVar("F", bound=Callable[..., None])
 ONE_RANK = "A job of one rank that no launcher started has no controller: only the switch file reaches it."
@@ -42,7 +43,7 @@ def job_options(command: F) -> F:
         click.option(
             "--controller",
             metavar="HOST:PORT",
-            help="The job's controller, on whatever machine; its token is taken from LASTGASP_TOKEN.",
+            help="The job's controller, on whatever machine; token from LASTGASP_TOKEN or LASTGASP_TOKEN_FILE.",
         ),
         click.option("--job", metavar="ID", help="The job: its id, or the process id of its controller (lastgasp ps)."),
     ):
@@ -97,9 +98,9 @@ def _remote(job: str | None, controller: str) -> Target:
         raise click.BadParameter(
             f"{controller!r}: expected HOST:PORT, a port from 1 to 65535", param_hint="--controller"
         )
-    token = os.environ.get("LASTGASP_TOKEN", "")
+    token = os.environ.get(TOKEN) or token_from_environment()
     if not token:
-        raise click.UsageError("--controller needs the job's token in the environment variable LASTGASP_TOKEN")
+        raise click.UsageError(f"--controller needs the job's token in {TOKEN}, or a file with it in {FILE}")
     return Target(controller, token)
 
 

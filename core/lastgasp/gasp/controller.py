@@ -24,12 +24,14 @@ from lastgasp.topology import host_identity
 
 from . import messages as m
 from .deathwatch import DeathWatch
+from .doorway import Doorway
 from .generation import Generation
 from .incidents import Incidents
 from .machine import Action, Kill, Send
 from .operator import NOBODY
 from .records import RecordWriter
 from .rundir import Announcement
+from .secret import FILE, TOKEN
 from .service import Service
 from .tls import TlsFiles
 
@@ -41,6 +43,10 @@ RECORDS_LIMIT = 10.0
 """Seconds that the records may take at the end; a file system may stall for longer, and the job does not wait."""
 ANNOUNCE_LIMIT = 1.0
 """Seconds that the start waits for the file by which `lastgasp ps` finds the job."""
+WRONG_TOKEN = (
+    "wrong token: the rank does not belong to this job. In a job of several nodes each of them needs the same secret, "
+    f"in {FILE} or {TOKEN}"
+)
 TICK = 0.02
 """Seconds between two looks at the deadlines."""
 
@@ -68,6 +74,7 @@ class Controller:
         self._peers: dict[int, _Peer] = {}
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
+        self._expected: int | None = None
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -85,15 +92,10 @@ class Controller:
         """
         self._loop = asyncio.get_running_loop()
         files = TlsFiles.from_environment()
-        secure = files.server() if files is not None else None
-        limit = GREETING_TIMEOUT if secure is not None else None
-        self._server = await asyncio.start_server(
-            self._serve, self._host, self._port, start_serving=False, ssl=secure, ssl_handshake_timeout=limit
-        )
+        self._door = Doorway(self._serve, files.server() if files is not None else None, GREETING_TIMEOUT)
+        port = self._door.open(self._host, self._port)
         self._watch = DeathWatch(self._saw_death)
-        await self._server.start_serving()
         self._ticker = asyncio.create_task(self._tick())
-        port = int(self._server.sockets[0].getsockname()[1])
         self.records.put("the file for lastgasp ps", lambda: self._announce(f"{self._host}:{port}"))
         await self._written(ANNOUNCE_LIMIT)
         return port
@@ -117,13 +119,12 @@ class Controller:
 
     async def stop(self) -> None:
         """Close every connection, thread and descriptor. A stalled file system is waited for in bounds."""
-        self._server.close()
+        self._door.close()
         # All that runs on this loop is ours, and a connection that is being accepted becomes a handler only in a while.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-        await self._server.wait_closed()
         for rank in list(self._peers):
             self._drop(rank)
         assert self._watch is not None
@@ -137,6 +138,10 @@ class Controller:
     def generation(self) -> Generation | None:
         """The attempt that runs; None before the first rank has joined."""
         return self.incidents.current
+
+    def expect(self, attempt: int) -> None:
+        """The launcher begins this attempt: no rank of another is let in. Without this word the ranks' own counts."""
+        self._expected = attempt
 
     @property
     def connected(self) -> int:
@@ -162,14 +167,15 @@ class Controller:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             hello = await asyncio.wait_for(self._greet(reader, writer), GREETING_TIMEOUT)
+            self._door.known()
             if isinstance(hello, m.Operator):
                 await self._service.serve(reader, writer)
             else:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
             # A rank that ends is no news here; the machine has its own word on that.
-            level = logging.DEBUG if self._known(writer) else logging.WARNING
-            log.log(level, "connection from %s closed: %s", writer.get_extra_info("peername"), _plain(error))
+            say = log.debug if self._known(writer) else self._door.log.warning
+            say("connection from %s closed: %s", writer.get_extra_info("peername"), _plain(error))
         except asyncio.CancelledError:
             pass  # stop() is closing every connection
         finally:
@@ -206,7 +212,7 @@ class Controller:
     def _admit(self, hello: m.Hello, nonce: bytes) -> None:
         """Raise what is wrong with this rank; the token comes first and is never repeated in a message."""
         if not m.proven(self._token, "rank", nonce, hello.rank, hello.mac):
-            raise AuthenticationError("wrong token: the rank does not belong to this job")
+            raise AuthenticationError(WRONG_TOKEN)
         if hello.protocol != m.PROTOCOL or hello.version != __version__:
             why = (
                 f"lastgasp version {hello.version} on rank {hello.rank}, but {__version__} in the controller: "
@@ -215,6 +221,8 @@ class Controller:
             self._fail_gathers(why)
             raise VersionMismatch(why)
         current = self.generation
+        if self._expected is not None and hello.attempt != self._expected:
+            raise ControlError(f"attempt {hello.attempt} is not the one that runs: that is attempt {self._expected}")
         if current is None or hello.attempt > current.hello.attempt:
             return
         if hello.attempt < current.hello.attempt:

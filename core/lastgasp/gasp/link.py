@@ -178,9 +178,23 @@ class Link(Channel):
     """
 
     def __init__(self, address: str, token: str, hello: m.Hello) -> None:
-        super().__init__(address, CONNECT_TIMEOUT, retry=True)
-        challenge, welcome = self._greet(token, "rank", hello.rank, hello)
+        challenge, welcome = self._let_in(address, token, hello, _clock.monotonic() + CONNECT_TIMEOUT)
         self.shares_host, self.started_s = challenge.host == hello.host, welcome.started_s
+
+    def _let_in(self, address: str, token: str, hello: m.Hello, deadline: float) -> tuple[m.Challenge, m.Welcome]:
+        """Greet, again and again while strangers fill the controller's port."""
+        while True:
+            super().__init__(address, CONNECT_TIMEOUT, retry=True)
+            try:
+                return self._greet(token, "rank", hello.rank, hello)
+            except _Busy:
+                if _clock.monotonic() > deadline:
+                    raise
+                threading.Event().wait(0.1)
+
+
+class _Busy(ControlError):
+    """The controller has closed this connection to make room."""
 
 
 _live: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -231,4 +245,4 @@ def _refusal(reason: str) -> ControlError:
         return AuthenticationError(f"refused by the controller: {reason}")
     if reason.startswith("lastgasp version"):  # a directory may have "version" in its name
         return VersionMismatch(f"refused by the controller: {reason}")
-    return ControlError(f"refused by the controller: {reason}")
+    return (_Busy if reason == m.BUSY else ControlError)(f"refused by the controller: {reason}")

@@ -26,6 +26,8 @@ MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
 HEADER = 4
+BUSY = "too many connections: try again"
+"""The reason of a Refused that is no last word: strangers fill the port."""
 
 Role = Literal["rank", "controller", "operator"]
 Phase = Literal["start", "data", "forward", "backward", "update", "between", "validation", "save"]

@@ -77,6 +77,10 @@ class ControllerThread:
 
         return self._run(run())
 
+    def expect(self, attempt: int) -> None:
+        """From now on only ranks of this attempt are let in: it is the launcher that counts."""
+        self._call(lambda: self._controller.expect(attempt))
+
     def report_exit(self, rank: int, how: str) -> None:
         """Tell it that the process of `rank` ended."""
         self._call(lambda: self._controller.report_exit(rank, how))
@@ -145,14 +149,17 @@ class ControllerThread:
         return generation is not None and generation.hello.attempt == attempt and generation.progressed
 
 
-def start_detached(host: str = "127.0.0.1") -> Endpoint:
+def start_detached(host: str = "127.0.0.1", token: str = "") -> Endpoint:
     """Start a controller process that outlives this one; it ends by itself after the last rank left.
+
+    Args:
+        host: where it listens; token: the job's secret, a fresh one where it is empty.
 
     Raises:
         ControlError: it did not come up; carries what it said.
         DeadlineExceeded: it did not answer in time.
     """
-    token = new_token()
+    token = token or new_token()
     process = subprocess.Popen(
         [sys.executable, "-m", "lastgasp.gasp.serve", host],
         stdin=subprocess.PIPE,

@@ -8,6 +8,7 @@ from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torch_run
 
 from lastgasp import exitcodes
+from lastgasp.gasp.secret import Secret
 from lastgasp.launch import agent
 from lastgasp.launch.torchrun_hook import swap_agent
 
@@ -20,6 +21,7 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
         taskd: TaskD's agent runs the workers, not ours.
 
     Raises:
+        ConfigError: the job spans several nodes that share no secret.
         ChildFailedError: ranks failed and no restart was left.
         SystemExit: the job made no progress (86), or the launcher was told to stop (83, 84 or 85).
     """
@@ -29,9 +31,24 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
         use_taskd_agent()
     swap_agent(api)
     try:
-        torch_run(get_args_parser().parse_args(arguments))  # type: ignore[no-untyped-call]
+        options = get_args_parser().parse_args(arguments)
+        require_secret(str(options.nnodes))
+        torch_run(options)  # type: ignore[no-untyped-call]
     except SignalException as stop:
         raise SystemExit(last_ending() or 128 + stop.sigval) from stop
+
+
+def require_secret(nnodes: str) -> None:
+    """A job that may span several nodes needs something by which they know each other.
+
+    Args:
+        nnodes: torchrun's: `N` or `MIN:MAX`.
+
+    Raises:
+        ConfigError: there is nothing, or it cannot be used.
+    """
+    if nnodes.split(":")[-1] != "1":
+        Secret.from_environment().require(f"this job may span several nodes (--nnodes {nnodes})")
 
 
 def last_ending() -> int | None:

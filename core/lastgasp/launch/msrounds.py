@@ -13,6 +13,7 @@ from lastgasp import _clock
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.operator import OperatorLink
+from lastgasp.gasp.secret import FILE, TOKEN, token_from_environment
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.rounds import HOLD_WITHOUT_CONTROLLER
 
@@ -54,7 +55,7 @@ def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -
         ConfigError: several nodes, and no address or no secret that all of them know.
     """
     env = os.environ
-    address, token = env.get("LASTGASP_CONTROLLER", ""), env.get("LASTGASP_TOKEN", "")
+    address = env.get("LASTGASP_CONTROLLER", "")
     if local_worker_num >= worker_num:
         job = env.get("LASTGASP_JOB") or env.get("MINDX_TASK_ID") or uuid.uuid4().hex[:12]
         return Plan(job=job, host=_LOOPBACK, port=0, token=new_token(), here=True)
@@ -63,9 +64,10 @@ def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -
         allowed = f"host:port of node 0 on the training network, because this node has {local_worker_num} of "
         remedy = "Set it, and LASTGASP_TOKEN, to the same on every node; the port must be free on node 0."
         raise ConfigError("LASTGASP_CONTROLLER", address or None, f"{allowed}{worker_num} workers", remedy)
+    token = token_from_environment(env)
     if not token:
-        remedy = "Set it to the same secret on every node, such as the output of `openssl rand -hex 32`."
-        raise ConfigError("LASTGASP_TOKEN", None, "a secret that all nodes of the job share", remedy)
+        remedy = f"Set it to the same secret on every node (`openssl rand -hex 32`), or {FILE} to a file with it."
+        raise ConfigError(TOKEN, None, "a secret that all nodes of the job share", remedy)
     job = env.get("LASTGASP_JOB") or env.get("MINDX_TASK_ID") or master
     return Plan(job=job, host=host, port=int(port), token=token, here=is_master, several=True)
 
@@ -132,6 +134,8 @@ class MsRounds:
             What its workers find in their environment.
         """
         self.number += 1
+        if self._controller is not None and not self.several:  # launchers of other nodes count by themselves
+            self._controller.expect(self.number)
         end = self._controller.endpoint if self._controller is not None else None
         return {
             "LASTGASP_JOB": self._plan.job,

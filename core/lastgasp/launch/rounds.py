@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lastgasp.errors import ConfigError
+from lastgasp.gasp.secret import FILE, REMEDY, TOKEN, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import ControllerThread, new_token
 
 if TYPE_CHECKING:
@@ -23,13 +25,35 @@ HOLD_WITHOUT_CONTROLLER = 660.0
 _IN_USE = "lastgasp/in_use"
 
 
+_STRANGER = "-"
+"""In place of a token that this node does not know: the controller refuses its ranks, and says why."""
+
+
 class Notice(msgspec.Struct, frozen=True):
-    """What the first agent tells the others through the rendezvous store."""
+    """What the first agent tells the others through the rendezvous store, which anybody may read and write.
+
+    Attributes:
+        token: empty where the nodes share a secret: it does not travel.
+        why: why there is no controller; empty where there is one.
+        seal: by which an agent that knows the secret knows that this comes from one that does.
+    """
 
     controller: str
     token: str
     job: str
     attempt: int
+    why: str = ""
+    seal: str = ""
+
+    def sealed(self, secret: Secret) -> bytes:
+        """For the store."""
+        bare = msgspec.structs.replace(self, seal="", token="" if secret.token else self.token)
+        return msgspec.json.encode(msgspec.structs.replace(bare, seal=secret.seal(msgspec.json.encode(bare))))
+
+    def genuine(self, secret: Secret) -> bool:
+        """It comes from who knows the secret; as far as there is one."""
+        bare = msgspec.structs.replace(self, seal="")
+        return hmac.compare_digest(self.seal, secret.seal(msgspec.json.encode(bare)))
 
 
 @dataclass
@@ -83,6 +107,8 @@ class Rounds:
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
         self._started = 0
+        self._given = dict(os.environ)
+        """As the user has set it; later rounds find what this launcher has set for its ranks."""
 
     def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> Round:
         """The next round: find or start the controller and say how the workers reach it.
@@ -95,17 +121,29 @@ class Rounds:
         store = group.store if (group.group_world_size or 1) > 1 else None
         key = "lastgasp/notice" if fresh_store else f"lastgasp/notice/{number}"
         current = Round(number=number, store=store)
+        secret = Secret.from_environment(self._given) if store is not None else Secret()
         if group.group_rank == 0:
-            current.controller = self._controller = self._controller or _start(group)
-            notice = _notice(current.controller, run_id, number)
+            notice = self._first(group, run_id, number, secret)
+            current.controller = self._controller
             if store is not None:
-                store.set(key, msgspec.json.encode(notice).decode())
+                store.set(key, notice.sealed(secret).decode())
         else:
             assert store is not None
-            notice = msgspec.json.decode(store.get(key), type=Notice)
+            notice = _known(msgspec.json.decode(store.get(key), type=Notice), secret)
             current.number, self._started = notice.attempt, notice.attempt + 1
         current.environment = _environment(notice)
         return current
+
+    def _first(self, group: WorkerGroup, run_id: str, number: int, secret: Secret) -> Notice:
+        """What the first agent has to tell; starts the controller, unless strangers could not be told from ranks."""
+        several = (group.group_world_size or 1) > 1
+        if several and secret.missing:
+            why = f"this job spans several nodes and they share no secret. {REMEDY}"
+            return Notice("", "", run_id, number, why)
+        self._controller = self._controller or _start(group, secret.token or new_token())
+        if self._controller is not None:
+            self._controller.expect(number)
+        return _notice(self._controller, run_id, number)
 
     def close(self) -> str:
         """Stop the controller; idempotent.
@@ -120,7 +158,17 @@ class Rounds:
         return ending
 
 
-def _start(group: WorkerGroup) -> ControllerThread | None:
+def _known(notice: Notice, secret: Secret) -> Notice:
+    """The first agent's notice, as far as it can be believed; with the token that ranks of this node prove."""
+    if notice.why:
+        return msgspec.structs.replace(notice, controller="", token="")
+    if not notice.genuine(secret):
+        log.warning("the first node's launcher does not know this node's secret (%s, %s): are they the same there?",
+                    FILE, TOKEN)  # fmt: skip
+    return msgspec.structs.replace(notice, token=secret.token or notice.token or _STRANGER)
+
+
+def _start(group: WorkerGroup, token: str) -> ControllerThread | None:
     host = os.environ.get("LASTGASP_BIND") or _loopback(group)
     if host is None:
         log.warning(
@@ -130,7 +178,7 @@ def _start(group: WorkerGroup) -> ControllerThread | None:
         )
         return None
     try:
-        return ControllerThread(new_token(), host)
+        return ControllerThread(token, host)
     except OSError as error:
         remedy = f"{error.strerror or error}. Set it to this node's address on the training network."
         raise ConfigError("LASTGASP_BIND", host, "an address of this node", remedy) from error
@@ -158,4 +206,6 @@ def _environment(notice: Notice) -> dict[str, str]:
     found = {"LASTGASP_JOB": notice.job, "LASTGASP_ATTEMPT": str(notice.attempt)}
     if notice.controller:
         found |= {"LASTGASP_CONTROLLER": notice.controller, "LASTGASP_TOKEN": notice.token}
+    if notice.why:
+        found[UNCOORDINATED] = notice.why
     return found | {"LASTGASP_LAUNCHER": os.environ.get("LASTGASP_LAUNCHER", "torchrun")}

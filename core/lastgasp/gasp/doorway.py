@@ -1,0 +1,180 @@
+"""Where the controller takes connections: strangers are few at a time, last a few seconds, and write few log lines.
+
+Anybody on the machine, or on the training network, can connect. Who has not proven that he belongs to the job costs one
+descriptor, and there are bounds for those: the oldest stranger has to go when one more would be too many, so that a
+rank, which proves itself within milliseconds, gets in past any number of connections that only wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from lastgasp import _clock
+
+from . import messages as m
+
+log = logging.getLogger("lastgasp.controller")
+
+STRANGERS, STRANGERS_PER_ADDRESS = 512, 256
+"""Connections that have proven nothing yet, at the same time."""
+DESCRIPTORS = 65536
+"""The soft limit is raised up to this, as far as the hard one allows, once a quarter of it is connections."""
+LINES, PER_SECONDS = 5, 10.0
+"""Log lines about strangers; the rest is counted."""
+_BUSY = m.frame(m.Refused(reason=m.BUSY))
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class LimitedLog:
+    """Some lines in each span of time; then how many there were besides.
+
+    Args:
+        lines, seconds: so many lines in so much time.
+    """
+
+    def __init__(self, lines: int = LINES, seconds: float = PER_SECONDS) -> None:
+        self._lines, self._seconds = lines, seconds
+        self._since, self._written, self._withheld = -seconds, 0, 0
+
+    def warning(self, text: str, *values: object) -> None:
+        """Log it, or count it."""
+        now = _clock.monotonic()
+        if now - self._since >= self._seconds:
+            withheld, self._since, self._written, self._withheld = self._withheld, now, 0, 0
+            if withheld:
+                log.warning("%d more lines like the following were left out", withheld)
+        if self._written >= self._lines:
+            self._withheld += 1
+            return
+        self._written += 1
+        log.warning(text, *values)
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has proven nothing yet; the writer comes with its first turn, after a handshake."""
+
+    address: str
+    connection: socket.socket
+    begun: bool = False
+    writer: asyncio.StreamWriter | None = None
+
+
+class Doorway:
+    """Listens, and gives each connection to `serve` on a task of its own.
+
+    Args:
+        serve: what to do with a connection; it calls `known` once that has proven itself, and closes its writer.
+        secure: for TLS; handshake: seconds that one may take.
+
+    All methods run on the event loop.
+    """
+
+    def __init__(self, serve: Serve, secure: ssl.SSLContext | None, handshake: float) -> None:
+        self._serve, self._secure, self._handshake = serve, secure, handshake
+        self._strangers: dict[asyncio.Task[None], _Stranger] = {}
+        self._count = 0
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self.log = LimitedLog()
+
+    def open(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=STRANGERS)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._listener))
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more; connections are the caller's to end. Idempotent."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        if self._listener is not None:
+            self._listener.close()
+
+    def known(self) -> None:
+        """The connection of the task that calls has proven that it belongs to the job."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._strangers.pop(task, None)
+
+    # -- connections ------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                self.log.warning("no connection can be taken: %s", error)
+                await asyncio.sleep(1.0 if error.errno in _EXHAUSTED else 0.01)
+                continue
+            self._take(connection, str(address[0]))
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        self._make_room(address)
+        stranger = _Stranger(address, connection)
+        task = asyncio.create_task(self._greet(stranger))
+        self._strangers[task] = stranger
+        self._count += 1
+        task.add_done_callback(lambda task: self._ended(task, stranger))
+        _raise_limit(self._count)
+
+    def _ended(self, task: asyncio.Task[None], stranger: _Stranger) -> None:
+        self._count -= 1
+        self._strangers.pop(task, None)
+        if not stranger.begun:  # its turn had not come yet
+            with contextlib.suppress(OSError), stranger.connection:
+                stranger.connection.send(_BUSY if self._secure is None else b"")
+
+    def _make_room(self, address: str) -> None:
+        """The oldest stranger goes: of the same address, or of all, where one more would be too many."""
+        most = min(STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        same = [task for task, one in self._strangers.items() if one.address == address]
+        if len(same) >= min(STRANGERS_PER_ADDRESS, most):
+            self._evict(same[0])
+        elif len(self._strangers) >= most:
+            self._evict(next(iter(self._strangers)))
+
+    def _evict(self, task: asyncio.Task[None]) -> None:
+        stranger = self._strangers.pop(task)
+        if stranger.writer is not None:
+            stranger.writer.write(_BUSY)
+        task.cancel()
+        self.log.warning("too many connections prove nothing: the oldest, from %s, was closed", stranger.address)
+
+    async def _greet(self, stranger: _Stranger) -> None:
+        stranger.begun = True
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        limit = self._handshake if self._secure is not None else None
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, stranger.connection, ssl=self._secure, ssl_handshake_timeout=limit
+            )
+        except OSError as error:  # ssl.SSLError is one
+            self.log.warning("no TLS with %s: %s", stranger.address, error)
+            return
+        stranger.writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        await self._serve(reader, stranger.writer)
+
+
+def _raise_limit(connections: int) -> None:
+    """More descriptors for this process, where connections take a quarter of what it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if connections >= soft // 4 and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

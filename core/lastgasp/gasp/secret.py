@@ -1,0 +1,123 @@
+"""The secret that the nodes of one job share. It is given to each node and never travels through the rendezvous store.
+
+Whoever reaches the port of torch's rendezvous store can read and write all that stands in it, so nothing there may let
+anybody into the job. A job on one node needs no secret from outside: its launcher makes one and hands it to its ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lastgasp.errors import ConfigError
+
+from .tls import CA, CERT, KEY, TlsFiles
+
+TOKEN, FILE, INSECURE = "LASTGASP_TOKEN", "LASTGASP_TOKEN_FILE", "LASTGASP_INSECURE"
+UNCOORDINATED = "LASTGASP_NO_CONTROLLER"
+"""From the launcher to its ranks: why the job has no controller."""
+SHORTEST, LONGEST = 16, 4096
+"""Characters of a secret. Who overhears a greeting can try short ones at leisure."""
+REMEDY = (
+    f"Put the output of `openssl rand -hex 32` into a file that only you can read and name it in {FILE} on every node; "
+    f"or set {TOKEN} to the same secret on every node; or set {CERT}, {KEY} and {CA}. {INSECURE}=1 goes on without: "
+    "whoever reaches the rendezvous port can then take part in the job."
+)
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What this node can prove to the others.
+
+    Attributes:
+        token: what all nodes know; empty where none was given.
+        tls: only who has a certificate of the job's CA can connect.
+        insecure: the user wants to go on without either.
+    """
+
+    token: str = ""
+    tls: bool = False
+    insecure: bool = False
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] | None = None) -> Secret:
+        """What the environment names.
+
+        Raises:
+            ConfigError: a file cannot be used, or a secret is too short.
+        """
+        env = os.environ if env is None else env
+        tls = TlsFiles.from_environment(env) is not None
+        return cls(token_from_environment(env), tls, env.get(INSECURE) == "1")
+
+    @property
+    def missing(self) -> bool:
+        """There is nothing by which the nodes could know each other, and nobody has asked to go on without."""
+        return not (self.token or self.tls or self.insecure)
+
+    def require(self, what: str) -> None:
+        """Raise ConfigError where it is `missing`; `what` says which job needs it."""
+        if self.missing:
+            raise ConfigError(FILE, None, f"a secret that all nodes share, because {what}", REMEDY)
+
+    def seal(self, text: bytes) -> str:
+        """Proves to who knows the token that `text` comes from somebody who knows it; empty without a token."""
+        if not self.token:
+            return ""
+        return hmac.new(self.token.encode(), b"notice:" + text, hashlib.sha256).hexdigest()
+
+
+def token_from_environment(env: Mapping[str, str] | None = None) -> str:
+    """The secret of `LASTGASP_TOKEN_FILE`, else of `LASTGASP_TOKEN`; empty where neither is set.
+
+    Raises:
+        ConfigError: the file cannot be used, or the secret is too short.
+    """
+    env = os.environ if env is None else env
+    if path := env.get(FILE):
+        return _checked(FILE, _content(path), path)
+    return _checked(TOKEN, env[TOKEN], "(not shown)") if env.get(TOKEN) else ""
+
+
+def _checked(name: str, token: str, shown: str) -> str:
+    if SHORTEST <= len(token) <= LONGEST and token.isprintable():
+        return token
+    allowed = f"a secret of {SHORTEST} to {LONGEST} printable characters on one line, not {len(token)}"
+    raise ConfigError(name, shown, allowed, "Make one with `openssl rand -hex 32`.")
+
+
+def _content(path: str) -> str:
+    allowed = "a file with the job's secret that nobody but its owner can read"
+    try:
+        fd = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(FILE, path, allowed, f"It cannot be read: {error.strerror or error}.") from error
+    try:
+        if why := readable_by_others(os.fstat(fd)):
+            raise ConfigError(FILE, path, allowed, f"{why} chmod 600 {path}")
+        data = os.read(fd, LONGEST + 2)
+        return data.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(FILE, path, allowed, f"It cannot be read as text: {error}.") from error
+    finally:
+        os.close(fd)
+
+
+def readable_by_others(found: os.stat_result) -> str:
+    """Why this is no file for a secret; empty where it is one.
+
+    As PostgreSQL has it: its owner alone may read it, and where root owns it, its group as well. Files that Kubernetes
+    mounts for a container without root are like that.
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        return "It is no regular file."
+    if found.st_uid == os.geteuid():
+        return f"Its mode is {mode:04o}." if mode & 0o077 else ""
+    if found.st_uid != 0:
+        return f"It belongs to user {found.st_uid}."
+    return f"Its mode is {mode:04o}." if mode & 0o037 else ""
