@@ -91,6 +91,25 @@ class NoGoodCheckpoint(CheckpointError):
         )
 
 
+class NothingLoads(CheckpointError):
+    """Checkpoints verify, and the framework can load none of them; nothing was moved.
+
+    Args:
+        directory: where they are; reasons: path -> why it does not load.
+    """
+
+    restart_helps = False
+
+    def __init__(self, directory: str, reasons: dict[str, str]) -> None:
+        self.directory, self.reasons = directory, reasons
+        listing = "\n  ".join(f"{path}: {why}" for path, why in reasons.items())
+        super().__init__(
+            f"no checkpoint in {directory} loads, and {len(reasons)} of them verify; nothing was moved:\n  {listing}\n"
+            "Were the model, the optimizer or the parallel sizes changed? Change them back, give another directory, or "
+            "give resume='never' to start anew."
+        )
+
+
 class CheckpointMismatch(CheckpointError):
     """A good checkpoint that is of another model, optimizer or loop than the one that wants to resume from it.
 

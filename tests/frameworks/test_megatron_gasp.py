@@ -111,6 +111,26 @@ def test_a_lost_shard_without_replica_is_said_with_what_would_have_saved_it(tmp_
     assert all(first[: len(second)] == second[: len(first)] for first, second in again.values())
 
 
+@pytest.mark.full
+def test_fp32_weights_that_are_kept_in_another_form_are_never_saved(tmp_path: Path) -> None:
+    """As with MindSpeed's --reuse-fp32-param, from an option that nobody knows."""
+    flags, script = f"--bf16 {TWO_INSTANCES}", Path(place.__file__).with_name("train_reused.py")
+    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=SAVED)
+    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
+    job = GptJob(
+        folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS,
+        script=script,
+    )  # fmt: skip
+    done = job.run(fault("sigkill", 1, "forward", tmp_path), timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert len(read_log(tmp_path / "fired")) == 1
+    found = incident_of(job)
+    assert found.ending == "gave_up" and "does not round to the bfloat16 weight" in found.reason, found
+    assert "rank 0 can save nothing after a fault" in done.output, "it is said when the first update was made"
+    assert not (job.checkpoints / f"iter_{FAULT:07d}").exists()
+    assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
+
+
 OVERFLOW = "--fp16 --loss-scale-window 4 --hysteresis 1 --initial-loss-scale"
 
 

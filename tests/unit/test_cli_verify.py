@@ -86,7 +86,7 @@ def test_quarantined_ones_are_listed_and_do_not_count(tmp_path: Path) -> None:
     code, document = run_json(tmp_path)
     assert code == 0
     assert any("step=20.ckpt.corrupt" in path for path in document["quarantined"])
-    assert "quarantined earlier" in run(tmp_path)[1]
+    assert "moved away earlier" in run(tmp_path)[1]
 
 
 def test_what_was_set_aside_is_listed_and_does_not_count(tmp_path: Path) -> None:

@@ -16,12 +16,16 @@ class Accelerator:
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.done = False
         self._current = "training"
 
     def Event(self) -> Any:
         class Event:
             def record(event) -> None:
                 self.said.append(f"record on {self._current}")
+
+            def query(event) -> bool:
+                return self.done
 
         return Event()
 
@@ -64,3 +68,14 @@ def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:
     device.mark()
     with device.reading():
         pass
+    device.mark_copied()
+    assert device.copied()
+
+
+def test_whether_the_weights_are_copied_is_asked_and_not_waited_for() -> None:
+    module = Accelerator()
+    device = Device(torch.device("cuda:3"), module)
+    device.mark_copied()
+    assert module.said == ["record on training"] and not device.copied()
+    module.done = True
+    assert device.copied()

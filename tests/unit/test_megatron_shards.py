@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,49 +14,7 @@ from lastgasp.topology import Place
 from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
 from lastgasp_megatron.shards import Exchange, slice_of
 from lastgasp_megatron.topology import Shard, advice, refuse_unsupported
-
-KIND = (torch.bfloat16, torch.float32)
-SIZES = (5, 6, 4)
-"""Elements of three parameters: the first two in bucket 0 (11, padded to 12), the third in bucket 1 (4)."""
-
-
-def optimizers(parts: int) -> tuple[list[torch.nn.Parameter], torch.Tensor, list[Any]]:
-    """Parameters, their fp32 weights in one row, and a stand-in optimizer for each part."""
-    params = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in SIZES]
-    weights = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(3))
-    buckets = [
-        SimpleNamespace(grad_data=torch.zeros(12), numel_unpadded=11, offset=0),
-        SimpleNamespace(grad_data=torch.zeros(4), numel_unpadded=4, offset=12),
-    ]
-    index = {params[0]: (0, 5, 0), params[1]: (5, 11, 0), params[2]: (12, 16, 1)}
-    buffer = SimpleNamespace(buckets=buckets, numel_unpadded=15, param_index_map=index)
-    return params, weights, [_part(part, parts, buffer, weights) for part in range(parts)]
-
-
-def _part(part: int, parts: int, buffer: Any, weights: torch.Tensor) -> Any:
-    ranges: list[Any] = []
-    groups: dict[Any, tuple[int, int]] = {}
-    mains: list[torch.Tensor] = []
-    state: dict[Any, Any] = {}
-    for number, bucket in enumerate(buffer.buckets):
-        size = bucket.grad_data.numel() // parts
-        low, high = part * size, (part + 1) * size
-        found = {}
-        for param, (start, end, home) in buffer.param_index_map.items():
-            begin, stop = max(start - bucket.offset, low), min(end - bucket.offset, high)
-            if home != number or begin >= stop:
-                continue
-            at = begin + (0 if number == 0 else 11)
-            main = weights[at : at + stop - begin].clone()
-            found[param] = {"gbuf_local": SimpleNamespace(start=begin - low, end=stop - low)}
-            groups[param] = (0, len(mains))
-            mains.append(main)
-            state[main] = {"exp_avg": main * 2, "exp_avg_sq": main * 3}
-        ranges.append({"param_map": found})
-    inner = SimpleNamespace(param_groups=[{"params": mains}], state=state)
-    return SimpleNamespace(
-        gbuf_ranges=[{KIND: ranges}], buffers=[buffer], model_param_group_index_map=groups, optimizer=inner
-    )
+from support.megatron.slices import KIND, SIZES, optimizers
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -66,11 +23,10 @@ def test_slices_become_whole(parts: int) -> None:
     state = merged(found[0], [slice_of(one, parts) for one in found])
     world = state[0][KIND]
     assert state["buckets_coalesced"] is True and world["numel_unpadded"] == 15
-    for key, factor in (("param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
-        assert torch.equal(world[key], weights * factor), key
+    for key, expected in (("param", weights), ("exp_avg", weights * 2), ("exp_avg_sq", weights.square() * 3)):
+        assert torch.equal(world[key], expected), key
     values = weights_of_merged(found[0], state)
-    expected = torch.split(weights.to(torch.bfloat16), list(SIZES))
-    for param, value in zip(params, expected, strict=True):
+    for param, value in zip(params, torch.split(weights.to(torch.bfloat16), list(SIZES)), strict=True):
         assert torch.equal(values[id(param)], value)
 
 
@@ -87,6 +43,14 @@ def test_an_optimizer_that_lacks_a_part_of_its_state_is_not_saved() -> None:
     _, _, (one,) = optimizers(1)
     next(iter(one.optimizer.state.values())).pop("exp_avg")
     with pytest.raises(NotSaveable, match="no 'exp_avg' of one parameter"):
+        slice_of(one, 1)
+
+
+def test_an_optimizer_that_holds_more_than_the_file_has_place_for_is_not_saved() -> None:
+    _, _, (one,) = optimizers(1)
+    main, state = next(iter(one.optimizer.state.items()))
+    state |= {"step": torch.tensor(3), "ema": main.clone()}
+    with pytest.raises(NotSaveable, match="holds 'ema'"):
         slice_of(one, 1)
 
 
@@ -141,12 +105,23 @@ def test_what_older_attempts_left_is_removed_and_nothing_else(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("option", "value", "word"),
-    [("num_experts", 4, "experts"), ("use_torch_fsdp2", True, "distributed"), ("expert_model_parallel_size", 2, "1")],
+    [
+        ("num_experts", 4, "experts"),
+        ("use_torch_fsdp2", True, "distributed"),
+        ("expert_model_parallel_size", 2, "1"),
+        ("reuse_fp32_param", True, "--reuse-fp32-param=True.*no fp32 weights"),
+        ("swap_optimizer", True, "--swap-optimizer"),
+        ("virtual_optimizer", ["all"], "--virtual-optimizer"),
+        ("quant_states", True, "--quant-states"),
+        ("lora_target_modules", ["linear_qkv"], "--lora-target-modules"),
+        ("ttp_enabled", True, "--ttp-enabled=True.*not both"),
+        ("inprocess_restart", True, "--inprocess-restart=True.*not both"),
+    ],
 )
 def test_what_cannot_be_saved_is_refused(option: str, value: object, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         refuse_unsupported(SimpleNamespace(**{option: value}))
-    refuse_unsupported(SimpleNamespace(num_experts=None))
+    refuse_unsupported(SimpleNamespace(num_experts=None, lora_target_modules=[], reuse_fp32_param=False))
 
 
 def test_advice_names_the_flag_and_its_cost() -> None:

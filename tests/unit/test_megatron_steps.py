@@ -105,6 +105,21 @@ def test_a_step_is_complete_when_the_inner_step_is_done(loop: Loop) -> None:
     assert not loop.steps.inside
 
 
+def test_the_weights_of_the_model_are_settled_when_the_outer_step_is_done(loop: Loop) -> None:
+    seen: list[bool] = []
+    loop.steps.on_settled = lambda: seen.append(loop.steps.settled)
+
+    def behind(original: Any, args: Any, kwargs: Any) -> None:
+        original()
+        seen.append(loop.steps.settled)
+
+    wrap(loop.optimizer.optimizer, "step", behind)
+    assert loop.steps.settled and not loop.steps.updated
+    loop.iteration()
+    assert seen == [False, False], "behind the inner step, and before the copy is done"
+    assert loop.steps.settled and loop.steps.updated
+
+
 def test_the_counters_that_follow_are_those_that_were_foretold(loop: Loop) -> None:
     for overflow in (False, True, False):
         loop.iteration(overflow)

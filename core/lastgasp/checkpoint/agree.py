@@ -79,7 +79,7 @@ def agree(local: list[Candidate], verify_share: VerifyShare, gather: Gather, ran
         if answers is None:
             said = _say(mine[path], verify_share)
             answers = _gather_answers(said, gather, f"agree/verdict/{number}", world_size)
-        reasons = _merge_reasons(answers)
+        reasons = merge_reasons([answer.reasons for answer in answers])
         if not reasons:
             return Agreement(mine[path], rejected, len(union), tuple(proven))
         rejected[path] = reasons
@@ -150,11 +150,11 @@ def _decode(payload: bytes) -> _Said:
         return _Said(["sent no verdict that could be read"], False)
 
 
-def _merge_reasons(answers: list[_Said]) -> list[str]:
+def merge_reasons(by_rank: list[list[str]]) -> list[str]:
     """One line per reason, naming the ranks that gave it: a thousand ranks seldom have a thousand reasons."""
     ranks: dict[str, list[int]] = {}
-    for rank, answer in enumerate(answers):
-        for reason in answer.reasons:
+    for rank, given in enumerate(by_rank):
+        for reason in given:
             ranks.setdefault(reason, []).append(rank)
     return [f"{_name(who)}: {reason}" for reason, who in ranks.items()]
 

@@ -15,7 +15,8 @@ MANIFEST_SUFFIX = ".manifest.json"
 NEXT_SUFFIX = ".manifest.next.json"
 _STEP = re.compile(r"(?:step|iter(?:ation)?)[=_-]?(\d+)")
 _TRAILING = re.compile(r"(\d+)$")
-_NOT_DATA = re.compile(r"^\.|\.corrupt(-\d+)?(\.reason\.json)?$|\.manifest(\.next)?\.json$")
+_MOVED = re.compile(r"\.(corrupt|unfit)(-\d+)?(\.reason\.json)?$")
+_NOT_DATA = re.compile(rf"^\.|{_MOVED.pattern}|\.manifest(\.next)?\.json$")
 
 
 @dataclass(unsafe_hash=True)  # not frozen: the port's `name` is a settable attribute
@@ -118,6 +119,11 @@ class DirectoryLayout:
 def next_path(manifest: Path) -> Path:
     """Where a manifest waits while its data is being put in place (see `commit`)."""
     return manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX) + NEXT_SUFFIX)
+
+
+def is_moved_away(name: str) -> bool:
+    """Whether it is the name of a checkpoint that `quarantine` or `set_aside_unfit` has moved, or of its reasons."""
+    return _MOVED.search(name) is not None
 
 
 def data_names(directory: Path) -> list[str]:

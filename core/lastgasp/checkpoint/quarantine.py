@@ -1,4 +1,4 @@
-"""Move a checkpoint that is proven bad out of the way. Nothing is ever deleted or overwritten."""
+"""Move a checkpoint away that is proven bad, or that does not load. Nothing is ever deleted or overwritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("lastgasp")
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """`<name>.corrupt.reason.json`: why a checkpoint was moved away, and when (wall-clock ns)."""
+    """`<name>.corrupt.reason.json`, `<name>.unfit.reason.json`: why it was moved, and when (wall-clock ns)."""
 
     version: int = 1
     name: str
@@ -52,13 +52,24 @@ def quarantine(
         Where the data is now, or None when nothing was moved: not proven, done by a racing rank, or the
         directory cannot be changed (which is logged; the candidate was rejected anyway).
     """
-    if not proven:
-        return None
+    return _move_away(candidate, reasons, "corrupt", layout) if proven else None
+
+
+def set_aside_unfit(candidate: Candidate, reasons: Sequence[str], layout: Layout | None = None) -> Path | None:
+    """Rename a checkpoint that is whole and that this job cannot load to `<name>.unfit...`, with the reasons beside.
+
+    A job that it fits takes it again when data and manifest have their names back. Arguments and result as in
+    `quarantine`; for a caller who knows that another one has been loaded (`trial.Trial`).
+    """
+    return _move_away(candidate, reasons, "unfit", layout)
+
+
+def _move_away(candidate: Candidate, reasons: Sequence[str], ending: str, layout: Layout | None) -> Path | None:
     try:
         with locked(candidate.path.parent):
-            return None if _changed(candidate, layout) else _move(candidate, list(reasons), layout)
+            return None if _changed(candidate, layout) else _move(candidate, list(reasons), ending, layout)
     except OSError as error:
-        _log.warning("%s is damaged and could not be moved away: %s", candidate.path, error)
+        _log.warning("%s is %s and could not be moved away: %s", candidate.path, ending, error)
         return None
 
 
@@ -76,9 +87,9 @@ def _names(found: Manifest, path: Path, layout: Layout | None) -> bool:
     return found.files[0].path.split("/")[0] == path.name
 
 
-def _move(candidate: Candidate, reasons: list[str], layout: Layout | None) -> Path | None:
+def _move(candidate: Candidate, reasons: list[str], ending: str, layout: Layout | None) -> Path | None:
     path = candidate.path
-    home = _free_name(path)
+    home = _free_name(path, ending)
     moved = [move_parts(path, layout, home)]
     moved += [_rename(_beside(path, suffix), _beside(home, suffix)) for suffix in (MANIFEST_SUFFIX, NEXT_SUFFIX)]
     if not any(moved):
@@ -97,10 +108,10 @@ def _rename(src: Path, dst: Path) -> bool:
     return True
 
 
-def _free_name(path: Path) -> Path:
-    """`<name>.corrupt`, or with a number when something of that name is there."""
+def _free_name(path: Path, ending: str) -> Path:
+    """`<name>.<ending>`, or with a number when something of that name is there."""
     for number in itertools.count():
-        home = _beside(path, f".corrupt-{number}" if number else ".corrupt")
+        home = _beside(path, f".{ending}-{number}" if number else f".{ending}")
         taken = [home, *(_beside(home, end) for end in (MANIFEST_SUFFIX, NEXT_SUFFIX, ".reason.json"))]
         if not any(os.path.lexists(name) for name in taken):
             return home

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lastgasp.checkpoint import Verdict, progress_bar
 from lastgasp.checkpoint import verify as verify_one
+from lastgasp.checkpoint.layout import is_moved_away
 from lastgasp.checkpoint.moving import aside_in
 
 from ._console import console
@@ -60,7 +61,7 @@ class Report(msgspec.Struct, frozen=True):
     directory: str
     checkpoints: list[Row]
     quarantined: list[str]
-    """Checkpoints that an earlier resume has moved away; their reasons stand beside them."""
+    """Checkpoints that an earlier resume has moved away, damaged or unfit; their reasons stand beside them."""
     set_aside: list[str]
     """What stood where a dying gasp of the same name was saved, under its hidden name. Nothing reads or removes it."""
     version: int = 1
@@ -94,7 +95,8 @@ def examine(directory: Path) -> Report:
         ConfigError: there is none, or the directory cannot be listed.
     """
     found = find(directory)
-    quarantined = sorted(str(path) for path in directory.glob("*.corrupt*") if path.suffix != ".json")
+    moved = (path for path in directory.iterdir() if is_moved_away(path.name) and path.suffix != ".json")
+    quarantined = sorted(map(str, moved))
     aside = [str(path) for path in aside_in(directory)]
     if not found and not quarantined and not aside:
         raise nothing_in(directory)
@@ -129,7 +131,7 @@ def _print(report: Report) -> None:
     out = console()
     out.print(table)
     for path in report.quarantined:
-        out.print(f"quarantined earlier: {escape(path)}")
+        out.print(f"moved away earlier, with the reason beside it: {escape(path)}")
     for path in report.set_aside:
         out.print(f"set aside for a gasp of the same name, remove it when you do not need it: {escape(path)}")
 

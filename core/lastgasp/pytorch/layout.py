@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgasp.checkpoint import SingleFile
-from lastgasp.checkpoint.layout import MANIFEST_SUFFIX
+from lastgasp.checkpoint.layout import MANIFEST_SUFFIX, is_moved_away
 
 FORMAT = "pytorch"
 """`format` in the manifests."""
@@ -70,4 +70,4 @@ class PlainFiles:
 def _with_manifest(directory: Path) -> set[Path]:
     manifests = directory.glob(f"*{MANIFEST_SUFFIX}") if directory.is_dir() else ()
     data = [path.with_name(path.name.removesuffix(MANIFEST_SUFFIX)) for path in manifests]
-    return {path for path in data if path.is_file() and ".corrupt" not in path.name}
+    return {path for path in data if path.is_file() and not is_moved_away(path.name)}

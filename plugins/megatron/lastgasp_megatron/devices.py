@@ -26,11 +26,21 @@ class Device:
         self.device = device
         self._module = module if module is not None or device.type == "cpu" else torch.get_device_module(device)
         self._event = self._module.Event() if self._module is not None else None
+        self._copied = self._module.Event() if self._module is not None else None
 
     def mark(self) -> None:
         """What was issued so far makes the step that a gasp may read. On the training thread."""
         if self._event is not None:
             self._event.record()
+
+    def mark_copied(self) -> None:
+        """The model's weights are copied from the optimizer's once all that was issued so far is done."""
+        if self._copied is not None:
+            self._copied.record()
+
+    def copied(self) -> bool:
+        """Whether that is done. Does not wait: behind the copy stands a collective that may never end."""
+        return self._copied is None or bool(self._copied.query())
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -68,6 +68,9 @@ def _bucket(optimizer: Any, keys: tuple[str, ...], ranges: Any, size: int) -> Bu
             row[start:end].zero_()
     for param, place in zip(ranges["param_map"], places, strict=True):
         tensors = _tensors(optimizer, param)
+        more = [key for key, value in tensors.items() if key not in (*keys, "step") and isinstance(value, Tensor)]
+        if more:
+            raise NotSaveable(f"the optimizer holds {more[0]!r} for each parameter, which distrib_optim.pt has not")
         for key in keys:
             row = found[key][place.start : place.end]
             if key in tensors:

@@ -26,6 +26,7 @@ from lastgasp_megatron.manifests import LAYOUT, newest_name, provenance
 from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
 from lastgasp_megatron.shards import Exchange, slice_of
 from lastgasp_megatron.small import RandomState
+from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
 from lastgasp_megatron.topology import Shard
 from lastgasp_megatron.tracker import checkpoint_path, write_tracker
@@ -70,6 +71,9 @@ class MegatronSource:
     Args:
         steps, random: what the training thread records; composer: builds a rank's file.
         optimizer: Megatron's.
+
+    Attributes:
+        unsound: why nothing can be saved for as long as this process lives; empty where it can.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class MegatronSource:
         self.alike = True
         self._orders = itertools.count(1)
         self._order = 0
+        self.unsound = ""
 
     def configure(self, config: GaspConfig, device: Device) -> None:
         """Where to write and how; where the weights are."""
@@ -109,6 +114,7 @@ class MegatronSource:
     def _save(self, step: int, small: Mapping[int, bytes]) -> SavedShard:
         self._order = order = next(self._orders)
         boundary = self._require(step)
+        self._require_sound()
         small = {rank: data for rank, data in small.items() if data} | {self.rank: self._random.read(step)}
         target = checkpoint_path(self._config.directory, step)
         slices = is_distributed(self._optimizer) and not is_stub(self._optimizer)
@@ -136,6 +142,11 @@ class MegatronSource:
         if boundary.adam != steps.counted():
             raise NotSaveable(f"the optimizer has made {steps.counted()} updates, not {boundary.adam}")
         return boundary
+
+    def _require_sound(self) -> None:
+        problem = self.unsound or unsound(self._optimizer, self._steps.settled and self._device.copied())
+        if problem:
+            raise NotSaveable(problem)
 
     def _save_slice(self, boundary: Boundary, target: Path) -> SavedShard:
         found = slice_of(self._optimizer, self._shard.parts)

@@ -15,6 +15,7 @@ from lastgasp.topology import Place, ReplicaGroups
 from lastgasp_megatron.compose import Composer, is_distributed
 from lastgasp_megatron.devices import Device
 from lastgasp_megatron.small import RandomState
+from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
 from lastgasp_megatron.steps import Steps, is_stub, only
 from lastgasp_megatron.topology import advice, shard_of
@@ -65,6 +66,9 @@ class MegatronState:
         self.source = MegatronSource(self._steps, self._random, composer, optimizer, (place, shard))
         self.source.configure(config, self._device)
         self._device.mark()
+        self._device.mark_copied()
+        self._steps.on_settled = self._device.mark_copied
+        self._looked = False
 
     def _ended(self, step: int) -> None:
         self._device.mark()
@@ -94,6 +98,16 @@ class MegatronState:
     def iteration_begin(self) -> None:
         """Call before each `train_step`."""
         self._steps.iteration_begin()
+        if self._steps.updated and not self._looked:
+            self._look()
+
+    def _look(self) -> None:
+        """Once, behind the first update: what a gasp would find is told now, and not when one is needed."""
+        self._looked = True
+        problem = unsound(self._optimizer, settled=self._steps.settled)
+        if problem:
+            self.source.unsound = problem
+            log.error("rank %d can save nothing after a fault: %s. Leave that option out", self._place.rank, problem)
 
     def iteration_end(self) -> None:
         """Call after each `train_step` that returned."""

@@ -41,6 +41,11 @@ class Steps:
         capture: records the random state for a step; `settled` is False just before its update.
         updating: called before parameters change; may raise, and then they do not.
         step_end: called when a step is complete.
+
+    Attributes:
+        settled: the model's weights have been copied from the optimizer's since its last update.
+        updated: an update was made.
+        on_settled: called when the weights have been copied (on a device: when that is issued).
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class Steps:
         self._capture, self._updating, self._step_end = capture, updating, step_end
         self.step = int(getattr(args, "iteration", 0) or 0)
         self.inside = False
+        self.settled, self.updated = True, False
+        self.on_settled: Undo = _nothing
         self._counted = self._tried = False
         self._undo: list[Undo] = []
         self.boundary = self._now(self.step)
@@ -102,13 +109,16 @@ class Steps:
     def _outer_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self._tried = True
+        self.on_settled()
+        self.settled = True
         return result
 
     def _inner_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._capture(self.step + 1, False)
         self._updating()
-        self.inside = True
+        self.inside, self.settled = True, False
         result = original(*args, **kwargs)
+        self.updated = True
         self._complete(updated=True)
         return result
 
@@ -158,6 +168,10 @@ class Steps:
     def _scaler(self) -> dict[str, Any] | None:
         scaler = getattr(only(self._optimizer), "grad_scaler", None)
         return dict(scaler.state_dict()) if scaler is not None else None
+
+
+def _nothing() -> None:
+    """Where nobody listens."""
 
 
 def only(optimizer: Any) -> Any:

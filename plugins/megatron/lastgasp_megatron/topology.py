@@ -31,6 +31,15 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "optimizer_cuda_graph": ("the default", "Leave it out: nothing can look between two steps of it."),
     "overlap_param_gather_with_optimizer_step": ("the default", "Leave it out."),
     "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
+    # MindSpeed's. Between two steps the optimizer's tensors are of another form, or not where they seem to be.
+    "reuse_fp32_param": ("the default", "Leave it out: between two steps it keeps no fp32 weights to save."),
+    "swap_optimizer": ("the default", "Leave it out: between two steps the optimizer's state is not on the device."),
+    "virtual_optimizer": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
+    "quant_states": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
+    "lora_target_modules": ("the default", "Leave it out: what is saved of a model with adapters is not the whole."),
+    # Others that answer a fault in place of lastgasp.
+    "ttp_enabled": ("lastgasp or MindSpeed's own engine, not both", "Leave one out."),
+    "inprocess_restart": ("lastgasp or restarts in the process, not both", "Leave one out."),
     "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
 }
 # The same for sizes: those above 1 are refused. The last two follow from options of other names.

@@ -17,6 +17,7 @@ import msgspec
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, progress_bar, quarantine, verify
+from lastgasp.checkpoint.layout import is_moved_away
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Gather, Layout
@@ -363,7 +364,7 @@ def _holds_others(path: Path) -> bool:
         return path.exists()
     for entry in path.rglob("*"):
         relative = entry.relative_to(path)
-        moved = any(part.startswith(".") or ".corrupt" in part for part in relative.parts)
+        moved = any(part.startswith(".") or is_moved_away(part) for part in relative.parts)
         known = relative.parts[0].startswith("iteration_") or LEGACY.title_of(relative.as_posix()) is not None
         if entry.suffix in (".ckpt", ".safetensors") and not moved and not known and entry.is_file():
             return True

@@ -1,0 +1,130 @@
+"""A checkpoint that verifies and yet does not load: all ranks try the newest, and together go on to the next.
+
+It is the content that must be refused, and by every rank: one that is out of memory, or whose disk fails, says nothing
+about a checkpoint. Nothing is moved before another one has been loaded, so that a model that was just changed leaves
+everything where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+
+from lastgasp.errors import CheckpointError, ControlError, DeadlineExceeded, LastgaspError, NothingLoads
+from lastgasp.origin import cause_of
+from lastgasp.ports import Gather, Layout
+
+from .agree import merge_reasons
+from .candidates import Candidate
+from .quarantine import set_aside_unfit
+
+_log = logging.getLogger("lastgasp")
+
+
+class _Went(msgspec.Struct, frozen=True):
+    """How loading went on one rank: what the framework said against the content, empty where it loaded."""
+
+    problem: str
+
+
+_WENT = msgspec.json.Decoder(_Went)
+
+
+def is_about_content(error: BaseException) -> bool:
+    """Whether an error that came out of loading speaks about what was loaded, and not about the machine."""
+    if isinstance(error, LastgaspError):
+        return isinstance(error, CheckpointError)
+    return isinstance(error, Exception) and not isinstance(error, OSError | MemoryError | ImportError)
+
+
+class Trial:
+    """Tries one checkpoint after the other until one loads on all ranks. All ranks make the same calls.
+
+    Args:
+        gather: the all-gather of the job.
+        about_content: tells a framework's errors apart; what it denies is raised at once.
+
+    Attributes:
+        refused: what no rank could load, newest first, with the reasons.
+    """
+
+    def __init__(self, gather: Gather, about_content: Callable[[BaseException], bool] = is_about_content) -> None:
+        self._gather, self._about_content = gather, about_content
+        self._number = 0
+        self.refused: list[tuple[Candidate, list[str]]] = []
+
+    def load(
+        self, choose: Callable[[Collection[Path]], Candidate | None], load: Callable[[Candidate], None]
+    ) -> Candidate | None:
+        """Load the newest that loads.
+
+        Args:
+            choose: the newest good one besides the given paths, the same on every rank; None where there is none.
+            load: hands it to the framework, and lets what that raises through.
+
+        Returns:
+            What was loaded; None where there was nothing to load.
+
+        Raises:
+            NothingLoads: there are checkpoints, and none of them loads; nothing was moved.
+            CheckpointError: it loads here and not on another rank.
+            Exception: what the framework raised, where it is not about the content, or not on all ranks.
+        """
+        last: Exception | None = None
+        while True:
+            candidate = choose([refused.path for refused, _ in self.refused])
+            if candidate is None:
+                if self.refused:
+                    raise self._nothing_loads() from last
+                return None
+            last = self._try(candidate, load)
+            if last is None:
+                return candidate
+            _log.warning("%s does not load (%s); the next one is tried", candidate.path, cause_of(last))
+
+    def set_aside(self, layout_of: Callable[[Path], Layout | None] = lambda path: None) -> list[Path]:
+        """One has been loaded: move those away that were not, for the process that may. Returns where they are."""
+        moved = [set_aside_unfit(one, reasons, layout_of(one.path)) for one, reasons in self.refused]
+        for (one, reasons), home in zip(self.refused, moved, strict=True):
+            where = f"moved to {home.name}" if home is not None else "left where it is"
+            _log.warning("%s verifies, but this job cannot load it: %s; %s", one.path, "; ".join(reasons), where)
+        return [home for home in moved if home is not None]
+
+    def _try(self, candidate: Candidate, load: Callable[[Candidate], None]) -> Exception | None:
+        """None: it is loaded on all ranks. An error: on none."""
+        own: Exception | None = None
+        try:
+            load(candidate)
+        except Exception as error:
+            if not self._about_content(error):
+                raise
+            own = error
+        reasons, all_refuse = self._ask(candidate, own)
+        if not reasons:
+            return None
+        if own is None:
+            raise CheckpointError(f"{candidate.path} was loaded here, but not by all ranks: {'; '.join(reasons)}")
+        if not all_refuse:
+            raise own
+        self.refused.append((candidate, reasons))
+        return own
+
+    def _ask(self, candidate: Candidate, own: Exception | None) -> tuple[list[str], bool]:
+        """Why any rank could not load it, and whether none could."""
+        self._number += 1
+        mine = _Went("" if own is None else f"does not load: {cause_of(own)}")
+        try:
+            answers = self._gather(f"load/{self._number}", msgspec.json.encode(mine))
+        except (ControlError, DeadlineExceeded) as error:
+            if own is not None:
+                raise own from error  # the others may wait for this rank in a collective of the framework's
+            raise
+        problems = [_WENT.decode(answer).problem for answer in answers]
+        return merge_reasons([[problem] if problem else [] for problem in problems]), all(problems)
+
+    def _nothing_loads(self) -> NothingLoads:
+        folder = self.refused[0][0].path.parent
+        return NothingLoads(str(folder), {str(one.path): "; ".join(reasons) for one, reasons in self.refused})
