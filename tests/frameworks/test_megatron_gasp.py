@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from lastgasp.checkpoint import DirectoryLayout, verify
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.megatron import place
-from support.megatron.job import DIST_OPT, TWO_INSTANCES, GptJob
+from support.megatron.job import DIST_OPT, TENSOR, TWO_INSTANCES, GptJob
 
 LAYOUT = DirectoryLayout("iter_*")
 COMPARE = Path(__file__).parents[1] / "support" / "megatron" / "compare.py"
@@ -167,6 +169,55 @@ def test_periodic_saves_in_torch_dist_and_a_gasp_in_torch_live_together(tmp_path
     assert done.ok, done.output[-4000:]
     assert incident_of(job).step_saved == FAULT
     assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
+
+
+NO_GLOO = f"--bf16 {DIST_OPT} --disable-gloo-process-groups --ckpt-format torch_dist"
+
+
+def test_a_gasp_loads_without_gloo_groups(tmp_path: Path) -> None:
+    whole = GptJob(folder=tmp_path / "whole", flags=f"--bf16 {DIST_OPT}", last=LAST, every=LAST)
+    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
+    job = GptJob(folder=tmp_path / "job", flags=NO_GLOO, last=LAST, every=99, launcher="run", launch_options=FLAGS)
+    done = job.run(fault("exception", 1, "forward", tmp_path), timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert len(read_log(tmp_path / "fired")) == 1
+    found = incident_of(job)
+    assert (found.ending, found.step_saved, found.steps_lost) == ("saved", FAULT, 0)
+    assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
+    assert (job.checkpoints / f"iter_{FAULT:07d}").is_dir(), "it was not moved away"
+
+
+@pytest.mark.full
+def test_a_gasp_of_another_cut_is_set_aside_and_the_save_before_is_resharded(tmp_path: Path) -> None:
+    once, dist = (*FLAGS, "--max-restarts", "0"), "--bf16 --ckpt-format torch_dist"
+    made = GptJob(
+        folder=tmp_path, flags=f"{dist} {TENSOR}", last=LAST, every=SAVED, launcher="run", launch_options=once
+    )
+    done = made.run(fault("exception", 1, "forward", tmp_path), timeout=LIMIT)
+    assert done.returncode != 0 and incident_of(made).step_saved == FAULT, done.output[-4000:]
+    (tmp_path / "losses").rename(tmp_path / "losses-of-tp2")
+    again = GptJob(folder=tmp_path, flags=dist, last=FAULT + 1, every=SAVED, launcher="run", launch_options=once)
+    done = again.run(timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert {iteration for _, iteration in again.losses()} == {SAVED, SAVED + 1, SAVED + 2}
+    assert (again.checkpoints / f"iter_{FAULT:07d}.unfit/mp_rank_01").is_dir()
+    assert "holds TP2 PP1 in format torch, and the job asks for TP1 PP1" in done.output
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_another_model_is_set_aside_and_the_one_before_is_loaded(tmp_path: Path) -> None:
+    wide = GptJob(folder=tmp_path / "wide", flags="--bf16 --hidden-size 64", last=FAULT, every=FAULT)
+    assert (done := wide.run(timeout=LIMIT)).ok, done.output[-4000:]
+    job = GptJob(folder=tmp_path / "job", flags="--bf16", last=SAVED, every=SAVED, launcher="run", launch_options=FLAGS)
+    assert (done := job.run(timeout=LIMIT)).ok, done.output[-4000:]
+    name = f"iter_{FAULT:07d}"
+    shutil.copytree(wide.checkpoints / name, job.checkpoints / name)
+    (job.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(FAULT))
+    done = replace(job, last=FAULT).run(timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    assert {iteration for _, iteration in job.losses()} == set(range(FAULT))
+    assert (job.checkpoints / f"{name}.unfit").is_dir() and verify(job.checkpoints / name, LAYOUT).ok
+    assert "this job cannot load it" in done.output
 
 
 @pytest.mark.parametrize(

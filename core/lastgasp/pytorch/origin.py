@@ -6,10 +6,11 @@ import re
 
 import torch.distributed
 
+from lastgasp.checkpoint import trial
 from lastgasp.events import FaultKind
 from lastgasp.origin import cause_of, kind_by
 
-__all__ = ["cause_of", "kind_of"]
+__all__ = ["cause_of", "is_about_content", "kind_of"]
 
 # How collectives fail when another rank is gone: gloo (facts/lightning.md, megatron.md §3), NCCL, HCCL, and the store.
 _PEER = re.compile(
@@ -17,10 +18,21 @@ _PEER = re.compile(
     r"|Socket closed|recvValue failed|Broken pipe|DistNetworkError|DistStoreError"
 )
 
+_MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
+# Newer versions of torch have a class for what goes wrong on a device.
+_DEVICE = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
+
 
 def kind_of(exception: BaseException) -> FaultKind:
     """exit and interrupt by type; peer where a collective says that another rank is gone."""
     return kind_by(exception, _is_peer)
+
+
+def is_about_content(error: BaseException) -> bool:
+    """Whether an error that came out of loading speaks about the checkpoint: no memory, device or peer is behind it."""
+    if isinstance(error, _DEVICE) or _MEMORY.search(str(error)) is not None or _is_peer(error):
+        return False
+    return trial.is_about_content(error)
 
 
 def _is_peer(exception: BaseException) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lastgasp.errors import CheckpointError
+from lastgasp.pytorch import origin
 from lastgasp.pytorch.origin import cause_of
 
 
@@ -16,6 +17,14 @@ class NotLoaded(CheckpointError):
 def is_success(exception: BaseException) -> bool:
     """Whether it is an exit with code 0: --exit-interval and its kin end training like that."""
     return isinstance(exception, SystemExit) and exception.code in (None, 0)
+
+
+def is_about_content(error: BaseException) -> bool:
+    """Whether an error of `load_checkpoint`, or what Megatron gave up over, speaks about the checkpoint."""
+    stop = error.__cause__ if isinstance(error, NotLoaded) else None
+    if stop is not None and stop.__context__ is not None:
+        error = stop.__context__
+    return origin.is_about_content(error)
 
 
 def around_load(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lastgasp_megatron.exits import around_load, is_success
-from lastgasp_megatron.patches import Around, Hook
+from lastgasp_megatron.own_part import without_gloo
+from lastgasp_megatron.patches import Around, Hook, argument
 
 if TYPE_CHECKING:
     from lastgasp_megatron.run import Run
@@ -37,7 +38,7 @@ class Training:
             Hook(_TRAINING, "train", self._around_train, ("model", "optimizer", "opt_param_scheduler")),
             Hook(_TRAINING, "train_step", self._around_step, ("model", "optimizer", "opt_param_scheduler")),
             Hook(_CHECKPOINTING, "save_checkpoint", self._around_save, ("iteration", "model")),
-            Hook(_CHECKPOINTING, "load_checkpoint", around_load, ("load_arg",)),
+            Hook(_CHECKPOINTING, "load_checkpoint", self._around_load, ("optimizer", "load_arg")),
             Hook(_CHECKPOINTING, "load_args_from_checkpoint", around_load, required=False),
             Hook(_CHECKPOINTING, "get_checkpoint_tracker_filename", self._around_tracker),
             Hook(_CHECKPOINTING, "ensure_directory_exists", self._around_write),
@@ -140,6 +141,18 @@ class Training:
         return around
 
     # -- checkpoints ------------------------------------------------------------------------------
+
+    def _around_load(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        run = self._run
+        if run is None:
+            return around_load(call, args, kwargs)
+        undo = without_gloo(argument(call, "optimizer", args, kwargs))
+        try:
+            if argument(call, "load_arg", args, kwargs, "load") != "load":
+                return around_load(call, args, kwargs)
+            return run.chooser.load(lambda: around_load(call, args, kwargs))
+        finally:
+            undo()
 
     def _around_save(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         run = self._run

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
 from lastgasp.checkpoint.moving import put_back
+from lastgasp.checkpoint.quarantine import set_aside_unfit
+from lastgasp.checkpoint.trial import Trial
 from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.ports import Gather
 from lastgasp.topology import Place
 from lastgasp_megatron.args import Options
+from lastgasp_megatron.exits import is_about_content
+from lastgasp_megatron.fit import misfit
 from lastgasp_megatron.manifests import LAYOUT
 from lastgasp_megatron.probe import probe
 from lastgasp_megatron.tracker import Tracker, checkpoint_path, read_tracker, write_tracker
@@ -26,7 +31,7 @@ log = logging.getLogger("lastgasp")
 
 
 class Chooser:
-    """Steers what Megatron loads. All ranks call `steer` together, before `load_checkpoint`.
+    """Steers what Megatron loads. All ranks call together `steer` before `load_checkpoint`, and `load` in its place.
 
     Args:
         args: Megatron's namespace; `load` and `ckpt_step` are set in it.
@@ -38,7 +43,11 @@ class Chooser:
 
     def __init__(self, args: Any, options: Options, place: Place, gather: Gather) -> None:
         self._args, self._options, self._place, self._gather = args, options, place, gather
-        self._given = getattr(args, "ckpt_step", None)
+        self._given, self._load = getattr(args, "ckpt_step", None), args.load
+        self._trial = Trial(gather, is_about_content)
+        self._chosen: Candidate | None = None
+        self._by_name = False
+        self._misfits: dict[Path, tuple[Candidate, str]] = {}
         self.resumed = 0
 
     def steer(self) -> None:
@@ -54,33 +63,67 @@ class Chooser:
                 remove_stale_temps(folder)
                 put_back(folder, LAYOUT)
         self._gather("reload/tidied", b"")  # all ranks must list the same
-        path = self._choose()
-        if path is not None:
-            self._take(path)
-        self._gather("reload/ready", b"")  # rank 0 may have repaired the tracker that all are about to read
+        self._steer(())
+
+    def load(self, call: Callable[[], Any]) -> Any:
+        """Have Megatron load; where all its ranks refuse a checkpoint that verifies, the next one is tried.
+
+        Args:
+            call: `load_checkpoint` of Megatron's.
+
+        Raises:
+            NothingLoads: none of them loads.
+            Exception: what Megatron raised, where the user named the checkpoint, or where it is not about its content.
+        """
+        if self._chosen is None or self._by_name:
+            return call()
+        results: list[Any] = []
+        self._trial.load(
+            lambda refused: self._steer(refused) if refused else self._chosen, lambda _: results.append(call())
+        )
+        self._set_aside()
+        return results[-1]
 
     def done(self) -> None:
         """Loading is over: `ckpt_step` is the user's again, as it is written into checkpoints."""
-        self._args.ckpt_step = self._given
+        self._args.ckpt_step, self._chosen = self._given, None
+
+    def _steer(self, refused: Collection[Path]) -> Candidate | None:
+        self._args.load = self._load
+        self._chosen = self._choose(refused)
+        if self._chosen is not None:
+            self._take(self._chosen.path)
+        self._gather("reload/ready", b"")  # rank 0 may have repaired the tracker that all are about to read
+        return self._chosen
+
+    def _set_aside(self) -> None:
+        """Another one was loaded: move away what no rank could load, and what could be seen not to fit."""
+        if self._place.rank != 0:
+            return
+        self._trial.set_aside()
+        for candidate, why in self._misfits.values():
+            if (candidate.step or 0) > self.resumed:
+                set_aside_unfit(candidate, [why])
 
     # -- choice -----------------------------------------------------------------------------------
 
-    def _choose(self) -> Path | None:
+    def _choose(self, refused: Collection[Path]) -> Candidate | None:
         """The checkpoint to load, verified; None where Megatron shall do what it does by itself."""
+        self._by_name = False
         asked, resume = self._asked(), self._options.gasp.resume
         if self._place.attempt > 0 and (asked is not None or self._finetune):
             # A restart goes on from what the job has saved; where it started from counts only after that.
-            agreement = self._agree(self._folders() if asked is not None else self._folders()[1:], own=True)
+            agreement = self._agree(self._folders() if asked is not None else self._folders()[1:], refused, own=True)
             if agreement.chosen is not None:
                 self._args.finetune = False
-                return agreement.chosen.path
+                return agreement.chosen
         if asked is not None:
             return self._explicit(asked)
         folders = [Path(self._args.load).absolute()] if self._finetune and self._args.load else self._folders()
-        agreement = self._agree(folders, own=resume == "never")
-        if agreement.chosen is None and resume == "auto":
+        agreement = self._agree(folders, refused, own=resume == "never")
+        if agreement.chosen is None and resume == "auto" and not refused:
             self._refuse_if_lost(agreement, folders)
-        return agreement.chosen.path if agreement.chosen is not None else None
+        return agreement.chosen
 
     @property
     def _finetune(self) -> bool:
@@ -95,7 +138,7 @@ class Chooser:
             return checkpoint_path(Path(self._args.load).absolute(), int(self._given))
         return None
 
-    def _explicit(self, path: Path) -> Path:
+    def _explicit(self, path: Path) -> Candidate:
         if not path.is_dir() or LAYOUT.step(path) is None:
             raise ConfigError(
                 "--lastgasp-resume or --ckpt-step",
@@ -103,10 +146,11 @@ class Chooser:
                 "'auto', 'never' or an existing iter_* directory",
                 "Look at `lastgasp verify` of its directory.",
             )
+        self._by_name = True
         agreement = self._agree([path.parent], only=path)
         if agreement.chosen is None:
             raise DamagedCheckpoint(str(path), [why for reasons in agreement.rejected.values() for why in reasons])
-        return path
+        return agreement.chosen
 
     # -- agreement --------------------------------------------------------------------------------
 
@@ -114,8 +158,10 @@ class Chooser:
         named = (self._args.load, self._options.gasp.directory, getattr(self._args, "save", None))
         return list(dict.fromkeys(Path(name).absolute() for name in named if name))
 
-    def _agree(self, folders: list[Path], own: bool = False, only: Path | None = None) -> Agreement:
-        found = [self._judged(c) for c in candidates(folders, LAYOUT)]
+    def _agree(
+        self, folders: list[Path], refused: Collection[Path] = (), own: bool = False, only: Path | None = None
+    ) -> Agreement:
+        found = [self._judged(c) for c in candidates(folders, LAYOUT) if c.path not in refused]
         if own:
             found = [c for c in found if c.manifest is not None and c.manifest.job == self._place.job]
         if only is not None:
@@ -125,6 +171,14 @@ class Chooser:
         return agreement
 
     def _judged(self, candidate: Candidate) -> Candidate:
+        found = self._trusted(candidate)
+        why = misfit(found, self._args) if found.problem is None and not self._by_name else ""
+        if why:
+            self._misfits[found.path] = found, why
+            return dataclasses.replace(found, problem=why)
+        return found
+
+    def _trusted(self, candidate: Candidate) -> Candidate:
         """A checkpoint without a manifest may be taken, unless the tracker says that it was never finished."""
         bare = candidate.path.is_dir() and not LAYOUT.manifest_path(candidate.path).exists()
         if not bare or candidate.manifest is not None or self._options.require_manifest:
