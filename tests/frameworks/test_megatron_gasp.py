@@ -171,19 +171,32 @@ def test_periodic_saves_in_torch_dist_and_a_gasp_in_torch_live_together(tmp_path
     assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
 
 
+def test_megatrons_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
+    job = GptJob(
+        folder=tmp_path, flags="--bf16 --rerun-mode validate_results", last=LAST, every=SAVED, launcher="run",
+        launch_options=FLAGS,
+    )  # fmt: skip
+    done = job.run({"NAN_AT": str(FAULT)}, timeout=LIMIT)
+    assert done.returncode == 16, done.output[-4000:]
+    assert "found NaN in local forward loss calculation" in done.output, "what is to be tested did not happen"
+    assert "stopped with exit code 16: Megatron's rerun machine" in done.output
+    assert {len(times) for times in job.losses().values()} == {1}, "it was started again"
+    assert not list((job.checkpoints / "incidents").glob("*.json")), "a verdict is no fault"
+
+
 NO_GLOO = f"--bf16 {DIST_OPT} --disable-gloo-process-groups --ckpt-format torch_dist"
 
 
 def test_a_gasp_loads_without_gloo_groups(tmp_path: Path) -> None:
-    whole = GptJob(folder=tmp_path / "whole", flags=f"--bf16 {DIST_OPT}", last=LAST, every=LAST)
-    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
-    job = GptJob(folder=tmp_path / "job", flags=NO_GLOO, last=LAST, every=99, launcher="run", launch_options=FLAGS)
+    job = GptJob(folder=tmp_path, flags=NO_GLOO, last=FAULT + 2, every=99, launcher="run", launch_options=FLAGS)
     done = job.run(fault("exception", 1, "forward", tmp_path), timeout=LIMIT)
     assert done.ok, done.output[-4000:]
     assert len(read_log(tmp_path / "fired")) == 1
     found = incident_of(job)
     assert (found.ending, found.step_saved, found.steps_lost) == ("saved", FAULT, 0)
-    assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
+    again = {key: times for key, times in job.losses().items() if len(times) > 1}
+    assert {iteration for _, iteration in again} == {FAULT}, "it did not go on from the gasp"
+    assert all(first[: len(second)] == second[: len(first)] for first, second in again.values()), "losses differ"
     assert (job.checkpoints / f"iter_{FAULT:07d}").is_dir(), "it was not moved away"
 
 

@@ -19,7 +19,7 @@ from lastgasp.ports import Gather
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
-from lastgasp_megatron.exits import NotLoaded, around_load
+from lastgasp_megatron.exits import NotLoaded, around_load, verdict_of
 from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.reload import Chooser
 from lastgasp_megatron.save import Saver
@@ -371,3 +371,14 @@ def test_another_exit_stays_what_it_is() -> None:
     with pytest.raises(SystemExit) as caught:
         around_load(load, (), {})
     assert caught.value.code == 3
+
+
+@pytest.mark.parametrize(("code", "word"), [(16, "asks for a start on other devices"), (17, "rejects a result")])
+def test_the_rerun_machines_exits_are_a_verdict(code: int, word: str) -> None:
+    found = verdict_of(SystemExit(code))
+    assert found is not None and found.code == code and word in found.why
+
+
+@pytest.mark.parametrize("error", [SystemExit(None), SystemExit(0), SystemExit(1), SystemExit("16"), RuntimeError(16)])
+def test_other_ends_are_none(error: BaseException) -> None:
+    assert verdict_of(error) is None

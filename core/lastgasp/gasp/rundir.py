@@ -109,15 +109,15 @@ class Announcement:
 
     def _write(self) -> None:
         try:
-            with _opened(self._directory, create=True) as folder:
-                _replace(folder, self._file.name, msgspec.json.encode(self._file))
+            with open_private(self._directory, create=True) as folder:
+                replace_in(folder, self._file.name, msgspec.json.encode(self._file))
         except (OSError, ConfigError) as error:
             if not self._warned:
                 log.warning("lastgasp ps and switch will not find this job by themselves: %s", error)
             self._warned = True
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(OSError, ConfigError), _opened(self._directory) as folder:
+        with contextlib.suppress(OSError, ConfigError), open_private(self._directory) as folder:
             os.unlink(name, dir_fd=folder)
 
 
@@ -126,9 +126,13 @@ def _for_this_machine(address: str) -> str:
     return f"{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
 
 
-def _replace(folder: int, name: str, data: bytes) -> None:
-    """Readers see the old file or the new one; durability is not asked for, a reboot ends the job, too."""
-    temp = f".{name}.new"
+def replace_in(folder: int, name: str, data: bytes, temp: str = "") -> None:
+    """Readers see the old file or the new one; durability is not asked for, a reboot ends the job, too.
+
+    Args:
+        folder: from `open_private`; temp: the name meanwhile, where several may write.
+    """
+    temp = temp or f".{name}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temp, dir_fd=folder)
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600, dir_fd=folder)
@@ -152,7 +156,7 @@ def running_jobs() -> list[JobFile]:
     refused: list[ConfigError] = []
     for directory in _candidates():
         try:
-            with _opened(directory) as folder:
+            with open_private(directory) as folder:
                 found += _listed(folder)
         except ConfigError as error:
             refused.append(error)
@@ -210,7 +214,7 @@ def _born(pid: int) -> int | None:
 
 
 @contextlib.contextmanager
-def _opened(directory: Path, create: bool = False) -> Iterator[int]:
+def open_private(directory: Path, create: bool = False) -> Iterator[int]:
     """A descriptor of the directory, once it is known to be this user's alone.
 
     Raises:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
-from lastgasp.launch import orphans
+from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.rounds import Round, Rounds
 from lastgasp.steps.recover import recover_orphans
@@ -157,6 +157,7 @@ class GaspAgent(LocalElasticAgent):
 
     def _judge(self, used: bool, refused: bool) -> None:
         assert self._round is not None
+        self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
         self._restarts.ended(self._round.number, used, self._round.progressed(), refused)
         if self._restarts.hopeless:
             self._remaining_restarts = 0

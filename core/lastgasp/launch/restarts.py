@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lastgasp import exitcodes
+from lastgasp.launch.framework_verdict import Verdict
 
 DEFAULT_MAX_RESTARTS = 32767
 """As MindCluster's (facts/taskd.md)."""
@@ -18,11 +19,13 @@ class Restarts:
     Args:
         always: judge also jobs whose ranks never joined (`lastgasp run`); under plain torchrun a job that
             does not use lastgasp keeps torchrun's own rule.
+        verdict_of_framework: what the framework of a rank has said to end the job for good.
     """
 
     always: bool
     barren: int = 0
     refused: bool = False
+    verdict_of_framework: Verdict | None = None
     _ever_used: bool = False
 
     def ended(self, attempt: int, used: bool, progressed: bool, refused: bool = False) -> None:
@@ -37,16 +40,20 @@ class Restarts:
     @property
     def hopeless(self) -> bool:
         """Another restart would most likely fail in the same place."""
-        return self.refused or self.barren >= BARREN_LIMIT
+        return self.verdict_of_framework is not None or self.refused or self.barren >= BARREN_LIMIT
 
     @property
     def exit_code(self) -> int:
         """The launcher's, where it is hopeless."""
+        if self.verdict_of_framework is not None:
+            return self.verdict_of_framework.code
         return exitcodes.REFUSED if self.refused else exitcodes.NO_PROGRESS
 
     @property
     def verdict(self) -> str:
         """What to tell the user."""
+        if self.verdict_of_framework is not None:
+            return str(self.verdict_of_framework)
         if self.refused:
             return (
                 "stopped: a rank refused to start, and would refuse again. The traceback above says why and what to "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from lastgasp.errors import CheckpointError
+from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.pytorch import origin
 from lastgasp.pytorch.origin import cause_of
 
@@ -17,6 +19,26 @@ class NotLoaded(CheckpointError):
 def is_success(exception: BaseException) -> bool:
     """Whether it is an exit with code 0: --exit-interval and its kin end training like that."""
     return isinstance(exception, SystemExit) and exception.code in (None, 0)
+
+
+_VERDICTS = {
+    "EXIT_CODE_RESUME_TO_DISAMBIGUATE": "Megatron's rerun machine got an unexpected result (NaN, infinite or a spike) "
+    "twice, and asks for a start on other devices that tells whether data or hardware is to blame",
+    "EXIT_CODE_FAILED_ON_RESULT_VALIDATION": "Megatron's rerun machine rejects a result (NaN, infinite or a spike)",
+}
+_CODES = {"EXIT_CODE_RESUME_TO_DISAMBIGUATE": 16, "EXIT_CODE_FAILED_ON_RESULT_VALIDATION": 17}
+
+
+def verdict_of(exception: BaseException) -> Verdict | None:
+    """What Megatron says by ending `train` with one of its rerun machine's exit codes; None for all else."""
+    if not isinstance(exception, SystemExit):
+        return None
+    machine = sys.modules.get("megatron.core.rerun_state_machine")
+    for name, code in _CODES.items():
+        code = int(getattr(machine, name, code))
+        if exception.code == code:
+            return Verdict(code, f"{_VERDICTS[name]}; its own lines above name rank, device and loss")
+    return None
 
 
 def is_about_content(error: BaseException) -> bool:

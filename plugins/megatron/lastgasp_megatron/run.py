@@ -12,13 +12,14 @@ from lastgasp.config import check_writable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
 from lastgasp.latesource import LateSource
+from lastgasp.launch import framework_verdict
 from lastgasp.pytorch.origin import cause_of, kind_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
 from lastgasp_megatron.args import options_of
-from lastgasp_megatron.exits import is_success
+from lastgasp_megatron.exits import is_success, verdict_of
 from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.marks import MegatronMarks
 from lastgasp_megatron.ranks import connect, device, place_of, versions
@@ -126,6 +127,12 @@ class Run:
         if isinstance(error, Released):
             leave(error.outcome)
         if is_success(error):
+            self.close(goodbye=True)
+            return
+        verdict = verdict_of(error)
+        if verdict is not None:  # all ranks end with it; what is worth saving Megatron has saved itself
+            log.error("%s", verdict)
+            framework_verdict.give(verdict)
             self.close(goodbye=True)
             return
         kind = kind_of(error)

@@ -1,12 +1,14 @@
 """A tiny GPT through the real `megatron.training.pretrain`: what a user's `pretrain_gpt.py` does, on a CPU.
 
 No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss appends a line per micro-batch to
-`rank-R.txt` there: process, completed iterations and the exact loss.
+`rank-R.txt` there: process, completed iterations and the exact loss. With `NAN_AT` the loss of that iteration is NaN,
+and Megatron's rerun machine is asked about each, as pretrain_gpt.py does.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 from functools import partial
@@ -24,6 +26,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
@@ -47,6 +50,11 @@ def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
         args = get_args()
         with Path(os.environ["LOSSES_DIR"], f"rank-{args.rank}.txt").open("a") as log:
             log.write(f"{os.getpid()} {args.curr_iteration} {float(loss).hex()}\n")
+    if os.environ.get("NAN_AT"):
+        loss = loss * (math.nan if int(os.environ["NAN_AT"]) == get_args().curr_iteration else 1.0)
+        get_rerun_state_machine().validate_result(
+            result=loss, rejection_func=torch.isnan, message="found NaN in local forward loss calculation", fatal=True
+        )
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
