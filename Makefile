@@ -9,11 +9,14 @@ TENSORFLOW := $(VENV)/.tensorflow
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
+# Three for two cores: many tests wait for another process. Whole runs of neighbours, so that what they share is made once;
+# who has nothing left takes over. WORKERS= runs the tests in one process, e.g. for a debugger.
+WORKERS ?= -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 # mypy computes while environments are fetched.
 MAKEFLAGS += --jobs=3
-.PHONY: help .venv demo test test-fast test-full lint bench clean
+.PHONY: help .venv demo test tests test-fast test-full lint bench clean
 
 help:  ## this list
 	@grep -hE '^[.a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,19 +55,20 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 # What is skipped without Megatron or MindSpore must not be skipped where they are fetched.
-test test-full: export TESTS_NEED_MEGATRON := 1
-test test-full: export TESTS_NEED_MINDSPORE := 1
+test tests test-full: export TESTS_NEED_MEGATRON := 1
+test tests test-full: export TESTS_NEED_MINDSPORE := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
 
-# One process: that of another test may write what a killed rank has marked, as it should, and before the test that looks.
-test: lint $(MEGATRON) $(MINDSPORE)  ## lint, then all tests but the full matrix
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+# Lint runs beside the tests: mypy is one process, and a fresh checkout has nothing in its cache.
+test: lint tests  ## lint, and all tests but the full matrix
+tests: $(MEGATRON) $(MINDSPORE)
+	$(BIN)/python -m pytest -m "not full" $(WORKERS) $(ARGS)
 
 test-fast: $(STAMP)  ## the tests of a few seconds
 	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)
 
 test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW)  ## everything, the whole fault matrix included (long)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -o faulthandler_timeout=2000 $(WORKERS) $(ARGS)
 
 bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
 	$(BIN)/python -m benchmarks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 import shlex
@@ -20,7 +21,8 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished, run_job
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[pytorch]'")
-pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'lastgasp[demo]'")
+if importlib.util.find_spec("sklearn") is None:  # 2 s to import, and only the jobs need it
+    pytest.skip("needs scikit-learn: pip install 'lastgasp[demo]'", allow_module_level=True)
 
 from lastgasp.pytorch import load, newest_good  # noqa: E402
 

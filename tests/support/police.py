@@ -40,7 +40,7 @@ def places_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     are in shared memory as ever, in a folder.
     """
     shared = Path("/dev/shm")
-    rings = tempfile.mkdtemp(prefix="lastgasp-tests-", dir=shared if shared.is_dir() else None)
+    rings = tempfile.mkdtemp(prefix="tests-of-lastgasp-", dir=shared if shared.is_dir() else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(rundir.VARIABLE, str(tmp_path_factory.mktemp("runtime")))
         patch.setenv(ringfile.VARIABLE, rings)

@@ -40,8 +40,8 @@ def test_make_test_asks_for_that() -> None:
         ["make", "-n", "-p", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert f"export {place.NEEDED} := 1" in (ROOT / "Makefile").read_text()
-    rules = [line for line in done.stdout.splitlines() if line.startswith(("test: ", "test-full: "))]
-    assert any(".venv/.megatron" in line for line in rules if line.startswith("test: ")), rules
+    rules = [line for line in done.stdout.splitlines() if line.startswith(("tests: ", "test-full: "))]
+    assert any(".venv/.megatron" in line for line in rules if line.startswith("tests: ")), rules
     assert any(".venv/.megatron" in line for line in rules if line.startswith("test-full: ")), rules
 
 
