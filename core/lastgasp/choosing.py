@@ -8,9 +8,11 @@ from pathlib import Path
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
+from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.pairing import vouched
+from lastgasp.checkpoint.samefit import differences, number_of, of_fit
 from lastgasp.config import GaspConfig
-from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.errors import CheckpointMismatch, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 
@@ -25,6 +27,12 @@ class Choice:
         folders: where to look; layout: how checkpoints lie there.
         gather: the all-gather of the job.
         local: this rank among those of its node, and how many they are: they share the reading.
+        fit: which training run of the process this is, of what; only its own checkpoints are resumed from. None where
+            the framework has only one.
+
+    Attributes:
+        unnumbered: `choose` returned a checkpoint that does not say of which fit it is.
+        named: it returned the one that the user named, whatever it is of.
     """
 
     def __init__(
@@ -35,9 +43,12 @@ class Choice:
         place: Place,
         gather: Gather,
         local: tuple[int, int],
+        *,
+        fit: Fit | None = None,
     ) -> None:
         self._config, self._folders, self._layout = config, list(folders), layout
         self._place, self._gather, self._local = place, gather, local
+        self._fit, self.unnumbered, self.named = fit, False, False
 
     def choose(self, instead: bool = False) -> Path | None:
         """The checkpoint to start from, the same on every rank; None to start from scratch.
@@ -48,6 +59,7 @@ class Choice:
         Raises:
             NoGoodCheckpoint: there are some, none is good, and nobody said to start anew.
             DamagedCheckpoint: resume=<path> names a damaged one.
+            CheckpointMismatch: the newest of this fit is of another model, optimizer or data.
             ConfigError: resume=<path> names none.
         """
         if self._place.rank == 0:
@@ -59,7 +71,7 @@ class Choice:
         agreement = self._agree(job=self._place.job if resume != "auto" else None)
         self._report(agreement)
         if agreement.chosen is not None:
-            return agreement.chosen.path
+            return self._of_this_fit(agreement.chosen)
         if agreement.rejected and resume == "auto" and not instead:
             reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
             raise NoGoodCheckpoint(", ".join(map(str, self._folders)), reasons)
@@ -67,18 +79,36 @@ class Choice:
             return self._explicit(Path(resume))  # a restart before this job has saved anything
         return None
 
+    def _of_this_fit(self, chosen: Candidate) -> Path:
+        if self._fit is not None and chosen.manifest is not None:
+            self.unnumbered = number_of(chosen) is None
+            if found := differences(chosen.path, chosen.manifest.fit, self._fit):
+                raise CheckpointMismatch(str(chosen.path), found)
+        return chosen.path
+
     def _explicit(self, path: Path) -> Path:
         if not path.exists():
             raise ConfigError("resume", str(path), "'auto', 'never' or an existing checkpoint", "Check the path.")
         if vouched(path, self._layout) and not (verdict := verify(path, self._layout)).ok:
             raise DamagedCheckpoint(str(path), verdict.reasons)
+        self.named = True
         return path
 
     def _agree(self, job: str | None) -> Agreement:
         found = candidates(self._folders, self._layout)
         if job is not None:
             found = [c for c in found if c.manifest is not None and c.manifest.job == job]
+        if self._fit is not None:
+            found = self._own(found, self._fit.number)
         return agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
+
+    def _own(self, found: list[Candidate], number: int) -> list[Candidate]:
+        own = of_fit(found, number)
+        if found and not own and self._place.rank == 0:
+            folders = ", ".join(map(str, self._folders))
+            log.warning("fit %d of this script starts from scratch: the %d checkpoints in %s are of other fits",
+                        number, len(found), folders)  # fmt: skip
+        return own
 
     def _verify_share(self, candidate: Candidate) -> Verdict:
         """This rank's part of the chunks."""

@@ -124,8 +124,9 @@ class CheckpointMismatch(CheckpointError):
         self.path, self.differences = path, differences
         listing = "\n  ".join(differences)
         super().__init__(
-            f"checkpoint {path} does not fit this loop, and nothing was loaded:\n  {listing}\n"
-            "Give the state that was saved, another dir, or resume='never' to start anew."
+            f"checkpoint {path} does not fit this training, and nothing was loaded:\n  {listing}\n"
+            "Give the state that was saved, another dir, resume='never' to start anew, or resume=<path> to load it "
+            "as it is."
         )
 
 

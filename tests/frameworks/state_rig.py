@@ -22,6 +22,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.resume import Resume
 from lastgasp_lightning.state import LightningState
+from lastgasp_lightning.thisfit import ThisFit
 
 SIZE, BATCH, FEATURES = 22, 4, 5
 
@@ -270,7 +271,7 @@ class Harness(L.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         reorder(trainer, self)
         self.trainer = trainer
-        self.state = LightningState(trainer)
+        self.state = LightningState(trainer, ThisFit(trainer, Path(trainer.default_root_dir)))
         self.resume = Resume(self.state)
         self.state.prepare()
 

@@ -33,6 +33,7 @@ from frameworks.state_rig import (
 )
 from lastgasp_lightning.compat import LightningChanged
 from lastgasp_lightning.state import LightningState
+from lastgasp_lightning.thisfit import ThisFit
 
 
 @pytest.fixture(autouse=True)
@@ -281,5 +282,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_a_changed_lightning_is_named(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
     del trainer.fit_loop.epoch_loop._batches_that_stepped
+    trainer.strategy.connect(Model())
     with pytest.raises(LightningChanged, match="_batches_that_stepped"):
-        LightningState(trainer).prepare()
+        LightningState(trainer, ThisFit(trainer, tmp_path)).prepare()

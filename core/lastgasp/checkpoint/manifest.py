@@ -17,7 +17,8 @@ import xxhash
 from lastgasp import _clock
 from lastgasp._version import __version__
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+"""The newest version that is read. 1 says nothing of the fit; manifests that say none are written as 1 still."""
 Kind = Literal["gasp", "periodic"]
 ProblemKind = Literal["missing", "unreadable", "newer", "damaged"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -50,6 +51,21 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     replica_groups: tuple[tuple[_Count, ...], ...] = ((0,),)
 
 
+class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which training run of its script wrote: only the same one may resume from it.
+
+    Args:
+        number: how many runs the process had begun in this directory before this one.
+        model: digest of the names, shapes and dtypes of its parameters; empty where that was not looked at.
+        optimizer: of the optimizers' types; data: of what is known of the data without reading them. The same.
+    """
+
+    number: _Count
+    model: str = ""
+    optimizer: str = ""
+    data: str = ""
+
+
 class Creator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who wrote, and when: wall-clock ns since the epoch."""
 
@@ -69,6 +85,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         job: the job's name; attempt: how often it was restarted.
         world: ranks and replica groups.
         parent: name of the newest checkpoint before this one, or None.
+        fit: which run of the script; left out by a framework that has only one.
     """
 
     format: str
@@ -78,6 +95,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attempt: _Count = 0
     world: World = World()
     parent: str | None = None
+    fit: Fit | msgspec.UnsetType = msgspec.UNSET
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +113,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parent: str | None
     self_digest: str
     """xxh3-128 of the compact JSON of this document with this field empty."""
+    fit: Fit | msgspec.UnsetType = msgspec.UNSET
+    """Not in a document of version 1."""
 
     def __post_init__(self) -> None:
         names = [entry.path for entry in self.files]
@@ -121,7 +141,8 @@ def build(provenance: Provenance, files: tuple[FileEntry, ...]) -> Manifest:
     """
     creator = Creator(version=__version__, host=socket.gethostname(), pid=os.getpid(), time_ns=_clock.wall_ns())
     fields = {name: getattr(provenance, name) for name in Provenance.__struct_fields__}
-    bare = Manifest(version=MANIFEST_VERSION, files=files, creator=creator, self_digest="", **fields)
+    version = 1 if isinstance(provenance.fit, msgspec.UnsetType) else 2
+    bare = Manifest(version=version, files=files, creator=creator, self_digest="", **fields)
     return msgspec.structs.replace(bare, self_digest=_own_digest(bare))
 
 
@@ -141,8 +162,8 @@ def decode(data: bytes) -> Manifest | ManifestProblem:
         manifest = msgspec.json.decode(data, type=Manifest)
         intact = manifest.self_digest == _own_digest(manifest) and encode(manifest) == data
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        return ManifestProblem("damaged", f"manifest is not readable as JSON of version 1: {error}")
-    if version != MANIFEST_VERSION or not intact:
+        return ManifestProblem("damaged", f"manifest is not readable as JSON of version 1 or 2: {error}")
+    if version != (1 if isinstance(manifest.fit, msgspec.UnsetType) else 2) or not intact:
         return ManifestProblem("damaged", "manifest was changed after it was written (its own digest differs)")
     return manifest
 

@@ -12,13 +12,19 @@ from lastgasp.ports import Layout
 from .candidates import Candidate, candidates
 from .progress import progress_bar
 from .quarantine import quarantine as move_away
+from .samefit import of_fit
 from .verify import verify
 
 _log = logging.getLogger("lastgasp")
 
 
 def newest_good(
-    directories: Iterable[Path], layout: Layout, quarantine: bool = True, job: str | None = None
+    directories: Iterable[Path],
+    layout: Layout,
+    quarantine: bool = True,
+    job: str | None = None,
+    *,
+    fit: int | None = None,
 ) -> Candidate | None:
     """The newest checkpoint whose content matches its manifest; None when there are none at all.
 
@@ -26,6 +32,7 @@ def newest_good(
         directories: where to look; layout: how checkpoints lie there.
         quarantine: whether newer ones that are proven bad are moved away, once a good one is found.
         job: when given, checkpoints of other jobs are not used.
+        fit: when given, those of other fits are not even looked at.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none can be trusted. A file without a manifest counts:
@@ -34,6 +41,8 @@ def newest_good(
     """
     folders = [Path(directory) for directory in directories]
     found = candidates(folders, layout, job)
+    if fit is not None:
+        found = of_fit(found, fit)
     rejected: list[tuple[Candidate, list[str], bool]] = []
     for candidate in found:
         reasons, proven = _judge(candidate, layout)

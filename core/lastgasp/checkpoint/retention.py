@@ -13,6 +13,7 @@ from lastgasp.ports import Layout
 from .candidates import Candidate, candidates
 from .manifest import Kind
 from .moving import move_parts
+from .samefit import of_fit
 from .verify import verify
 
 
@@ -44,6 +45,7 @@ def apply(
     job: str | None = None,
     protected: Collection[Path] = (),
     kind: Kind = "gasp",
+    fit: int | None = None,
 ) -> list[Path]:
     """Remove superfluous gasps of `job`; returns the paths that were removed.
 
@@ -54,12 +56,15 @@ def apply(
         protected: paths known to be good, such as one just published. When empty, checkpoints are verified
             from the newest on until a good one is found; when none is good, nothing is removed.
         kind: what is counted and removed; periodic checkpoints only by whoever wrote them.
+        fit: when given, only those of this fit are counted and removed.
 
     Raises:
         ConfigError: `keep` below 1, or a directory that cannot be listed.
         OSError: the disk refused.
     """
     found = candidates(directories, layout, job)
+    if fit is not None:
+        found = of_fit(found, fit)
     superfluous = to_remove(found, keep, kind, protected)
     if superfluous and not protected:
         good = next((c.path for c in found if not c.problem and verify(c.path, layout).ok), None)

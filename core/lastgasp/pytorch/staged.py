@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from lastgasp.checkpoint import Provenance, Staged, World, apply, candidates
-from lastgasp.checkpoint.manifest import Kind
+from lastgasp.checkpoint.manifest import Fit, Kind
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
 from lastgasp.ports import Layout
@@ -67,8 +70,9 @@ def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place
     """
     result.staged.publish(result.provenance)
     job = place.job if config.resume == "never" else None
+    fit = result.provenance.fit.number if isinstance(result.provenance.fit, Fit) else None
     try:
-        apply([config.directory], layout, config.keep, job=job, protected=[Path(result.path)])
+        apply([config.directory], layout, config.keep, job=job, protected=[Path(result.path)], fit=fit)
     except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
 
@@ -79,19 +83,22 @@ class Writer:
 
     Args:
         format: of the manifest; layout: how they lie.
+        fit: tells which fit this is, where the process may have several.
     """
 
     format: str
     layout: Layout
     place: Place
+    fit: Callable[[], Fit] | None = None
 
     def provenance(self, step: int, kind: Kind, parent: str | None = None) -> Provenance:
         """Who wrote it, for the manifest."""
         place = self.place
         world = World(world_size=place.world_size, replica_groups=place.replicas)
-        return Provenance(
+        made = Provenance(
             format=self.format, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
         )
+        return made if self.fit is None else msgspec.structs.replace(made, fit=self.fit())
 
     def newest(self, directory: Path) -> str | None:
         """The name of the newest checkpoint: the parent of the next one."""

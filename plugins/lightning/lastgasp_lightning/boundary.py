@@ -28,11 +28,15 @@ class UpdateWatch:
     Args:
         updating: called once per batch, before the first parameter changes.
         updated: called after the last parameter changed.
+
+    Attributes:
+        aside: whether the optimizers' steps are none of training's (a tuner's).
     """
 
     def __init__(self, updating: _Event, updated: _Event) -> None:
         self._updating, self._updated = updating, updated
         self._handles: list[Any] = []
+        self.aside: Callable[[], bool] = lambda: False
         self.automatic = True
         self.begun = False
         self.inside = False
@@ -71,7 +75,8 @@ class UpdateWatch:
         self.begun = self.inside = False
 
     def _before_step(self, *_: object) -> None:
-        self.begin()
+        if not self.aside():
+            self.begin()
 
     def _after_step(self, *_: object) -> None:
         self.inside = False

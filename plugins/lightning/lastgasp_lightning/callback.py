@@ -29,6 +29,8 @@ from lastgasp_lightning.ranks import connect, place_of, require_supported, versi
 from lastgasp_lightning.resume import Resume
 from lastgasp_lightning.source import LightningSource
 from lastgasp_lightning.state import LightningState
+from lastgasp_lightning.thisfit import ThisFit
+from lastgasp_lightning.tuner import Tuning, is_tuner_run
 
 log = logging.getLogger("lastgasp")
 
@@ -98,7 +100,7 @@ class LastGasp(Callback):
             ControlError: this rank was refused by the controller (another version, other settings).
             NoGoodCheckpoint: there are checkpoints, and none can be trusted.
         """
-        if stage != "fit":
+        if stage != "fit" or is_tuner_run(trainer):
             return
         require_supported(trainer)
         check_writable(self.config.directory)
@@ -107,12 +109,12 @@ class LastGasp(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary that the checkpoint stands on."""
-        if self._run is not None:
+        if self._run is not None and not self._run.tuning.active:
             self._run.resume.install(trainer, checkpoint)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Make Lightning's own checkpoints resumable bit for bit, too."""
-        if self._run is not None:
+        if self._run is not None and not self._run.tuning.active:
             self._run.state.annotate(checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,20 +187,23 @@ class _Run:
     def __init__(self, trainer: Any, config: GaspConfig, marks: MarksConfig) -> None:
         self._trainer, self._begun = trainer, False
         self._users_handler = signal.getsignal(signal.SIGTERM)
-        self.state = LightningState(trainer, updating=self._updating)
+        self.fit = ThisFit(trainer, config.directory)
+        self.state = LightningState(trainer, self.fit, updating=self._updating)
         self.resume = Resume(self.state)
         self.source = LightningSource(self.state, config, place_of(trainer))
         place = self.source.place
         marking = Marking(config=marks, framework=f"lightning {versions()['lightning']}", device=trainer.local_rank)
         self.session = Session(config, place, self.source, connect(trainer, place), marking)
         self.moved = self.session.moved
+        self.tuning = Tuning(trainer, self.session.stand, self.resume.pending)
+        self.state.watch.aside = lambda: self.tuning.active
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
         self._undo = [no_sigterm_broadcast(trainer), hold_observer(self.session)]
         try:
-            self.io = VerifiedCheckpointIO.install(trainer, config, self.source.place, self.session.stand)
-            self.chooser = Chooser(trainer, config, self.source.place, self.session.gather)
-            self._undo += [self.io.uninstall, self.chooser.install()]
+            self.io = VerifiedCheckpointIO.install(trainer, config, self.source.writer, self.session.stand)
+            self.chooser = Chooser(trainer, config, self.source.place, self.session.gather, self.fit)
+            self._undo += [self.io.uninstall, self.chooser.install(), self.tuning.install()]
             self.state.prepare()
         except BaseException:
             self.close(goodbye=False)
@@ -259,6 +264,8 @@ class _Run:
 
     def close(self, goodbye: bool) -> None:
         """Undo everything."""
+        if goodbye:
+            self.fit.ended()
         for undo in reversed(self._undo):
             undo()
         self.resume.uninstall()

@@ -17,8 +17,8 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.gasp.stand import Stand
 from lastgasp.pytorch.io import load_verified, save_verified
-from lastgasp.topology import Place
-from lastgasp_lightning.source import LAYOUT, provenance
+from lastgasp.pytorch.staged import Writer
+from lastgasp_lightning.source import LAYOUT
 from lastgasp_lightning.state import KEY
 
 log = logging.getLogger("lastgasp")
@@ -29,19 +29,20 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     Args:
         original: what it replaces.
+        writer: tells who writes, for the manifest.
         folders: where a resume looks; a checkpoint saved there makes its step durable.
     """
 
     def __init__(
-        self, original: CheckpointIO, config: GaspConfig, place: Place, stand: Stand, folders: list[Path]
+        self, original: CheckpointIO, config: GaspConfig, writer: Writer, stand: Stand, folders: list[Path]
     ) -> None:
-        self._original, self._config, self._place, self._stand = original, config, place, stand
+        self._original, self._config, self._writer, self._stand = original, config, writer, stand
         self._folders = [folder.absolute() for folder in folders]
         self._durable: Path | None = None
         self._restore: Any = lambda: None
 
     @classmethod
-    def install(cls, trainer: Any, config: GaspConfig, place: Place, stand: Stand) -> VerifiedCheckpointIO:
+    def install(cls, trainer: Any, config: GaspConfig, writer: Writer, stand: Stand) -> VerifiedCheckpointIO:
         """Put it into the trainer's strategy, inside of wrappers such as AsyncCheckpointIO.
 
         A user's own CheckpointIO stays, and its checkpoints have no manifest; that is said.
@@ -50,7 +51,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         while isinstance(getattr(owner, name), _WrappingCheckpointIO):
             owner, name = getattr(owner, name), "checkpoint_io"
         original = getattr(owner, name)
-        ours = cls(original, config, place, stand, search_folders(trainer, config))
+        ours = cls(original, config, writer, stand, search_folders(trainer, config))
         if type(original) is not TorchCheckpointIO:
             log.warning(
                 "checkpoints written by %s get no manifest, so a resume uses only what LastGasp itself saved",
@@ -94,7 +95,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
         with Staged(target, LAYOUT, sha256=self._config.sha256) as staged:
             save_verified(checkpoint, staged)
-            staged.publish(provenance(self._place, checkpoint.get("global_step", 0)))
+            staged.publish(self._writer.provenance(checkpoint.get("global_step", 0), "periodic"))
 
     def load_checkpoint(
         self,

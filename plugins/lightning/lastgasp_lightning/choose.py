@@ -13,24 +13,28 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lastgasp.checkpoint import newest_good
 from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig
+from lastgasp.fits import FITS
 from lastgasp.ports import Gather
 from lastgasp.topology import Place
 from lastgasp_lightning.checkpoint_io import search_folders
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.source import LAYOUT
+from lastgasp_lightning.thisfit import ThisFit
 
 log = logging.getLogger("lastgasp")
 
 
 def last_good(dir: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint in `dir` that verifies, for `trainer.fit(ckpt_path=...)`; None in an empty one.
+    """The newest checkpoint in `dir` that verifies, for `trainer.fit(ckpt_path=...)`; None where there is none.
 
-    For a script that wants to say itself what it starts from; `LastGasp(dir)` does it alone.
+    For a script that wants to say itself what it starts from; `LastGasp(dir)` does it alone. Where the script has begun
+    fits in `dir` before, only checkpoints of the one that comes next count.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none verifies.
     """
-    found = newest_good([Path(dir)], LAYOUT, quarantine=False)
+    folder = Path(dir).expanduser().absolute()
+    found = newest_good([folder], LAYOUT, quarantine=False, fit=FITS.coming(folder))
     return str(found.path) if found is not None else None
 
 
@@ -41,10 +45,8 @@ class Chooser:
         resumed: a checkpoint of ours was chosen.
     """
 
-    def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather) -> None:
-        self._trainer, self._config, self._place = trainer, config, place
-        local = (trainer.local_rank, max(1, trainer.num_devices))
-        self._choice = Choice(config, search_folders(trainer, config), LAYOUT, place, gather, local)
+    def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
+        self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
         self.resumed = False
 
     def install(self) -> Undo:
@@ -70,11 +72,18 @@ class Chooser:
         Raises:
             NoGoodCheckpoint: candidates exist, none is good, and nobody said to start anew.
             DamagedCheckpoint: resume=<path> names a damaged one.
+            CheckpointMismatch: the newest is of another model.
         """
-        path = self._choice.choose(instead=bool(given))
+        trainer, config, place = self._trainer, self._config, self._place
+        local = (trainer.local_rank, max(1, trainer.num_devices))
+        folders, fit = search_folders(trainer, config), self._fit.look_at_model()
+        choice = Choice(config, folders, LAYOUT, place, self._gather, local, fit=fit)
+        path = choice.choose(instead=bool(given))
         if path is None:
             return given
         self.resumed = True
+        if not choice.named:
+            self._fit.resumed(path, choice.unnumbered)
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
         if given and not named and Path(given).absolute() != path.absolute():
             log.warning(

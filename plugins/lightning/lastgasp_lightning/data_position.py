@@ -22,6 +22,7 @@ from lastgasp.pytorch.data import (
 )
 from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress, kind_of
 from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.thisfit import ThisFit
 
 _KEEP = 4
 
@@ -33,8 +34,8 @@ class DataPosition:
     changed. `resume(data, epoch, k)` is called before the loaders are made.
     """
 
-    def __init__(self, trainer: Any, devices: Any = ()) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, devices: Any = (), fit: ThisFit | None = None) -> None:
+        self._trainer, self._fit, self._digest = trainer, fit, ""
         self._rng = rng.RngRecorder(devices)
         self._combined: Any = None
         self._kinds: list[str] = []
@@ -89,6 +90,9 @@ class DataPosition:
         self._watching = any(kind != MAP for kind in self._kinds)
         combined.__class__ = _tracked_class(type(combined))
         combined.lastgasp_position = self
+        if self._fit is not None:
+            saved = self._pending[0].get("data", "") if self._pending is not None else ""
+            self._digest = self._fit.look_at_data(loaders, saved)
         if self._pending is not None:
             self._restore_loaders(*self._pending)
 
@@ -128,7 +132,7 @@ class DataPosition:
             }
             for index, (kind, track) in enumerate(zip(self._kinds, self._tracks, strict=True))
         ]
-        record = {"version": 1, "loaders": loaders, **self._epoch_part}
+        record = {"version": 1, "loaders": loaders, "data": self._digest, **self._epoch_part}
         if "rng" in fetch:
             record["fetch"] = fetch["rng"]
         return pickle.dumps(record)

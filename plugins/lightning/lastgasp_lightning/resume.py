@@ -17,6 +17,7 @@ from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.metrics import restore_results
 from lastgasp_lightning.state import KEY, VERSION, LightningState, patch_groups, set_batch_progress
+from lastgasp_lightning.tuner import set_found
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -57,8 +58,10 @@ class Resume:
             )
         self.uninstall()
         self._record = record
+        self._state.fit.loaded(record)
         self._small = self._choose_small(trainer, record)
         _to_boundary(checkpoint, record)
+        set_found(trainer, record.get("tuned", {}))
         extra = self._small.extra if self._small is not None else b""
         self._state.position.resume(extra, record["epoch"], record["batch"])
         self._undo.append(restore_layout(trainer, record.get("buckets")))
@@ -69,6 +72,10 @@ class Resume:
         """Undo what is left of the arrangements. Idempotent."""
         while self._undo:
             self._undo.pop()()
+
+    def pending(self) -> bool:
+        """A checkpoint was loaded, and the run does not stand on its boundary yet."""
+        return bool(self._record)
 
     def _choose_small(self, trainer: Any, record: dict[str, Any]) -> SmallState | None:
         smalls: dict[int, bytes] = record["small"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lastgasp.checkpoint import Provenance, SingleFile
+from lastgasp.checkpoint import SingleFile
+from lastgasp.checkpoint.samefit import name_of_fit
 from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
 from lastgasp.pytorch.staged import StagedGasp, Writer, publish, stage
@@ -20,7 +21,7 @@ class LightningSource:
 
     def __init__(self, state: LightningState, config: GaspConfig, place: Place) -> None:
         self._state, self._config, self.place = state, config, place
-        self._writer = Writer("lightning", LAYOUT, place)
+        self.writer = Writer("lightning", LAYOUT, place, lambda: state.fit.fit)
         self.rank = place.rank
         self.alike = True
 
@@ -34,12 +35,12 @@ class LightningSource:
         return self._state.small(step) or b""
 
     def save(self, step: int, small: Mapping[int, bytes], reason: str) -> StagedGasp:
-        """Write `gasp-step=N.ckpt` to a temporary name."""
+        """Write `gasp-step=N.ckpt` (of a further fit `gasp-fit=M-step=N.ckpt`) to a temporary name."""
         require_alike(self.alike)
-        directory = self._config.directory
+        directory, fit = self._config.directory, name_of_fit(self._state.fit.number())
         checkpoint = self._state.dump(step, small)
-        staged = stage(checkpoint, directory / f"gasp-step={step:08d}.ckpt", LAYOUT, self._config)
-        return StagedGasp(staged, self._writer.provenance(step, "gasp", self._writer.newest(directory)))
+        staged = stage(checkpoint, directory / f"gasp-{fit}step={step:08d}.ckpt", LAYOUT, self._config)
+        return StagedGasp(staged, self.writer.provenance(step, "gasp", self.writer.newest(directory)))
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
         """Make it visible; then remove gasps beyond `keep`."""
@@ -50,8 +51,3 @@ class LightningSource:
         """Remove the temporary file."""
         assert isinstance(result, StagedGasp)
         result.staged.discard()
-
-
-def provenance(place: Place, step: int) -> Provenance:
-    """Who wrote a checkpoint of Lightning's own, for its manifest."""
-    return Writer("lightning", LAYOUT, place).provenance(step, "periodic")

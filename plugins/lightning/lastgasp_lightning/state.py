@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -24,6 +25,8 @@ from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch,
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.metrics import encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
+from lastgasp_lightning.thisfit import ThisFit
+from lastgasp_lightning.tuner import found_by
 
 KEY = "lastgasp"
 VERSION = 1
@@ -43,18 +46,23 @@ class LightningState:
 
     Args:
         trainer: the Trainer.
+        fit: which fit of the script it is.
         updating: called once per batch before parameters change (an update gate may block here).
         updated: called when they have changed.
     """
 
     def __init__(
-        self, trainer: Any, updating: Callable[[], None] = _nothing, updated: Callable[[], None] = _nothing
+        self,
+        trainer: Any,
+        fit: ThisFit,
+        updating: Callable[[], None] = _nothing,
+        updated: Callable[[], None] = _nothing,
     ) -> None:
-        self._trainer = trainer
+        self._trainer, self.fit = trainer, fit
         self._gate = updating
         self._single = trainer.world_size == 1
         self.watch = UpdateWatch(self._before_first_update, updated)
-        self.position = DataPosition(trainer, self._devices())
+        self.position = DataPosition(trainer, self._devices(), fit)
         self.snapshot: Snapshot | None = None
         self._buckets = BucketLayout(lambda: trainer.strategy.model)
         self.notes: list[str] = []
@@ -81,6 +89,7 @@ class LightningState:
         if self._undo:
             return
         trainer = self._trainer
+        self.fit.look_at_optimizers()
         module = trainer.lightning_module
         self._snapshots = Snapshotter(trainer)
         self._recorder = SmallRecorder(self._devices(), module if self._owns_buffers() else None)
@@ -329,6 +338,8 @@ class LightningState:
             "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
             "logging": snapshot.logging,
             "notes": list(self.notes),
+            "fit": msgspec.to_builtins(self.fit.fit),
+            "tuned": found_by(self._trainer),
         }
 
     def _buffers(self, step: int, smalls: dict[int, bytes]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,53 @@
+"""Which checkpoints of a directory are of one fit: a script may train several models one after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from .candidates import Candidate
+from .manifest import Fit
+
+_NUMBER = re.compile(r"fit=(\d+)")
+
+
+def name_of_fit(number: int) -> str:
+    """What the name of a checkpoint of that fit holds besides its step, so that two fits never write one file."""
+    return f"fit={number}-" if number else ""
+
+
+def number_of(candidate: Candidate) -> int | None:
+    """The fit that a checkpoint says it is of; None where it does not say."""
+    if candidate.manifest is not None and not isinstance(candidate.manifest.fit, msgspec.UnsetType):
+        return candidate.manifest.fit.number
+    named = _NUMBER.search(candidate.path.name)
+    return int(named[1]) if named and candidate.manifest is None else None
+
+
+def of_fit(found: Iterable[Candidate], number: int) -> list[Candidate]:
+    """Those that fit `number` may resume from; what does not say is the first fit's."""
+    return [candidate for candidate in found if (number_of(candidate) or 0) == number]
+
+
+def differences(path: Path, saved: Fit | msgspec.UnsetType, now: Fit) -> list[str]:
+    """Why a fit must not resume from the checkpoint at `path`, one line each; what one of them lacks is equal."""
+    if isinstance(saved, msgspec.UnsetType):
+        return []
+    lines = []
+    if saved.number != now.number:
+        lines.append(f"fit {saved.number} of its script wrote it, this is fit {now.number}")
+    for part in ("model", "optimizer", "data"):
+        old, new = getattr(saved, part), getattr(now, part)
+        if old and new and old != new:
+            lines.append(f"{_PARTS[part]} (digest {old[:8]} in {path.name}, {new[:8]} here)")
+    return lines
+
+
+_PARTS = {
+    "model": "names, shapes or dtypes of the model's parameters differ",
+    "optimizer": "the optimizers are of other types",
+    "data": "the training data differ",
+}

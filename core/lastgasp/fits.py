@@ -1,0 +1,97 @@
+"""The training runs (fits) of this process, numbered by directory.
+
+A script may train several models one after the other: the folds of a cross-validation, the trials of a sweep. Each
+resumes from its own checkpoints alone. The number is the same after a restart, because the whole script runs again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from lastgasp.errors import ConfigError
+
+
+@dataclass
+class _Last:
+    """The newest fit in a directory."""
+
+    number: int
+    owner: Callable[[], object]
+    ended: bool = False
+    unnumbered: Path | None = None
+    """A checkpoint that did not say its fit, and from which one of this process resumed."""
+
+
+@dataclass
+class Fits:
+    """The fits of one process. Called on the training thread."""
+
+    _last: dict[Path, _Last] = field(default_factory=dict)
+
+    def begin(self, directory: Path, owner: object) -> int:
+        """Count a fit; returns its number from 0.
+
+        Training the model of a fit that did not end well is the same fit once more, not another one.
+
+        Args:
+            directory: where its checkpoints go.
+            owner: what is trained; must be able to have weak references.
+        """
+        number, before = self.coming(directory, owner), self._last.get(directory)
+        self._last[directory] = _Last(number, weakref.ref(owner), unnumbered=before.unnumbered if before else None)
+        return number
+
+    def coming(self, directory: Path, owner: object = None) -> int:
+        """The number that `begin` would return."""
+        last = self._last.get(directory)
+        if last is None:
+            return 0
+        again = not last.ended and owner is not None and last.owner() is owner
+        return last.number if again else last.number + 1
+
+    def interrupted(self, directory: Path) -> bool:
+        """Whether the newest fit in `directory` did not end well (yet)."""
+        return directory in self._last and not self._last[directory].ended
+
+    def end(self, directory: Path) -> None:
+        """The newest fit in `directory` ended well."""
+        if directory in self._last:
+            self._last[directory].ended = True
+
+    def resumed_unnumbered(self, directory: Path, path: Path) -> None:
+        """The newest fit resumed from a checkpoint that does not say of which fit it is."""
+        self._last[directory].unnumbered = path
+
+    def refuse_unnumbered(self, directory: Path) -> None:
+        """Refuse a further fit where nobody can know what the first one resumed from.
+
+        Raises:
+            ConfigError: a fit of this process resumed from a checkpoint that does not say of which fit it is.
+        """
+        last = self._last.get(directory)
+        if last is not None and last.number > 0 and last.unnumbered is not None:
+            raise ConfigError(
+                "dir",
+                str(directory),
+                "a directory whose checkpoints say which fit of the script they are of",
+                f"This is fit {last.number} of this script, fit 0 resumed from {last.unnumbered}, and that may be of "
+                "any of them: it was written by an older lastgasp or without it. Give each fit a directory of its own, "
+                "or move the old checkpoints away.",
+            )
+
+
+FITS = Fits()
+"""Those of this process."""
+
+
+def fingerprint(rows: Iterable[object]) -> str:
+    """The digest of what `repr` says of each row; rows are plain values that are equal in every process."""
+    digest = xxhash.xxh3_128()
+    for row in rows:
+        digest.update(repr(row).encode() + b"\n")
+    return digest.hexdigest()

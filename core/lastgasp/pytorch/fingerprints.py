@@ -1,0 +1,61 @@
+"""Digests of what a fit trains, so that no other fit resumes from its checkpoints. They read no weights and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from lastgasp.fits import fingerprint
+
+_DEEP = 8
+_ROWS = 4
+
+
+def of_model(module: nn.Module) -> str:
+    """Names, shapes and dtypes of the parameters as they stand."""
+    return fingerprint(
+        (name, None if is_lazy(p) else tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
+    )
+
+
+def of_optimizers(optimizers: Iterable[object]) -> str:
+    """Their types, in order. What their groups hold is checked by torch when they are loaded."""
+    return fingerprint(type(optimizer).__qualname__ for optimizer in optimizers)
+
+
+def of_data(loaders: Iterable[object]) -> str:
+    """What is known of the data without reading them: types, lengths, indices of subsets, some rows of tensors."""
+    return fingerprint(row for loader in loaders for row in _dataset(getattr(loader, "dataset", loader), _DEEP))
+
+
+def _dataset(data: Any, deep: int) -> Iterator[object]:
+    yield type(data).__qualname__
+    if isinstance(data, Subset):
+        yield tuple(map(int, data.indices))
+        yield from _dataset(data.dataset, deep - 1) if deep else ()
+    elif isinstance(data, ConcatDataset):
+        for part in data.datasets:
+            yield from _dataset(part, deep - 1) if deep else ()
+    elif isinstance(data, TensorDataset):
+        yield from (_rows(tensor) for tensor in data.tensors)
+    elif isinstance(known := getattr(data, "_fingerprint", None), str):  # of the library `datasets`
+        yield known
+    elif isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.IterableDataset):
+        yield _length(data)
+
+
+def _rows(tensor: torch.Tensor) -> object:
+    ends = torch.cat([tensor[:_ROWS], tensor[-_ROWS:]]).detach().cpu().contiguous()
+    return tuple(tensor.shape), str(tensor.dtype), fingerprint([ends.reshape(-1).view(torch.uint8).tolist()])
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except Exception:  # a user's own, and a length is nothing that training needs
+        return None

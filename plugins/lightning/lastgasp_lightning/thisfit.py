@@ -1,0 +1,97 @@
+"""Which fit of the script this is, and of what: only its own checkpoints are resumed from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lastgasp.checkpoint.manifest import Fit
+from lastgasp.checkpoint.samefit import differences
+from lastgasp.errors import CheckpointMismatch
+from lastgasp.fits import FITS
+from lastgasp.pytorch import fingerprints
+
+log = logging.getLogger("lastgasp")
+
+
+class ThisFit:
+    """Made in `setup` of each fit but a tuner's.
+
+    Attributes:
+        fit: number and digests, as they become known: the model's before weights are loaded, the optimizers' when
+            training begins. What stands in checkpoints.
+
+    Raises:
+        ConfigError: fit 0 resumed from a checkpoint that may be of any fit.
+    """
+
+    def __init__(self, trainer: Any, directory: Path) -> None:
+        self._trainer, self._directory = trainer, directory
+        broken_off = FITS.interrupted(directory)
+        before = FITS.coming(directory) - 1
+        self.fit = Fit(number=FITS.begin(directory, trainer.lightning_module))
+        if broken_off and self.fit.number > before:
+            log.warning(
+                "fit %d of this script did not end well; this is fit %d, of another model, and does not go on with it. "
+                "To do so give resume=<its checkpoint>, or fit the same model again", before, self.fit.number
+            )  # fmt: skip
+        self._from: Path | None = None
+        self._saved: Fit | None = None
+
+    def number(self) -> int:
+        """From 0, in the order in which the script begins them in this directory."""
+        return self.fit.number
+
+    def look_at_model(self) -> Fit:
+        """Take the model's digest: after `configure_model`, before anything is loaded or added."""
+        FITS.refuse_unnumbered(self._directory)
+        self.fit = msgspec.structs.replace(self.fit, model=fingerprints.of_model(self._trainer.lightning_module))
+        return self.fit
+
+    def resumed(self, path: Path, unnumbered: bool) -> None:
+        """The checkpoint that was chosen as this fit's newest."""
+        self._from = path
+        if unnumbered:
+            FITS.resumed_unnumbered(self._directory, path)
+
+    def loaded(self, record: dict[str, Any]) -> None:
+        """What the checkpoint says of its fit; it counts only where `resumed` was called before."""
+        saved = record.get("fit")
+        self._saved = msgspec.convert(saved, Fit) if saved is not None else None
+
+    def look_at_optimizers(self) -> None:
+        """Take the optimizers' digest: in `on_fit_start`, before their states are loaded.
+
+        Raises:
+            CheckpointMismatch: the checkpoint is of other optimizers.
+        """
+        self.fit = msgspec.structs.replace(self.fit, optimizer=fingerprints.of_optimizers(self._trainer.optimizers))
+        self._compare(self._saved)
+
+    def look_at_data(self, loaders: list[Any], saved: str) -> str:
+        """The digest of this rank's training data, each time that loaders are made; the first one is compared.
+
+        Args:
+            saved: this rank's, in the checkpoint; empty where there is none.
+
+        Raises:
+            CheckpointMismatch: the checkpoint is of other data.
+        """
+        digest = fingerprints.of_data(loaders)
+        if self._saved is not None:
+            self.fit = msgspec.structs.replace(self.fit, data=digest)
+            self._compare(msgspec.structs.replace(self._saved, data=saved))
+            self._saved = None
+        self.fit = msgspec.structs.replace(self.fit, data="")  # each rank has data of its own
+        return digest
+
+    def _compare(self, saved: Fit | None) -> None:
+        if saved is not None and self._from is not None and (found := differences(self._from, saved, self.fit)):
+            raise CheckpointMismatch(str(self._from), found)
+
+    def ended(self) -> None:
+        """Training ended well."""
+        FITS.end(self._directory)

@@ -1,0 +1,211 @@
+"""Several fits in one script: folds, sweeps, tuners, the same trainer twice. Each resumes from its own steps alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import msgspec
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner.tuning import Tuner
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from frameworks.fit_rig import Job, Small, data, fit, seed, weights
+from lastgasp.checkpoint import Manifest, SingleFile
+from lastgasp.checkpoint import manifest as manifests
+from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp_lightning import last_good
+
+Weights = dict[str, Tensor]
+
+
+def unequal(a: Weights, b: Weights) -> list[str]:
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def folds(job: Job, strikes: dict[int, int], periodic: bool = True) -> list[Weights]:
+    """A script that trains one model per fold, from its first line; ends at the first fault."""
+    job.restart()
+    seed(3)
+    found = []
+    for fold in range(2):
+        model = Small()
+        parts = [i for i in range(24) if i % 3 != fold]
+        saves = [ModelCheckpoint(job.folder / "ckpts", save_top_k=-1)] if periodic else []
+        trainer = job.make(*saves, strike=strikes.get(fold), enable_checkpointing=periodic)
+        if not fit(trainer, model, DataLoader(Subset(data(), parts), 4, shuffle=True)):
+            break
+        found.append(weights(model))
+        trainer.validate(model, DataLoader(data(), 8), verbose=False)
+    return found
+
+
+@pytest.mark.parametrize("periodic", [True, False])
+def test_each_fold_resumes_from_its_own_steps(tmp_path: Path, periodic: bool) -> None:
+    straight = folds(Job(tmp_path / "straight"), {}, periodic)
+    job = Job(tmp_path / "faulted")
+    assert len(folds(job, {1: 5}, periodic)) == 1
+    assert (job.folder / "ckpts/gasp-fit=1-step=00000005.ckpt").exists()
+    found = folds(job, {}, periodic)
+    assert [unequal(a, b) for a, b in zip(straight, found, strict=True)] == [[], []]
+
+
+@pytest.fixture
+def broken_off(tmp_path: Path) -> Job:
+    """A script whose first fit was broken off after step 5."""
+    job = Job(tmp_path)
+    assert not fit(job.make(strike=5), Small())
+    job.restart()
+    return job
+
+
+class Sgd(Small):
+    """Another optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_a_fit_of_another_model_optimizer_or_data_is_refused(broken_off: Job) -> None:
+    for model, loader, why in (
+        (Small(width=7), None, "model's parameters differ"),
+        (Sgd(), None, "optimizers are of other types"),
+        (Small(), DataLoader(data(seed=2), 4), "training data differ"),
+    ):
+        broken_off.restart()
+        with pytest.raises(CheckpointMismatch, match=why):
+            fit(broken_off.make(), model, loader)
+        assert model.trained == []
+    broken_off.restart()
+    model = Small()
+    assert fit(broken_off.make(), model)
+    assert model.trained[0] == 5
+
+
+def test_what_is_named_is_loaded_whatever_it_is_of(broken_off: Job) -> None:
+    gasp, model = last_good(broken_off.folder / "ckpts"), Small()
+    assert gasp is not None
+    trainer = broken_off.make()
+    trainer.callbacks = [*trainer.callbacks[:-1], type(trainer.callbacks[-1])(gasp.rpartition("/")[0], resume=gasp)]  # type: ignore[attr-defined]
+    fit(trainer, model, DataLoader(data(seed=2), 4))
+    assert model.trained[0] == 5
+
+
+def test_last_good_is_of_the_fit_that_comes_next(broken_off: Job) -> None:
+    directory = broken_off.folder / "ckpts"
+    first, second = Small(), Small()
+    assert fit(broken_off.make(), first, ckpt_path=last_good(directory))
+    assert first.trained[0] == 5
+    assert last_good(directory) is None
+    assert fit(broken_off.make(), second, ckpt_path=last_good(directory))
+    assert second.trained[0] == 0
+
+
+def test_another_model_after_a_fit_that_did_not_end_well_starts_anew(
+    broken_off: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    again, other = Small(), Small()
+    trainer = broken_off.make(strike=7)
+    assert not fit(trainer, again)
+    assert fit(broken_off.make(strike=None), again), "the same model: the same fit once more"
+    assert again.trained == [5, 6, 7, 8, 9, 10, 11]
+    broken_off.restart()
+    assert not fit(broken_off.make(strike=7), Small())
+    assert fit(broken_off.make(), other)
+    assert other.trained[0] == 0
+    assert "fit 0 of this script did not end well" in caplog.text
+
+
+def twice(job: Job, strike: int | None) -> Weights:
+    """One trainer and one model, trained on."""
+    job.restart()
+    seed(4)
+    model, trainer = Small(), job.make()
+    assert fit(trainer, model)
+    trainer.validate(model, DataLoader(data(), 8), verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.callbacks[0].step = strike  # type: ignore[attr-defined]
+    fit(trainer, model)
+    return weights(model)
+
+
+def test_the_same_trainer_trains_on(tmp_path: Path) -> None:
+    straight = twice(Job(tmp_path / "straight"), None)
+    job = Job(tmp_path / "faulted")
+    twice(job, 15)
+    assert (job.folder / "ckpts/gasp-fit=1-step=00000015.ckpt").exists()
+    assert unequal(straight, twice(job, None)) == []
+
+
+def without_number(path: Path) -> None:
+    """As an older lastgasp wrote it."""
+    where = SingleFile(".ckpt").manifest_path(path)
+    found = manifests.read(where)
+    assert isinstance(found, Manifest)
+    old = msgspec.structs.replace(found, version=1, fit=msgspec.UNSET, self_digest="")
+    where.write_bytes(manifests.encode(msgspec.structs.replace(old, self_digest=manifests._own_digest(old))))
+
+
+def test_a_checkpoint_that_does_not_say_its_fit_is_the_first_ones(broken_off: Job) -> None:
+    without_number(broken_off.folder / "ckpts/gasp-step=00000005.ckpt")
+    model = Small()
+    assert fit(broken_off.make(), model)
+    assert model.trained[0] == 5
+    with pytest.raises(ConfigError, match="directory of its own"):
+        fit(broken_off.make(), Small())
+
+
+def test_a_tuner_takes_part_in_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for strike in (5, None):
+        job.restart()
+        model = Small()
+        trainer = job.make(strike=strike)
+        Tuner(trainer).lr_find(model, DataLoader(data(), 4), num_training=8)
+        assert not (tmp_path / "ckpts").exists() or strike is None
+        model.trained.clear()
+        assert fit(trainer, model) == (strike is None)
+    assert model.trained == [5, 6, 7, 8, 9, 10, 11]
+    assert [path.name for path in (tmp_path / "ckpts").glob("*.ckpt")] == ["gasp-step=00000005.ckpt"]
+
+
+class Batches(Small):
+    """Makes its own loader, of the size that a finder has found."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), self.batch_size, shuffle=True)
+
+
+def tuned(job: Job, strike: int | None) -> Batches:
+    job.restart()
+    seed(5)
+    model = Batches()
+    finders = [BatchSizeFinder(max_trials=2, steps_per_trial=1), LearningRateFinder(num_training_steps=6)]
+    trainer = job.make(*finders, strike=strike)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "train_dataloader", model.train_dataloader)
+        trainer.fit(model) if strike is None else fit_from_module(trainer, model)
+    return model
+
+
+def fit_from_module(trainer: L.Trainer, model: L.LightningModule) -> None:
+    from frameworks.fit_rig import Boom
+
+    with pytest.raises(Boom):
+        trainer.fit(model)
+
+
+def test_finders_inside_a_fit_run_once(tmp_path: Path) -> None:
+    straight = tuned(Job(tmp_path / "straight"), None)
+    job = Job(tmp_path / "faulted")
+    before = tuned(job, 5)
+    after = tuned(job, None)
+    assert (after.lr, after.batch_size) == (before.lr, before.batch_size) == (straight.lr, straight.batch_size)
+    assert after.trained[0] == 5, "neither a trial nor a step that was saved"
+    assert unequal(weights(straight), weights(after)) == []
