@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from lastgasp import __version__, _clock
+from lastgasp import __version__, _clock, logs, narration
 from lastgasp.backends import Choice, choose_backend, framework_of_taskd, in_taskd_job
 from lastgasp.backends.embedded import EmbeddedGasp
 from lastgasp.config import GaspConfig
@@ -105,6 +105,7 @@ class Session:
         *,
         backend: Choice | None = None,
     ) -> None:
+        logs.set_up()
         self.config, self.place, self._source = config, place, source
         self.stand = Stand()
         self._notes: list[str] = []
@@ -126,8 +127,7 @@ class Session:
     def _open_gasp(self, contact: Contact | None) -> GaspBackend:
         """What leads the recoveries; the only place that loads a backend."""
         limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
-        level = logging.WARNING if self.backend.backend != "embedded" and self.place.rank == 0 else logging.INFO
-        log.log(level, "%s", self.backend.describe())
+        log.debug("%s", self.backend.describe())
         if self.backend.backend == "embedded" or self.place.world_size == 1:  # MindIO saves nothing of a lone rank
             return EmbeddedGasp(self.place.rank, self.stand, self._processor, limit)
         from lastgasp.backends.ascend.mindio import Control, MindioGasp
@@ -229,6 +229,9 @@ class Session:
         self.stand.step, self.stand.durable = step, durable
         self.step_end = self._first_step_end
         self._gasp.begin()
+        if self.place.rank == 0:
+            log.info("%s", narration.started(__version__, self.place.world_size, self.backend.brief(),
+                                             str(self.config.directory), step))  # fmt: skip
         self.stand.moved("data")  # the hang watchdog counts from here: starting the backend may take minutes
         self.register()
 
@@ -325,7 +328,8 @@ class Session:
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """Whatever the training thread is stuck in, the process ends."""
-        log.warning("%s", describe(outcome))
+        # A launcher says it for all ranks, and the training thread of this one where there is none.
+        log.debug("%s", describe(outcome))
         if self._leave_timer is None and self._patience is not None:
             self._leave_timer = threading.Timer(self._patience, leave_now, (exit_code(outcome),))
             self._leave_timer.daemon = True
@@ -360,7 +364,7 @@ def gather_without_controller(tag: str, payload: bytes) -> list[bytes]:
 def describe(outcome: m.Release) -> str:
     """One line for people."""
     if outcome.ending == "saved":
-        return f"step {outcome.step} saved to {outcome.path}; start the job again and it goes on from there"
+        return f"step {outcome.step} saved to {outcome.path}; start the job again and it resumes from there"
     if outcome.ending == "nothing_to_save":
         return f"nothing to save: step {outcome.step} is the newest and is on disk"
     return f"the step could NOT be saved: {outcome.reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -369,3 +370,44 @@ def test_two_nodes_that_share_no_secret_train_on_unprotected_and_say_so_once(tmp
     refused = finish(ours, tmp_path)
     assert refused.returncode == 2, refused.output
     assert "LASTGASP_TOKEN_FILE=None is not allowed" in refused.output
+
+
+# -- what a person reads ----------------------------------------------------------------------------
+
+
+LINE = re.compile(r"^(?:\[[^]]*\]:)?\[lastgasp (?P<clock>[0-9:]{8})(?: rank (?P<rank>[0-9]+))?\] (?P<text>.*)$")
+
+
+def said(done: Finished) -> list[tuple[str, str]]:
+    """Lines of lastgasp's in the job's output: who, and what."""
+    found = [LINE.match(line) for line in done.output.splitlines()]
+    return [(match["rank"] or "launcher", match["text"]) for match in found if match is not None]
+
+
+def test_a_job_says_what_happens_to_it_and_each_thing_once(tmp_path: Path) -> None:
+    """A start line per attempt, one line for the fault with what comes next, one at the end; no rank repeats it."""
+    directory = tmp_path / "ckpts"
+    done = finish(run(WORKER, directory, "once", 3), tmp_path)
+    assert done.ok, done.output[-4000:]
+    first, event, second, last = said(done)
+    assert first[0] == second[0] == "0"
+    start = r"lastgasp \S+: 2 ranks, embedded engine.*; checkpoints in .*/ckpts; starts from scratch"
+    assert re.fullmatch(start, first[1])
+    assert second[1].endswith("resumes from step 3")
+    assert event[0] == last[0] == "launcher"
+    killed = r"rank 1 was killed \(SIGKILL\) in step [1-4]; step 3 saved by rank 0 in [0-9.]+ m?s"
+    assert re.fullmatch(killed + "; restarting, attempt 2 of 32768", event[1])
+    assert re.fullmatch(r"done at step 5; 1 fault survived, [0-9.]+ s lost to them", last[1])
+    assert "start the job again" not in done.output
+
+
+@pytest.mark.parametrize("word", ["quiet", "json"])
+def test_how_much_is_said_can_be_chosen(tmp_path: Path, word: str) -> None:
+    done = finish(run(WORKER, tmp_path / "ckpts", "once", 3), tmp_path, LASTGASP_LOG=word)
+    assert done.ok, done.output[-4000:]
+    if word == "quiet":
+        assert [who for who, _ in said(done)] == ["launcher"], "the fault alone"
+        return
+    records = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    assert [record["rank"] for record in records] == [0, None, 0, None]
+    assert records[1]["level"] == "warning" and records[1]["message"].startswith("rank 1 was killed (SIGKILL)")

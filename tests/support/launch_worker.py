@@ -4,6 +4,7 @@ Usage: launch_worker.py DIRECTORY MODE [MORE]. Its state is the number of its st
 
 train N     steps until N, then ends normally
 die N       rank 1 kills itself after step N, in every attempt; resumes from what was saved
+once N      rank 1 kills itself after step N of the first attempt; the second one ends normally two steps later
 stuck N     N steps, then blocks in C until it is released
 """
 
@@ -28,6 +29,8 @@ def main() -> None:
     directory, mode, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["LASTGASP_ATTEMPT"])
+    if mode == "once":
+        mode, steps = ("die", steps) if attempt == 0 else ("train", steps + 2)
     tell(directory, rank, attempt)
     source = ToySource(rank, directory, {})
     place = Place(rank=rank, world_size=world, replicas=data_parallel(world), attempt=attempt)

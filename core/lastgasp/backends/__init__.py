@@ -55,6 +55,15 @@ class Choice:
         """Whether `mindio_ttp`, `taskd`, ... is there."""
         return any(attempt.found for attempt in self.attempts if attempt.name == name)
 
+    def brief(self) -> str:
+        """Who leads, and the one reason that decided it; for the line at the start of a job."""
+        missing = next((attempt for attempt in self.attempts if not attempt.found and attempt.name != "taskd"), None)
+        if self.wanted == self.backend:
+            return f"{self.backend} engine ({VARIABLE}={self.wanted})"
+        if self.backend == "embedded" and missing is not None:
+            return f"embedded engine ({missing.name}: {missing.why.partition(' (')[0]})"
+        return f"{self.backend} engine"
+
     def describe(self) -> str:
         """One line."""
         tried = "; ".join(f"{attempt.name}: {attempt.why}" for attempt in self.attempts)

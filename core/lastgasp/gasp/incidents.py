@@ -11,6 +11,7 @@ import msgspec
 
 from lastgasp import _clock
 from lastgasp.events import Incident, encode_incident
+from lastgasp.narration import Tally
 
 from . import messages as m
 from .generation import Generation, record_path, write_record
@@ -31,6 +32,7 @@ class Incidents:
 
     Attributes:
         current, previous: the attempt that runs, and the one before it.
+        tally: of the whole job.
     """
 
     def __init__(self, records: RecordWriter) -> None:
@@ -38,6 +40,7 @@ class Incidents:
         self.current: Generation | None = None
         self.previous: Generation | None = None
         self._held_before = 0
+        self.tally = Tally()
         self._changed: dict[str, tuple[Incident, Path]] = {}
 
     def begin(self, hello: m.Hello) -> Generation:
@@ -58,11 +61,13 @@ class Incidents:
 
     def reached(self, step: int) -> None:
         """A rank has completed `step`: the first new one is the last thing that the incident before waits for."""
+        self.tally.reached(step)
         previous = self.previous
         if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
             return
         if step > self._held_before:
             previous.incident.phases.first_step = _clock.wall_ns()
+            self.tally.went_on(previous.incident)
             self._write(previous)
 
     def note(self, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lastgasp import _clock
+from lastgasp import _clock, logs, narration
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
@@ -105,6 +104,14 @@ class ControllerThread:
         """How the recovery of this attempt ended; empty when there was none."""
         return self._call(lambda: self._last_ending(attempt)) if self._thread.is_alive() else ""
 
+    def event(self, attempt: int) -> str:
+        """The recovery of this attempt in one line, as far as it has come; empty when there was none."""
+        return self._call(lambda: self._event(attempt)) if self._thread.is_alive() else ""
+
+    def summary(self, ending: str) -> str:
+        """The job's last line (narration.Tally.summary); empty where no rank has joined."""
+        return self._call(lambda: self._summary(ending)) if self._thread.is_alive() else ""
+
     def settle(self, seconds: float = START_TIMEOUT) -> bool:
         """Wait until what is known of incidents is on disk; False where that took longer than `seconds`."""
         self._call(self._controller.incidents.flush)
@@ -143,6 +150,16 @@ class ControllerThread:
             return ""
         ending = generation.machine.outcome.ending
         return "" if ending == "open" else ending
+
+    def _event(self, attempt: int) -> str:
+        generation = self._controller.generation
+        if generation is None or generation.hello.attempt != attempt or generation.incident is None:
+            return ""
+        generation.refresh()
+        return narration.event(generation.incident)
+
+    def _summary(self, ending: str) -> str:
+        return self._controller.incidents.tally.summary(ending) if self._controller.generation is not None else ""
 
     def _progressed(self, attempt: int) -> bool:
         generation = self._controller.generation
@@ -214,7 +231,7 @@ def _main() -> None:
         sys.stdout.flush()
         os._exit(0 if port else 1)
     os.close(reading)
-    logging.basicConfig(format="lastgasp controller: %(message)s", level=logging.WARNING)
+    logs.set_up()
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

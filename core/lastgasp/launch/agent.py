@@ -21,6 +21,7 @@ from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
+from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.rounds import Round, Rounds
 from lastgasp.steps.recover import recover_orphans
@@ -48,6 +49,7 @@ class GaspAgent(LocalElasticAgent):
         self._restarts = Restarts(always=os.environ.get("LASTGASP_LAUNCHER") == "run")
         self._round: Round | None = None
         self._mark = ""
+        self._job_log = JobLog()
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -161,7 +163,13 @@ class GaspAgent(LocalElasticAgent):
         self._restarts.ended(self._round.number, used, self._round.progressed(), refused)
         if self._restarts.hopeless:
             self._remaining_restarts = 0
-            log.error("%s", self._restarts.verdict)
+        maximum = self._worker_group.spec.max_restarts
+        again = self._job_log.restarting(maximum - self._remaining_restarts + 1, maximum)
+        self._say_event(again if self._remaining_restarts > 0 else "stopping")
+
+    def _say_event(self, then: str) -> None:
+        if self._round is not None:
+            self._job_log.recovery(self._round.number, self._round.event(), then)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self._round is not None and self._round.in_use():
@@ -180,12 +188,16 @@ class GaspAgent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; a job that makes no progress ends with its own exit code."""
         global last_ending
+        ending = "stopped"
         reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:
                 self._mark = ""  # what a good job leaves running, it means to
+                ending = "done"
         finally:
+            self._say_event("stopping")
+            self._job_log.ended(self._rounds.summary(ending))
             reset.close()
             self._reap(self._worker_group)
             last_ending = self._rounds.close()

@@ -162,6 +162,14 @@ class MsRounds:
         """A new step was completed; a node without the controller leaves that judgement to the first."""
         return self._controller is None or self._controller.progressed(self.number)
 
+    def event(self) -> str:
+        """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""
+        return "" if self._controller is None else self._controller.event(self.number)
+
+    def summary(self, ending: str) -> str:
+        """The job's last line; empty where no rank uses lastgasp, or another node's launcher tells it."""
+        return "" if self._controller is None else self._controller.summary(ending)
+
     def hold_limit(self) -> float:
         """Seconds that survivors may take."""
         return HOLD_WITHOUT_CONTROLLER if self._controller is None else self._controller.hold_limit()

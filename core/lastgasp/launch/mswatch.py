@@ -18,9 +18,10 @@ from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import orphans
+from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.msrounds import MsRounds
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
-from lastgasp.launch.restarts import Restarts
+from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
@@ -63,6 +64,7 @@ class Watch:
         self._mark, self._progressed, self._left = "", False, False
         self._told: signal.Signals | None = None
         self._ending, self._said = "", 0
+        self._job_log, self._restarted = JobLog(), 0
         self.code = 1
 
     def run(self) -> None:
@@ -92,6 +94,9 @@ class Watch:
             refused, self._left = exitcodes.REFUSED in codes, 0 in codes
             self._clear()
             self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._progressed, refused)
+            self._restarted += 1
+            again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)
+            self._say_event("stopping" if self._restarts.hopeless or self._told is not None else again)
             if self._restarts.hopeless:
                 sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
                 return self._restarts.exit_code
@@ -101,6 +106,9 @@ class Watch:
                 return 1
             if self._told is not None:
                 return 128 + self._told
+
+    def _say_event(self, then: str) -> None:
+        self._job_log.recovery(self._rounds.number, self._rounds.event(), then)
 
     def _start(self) -> None:
         recover_orphans(MARKS_LIMIT)
@@ -217,6 +225,8 @@ class Watch:
             self._manager.kill_workers([-1])
             self._reap()
         self._end_scheduler()
+        self._say_event("stopping")
+        self._job_log.ended(self._rounds.summary("done" if self.code == 0 else "stopped"))
         self._ending = self._rounds.close()
         recover_orphans(MARKS_LIMIT)
 

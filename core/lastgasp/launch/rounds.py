@@ -96,6 +96,10 @@ class Round:
         """A new step was completed; an agent without the controller leaves that judgement to the first."""
         return self.controller is None or self.controller.progressed(self.number)
 
+    def event(self) -> str:
+        """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""
+        return "" if self.controller is None else self.controller.event(self.number)
+
     def hold_limit(self) -> float:
         """Seconds that survivors may take."""
         return HOLD_WITHOUT_CONTROLLER if self.controller is None else self.controller.hold_limit()
@@ -144,6 +148,10 @@ class Rounds:
         if self._controller is not None:
             self._controller.expect(number)
         return _notice(self._controller, run_id, number)
+
+    def summary(self, ending: str) -> str:
+        """The job's last line; empty where no rank uses lastgasp, or another node's launcher tells it."""
+        return "" if self._controller is None else self._controller.summary(ending)
 
     def close(self) -> str:
         """Stop the controller; idempotent.

@@ -1,0 +1,125 @@
+"""What a job says while it runs: one line at its start, one per event, one at its end. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lastgasp.events import Fault, Incident
+
+SHOWN = 3
+"""Faults of one incident that are told one by one."""
+CAUSE = 200
+"""Characters of one cause; the incident record has all of it."""
+_SIGNAL = re.compile(r"\bSIG[A-Z]+\b")
+
+
+def event(incident: Incident) -> str:
+    """One recovery: who failed how and in which step, and what was saved by whom in what time."""
+    # A collective that failed on a peer is how the others saw it, not what went wrong.
+    causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
+    return f"{_faults(causes, incident.world_size)}; {_outcome(incident)}"
+
+
+def _faults(faults: Sequence[Fault], world_size: int) -> str:
+    if not faults:
+        return "a fault that left no trace"
+    if len(faults) == world_size > 1 and {fault.kind for fault in faults} == {"sigterm"}:
+        return "all ranks were told to stop (SIGTERM)"
+    told = [_fault(fault) for fault in faults[:SHOWN]]
+    more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+    return ", ".join(told + more)
+
+
+def _fault(fault: Fault) -> str:
+    signal = _SIGNAL.search(fault.cause)
+    cause = fault.cause if len(fault.cause) <= CAUSE else fault.cause[:CAUSE] + "..."
+    words = {
+        "killed": f"was killed ({signal.group()})" if signal else f"died ({cause})",
+        "exception": f"raised {cause}",
+        "exit": f"ended in the middle of training ({cause})",
+        "sigterm": "was told to stop (SIGTERM)",
+        "interrupt": "was interrupted (Ctrl-C)",
+        "hang": f"hung ({cause})",
+        "lost": f"was lost with its host or link ({cause})",
+        "peer": f"saw a collective fail ({cause})",
+    }
+    place = f" in step {fault.step + 1}" if fault.step >= 0 else ""
+    verb = words[fault.kind]
+    return f"rank {fault.rank} {verb}{place}" if len(verb) <= 40 else f"rank {fault.rank}{place} {verb}"
+
+
+def _outcome(incident: Incident) -> str:
+    lost = f", {_steps(incident.steps_lost)} lost" if incident.steps_lost else ""
+    if incident.ending == "saved":
+        savers = f"rank {incident.savers[0]}" if len(incident.savers) == 1 else f"{len(incident.savers)} ranks"
+        return f"step {incident.step_saved} saved by {savers}{_took(incident)}{lost}"
+    if incident.ending == "nothing_to_save":
+        return incident.reason or "nothing to save"
+    if incident.ending == "gave_up":
+        return f"the step could NOT be saved: {incident.reason}{lost}"
+    return "the recovery has not ended"
+
+
+def _took(incident: Incident) -> str:
+    phases = incident.phases
+    begin, end = phases.fault or phases.detected, phases.committed
+    if begin is None or end is None or end < begin:
+        return ""
+    ms = (end - begin) / 1e6
+    return f" in {ms:.0f} ms" if ms < 1000 else f" in {ms / 1000:.1f} s"
+
+
+def _steps(count: int | None) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def started(version: str, ranks: int, backend: str, directory: str, step: int) -> str:
+    """The line at the start of an attempt.
+
+    Args:
+        backend: who leads recoveries, and why, in words.
+        step: what training resumes from; 0 for from scratch.
+    """
+    whence = f"resumes from step {step}" if step else "starts from scratch"
+    plural = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"lastgasp {version}: {plural}, {backend}; checkpoints in {directory}; {whence}"
+
+
+@dataclass
+class Tally:
+    """What a launcher counts for its last line.
+
+    Attributes:
+        steps: the newest step that a rank has completed. survived: incidents after which training went on.
+        lost_ns: wall-clock time between faults and the next completed step, ns.
+    """
+
+    steps: int = 0
+    survived: int = 0
+    lost_ns: int = 0
+    _counted: set[str] = field(default_factory=set)
+
+    def reached(self, step: int) -> None:
+        """A rank has completed this step."""
+        self.steps = max(self.steps, step)
+
+    def went_on(self, incident: Incident) -> None:
+        """Training completed a step after this incident; counted once."""
+        begin, end = incident.phases.fault or incident.phases.detected, incident.phases.first_step
+        if incident.id in self._counted or end is None:
+            return
+        self._counted.add(incident.id)
+        self.survived += 1
+        self.lost_ns += max(0, end - begin) if begin is not None else 0
+
+    def summary(self, ending: str) -> str:
+        """The line at the end of the job.
+
+        Args:
+            ending: in words: "done", "stopped".
+        """
+        faults = "1 fault" if self.survived == 1 else f"{self.survived} faults"
+        lost = f", {self.lost_ns / 1e9:.1f} s lost to them" if self.survived else ""
+        return f"{ending} at step {self.steps}; {faults} survived{lost}"
