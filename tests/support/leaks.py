@@ -50,7 +50,8 @@ def snapshot(mark: str) -> Snapshot:
         threads=frozenset(t for t in threading.enumerate() if type(t).__name__ not in _IGNORED_THREADS),
         sockets=frozenset(_sockets()),
         environ=_watched_variables(),
-        handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
+        # pytest-timeout's own alarm is set before a test and taken back where one fails, whichever is earlier.
+        handlers={number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}},
         wakeup_fd=_wakeup_fd(),
         processes=_processes(mark),
         shared=_shared(),
