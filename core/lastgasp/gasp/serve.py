@@ -22,6 +22,8 @@ from .controller import Controller
 from .resetfile import ResetWatch
 from .starter import Starter
 
+log = logging.getLogger("lastgasp.controller")
+
 T = TypeVar("T")
 START_TIMEOUT = 30.0
 """Seconds the controller gets to listen."""
@@ -105,12 +107,19 @@ class ControllerThread:
         return self._call(lambda: self._last_ending(attempt)) if self._thread.is_alive() else ""
 
     def event(self, attempt: int) -> str:
-        """The recovery of this attempt in one line, as far as it has come; empty when there was none."""
-        return self._call(lambda: self._event(attempt)) if self._thread.is_alive() else ""
+        """The recovery of this attempt in one line, as far as it has come; empty when there was none. Never raises."""
+        return self._words(lambda: self._event(attempt))
 
     def summary(self, ending: str) -> str:
-        """The job's last line (narration.Tally.summary); empty where no rank has joined."""
-        return self._call(lambda: self._summary(ending)) if self._thread.is_alive() else ""
+        """The job's last line (narration.Tally.summary); empty where no rank has joined. Never raises."""
+        return self._words(lambda: self._summary(ending))
+
+    def _words(self, find: Callable[[], str]) -> str:
+        try:
+            return self._call(find) if self._thread.is_alive() else ""
+        except (TimeoutError, RuntimeError) as error:  # a line less, and nothing else
+            log.debug("the controller does not answer: %s", error)
+            return ""
 
     def settle(self, seconds: float = START_TIMEOUT) -> bool:
         """Wait until what is known of incidents is on disk; False where that took longer than `seconds`."""
