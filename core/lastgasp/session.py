@@ -341,6 +341,7 @@ class Session:
         """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent."""
         if goodbye:
             self._registry.deregister()
+            self._processor.tell(self._processor.status())  # the last step may be younger than the last heartbeat
             self._gasp.goodbye()
         if self.recorder is not None:
             self.recorder.close()

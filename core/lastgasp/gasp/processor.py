@@ -309,15 +309,18 @@ class Processor:
         return self._link is not None and self._link.shares_host
 
     def _beat(self) -> None:
-        now, stand = _clock.monotonic(), self._stand
+        now, _stand = _clock.monotonic(), self._stand
         if self._link is None or now < self._next_beat:
             return
         self._next_beat = now + HEARTBEAT
-        self._try_send(
-            m.Status(
-                step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase, marks=self._marks()
-            )
-        )  # fmt: skip
+        self._try_send(self.status())
+
+    def status(self) -> m.Status:
+        """Where this rank stands."""
+        stand = self._stand
+        return m.Status(
+            step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase, marks=self._marks()
+        )
 
     # -- saving -----------------------------------------------------------------------------------
 
