@@ -130,6 +130,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     assert examine(tmp_path / "ckpts" / "best").exit_code == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_best_model_of_the_other_rank_stands_in_for_a_damaged_one(undisturbed: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def runs_in(file: Path) -> dict[str, bool]:
     return {name: everywhere or full for name, full in marked.items()}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/plain-files.md", "docs/plain-loop.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/plain-files.md", "docs/plain-loop.md", "tests/COVERAGE.md"])
 def test_the_tests_that_pages_name_exist(page: str) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)", (ROOT / page).read_text())
     assert [path for path in named if not (ROOT / path).is_file()] == []

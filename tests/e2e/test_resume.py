@@ -195,6 +195,7 @@ def test_a_full_disk_does_not_end_training_and_harms_nothing_older(tmp_path: Pat
     assert verify(found[0].path, LAYOUT).ok
 
 
+@pytest.mark.full
 def test_a_gasp_on_a_full_disk_is_told_in_the_incident_and_on_exit(tmp_path: Path, small_disk: Path) -> None:
     (tmp_path / "ckpts").symlink_to(small_disk)
     fault = "kind=sigkill,rank=0,step=6,phase=backward"

@@ -136,6 +136,7 @@ def test_a_job_that_always_fails_at_the_same_step_is_stopped(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "d").glob("step-*")) == ["step-3.toy"]
 
 
+@pytest.mark.full
 def test_each_attempt_has_a_store_of_its_own_and_the_same_controller(tmp_path: Path) -> None:
     """(f) torch would read the dead attempt's addresses in a store that was used before."""
     finish(run(WORKER, tmp_path / "d", "die", 1), tmp_path)
@@ -195,11 +196,13 @@ def test_max_restarts_0_is_honoured_and_the_exit_code_tells(tmp_path: Path) -> N
     assert [i.ending for i in incidents(tmp_path / "d")] == ["saved"]
 
 
+@pytest.mark.full
 def test_max_restarts_0_with_a_fault_before_the_first_step(tmp_path: Path) -> None:
     done = finish(run("--max-restarts=0", WORKER, tmp_path / "d", "die", 0), tmp_path)
     assert done.returncode == exitcodes.NOTHING_TO_SAVE, done.output[-4000:]
 
 
+@pytest.mark.full
 def test_a_normal_end_leaves_nothing(tmp_path: Path) -> None:
     for name, command in (("run", run), ("torchrun", torchrun)):
         done = finish(command(WORKER, tmp_path / name, "train", 3), tmp_path)
@@ -211,7 +214,7 @@ def test_a_normal_end_leaves_nothing(tmp_path: Path) -> None:
 # -- the launcher itself ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     directory = tmp_path / "d"
     with running(tmp_path, run(WORKER, directory, "stuck", 4)) as [job]:
@@ -231,6 +234,7 @@ def ask_for_graceful_exit(path: Path) -> None:
     part.replace(path)
 
 
+@pytest.mark.full
 def test_reset_json_asks_for_a_graceful_exit(tmp_path: Path) -> None:
     directory, reset = tmp_path / "d", tmp_path / "reset.json"
     with running(tmp_path, run(WORKER, directory, "stuck", 4), LASTGASP_RESET_FILE=str(reset)) as [job]:
@@ -276,6 +280,7 @@ def test_the_launcher_is_killed_and_then_a_rank(tmp_path: Path) -> None:
     assert "without a controller" in incident.notes[0]
 
 
+@pytest.mark.full
 def test_a_killed_launcher_of_a_real_job(tmp_path: Path) -> None:
     """With gloo: the survivor's collective raises when its peer dies, and that is enough."""
     directory, fired = tmp_path / "d", tmp_path / "fired"

@@ -129,6 +129,7 @@ def torn(layout: str, folder: Path, faults: list[str], **environ: str) -> tuple[
     return job, done.output
 
 
+@pytest.mark.full
 def test_a_rank_inside_its_update_is_waited_for(tmp_path: Path, references: dict[str, GptJob]) -> None:
     faults = ["kind=sleep:2,rank=0,phase=update", "kind=sigkill,rank=1,phase=after_update"]
     job, output = torn("dp2", tmp_path, faults)
@@ -146,6 +147,7 @@ def test_the_wait_for_an_update_has_an_end(tmp_path: Path, references: dict[str,
     _check_losses(job, references["dp2"].losses())
 
 
+@pytest.mark.full
 def test_an_update_that_was_left_half_way_is_not_saved(tmp_path: Path) -> None:
     job, output = torn("tp2", tmp_path, ["kind=exception,rank=1,phase=update"])
     # Rank 0 may have made its own update before it heard of rank 1's.

@@ -54,7 +54,7 @@ REST = [
     *(Case("exception", rank, "after_update", (STEP + 1,)) for rank in (0, 1)),
     *(Case("sigkill", rank, "step_end", (STEP + 1,)) for rank in (0, 1)),
 ]
-COVERING = [KILLED[0], Case("sigterm", 0, saved=TOLD)]
+COVERING = [KILLED[0]]
 # A rank that dies in its own save of step 12 leaves an incomplete one, which the gasp moves aside.
 LLAMA = [replace(case, job="llama") for case in (*KILLED, *REST, Case("sigkill", 1, "periodic_save", (STEP + 1,)))]
 
@@ -198,6 +198,7 @@ def test_the_older_mindspore(tmp_path: Path, name: str) -> None:
     check_losses(job, bare.losses(), STEP)
 
 
+@pytest.mark.full
 def test_a_job_that_is_trained_to_its_end_has_nothing_left_to_do(tmp_path: Path) -> None:
     """A fault behind the last update: that step is saved, and what starts again ends at once and well."""
     job = Job(folder=tmp_path, ranks=1, launcher="run", arguments=("--lastgasp", str(tmp_path / "ckpts")))
@@ -207,6 +208,7 @@ def test_a_job_that_is_trained_to_its_end_has_nothing_left_to_do(tmp_path: Path)
     assert "nothing left to do" in output
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_for_one_that_was_held_is_not_left_waiting(tmp_path: Path) -> None:
     """Rank 0 is told to stop when its graph has begun; rank 1 is still at its data, and is held before that step."""
     job = plain(tmp_path)

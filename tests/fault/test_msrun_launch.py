@@ -90,6 +90,7 @@ def test_survivors_save_all_restart_and_a_job_that_always_fails_is_stopped(tmp_p
     assert done.output.count("rank 0 runs") == 4, "the logs are shown to their end"
 
 
+@pytest.mark.full
 def test_the_hold_is_as_long_as_the_save(tmp_path: Path) -> None:
     """msrun itself would kill the survivor about a second after the first failure."""
     done = finish(job(tmp_path, "die", 2), TOY_OPTIONS='{"save_seconds": 3.0}')
@@ -147,6 +148,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_a_scheduler_that_a_rank_has_left_is_not_the_next_attempts(tmp_path: Path) -> None:
     """Rank 0 crashes when training is over and rank 1 has ended: the scheduler is about to end, too."""
     script, folder = tmp_path / "crashes.py", tmp_path / "d"
@@ -161,7 +163,7 @@ def test_a_scheduler_that_a_rank_has_left_is_not_the_next_attempts(tmp_path: Pat
 # -- end -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_job_that_ends_well_ends_with_0(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d/scheduler-ends").touch()
@@ -183,6 +185,7 @@ def test_told_to_stop_the_job_saves_and_says_so(tmp_path: Path, number: signal.S
     assert not told(tmp_path, 1)
 
 
+@pytest.mark.full
 def test_a_graceful_exit_is_asked_for_by_reset_json(tmp_path: Path) -> None:
     reset = tmp_path / "reset.json"
     with running(job(tmp_path, "stuck", 2), LASTGASP_RESET_FILE=str(reset)) as process:

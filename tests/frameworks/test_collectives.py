@@ -21,7 +21,7 @@ DEFAULT = "0"
 """torch's name of the group of all ranks."""
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a job of two, and of three, found."""
     path = os.pathsep.join(str(ROOT / p) for p in ("core", "plugins/lightning", "tests"))

@@ -101,6 +101,7 @@ def check(folder: Path, data: Path, last: int, fault: int, *options: str) -> Non
     assert {n: v for n, v in got.items() if n != averaged} == {n: v for n, v in expected.items() if n != averaged}
 
 
+@pytest.mark.full
 @pytest.mark.fault
 def test_killed_and_resumed_the_losses_are_equal(data: Path, tmp_path: Path) -> None:
     check(tmp_path, data, 12, 6, "--save-interval", "5")

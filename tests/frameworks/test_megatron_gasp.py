@@ -98,6 +98,7 @@ def _expected(line: str) -> bool:
     return line.startswith((*ours, "/rerun_state_machine"))
 
 
+@pytest.mark.full
 def test_a_lost_shard_without_replica_is_said_with_what_would_have_saved_it(tmp_path: Path) -> None:
     flags = f"--bf16 {DIST_OPT}"
     job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS)
@@ -233,6 +234,7 @@ def test_a_checkpoint_of_another_model_is_set_aside_and_the_one_before_is_loaded
     assert "this job cannot load it" in done.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "option"),
     [

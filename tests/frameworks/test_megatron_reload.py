@@ -106,7 +106,7 @@ ROWS: dict[tuple[str, str], tuple[Damage, int]] = {
     ("integrity", "bit of the data"): (lambda d: corrupt.flip_bit(FIRST(d), 20_000, 3), 10),
     ("async", "bit of the data"): (lambda d: corrupt.flip_bit(SECOND(d), 20_000, 3), 10),
 }  # fmt: skip
-DEFAULT = [("torch", "bit of the optimizer"), ("torch", "tracker empty")]
+DEFAULT = [("torch", "bit of the optimizer")]
 
 
 def _check(shelves: dict[str, Path], folder: Path, row: tuple[str, str]) -> None:

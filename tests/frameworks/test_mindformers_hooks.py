@@ -32,8 +32,7 @@ def versions(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("version", found)
 
 
-both = versions()
-main_version = versions(pytest.mark.full)
+both_versions = versions(pytest.mark.full)
 
 
 def told(version: str, case: str, folder: Path, flag: str | None = None) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def told(version: str, case: str, folder: Path, flag: str | None = None) -> dict
     return found
 
 
-@both
+@both_versions
 def test_off_nothing_differs(version: str, tmp_path: Path) -> None:
     found = told(version, "off", tmp_path, "0")
     assert found["installed"] == [False, False]
@@ -60,7 +59,8 @@ def test_off_nothing_differs(version: str, tmp_path: Path) -> None:
     assert found["trained"] == "Stop" and found["plain"]
 
 
-@main_version
+@pytest.mark.full
+@both_versions
 def test_not_asked_for_nothing_differs_while_it_trains(version: str, tmp_path: Path) -> None:
     found = told(version, "quiet", tmp_path)
     assert found["installed"] == [True, True]
@@ -70,7 +70,7 @@ def test_not_asked_for_nothing_differs_while_it_trains(version: str, tmp_path: P
     assert found["trained"] == "Stop" and found["plain"]
 
 
-@both
+@both_versions
 def test_the_flag_in_the_yaml_turns_everything_on(version: str, tmp_path: Path) -> None:
     found = told(version, "yaml", tmp_path)
     assert found["waiting"] == TRIGGERS
@@ -79,7 +79,8 @@ def test_the_flag_in_the_yaml_turns_everything_on(version: str, tmp_path: Path) 
     assert found["end"] == []
 
 
-@main_version
+@pytest.mark.full
+@both_versions
 def test_so_does_a_callback_in_the_yaml(version: str, tmp_path: Path) -> None:
     found = told(version, "entry", tmp_path)
     assert found["training"] == sorted([*ALL, REGISTRY])
@@ -87,14 +88,15 @@ def test_so_does_a_callback_in_the_yaml(version: str, tmp_path: Path) -> None:
     assert found["registered"] == "lastgasp_mindformers.callback"
 
 
-@main_version
+@pytest.mark.full
+@both_versions
 def test_so_does_a_callback_made_by_hand(version: str, tmp_path: Path) -> None:
     found = told(version, "object", tmp_path)
     assert found["training"] == sorted([*ALL, REGISTRY])
     assert found["notes"][0] == ["run", str(tmp_path / "object")]
 
 
-@main_version
+@both_versions
 def test_the_environment_turns_plain_mindspore_on(version: str, tmp_path: Path) -> None:
     found = told(version, "plain", tmp_path, "1")
     assert set(PLAIN) <= set(found["waiting"])
@@ -103,7 +105,7 @@ def test_the_environment_turns_plain_mindspore_on(version: str, tmp_path: Path) 
     assert found["end"] == []
 
 
-@main_version
+@both_versions
 def test_another_version_is_an_error_that_says_so(version: str, tmp_path: Path) -> None:
     found = told(version, "drift", tmp_path)
     assert found["expected"].startswith("mindspore.train.model.Model.fit(self, epoch, train_dataset, callbacks")

@@ -74,6 +74,7 @@ def test_a_trainer_of_the_shape_of_2_0(tmp_path: Path, expected: dict[tuple[int,
     assert struck.losses() == expected
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_of_the_trainers_own_is_not_trained_on(
     tmp_path: Path, expected: dict[tuple[int, int], list[str]]
 ) -> None:

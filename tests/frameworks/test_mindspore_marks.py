@@ -41,6 +41,7 @@ def check(marked: Path, ranks: int) -> None:
         assert any(seconds > 0 for seconds in data.table.times("data"))
 
 
+@pytest.mark.full
 def test_plain_mindspore(tmp_path: Path) -> None:
     ckpts = tmp_path / "ckpts"
     job = Job(folder=tmp_path, ranks=1, arguments=["--lastgasp", str(ckpts)])

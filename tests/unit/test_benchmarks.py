@@ -27,7 +27,7 @@ TARGETS = {
     "mindspore": {1.0, 1.3},
 }
 """The targets that each benchmark judges."""
-LONG = ("callback", "marks_step", "megatron", "mindspore", "restart", "slow")
+LONG = ("callback", "checkpoint", "detect", "flush", "marks_step", "megatron", "mindspore", "restart", "slow")
 """They start whole jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
 

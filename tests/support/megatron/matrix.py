@@ -90,8 +90,6 @@ def all_cases() -> list[Case]:
 
 
 COVERING = [
-    Case("dp2-two-instances", "sigstop", "backward"),
     Case("tp2-dp2", "sigkill", "periodic_save"),
-    Case("pp2-dp2", "sigterm", "backward"),
 ]
-"""What runs with every test round: data, tensor and pipeline parallel once, each signal, three moments."""
+"""What runs with every test round."""
