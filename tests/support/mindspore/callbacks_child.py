@@ -69,7 +69,8 @@ def digests() -> list[bool]:
     """Of two equal networks; of one whose parameters, statistics, optimizer differ; and of one with bfloat16."""
 
     def trained(kind: Any = mindspore.float32, by: float = 0.0, named: str = "") -> Any:
-        network = nn.SequentialCell(nn.Dense(4, 4, weight_init="ones", bias_init="zeros"), nn.BatchNorm1d(4)).to_float(kind)
+        dense = nn.Dense(4, 4, weight_init="ones", bias_init="zeros")
+        network = nn.SequentialCell(dense, nn.BatchNorm1d(4)).to_float(kind)
         if kind is not mindspore.float32:
             for param in network.get_parameters():
                 param.set_dtype(kind)
