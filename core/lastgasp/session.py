@@ -110,6 +110,7 @@ class Session:
         self.stand = Stand()
         self._notes: list[str] = []
         self._leave_timer: threading.Timer | None = None
+        self._leaving, self._ended = threading.Lock(), False
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, self._hello()) if contact else None
         self._has_controller = contact is not None
@@ -330,16 +331,22 @@ class Session:
         """Whatever the training thread is stuck in, the process ends."""
         # A launcher says it for all ranks, and the training thread of this one where there is none.
         log.debug("%s", describe(outcome))
-        if self._leave_timer is None and self._patience is not None:
-            self._leave_timer = threading.Timer(self._patience, leave_now, (exit_code(outcome),))
-            self._leave_timer.daemon = True
-            self._leave_timer.start()
+        with self._leaving:
+            if self._leave_timer is None and self._patience is not None and not self._ended:
+                self._leave_timer = threading.Timer(self._patience, self._leave, (exit_code(outcome),))
+                self._leave_timer.daemon = True
+                self._leave_timer.start()
 
     # -- end --------------------------------------------------------------------------------------
 
     def close(self, goodbye: bool = True) -> None:
-        """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent."""
+        """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent.
+
+        With `goodbye` the process is the caller's own from here on: it is not ended for a recovery any more, and the
+        controller has confirmed, as a rule, that its end will be no fault.
+        """
         if goodbye:
+            self._keep_process()
             self._registry.deregister()
             self._processor.tell(self._processor.status())  # the last step may be younger than the last heartbeat
             self._gasp.goodbye()
@@ -347,6 +354,17 @@ class Session:
             self.recorder.close()
         self._gasp.close()
         self._processor.close(goodbye)
+
+    def _leave(self, code: int) -> None:
+        with self._leaving:  # `close` may have come in between
+            if not self._ended:
+                leave_now(code)
+
+    def _keep_process(self) -> None:
+        with self._leaving:
+            self._ended = True
+            if self._leave_timer is not None:
+                self._leave_timer.cancel()
 
 
 def gather_without_controller(tag: str, payload: bytes) -> list[bytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.gasp.serve import start_detached
-from support.engine_job import ToyJob, ToyRank
+from support.engine_job import ToyJob, ToyRank, held
 
 pytestmark = pytest.mark.fault
 
@@ -383,3 +385,20 @@ def test_ranks_that_hold_the_same_are_saved_from_one_another(tmp_path: Path) -> 
         job.ranks[1].signal(signal.SIGKILL)
         assert job.ranks[0].code() == exitcodes.SAVED
         assert job.incident().notes == []
+
+
+def test_a_rank_that_closed_may_end_at_once_while_its_peer_goes_on_with_work_of_its_own(tmp_path: Path) -> None:
+    """By os._exit, while the controller is behind; the peer closes a little later and exports for a while."""
+    with ToyJob(tmp_path, world=2) as job:
+        job.step(1)
+        assert job.thread is not None
+        with held(job.thread):
+            job.ranks[1].tell("done now")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.ranks[1].code(1.0)
+        assert job.ranks[1].code() == 0
+        job.ranks[0].tell("done 4")
+        job.ranks[0].wait_for("done")
+        assert job.ranks[0].code() == 0
+        assert job.thread.settle()
+    assert not (tmp_path / "incidents").exists()

@@ -377,6 +377,16 @@ def test_two_nodes_that_share_no_secret_train_on_unprotected_and_say_so_once(tmp
     assert "LASTGASP_TOKEN_FILE=None is not allowed" in refused.output
 
 
+@pytest.mark.full
+def test_a_disk_that_stalls_for_longer_than_any_deadline_does_not_harm_the_job(tmp_path: Path) -> None:
+    """The record of a good recovery hangs in the launcher; the job is restarted, ends, and counts as ended well."""
+    launcher = [lean.python(), str(SUPPORT / "stalled_launcher.py"), "run", "--nproc-per-node", "2", str(WORKER)]
+    done = finish([*launcher, str(tmp_path / "ckpts"), "once", "3"], tmp_path, STALL_S="75")
+    assert "stalled" in done.output
+    assert done.returncode == 0, done.output[-4000:]
+    assert len(told(tmp_path / "ckpts", 1)) == 2
+
+
 # -- what a person reads ----------------------------------------------------------------------------
 
 

@@ -8,7 +8,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -139,3 +142,20 @@ class ToyJob:
             rank.end()
         if self.thread is not None:
             self.thread.stop()
+
+
+@contextmanager
+def held(controller: ControllerThread) -> Iterator[None]:
+    """The controller's loop is behind: what happens meanwhile waits in sockets and queues."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        go_on.wait(20.0)
+
+    controller._loop.call_soon_threadsafe(wait)
+    assert entered.wait(20.0)
+    try:
+        yield
+    finally:
+        go_on.set()

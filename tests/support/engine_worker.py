@@ -201,7 +201,15 @@ def obey(words: list[str], session: Session, source: ToySource) -> None:
     elif words[0] == "done":
         session.close()
         say("done")
-        sys.exit(0)
+        done(words[1:])
+
+
+def done(how: list[str]) -> None:
+    """Leave as a script does: `now` without any clean-up, `4` after four seconds of work of its own."""
+    if how == ["now"]:
+        os._exit(0)
+    time.sleep(float(how[0]) if how else 0.0)
+    sys.exit(0)
 
 
 def leave(outcome: Release) -> None:

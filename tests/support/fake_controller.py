@@ -24,7 +24,12 @@ HELLO = m.Hello(
 
 
 class FakeController:
-    """Listens on loopback and greets one rank on a thread; then `hear` and `say`. `behind` comes with the greeting."""
+    """Listens on loopback and greets one rank on a thread; then `hear` and `say`. `behind` comes with the greeting.
+
+    Behind the greeting comes also the answer to a Goodbye that a Session's end would wait for (`confirming`).
+    """
+
+    confirming = False
 
     def __init__(
         self, host: str = "elsewhere", token: str = TOKEN, answer: bytes | None = None, behind: bytes = b""
@@ -53,6 +58,8 @@ class FakeController:
         hello = self.hear(m.Hello)
         mac = m.proof(self._token, "controller", hello.nonce, hello.rank)
         peer.sendall(m.frame(m.Welcome(mac=mac, started_s=STARTED_S)) + self._behind)
+        if self.confirming:
+            self.say(m.Farewell())
 
     def link(self) -> Link:
         """Connect a rank."""
@@ -100,6 +107,12 @@ class FakeController:
         self._server.close()
         self._thread.join(20.0)
         self.hang_up()
+
+
+class ConfirmingController(FakeController):
+    """One that knows of every end."""
+
+    confirming = True
 
 
 @dataclass(frozen=True)

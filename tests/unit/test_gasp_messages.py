@@ -53,6 +53,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.GatherPart(tag="choose", payload=b"mine"),
     m.Gathered(tag="choose", parts=(b"mine", b"yours"), missing=""),
     m.Goodbye(),
+    m.Farewell(),
     m.Register(card=CARD),
     m.SwitchOrder(order=7, on=1, off=16),
     m.Switched(order=7, mask=15, why=""),

@@ -345,6 +345,7 @@ def test_a_normal_end_waits_for_a_recovery_that_may_need_this_rank() -> None:
         rank.controller.hear(m.Saved)
         rank.controller.say(RELEASE)
         rank.controller.hear(m.Goodbye)
+        rank.controller.say(m.Farewell())
         closing.join(20.0)
 
 

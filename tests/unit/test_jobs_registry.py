@@ -19,7 +19,7 @@ from lastgasp.gasp.stand import Stand
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
-from support.fake_controller import STARTED_S, TOKEN, FakeController, FakeSource
+from support.fake_controller import STARTED_S, TOKEN, ConfirmingController, FakeController, FakeSource
 
 
 def test_the_card_of_this_process() -> None:
@@ -37,7 +37,7 @@ def test_any_text_can_travel() -> None:
 @contextmanager
 def embedded() -> Iterator[tuple[FakeController, Processor]]:
     """A control thread and who it talks to."""
-    with FakeController() as controller:
+    with ConfirmingController() as controller:
         limits = (1.0, 5.0)
         processor = Processor(Stand(), FakeSource(), controller.link(), _nobody, limits, lambda outcome: None)
         try:
@@ -77,7 +77,7 @@ def test_without_a_controller_nothing_happens() -> None:
 def session(tmp_path: Path) -> Iterator[tuple[FakeController, Session]]:
     """Rank 1 of 2."""
     place = Place(rank=1, world_size=2, replicas=data_parallel(2))
-    with FakeController() as controller:
+    with ConfirmingController() as controller:
         made = Session(GaspConfig.resolve(tmp_path), place, FakeSource(), Contact(controller.address, TOKEN))
         try:
             yield controller, made

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lastgasp.errors import LastgaspError
@@ -15,7 +16,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.cards import RankRow
 from lastgasp.steps import bits
 
-from ._console import console, escape
+from ._console import console
 from ._jobs import ONE_RANK, Target, job_options, targets
 
 _STYLE = {"running": "green", "awaited": "yellow", "hung": "bold red", "dead": "bold red", "left": "dim"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 from lastgasp.gasp import messages as m
@@ -15,7 +16,7 @@ from lastgasp.gasp.cards import RankRow, SwitchResult
 from lastgasp.gasp.service import WAIT_LEAST, WAIT_MOST
 from lastgasp.steps import bits
 
-from ._console import console, escape
+from ._console import console
 from ._jobs import ONE_RANK, Target, job_options, one_target
 from .ps import marks_text
 

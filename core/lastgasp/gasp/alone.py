@@ -61,11 +61,11 @@ def _decide_and_save(
 
 def _decide(stand: Stand, place: Place, finish: float) -> Decision:
     deadline = _clock.monotonic() + finish
-    stand.look()
-    while not stand.whole and not stand.broken and _clock.monotonic() < deadline:
+    trouble = stand.look_again()
+    while (trouble or not stand.whole) and not stand.broken and _clock.monotonic() < deadline:
         threading.Event().wait(0.001)
-        stand.look()
-    why = stand.broken or ("" if stand.whole else f"still inside its update after {finish:g} s")
+        trouble = stand.look_again()
+    why = stand.broken or trouble or ("" if stand.whole else f"still inside its update after {finish:g} s")
     views = tuple(
         RankView(rank=r, step=stand.step, holds=not why, why=why)
         if r == place.rank
@@ -111,7 +111,7 @@ def capture_or_nothing(source: StateSource, step: int) -> bytes:
     """This rank's small state; empty when that fails: the step counts for more than its random state."""
     try:
         return source.capture(step)
-    except Exception:
+    except BaseException:  # an adapter's: whoever asks must live
         log.exception("the small state of step %d could not be captured", step)
         return b""
 

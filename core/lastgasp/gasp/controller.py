@@ -11,9 +11,8 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import msgspec
 
@@ -26,9 +25,11 @@ from . import messages as m
 from .deathwatch import DeathWatch
 from .doorway import Doorway
 from .generation import Generation
+from .guard import Guard
 from .incidents import Incidents
 from .machine import Action, Kill, Send
 from .operator import NOBODY
+from .peers import Peer, keep_alive, open_descriptor, plain, unread
 from .records import RecordWriter
 from .rundir import Announcement
 from .secret import FILE, TOKEN
@@ -47,17 +48,12 @@ WRONG_TOKEN = (
     "wrong token: the rank does not belong to this job. In a job of several nodes each of them needs the same secret, "
     f"in {FILE} or {TOKEN}"
 )
+READ_OUT = 1.0
+"""Seconds that reading the last words of a dead process may take; they are on this host already."""
+TURNS = 3
+"""Turns of the loop without anything in its socket until all of them have been heard: one to read, one to obey."""
 TICK = 0.02
 """Seconds between two looks at the deadlines."""
-
-
-@dataclass
-class _Peer:
-    writer: asyncio.StreamWriter | None
-    pid: int | None = None
-    """Its process, where it runs on this host."""
-    box: int = -1
-    """Our own descriptor of the rank's black box; it outlives the rank."""
 
 
 class Controller:
@@ -71,7 +67,10 @@ class Controller:
     def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self._token, self._host, self._port = token, host, port
         self._identity = host_identity()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
+        self._by_writer: dict[asyncio.StreamWriter, Peer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._guard = Guard(log)
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
@@ -156,11 +155,16 @@ class Controller:
 
     def report_exit(self, rank: int, how: str) -> None:
         """The launcher's word: this rank's process ended (also one that never joined)."""
-        generation = self.generation
-        if generation is not None:
-            at = _clock.wall_ns()
+        if self.generation is not None:
+            self._spawn(self._ended(rank, how))
+
+    async def _ended(self, rank: int, how: str) -> None:
+        at, peer, generation = _clock.wall_ns(), self._peers.get(rank), self.generation
+        await self._read_out(peer)
+        if generation is not None and generation is self.generation:
             self._do(generation.machine.gone(rank, how, "killed", at, _clock.monotonic()))
             self.incidents.add_cause(generation, rank, how)
+            self.incidents.flush()
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -174,16 +178,14 @@ class Controller:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
             # A rank that ends is no news here; the machine has its own word on that.
-            say = log.debug if self._known(writer) else self._door.log.warning
-            say("connection from %s closed: %s", writer.get_extra_info("peername"), _plain(error))
+            say = log.debug if writer in self._by_writer else self._door.log.warning
+            say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
             pass  # stop() is closing every connection
         finally:
-            self._closed(writer)
+            if (peer := self._by_writer.pop(writer, None)) is not None:
+                self._closed(peer)
             writer.close()
-
-    def _known(self, writer: asyncio.StreamWriter) -> bool:
-        return any(peer.writer is writer for peer in self._peers.values())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Greeting:
         nonce = os.urandom(32)
@@ -201,10 +203,12 @@ class Controller:
             writer.write(m.frame(m.Refused(reason=str(error))))
             await writer.drain()
             raise
+        if isinstance(hello, m.Hello):
+            self._begin_attempt(hello)
         rank = NOBODY if isinstance(hello, m.Operator) else hello.rank
         mac = m.proof(self._token, "controller", hello.nonce, rank)
         writer.write(m.frame(m.Welcome(mac=mac, started_s=self._started_s)))
-        _keep_alive(writer.get_extra_info("socket"))
+        keep_alive(writer.get_extra_info("socket"))
         if not isinstance(hello, m.Operator):
             self._join(hello, writer)
         return hello
@@ -232,19 +236,20 @@ class Controller:
             raise ControlError(why)
 
     def _join(self, hello: m.Hello, writer: asyncio.StreamWriter) -> None:
-        if self.generation is None or hello.attempt > self.generation.hello.attempt:
-            self._next_generation(hello)
         assert self.generation is not None and self._watch is not None
         self._drop(hello.rank)
-        peer = self._peers[hello.rank] = _Peer(writer=writer)
+        peer = self._peers[hello.rank] = self._by_writer[writer] = Peer(rank=hello.rank, writer=writer)
         self._service.roster.joined(hello.rank, _clock.monotonic())
         self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
         if hello.host == self._identity:
             peer.pid = hello.pid
-            self._watch.watch(hello.rank, hello.pid)
+            with self._guard("the watch of a process"):
+                self._watch.watch(hello.rank, hello.pid)
 
-    def _next_generation(self, hello: m.Hello) -> None:
-        assert self._watch is not None
+    def _begin_attempt(self, hello: m.Hello) -> None:
+        """Where this rank is the first of its attempt; before its welcome, so that who has one finds the job in use."""
+        if self.generation is not None and hello.attempt <= self.generation.hello.attempt:
+            return
         for rank in list(self._peers):
             self._drop(rank)
         self.incidents.begin(hello)
@@ -266,7 +271,8 @@ class Controller:
             peer = self._peers.get(rank)
             if peer is None or peer.writer is not writer:
                 return  # a process of an earlier attempt must not speak for the one of this
-            self._heard(rank, message)
+            with self._guard(f"what a rank said ({type(message).__name__})"):
+                self._heard(rank, message)
 
     def _heard(self, rank: int, message: m.FromRank) -> None:
         generation = self.generation
@@ -289,21 +295,23 @@ class Controller:
             generation.heard_step(rank, message)
             self.incidents.reached(message.step)
         self._do(generation.machine.said(rank, message, _clock.monotonic()))
+        if isinstance(message, m.Goodbye):
+            self._send(rank, m.Farewell())
 
     def _open_box(self, rank: int, number: int) -> None:
         peer = self._peers.get(rank)
         if peer is not None and peer.pid is not None and peer.box < 0:
-            peer.box = _open_descriptor(peer.pid, number)
+            peer.box = open_descriptor(peer.pid, number)
 
-    def _closed(self, writer: asyncio.StreamWriter) -> None:
-        for rank, peer in self._peers.items():
-            if peer.writer is writer:
-                peer.writer = None
-                self._lost(rank, "its connection closed", _clock.wall_ns())
+    def _closed(self, peer: Peer) -> None:
+        peer.writer = None
+        evidence, at_ns = peer.death or ("its connection closed", _clock.wall_ns())
+        with self._guard("the end of a connection"):
+            self._lost(peer, evidence, at_ns)
 
-    def _lost(self, rank: int, evidence: str, at_ns: int) -> None:
-        generation = self.generation
-        if generation is None or rank not in self._peers:
+    def _lost(self, peer: Peer, evidence: str, at_ns: int) -> None:
+        generation, rank = self.generation, peer.rank
+        if generation is None or self._peers.get(rank) is not peer:
             return
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
@@ -314,21 +322,51 @@ class Controller:
 
     def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._lost, rank, evidence, at_ns)
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._died(rank, evidence, at_ns)))
+
+    async def _died(self, rank: int, evidence: str, at_ns: int) -> None:
+        peer = self._peers.get(rank)
+        if peer is not None:
+            peer.death = (evidence, at_ns)
+            await self._read_out(peer)
+            with self._guard("the death of a rank"):
+                self._lost(peer, evidence, at_ns)
+
+    @staticmethod
+    async def _read_out(peer: Peer | None) -> None:
+        """Hear all that a dead process has said before: its Goodbye, or what it raised, may still be in the socket.
+
+        Its death is seen earlier than the end of its connection, which waits until its memory is freed.
+        """
+        deadline, quiet = _clock.monotonic() + READ_OUT, 0
+        while peer is not None and peer.writer is not None and quiet < TURNS and _clock.monotonic() < deadline:
+            quiet = 0 if unread(peer.writer) else quiet + 1
+            await asyncio.sleep(0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- actions ----------------------------------------------------------------------------------
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
-                self._send(action.rank, action.message)
-            elif isinstance(action, Kill):
-                log.warning("killing hung rank %d", action.rank)
-                assert self._watch is not None
-                self._watch.kill(action.rank)
-            else:
-                self.incidents.phase(action)
+            try:
+                self._act(action)
+            except Exception as error:  # the other ranks need theirs
+                self._guard.failed("an order to a rank", error)
         self.incidents.flush()  # after the orders: what is written must not hold them up
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action.rank, action.message)
+        elif isinstance(action, Kill):
+            log.warning("killing hung rank %d", action.rank)
+            assert self._watch is not None
+            self._watch.kill(action.rank)
+        else:
+            self.incidents.phase(action)
 
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
@@ -366,45 +404,22 @@ class Controller:
             self._do(Send(rank=rank, message=answer) for rank, answer in answers)
 
     async def _tick(self) -> None:
+        """Whatever is called here may raise: deadlines are kept, and hangs found."""
         while True:
             await asyncio.sleep(TICK)
             generation, now = self.generation, _clock.monotonic()
             if generation is None or self._watch is None:
                 continue
-            self.incidents.explain(self._watch.exit_status)
-            self._do(generation.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
-            answers = generation.failed_gathers(now)
-            self._do(Send(rank=rank, message=answer) for rank, answer in answers)
+            with self._guard("a look at how ranks ended"):
+                self.incidents.explain(self._watch.exit_status)
+            with self._guard("a look at the deadlines"):
+                self._do(generation.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
+            with self._guard("a look at the gathers"):
+                answers = generation.failed_gathers(now)
+                self._do(Send(rank=rank, message=answer) for rank, answer in answers)
             self.records.look()
 
 
 async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
     size = m.body_size(await reader.readexactly(m.HEADER), limit)
     return await reader.readexactly(size)
-
-
-def _open_descriptor(pid: int, number: int) -> int:
-    """Our own descriptor of a rank's black box, which outlives the rank; -1 when it cannot be had."""
-    if number < 0:
-        return -1
-    try:
-        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        log.warning("the black box of process %d cannot be opened (%s): its random state dies with it", pid, error)
-        return -1
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Let the kernel find a lost host in about ten seconds; no thread that the GIL could starve."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
-
-
-def _plain(error: BaseException) -> str:
-    if isinstance(error, asyncio.IncompleteReadError):
-        return "ended in the middle of a frame" if error.partial else "ended"
-    return str(error) or type(error).__name__

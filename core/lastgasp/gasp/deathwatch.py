@@ -6,6 +6,8 @@ waitpid only tell afterwards, about 85 ms per GB later (facts/limits.md §7).
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import threading
@@ -13,6 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lastgasp import _clock
+
+from .guard import Guard
+
+log = logging.getLogger("lastgasp.controller")
 
 PERIOD = 0.001
 """Seconds between two looks."""
@@ -40,15 +46,22 @@ class DeathWatch:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
+        self._guard = Guard(log)
         self._thread = threading.Thread(target=self._run, name="lastgasp-deathwatch", daemon=True)
         self._thread.start()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Begin to look at `pid`; a process that is gone already is reported at once."""
+        """Begin to look at `pid`; a process that is gone already is reported at once.
+
+        One that cannot be looked at (no descriptor left) is told of in the log; its connection still tells its end.
+        """
         try:
             stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             self._on_death(rank, f"process {pid} is gone", _clock.wall_ns())
+            return
+        except OSError as error:
+            log.warning("process %d of rank %d cannot be watched: %s", pid, rank, error)
             return
         self.forget(rank)
         with self._lock:
@@ -72,7 +85,8 @@ class DeathWatch:
         with self._lock:
             watched = self._watched.get(rank)
             if watched is not None and _fields(watched.stat) is not None:
-                os.kill(watched.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(watched.pid, signal.SIGKILL)
 
     def exit_status(self, rank: int) -> str:
         """How a process that died, and that nobody has reaped yet, ended; empty when it cannot be told."""
@@ -93,8 +107,9 @@ class DeathWatch:
 
     def _run(self) -> None:
         while not self._closed:
-            for rank, pid in self._newly_dead():
-                self._on_death(rank, f"process {pid} died", _clock.wall_ns())
+            with self._guard("the watch of processes"):
+                for rank, pid in self._newly_dead():
+                    self._on_death(rank, f"process {pid} died", _clock.wall_ns())
             self._wake.wait(PERIOD if self._watched else None)
             self._wake.clear()
 
@@ -102,9 +117,10 @@ class DeathWatch:
         found = []
         with self._lock:
             for rank, watched in self._watched.items():
-                if not watched.reported and self._dead(watched):
-                    watched.reported = True
-                    found.append((rank, watched.pid))
+                with self._guard("a look at a process"):
+                    if not watched.reported and self._dead(watched):
+                        watched.reported = True
+                        found.append((rank, watched.pid))
         return found
 
     @staticmethod

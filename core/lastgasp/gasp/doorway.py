@@ -27,6 +27,8 @@ STRANGERS, STRANGERS_PER_ADDRESS = 512, 256
 """Connections that have proven nothing yet, at the same time."""
 DESCRIPTORS = 65536
 """The soft limit is raised up to this, as far as the hard one allows, once a quarter of it is connections."""
+AT_ONCE = 64
+"""Connections that are taken in one turn of the loop."""
 LINES, PER_SECONDS = 5, 10.0
 """Log lines about strangers; the rest is counted."""
 _BUSY = m.frame(m.Refused(reason=m.BUSY))
@@ -85,7 +87,6 @@ class Doorway:
         self._strangers: dict[asyncio.Task[None], _Stranger] = {}
         self._count = 0
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
         self.log = LimitedLog()
 
     def open(self, host: str, port: int) -> int:
@@ -93,14 +94,14 @@ class Doorway:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=STRANGERS)
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._listener))
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
         """Listen no more; connections are the caller's to end. Idempotent."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-        if self._listener is not None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
             self._listener.close()
 
     def known(self) -> None:
@@ -111,16 +112,26 @@ class Doorway:
 
     # -- connections ------------------------------------------------------------------------------
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def _accept(self) -> None:
+        """All that wait. No task: what a cancelled one has just accepted would be nobody's."""
+        assert self._listener is not None
+        for _ in range(AT_ONCE):
             try:
-                connection, address = await loop.sock_accept(listener)
+                connection, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
             except OSError as error:
                 self.log.warning("no connection can be taken: %s", error)
-                await asyncio.sleep(1.0 if error.errno in _EXHAUSTED else 0.01)
-                continue
+                if error.errno in _EXHAUSTED:
+                    self._loop.remove_reader(self._listener)
+                    self._loop.call_later(1.0, self._accept_again)
+                return
+            connection.setblocking(False)
             self._take(connection, str(address[0]))
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
 
     def _take(self, connection: socket.socket, address: str) -> None:
         self._make_room(address)

@@ -32,7 +32,10 @@ class Generation:
 
     hello: m.Hello
     machine: Machine
-    first_steps: dict[int, int] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    """Ranks whose training has begun."""
+    begun_at: int | None = None
+    """The oldest step that one of them began after."""
     reached: int = -1
     gathers: dict[str, GatherState] = field(default_factory=dict)
     incident: Incident | None = None
@@ -69,8 +72,9 @@ class Generation:
     def heard_step(self, rank: int, message: m.Begin | m.Status | m.Prepared) -> None:
         """Keep what tells whether this attempt made progress; a rank's heartbeats before its Begin tell nothing."""
         if isinstance(message, m.Begin):
-            self.first_steps[rank] = message.step
-        if rank in self.first_steps:
+            self.begun.add(rank)
+            self.begun_at = message.step if self.begun_at is None else min(self.begun_at, message.step)
+        if rank in self.begun:
             self.reached = max(self.reached, message.step)
 
     def led_by(self, leader: str) -> None:
@@ -81,7 +85,7 @@ class Generation:
     @property
     def progressed(self) -> bool:
         """At least one step was completed in this attempt."""
-        return bool(self.first_steps) and self.reached > min(self.first_steps.values())
+        return self.begun_at is not None and self.reached > self.begun_at
 
     @property
     def newest_held(self) -> int:

@@ -229,6 +229,10 @@ class Goodbye(Message, frozen=True, kw_only=True):
     """Rank: training ended; my leaving is no fault."""
 
 
+class Farewell(Message, frozen=True, kw_only=True):
+    """Controller: your Goodbye was heard."""
+
+
 class Register(Message, frozen=True, kw_only=True):
     """Rank, once, after its process group is up and before its first step: who I am. Goodbye takes it back."""
 
@@ -333,7 +337,7 @@ FromRank = (
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted
+    | SwitchDone | Consulted | Farewell
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 Greeting = Hello | Operator

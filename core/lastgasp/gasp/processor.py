@@ -7,18 +7,24 @@ import math
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from lastgasp import _clock
-from lastgasp.errors import LastgaspError, Moved
+from lastgasp.errors import LastgaspError
 from lastgasp.events import Fault, FaultKind
-from lastgasp.ports import SaveResult, StateSource
+from lastgasp.ports import StateSource
 
 from . import messages as m
 from .alone import capture_or_nothing
 from .cards import WorkerCard
+from .guard import Guard
 from .link import Link
+from .mailbox import Mailbox
+from .saver import Saver
 from .signals import TermSignal
 from .stand import Stand, given_up
 
@@ -34,6 +40,11 @@ PATIENCE = 0.8
 """Of `finish_timeout`: the same where no rank has stopped, so that it will come to that step's end by itself."""
 ANSWER = 15.0
 """Seconds that the controller gets to answer a report; it answers in milliseconds, unless it is stopped."""
+
+FAREWELL = 5.0
+"""Seconds that the controller gets to confirm a Goodbye; until then the end of this process would be a fault."""
+RECOVER = 0.05
+"""Seconds that the thread rests after something that it called has raised."""
 
 Alone = Callable[[Fault], m.Release]
 """Carry out the recovery without a controller; runs on a thread of its own."""
@@ -91,15 +102,13 @@ class Processor:
         self._answer_by = math.inf
         self._alone_begun = threading.Lock()
         self._pending: _Pending | None = None
-        self._results: dict[int, SaveResult] = {}
-        self._void: set[int] = set()
-        self._gathers: dict[str, m.Gathered] = {}
-        self._gathered = threading.Condition()
+        self._saver = Saver(source, self._try_send, self._moved)
+        self._mail = Mailbox()
         self._next_beat = 0.0
         self.on_switch: OnSwitch | None = None
         self.led_elsewhere: Callable[[Fault], None] | None = None
-        self._consulted: dict[int, m.Consulted] = {}
         self._left = False
+        self._guard = Guard(log)
         self._thread = threading.Thread(target=self._run, name="lastgasp-control", daemon=True)
         self._thread.start()
 
@@ -142,9 +151,8 @@ class Processor:
         """Send a part and wait for the whole; None when it did not come in time or the link broke."""
         if not self._try_send(m.GatherPart(tag=tag, payload=payload)):
             return None
-        with self._gathered:
-            self._gathered.wait_for(lambda: tag in self._gathers or self._link is None, seconds)
-            return self._gathers.pop(tag, None)
+        answer = self._mail.take(("gathered", tag), seconds)
+        return answer if isinstance(answer, m.Gathered) else None
 
     def tell(self, message: m.Message) -> bool:
         """Say something that needs no answer; False where no controller is connected."""
@@ -152,22 +160,27 @@ class Processor:
 
     def consult(self, step: int, saved: m.Saved | None, seconds: float) -> m.Consulted | None:
         """What the controller keeps of `step`, after it has kept `saved`; None when it does not answer in time."""
-        with self._gathered:
-            self._consulted.pop(step, None)
+        self._mail.drop(("consulted", step))
         if not self._try_send(m.Consult(step=step, saved=saved)):
             return None
-        with self._gathered:
-            self._gathered.wait_for(lambda: step in self._consulted or self._link is None, seconds)
-            return self._consulted.pop(step, None)
+        answer = self._mail.take(("consulted", step), seconds)
+        return answer if isinstance(answer, m.Consulted) else None
 
     def goodbye(self) -> None:
-        """Tell the controller that training ended, so that leaving is no fault; once."""
+        """Tell the controller that training ended, so that leaving is no fault; once.
+
+        Returns when it has said that it knows, or after a few seconds without its word.
+        """
         if self._left or self._closed:
             return
         if self._stand.held:  # a peer failed behind the last step, and this rank may be the one that saves it
             self._stand.wait_over(self._finish + 2 * self._save_limit)
         self._left = True
-        self._try_send(m.Goodbye())
+        if not self._try_send(m.Goodbye()) or threading.current_thread() is self._thread:
+            return
+        if self._mail.take(("farewell", 0), FAREWELL) is None and self._link is not None:
+            log.warning("rank %d: the controller has not confirmed the end of training in %g s", self._source.rank,
+                        FAREWELL)  # fmt: skip
 
     def close(self, goodbye: bool) -> None:
         """End the thread; `goodbye` tells the controller that this is no fault."""
@@ -189,22 +202,36 @@ class Processor:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._link is not None and self._link.unread:
-            self._receive(self._link)  # a recovery is on, or over
+        """Whatever is called here may raise: this thread keeps the deadlines and hears SIGTERM."""
+        link = self._link
+        if link is not None and link.unread:
+            with self._guard("reading the controller's first words"):
+                self._receive(link)  # a recovery is on, or over
         while not self._closed:
-            link = self._link
-            readable = self._wait(link)
-            if self._closed:
-                return
-            if self._poke_r.fileno() in readable:
-                self._poke_r.recv(4096)
+            failures = self._guard.count
+            with self._guard("a turn of the control thread"):
+                self._turn()
+            if self._guard.count > failures and not self._closed:
+                time.sleep(RECOVER)
+
+    def _turn(self) -> None:
+        link = self._link
+        readable = self._wait(link)
+        if self._closed:
+            return
+        if self._poke_r.fileno() in readable:
+            self._poke_r.recv(4096)
+        with self._guard("SIGTERM"):
             if self.term.fileno() in readable and self.term.came():
                 self._terminate()
+        with self._guard("an order of the controller"):
             if link is not None and link.fileno() in readable:
                 self._receive(link)
             if not self._stand.held and _clock.monotonic() > self._answer_by:
                 self._lose_controller(f"it has not answered in {ANSWER:g} s")
+        with self._guard("the answer to the controller"):
             self._answer_prepare()
+        with self._guard("the heartbeat"):
             self._beat()
 
     def _wait(self, link: Link | None) -> set[int]:
@@ -222,26 +249,25 @@ class Processor:
             self._lose_controller(str(error))
             return
         for message in messages:
-            self._obey(message)
+            with self._guard(f"the order {type(message).__name__}"):
+                self._obey(message)
 
     def _obey(self, message: m.FromController) -> None:
         if isinstance(message, m.Gathered):
-            with self._gathered:
-                self._gathers[message.tag] = message
-                self._gathered.notify_all()
+            self._mail.put(("gathered", message.tag), message)
         elif isinstance(message, m.Consulted):
-            with self._gathered:
-                self._consulted[message.step] = message
-                self._gathered.notify_all()
+            self._mail.put(("consulted", message.step), message)
+        elif isinstance(message, m.Farewell):
+            self._mail.put(("farewell", 0), message)
         elif isinstance(message, m.Prepare):
             self._hold(message)
             self._prepare(message.recovery, message.target)
         elif isinstance(message, m.Save):
-            self._spawn("save", lambda: self._save(message))
+            self._spawn("save", lambda: self._saver.save(message))
         elif isinstance(message, m.Commit):
-            self._spawn("commit", lambda: self._commit(message))
+            self._spawn("commit", lambda: self._saver.commit(message))
         elif isinstance(message, m.Discard):
-            self._discard(message.plan)
+            self._saver.discard(message.plan)
         elif isinstance(message, m.Release):
             self.over(message)
         elif isinstance(message, m.SwitchOrder):
@@ -281,9 +307,9 @@ class Processor:
         pending, stand = self._pending, self._stand
         if pending is None:
             return
-        stand.look()
+        trouble = stand.look_again()
         late = _clock.monotonic() >= pending.deadline
-        if not stand.whole and not stand.broken and not late:
+        if (trouble or not stand.whole) and not stand.broken and not late:
             return
         if stand.step < pending.target:
             # A thread that has raised will not complete another step.
@@ -292,10 +318,15 @@ class Processor:
                 stand.close()  # and look again: what is told must stay true
             return
         self._pending = None
-        why = stand.broken or ("" if stand.whole else f"still inside its update after {self._finish:g} s")
+        late_words = f"still inside its update after {self._finish:g} s"
+        self._answer(pending.recovery, stand.broken or trouble or ("" if stand.whole else late_words))
+
+    def _answer(self, recovery: int, why: str) -> None:
+        """Tell which step this rank holds; or `why` it holds none."""
+        stand = self._stand
         small = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, stand.step)
         answer = m.Prepared(
-            recovery=pending.recovery,
+            recovery=recovery,
             step=stand.step,
             durable=stand.durable,
             usable=not why,
@@ -303,7 +334,11 @@ class Processor:
             small=small,
             target=self._target,
         )
-        self._try_send(answer)
+        try:
+            self._try_send(answer)
+        except Exception as error:  # not one to be sent: a rank without an answer counts as hung, and is killed
+            words = f"its answer could not be sent: {m.one_line(error)}"
+            self._try_send(msgspec.structs.replace(answer, usable=False, why=words, small=b""))
 
     def _on_controllers_host(self) -> bool:
         return self._link is not None and self._link.shares_host
@@ -328,46 +363,9 @@ class Processor:
     def _spawn(name: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=f"lastgasp-{name}", daemon=True).start()
 
-    def _save(self, order: m.Save) -> None:
-        try:
-            result = self._source.save(order.step, order.small, order.reason)
-        except Moved as moved:
-            log.warning("%s", moved)
-            self._prepare(order.recovery, order.step + 1)  # the controller asks everybody again when it hears this
-            return
-        except BaseException as error:  # a SystemExit of a user's hook, too: the controller must hear it
-            log.exception("the save of step %d failed", order.step)
-            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
-            return
-        self._results[order.plan] = result
-        if order.plan in self._void:  # it took too long, and another holder saves by now
-            self._discard(order.plan)
-            return
-        self._try_send(
-            m.Saved(
-                recovery=order.recovery,
-                plan=order.plan,
-                path=result.path,
-                nbytes=result.nbytes,
-                first_byte_ns=result.first_byte_ns,
-                part=result.part,
-            )
-        )
-
-    def _commit(self, order: m.Commit) -> None:
-        try:
-            self._source.publish(self._results.pop(order.plan), order.parts)
-        except BaseException as error:  # as in _save
-            log.exception("the checkpoint could not be published")
-            self._try_send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
-            return
-        self._try_send(m.Committed(recovery=order.recovery, plan=order.plan))
-
-    def _discard(self, plan: int) -> None:
-        self._void.add(plan)
-        result = self._results.pop(plan, None)
-        if result is not None:
-            self._source.discard(result)
+    def _moved(self, order: m.Save) -> None:
+        """The state has gone on while it was saved: the controller asks everybody again when it hears this."""
+        self._prepare(order.recovery, order.step + 1)
 
     # -- without a controller ---------------------------------------------------------------------
 
@@ -386,8 +384,7 @@ class Processor:
         if link is None:
             return
         link.close()
-        with self._gathered:
-            self._gathered.notify_all()
+        self._mail.close()
         if self._stand.outcome is not None or self._closed or self.led_elsewhere is not None:
             return
         log.warning(

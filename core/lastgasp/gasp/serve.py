@@ -20,12 +20,14 @@ from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
 from .controller import Controller
+from .generation import Generation
 from .resetfile import ResetWatch
 from .starter import Starter
 
 log = logging.getLogger("lastgasp.controller")
 
 T = TypeVar("T")
+log = logging.getLogger("lastgasp.controller")
 START_TIMEOUT = 30.0
 """Seconds the controller gets to listen."""
 UNUSED_TIMEOUT = 300.0
@@ -84,28 +86,42 @@ class ControllerThread:
         self._call(lambda: self._controller.expect(attempt))
 
     def report_exit(self, rank: int, how: str) -> None:
-        """Tell it that the process of `rank` ended."""
-        self._call(lambda: self._controller.report_exit(rank, how))
+        """Tell it that the process of `rank` ended; does not wait, and does nothing once it is stopped."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._controller.report_exit, rank, how)
+
+    # What a launcher asks between two looks at its workers. These read what stands there: they neither wait for the
+    # controller's loop, which may be behind, nor raise.
 
     def in_use(self, attempt: int) -> bool:
         """A rank of this attempt has joined."""
-        return self._call(lambda: self._attempt() == attempt)
+        return self._attempt(attempt) is not None
 
     def over_for(self, attempt: int) -> float | None:
         """Seconds since the recovery of this attempt ended; None while it has not."""
-        return self._call(lambda: self._over_for(attempt))
+        generation = self._attempt(attempt)
+        over = generation.over_since if generation is not None else None
+        return None if over is None else _clock.monotonic() - over
 
     def progressed(self, attempt: int) -> bool:
         """This attempt completed at least one new step."""
-        return self._call(lambda: self._progressed(attempt))
+        generation = self._attempt(attempt)
+        return generation is not None and generation.progressed
 
     def hold_limit(self) -> float:
         """Seconds that a recovery may take in all: finishing updates, and two saves in a row."""
-        return self._call(self._hold_limit)
+        generation = self._controller.generation
+        return 0.0 if generation is None else generation.hello.finish_timeout + 2 * generation.hello.save_timeout
 
     def last_ending(self, attempt: int) -> str:
         """How the recovery of this attempt ended; empty when there was none."""
-        return self._call(lambda: self._last_ending(attempt)) if self._thread.is_alive() else ""
+        generation = self._attempt(attempt)
+        ending = generation.machine.outcome.ending if generation is not None else "open"
+        return "" if ending == "open" else ending
+
+    def _attempt(self, number: int) -> Generation | None:
+        generation = self._controller.generation
+        return generation if generation is not None and generation.hello.attempt == number else None
 
     def event(self, attempt: int) -> str:
         """The recovery of this attempt in one line, as far as it has come; empty when there was none. Never raises."""
@@ -128,52 +144,30 @@ class ControllerThread:
         return self._controller.records.settle(seconds)
 
     def stop(self) -> None:
-        """Close everything; idempotent."""
-        if self._thread.is_alive():
+        """Close everything, in bounded time; idempotent. What cannot be closed is told: a job that is done stays so."""
+        if not self._thread.is_alive():
+            return
+        try:
             self._run(self._controller.stop())
-            self._end()
+        except Exception as error:
+            log.error("the controller could not be stopped properly: %s", error or type(error).__name__)
+        self._end()
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT)
-        self._loop.close()
-
-    def _attempt(self) -> int:
-        generation = self._controller.generation
-        return -1 if generation is None else generation.hello.attempt
-
-    def _over_for(self, attempt: int) -> float | None:
-        generation = self._controller.generation
-        if generation is None or generation.hello.attempt != attempt or generation.over_since is None:
-            return None
-        return _clock.monotonic() - generation.over_since
-
-    def _hold_limit(self) -> float:
-        generation = self._controller.generation
-        if generation is None:
-            return 0.0
-        return generation.hello.finish_timeout + 2 * generation.hello.save_timeout
-
-    def _last_ending(self, attempt: int) -> str:
-        generation = self._controller.generation
-        if generation is None or generation.hello.attempt != attempt:
-            return ""
-        ending = generation.machine.outcome.ending
-        return "" if ending == "open" else ending
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _event(self, attempt: int) -> str:
-        generation = self._controller.generation
-        if generation is None or generation.hello.attempt != attempt or generation.incident is None:
+        generation = self._attempt(attempt)
+        if generation is None or generation.incident is None:
             return ""
         generation.refresh()
         return narration.event(generation.incident)
 
     def _summary(self, ending: str) -> str:
         return self._controller.incidents.tally.summary(ending) if self._controller.generation is not None else ""
-
-    def _progressed(self, attempt: int) -> bool:
-        generation = self._controller.generation
-        return generation is not None and generation.hello.attempt == attempt and generation.progressed
 
 
 def start_detached(host: str = "127.0.0.1", token: str = "") -> Endpoint:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lastgasp import _clock, exitcodes
 from lastgasp.events import Ending
 
-from .messages import Phase, Release
+from .messages import Phase, Release, one_line
 
 _CODES: dict[Ending, int] = {
     "saved": exitcodes.SAVED,
@@ -123,6 +123,14 @@ class Stand:
             if self.parked and self.step < target and self.outcome is None:
                 self.inside, self.begun, self.parked = True, self.step + 1, False
                 self._gate.notify_all()
+
+    def look_again(self) -> str:
+        """Bring `step` and `whole` up to date; what the adapter raised, which leaves them unknown, else empty."""
+        try:
+            self.look()
+        except BaseException as error:  # the adapter's; the threads that ask must live
+            return f"its state could not be looked at: {one_line(error)}"
+        return ""
 
     @property
     def whole(self) -> bool:

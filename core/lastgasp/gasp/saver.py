@@ -1,0 +1,72 @@
+"""What a rank does when it is told to save: write, publish, or take back. Each on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lastgasp.errors import Moved
+from lastgasp.ports import SaveResult, StateSource
+
+from . import messages as m
+
+log = logging.getLogger("lastgasp")
+
+
+class Saver:
+    """Carries out the orders of one rank's controller, and answers them.
+
+    Args:
+        source: where the state lives.
+        send: tells the controller; False where it is lost.
+        moved: called where the state has gone on since it was asked for.
+    """
+
+    def __init__(self, source: StateSource, send: Callable[[m.Message], bool], moved: Callable[[m.Save], None]) -> None:
+        self._source, self._send, self._moved = source, send, moved
+        self._results: dict[int, SaveResult] = {}
+        self._void: set[int] = set()
+
+    def save(self, order: m.Save) -> None:
+        """Write temporary files; they are taken back where the plan has become void meanwhile."""
+        try:
+            result = self._source.save(order.step, order.small, order.reason)
+        except Moved as moved:
+            log.warning("%s", moved)
+            self._moved(order)
+            return
+        except BaseException as error:  # a SystemExit of a user's hook, too: the controller must hear it
+            log.exception("the save of step %d failed", order.step)
+            self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
+            return
+        self._results[order.plan] = result
+        if order.plan in self._void:  # it took too long, and another holder saves by now
+            self.discard(order.plan)
+            return
+        self._send(
+            m.Saved(
+                recovery=order.recovery,
+                plan=order.plan,
+                path=result.path,
+                nbytes=result.nbytes,
+                first_byte_ns=result.first_byte_ns,
+                part=result.part,
+            )
+        )
+
+    def commit(self, order: m.Commit) -> None:
+        """Make what was written visible."""
+        try:
+            self._source.publish(self._results.pop(order.plan), order.parts)
+        except BaseException as error:  # as in `save`
+            log.exception("the checkpoint could not be published")
+            self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
+            return
+        self._send(m.Committed(recovery=order.recovery, plan=order.plan))
+
+    def discard(self, plan: int) -> None:
+        """Take back what was written for `plan`, now or when it is there."""
+        self._void.add(plan)
+        result = self._results.pop(plan, None)
+        if result is not None:
+            self._source.discard(result)

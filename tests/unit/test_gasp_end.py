@@ -1,0 +1,179 @@
+"""The clean end of a rank: never taken for a fault, however late the controller gets to hear of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lastgasp import session as session_module
+from lastgasp.config import GaspConfig
+from lastgasp.events import Fault
+from lastgasp.gasp import messages as m
+from lastgasp.gasp import processor as processor_module
+from lastgasp.gasp.link import Link
+from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.session import Session
+from lastgasp.topology import Place, data_parallel
+from support.engine_job import held
+from support.fake_controller import FakeController, FakeSource
+from support.switch_job import JobHere, hello, job_here
+from support.waiting import until
+
+SAVED = m.Release(recovery=1, ending="gave_up", step=-1, path="", reason="nobody holds it")
+
+
+@contextmanager
+def two_links() -> Iterator[tuple[ControllerThread, list[Link]]]:
+    """Two ranks by their connections alone: what they say is said by the test."""
+    controller = ControllerThread(new_token())
+    try:
+        end = controller.endpoint
+        first, second = (Link(end.address, end.token, hello(rank, 2)) for rank in range(2))
+        with closing(first), closing(second):
+            for link in (first, second):
+                link.send(m.Begin(step=3, durable=3, box=-1))
+            yield controller, [first, second]
+    finally:
+        controller.stop()
+
+
+def faults(controller: ControllerThread) -> list[Fault]:
+    """What the controller takes for a fault."""
+    generation = controller._controller.generation
+    assert generation is not None
+    return list(generation.machine.faults)
+
+
+def member(controller: ControllerThread, rank: int) -> tuple[bool, str]:
+    """Whether it has said goodbye, and how it went."""
+    generation = controller._controller.generation
+    found = generation.machine.members.get(rank) if generation is not None else None
+    return (found.left, found.gone) if found is not None else (False, "")
+
+
+def test_a_goodbye_that_is_still_in_the_socket_counts_before_the_death_behind_it() -> None:
+    """The watch of processes sees the end first: its word is in the queue before the loop reads the socket."""
+    with two_links() as (controller, links):
+        until(lambda: member(controller, 1) == (False, ""), "rank 1 to be known")
+        with held(controller):
+            links[1].send(m.Goodbye())
+            controller._controller._saw_death(1, "process 7 died", time.time_ns())
+        until(lambda: member(controller, 1)[0], "the goodbye to be heard")
+        links[1].close()
+        links[0].send(m.Goodbye())
+        until(lambda: member(controller, 0)[0], "rank 0 to end")
+        assert faults(controller) == []
+
+
+def test_what_a_rank_raised_counts_before_its_death() -> None:
+    """Else the record says that it was killed."""
+    fault = Fault(kind="exception", rank=1, cause="ValueError: boom", step=3, seen_ns=1)
+    with two_links() as (controller, links):
+        with held(controller):
+            for _ in range(1000):
+                links[1].send(m.Status(step=3, durable=3, tick=1, phase="data"))
+            links[1].send(m.Report(fault=fault))
+            controller._controller._saw_death(1, "process 7 died", time.time_ns())
+        until(lambda: len(faults(controller)) == 2, "both to be known")
+        first = faults(controller)[0]
+        assert (first.kind, first.cause) == ("exception", "ValueError: boom")
+
+
+def test_the_launchers_word_waits_for_the_goodbye_as_well() -> None:
+    with two_links() as (controller, links):
+        with held(controller):
+            links[1].send(m.Goodbye())
+            controller.report_exit(1, "exited with code 1")
+        until(lambda: member(controller, 1)[0], "the goodbye to be heard")
+        controller.report_exit(1, "exited with code 1")
+        links[0].send(m.Goodbye())
+        until(lambda: member(controller, 0)[0], "rank 0 to end")
+        assert faults(controller) == []
+
+
+def test_a_death_without_a_goodbye_is_a_fault_while_the_connection_is_open() -> None:
+    """Freeing the memory of a killed process takes a while, and only then its connection ends."""
+    with two_links() as (controller, _):
+        controller._controller._saw_death(1, "process 7 died", 123)
+        until(lambda: bool(faults(controller)), "the fault to be seen")
+        assert [(fault.rank, fault.cause, fault.seen_ns) for fault in faults(controller)] == [
+            (1, "process 7 died", 123)
+        ]
+
+
+def goodbye_of(job: JobHere, rank: int) -> threading.Thread:
+    thread = threading.Thread(target=job.ranks[rank].processor.goodbye)
+    thread.start()
+    return thread
+
+
+def test_closing_returns_only_when_the_controller_knows() -> None:
+    with job_here(2) as job:
+        with held(job.controller):
+            leaving = goodbye_of(job, 1)
+            leaving.join(0.3)
+            assert leaving.is_alive()
+        leaving.join(20.0)
+        assert not leaving.is_alive()
+        assert member(job.controller, 1) == (True, "")
+
+
+def test_a_controller_that_does_not_answer_is_waited_for_in_bounds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processor_module, "FAREWELL", 0.2)
+    with FakeController() as controller:
+        place = Place(rank=1, world_size=2, replicas=((0, 1),), attempt=0, job="job")
+        config = GaspConfig.resolve(Path("/nowhere"))
+        session = Session(config, place, FakeSource(), session_module.Contact(controller.address, "t" * 64))
+        session.close()
+    assert any("has not confirmed" in record.message for record in caplog.records)
+
+
+# -- the process that goes on ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Codes with which the session has ended this process."""
+    codes: list[int] = []
+    monkeypatch.setattr(session_module, "leave_now", codes.append)
+    return codes
+
+
+def lone_session(tmp_path: Path) -> Session:
+    """One rank on its own, whose patience is short."""
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=0, job="job")
+    session = Session(GaspConfig.resolve(tmp_path), place, FakeSource(), None)
+    session._patience = 0.2
+    return session
+
+
+def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_from_before(tmp_path: Path, ended: list[int]) -> None:
+    session = lone_session(tmp_path)
+    session._schedule_leaving(SAVED)
+    session.close()
+    assert session._leave_timer is not None
+    session._leave_timer.join(20.0)
+    session._leave(85)  # the timer's thread may have been on its way
+    assert ended == []
+
+
+def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_that_comes_after(tmp_path: Path, ended: list[int]) -> None:
+    session = lone_session(tmp_path)
+    session.close()
+    session._schedule_leaving(SAVED)
+    assert session._leave_timer is None
+    assert ended == []
+
+
+def test_a_rank_whose_training_failed_is_still_ended(tmp_path: Path, ended: list[int]) -> None:
+    session = lone_session(tmp_path)
+    session._schedule_leaving(SAVED)
+    session.close(goodbye=False)
+    until(lambda: ended == [85], "the end of the process")
