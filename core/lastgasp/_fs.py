@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -157,6 +158,40 @@ def make_directory(directory: Path) -> None:
     fsync_dir(directory.parent)
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file that must be a regular one: a pipe would wait for ever, a device has no end.
+
+    Raises:
+        OSError: it is something else, is not there, or cannot be read.
+    """
+    _must_be_regular(os.stat(path), path)  # first: to open a device may do something
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _must_be_regular(os.fstat(fd), path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _must_be_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """All of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: it is longer, no regular file, not there, or cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
+    if data is None or len(data) > limit:
+        raise OSError(errno.EFBIG, f"has more than the {limit} bytes that are allowed", str(path))
+    return data
+
+
 def unique_temp(path: Path) -> Path:
     """A name beside `path` that no other process or thread uses: `.{name}.tmp-{pid}-{host}{random}`."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{host_tag()}{secrets.token_hex(3)}")
@@ -236,10 +271,26 @@ def locked(directory: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
+    """The lock file, made for this user alone; -1 for what somebody else could hold, or has put there.
+
+    Who owns the directory may own the lock, too: he can do as he likes there anyway.
+    """
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
     except OSError:
         return -1
+    try:
+        found = os.fstat(fd)
+        _must_be_regular(found, path)
+        if found.st_uid not in (os.geteuid(), os.stat(path.parent).st_uid):
+            raise OSError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
+        if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+            os.fchmod(fd, 0o600)  # who can open it can hold it, and each commit would wait
+    except OSError as error:
+        _log.warning("%s is no lock to rely on: %s", path, error.strerror)
+        os.close(fd)
+        return -1
+    return fd
 
 
 def _acquire(fd: int, deadline: float) -> bool:

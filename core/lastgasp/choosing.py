@@ -12,7 +12,7 @@ from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.pairing import vouched
 from lastgasp.checkpoint.samefit import differences, number_of, of_fit
 from lastgasp.config import GaspConfig
-from lastgasp.errors import CheckpointMismatch, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.errors import CheckpointMismatch, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 
@@ -69,12 +69,12 @@ class Choice:
         if resume not in ("auto", "never") and self._place.attempt == 0:
             return self._explicit(Path(resume))
         agreement = self._agree(job=self._place.job if resume != "auto" else None)
+        if agreement.chosen is None and agreement.rejected and resume == "auto" and not instead:
+            reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
+            raise NoGoodCheckpoint(", ".join(map(str, self._folders)), reasons)
         self._report(agreement)
         if agreement.chosen is not None:
             return self._of_this_fit(agreement.chosen)
-        if agreement.rejected and resume == "auto" and not instead:
-            reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
-            raise NoGoodCheckpoint(", ".join(map(str, self._folders)), reasons)
         if resume not in ("auto", "never"):
             return self._explicit(Path(resume))  # a restart before this job has saved anything
         return None
@@ -119,9 +119,9 @@ class Choice:
 
     def _report(self, agreement: Agreement) -> None:
         """Say what was not used and why; move away what is proven bad."""
-        for path, reasons in agreement.rejected.items():
-            if self._place.rank == 0:
-                log.warning("%s was not used: %s", path, "; ".join(reasons))
+        if self._place.rank == 0:
+            for line in grouped({path: "; ".join(why) for path, why in agreement.rejected.items()}, " was not used"):
+                log.warning("%s", line)
         if agreement.chosen is not None and self._local[0] == 0:
             for bad in agreement.damaged:
                 quarantine(bad, agreement.rejected[str(bad.path)], proven=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+_SINGLE = 3
+"""Checkpoints with the same fault that are listed one by one."""
 
 
 class LastgaspError(Exception):
@@ -67,6 +71,26 @@ class DamagedCheckpoint(CheckpointError):
         super().__init__(f"checkpoint {path} is damaged and was not loaded:\n  {listing}\n{remedy}")
 
 
+def grouped(reasons: Mapping[str, str], verb: str = "") -> list[str]:
+    """One line per checkpoint and why it was refused; one for all where the same holds for many.
+
+    Args:
+        reasons: path -> why.
+        verb: what stands between the two, such as " was not used".
+    """
+    by_reason: dict[str, list[str]] = {}
+    for path, why in reasons.items():
+        by_reason.setdefault(why, []).append(path)
+    lines = []
+    for why, paths in by_reason.items():
+        many = len(paths) > _SINGLE
+        lines += [f"{len(paths)} checkpoints, {paths[0]} to {paths[-1]}{verb}: {why}"] if many else []
+        lines += [] if many else [f"{path}{verb}: {why}" for path in paths]
+    if any("no manifest" in why for why in by_reason):
+        lines.append("`lastgasp manifest DIR` gives complete checkpoints that were written without lastgasp a manifest")
+    return lines
+
+
 class NoGoodCheckpoint(CheckpointError):
     """Checkpoints exist, none of them verifies; starting from scratch would lose them silently.
 
@@ -85,7 +109,7 @@ class NoGoodCheckpoint(CheckpointError):
         "that you trust, or give resume='never' to start anew.",
     ) -> None:
         self.directory, self.reasons = directory, reasons
-        listing = "\n  ".join(f"{path}: {why}" for path, why in reasons.items())
+        listing = "\n  ".join(grouped(reasons))
         super().__init__(
             f"no checkpoint in {directory} can be trusted, and there are {len(reasons)}:\n  {listing}\n{remedy}"
         )

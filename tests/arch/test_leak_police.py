@@ -49,6 +49,7 @@ def test_child():
 
 def test_defunct():
     loot.append(os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ))
+    os.waitid(os.P_PID, loot[-1], os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has fetched its exit code
 
 def test_orphan():
     nap = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(61)'])"

@@ -166,6 +166,24 @@ def test_the_guides_own_directories(layout: str, tmp_path: Path, references: dic
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("how", [("--mode", "stand_alone"), ("--own-seed",)], ids=["stand alone", "own seed"])
+def test_ranks_that_do_not_hold_the_same_are_no_replicas(how: tuple[str, ...], tmp_path: Path) -> None:
+    """MindSpore's default trains a model on each rank: nobody saves it for one that was killed."""
+    bare = Job(folder=tmp_path / "reference", arguments=how)
+    bare.folder.mkdir()
+    run_with(bare, "")
+    saves = ("--save", str(tmp_path / "saves"))
+    job = replace(plain(tmp_path), arguments=(*plain(tmp_path).arguments, *saves, *how))
+    output = run_with(job, KILLED[1].fault)
+    (incident,) = incidents(tmp_path)
+    assert incident.step_saved is None, (incident, output)
+    assert ("NOT SAVED" in output) == (how[0] == "--mode")
+    assert any("should hold the same" in note for note in incident.notes) == (how[0] != "--mode")
+    assert {key: times[-1] for key, times in job.losses().items()} == {k: t[0] for k, t in bare.losses().items()}
+    assert [job.steps(rank)[-1] for rank in (0, 1)] == [list(range(9, LAST + 1))] * 2
+
+
+@pytest.mark.full
 def test_statistics_and_random_state_of_a_dead_rank_are_its_own(tmp_path: Path) -> None:
     """BatchNorm's means differ from rank to rank, and the forward pass that hung has changed them already."""
     options = ("--norm", "--final")

@@ -29,3 +29,13 @@ def test_a_gasp_waits_while_the_framework_may_be_saving(tmp_path: Path) -> None:
     assert told["others"] == [13, True]
     assert (told["over"], told["end"], told["ended"], told["raised"]) == (False, True, False, False)
     assert told["second"] == ["LossMonitor"], "the LastGasp of the first training has no session any more"
+    weights, moments, means = told["digests"][:2], told["digests"][2:4], told["digests"][4:6]
+    assert (weights, moments) == ([True, False], [True, False])
+    assert means == [True, True], "statistics of batch norm are a rank's own"
+    assert told["digests"][6:] == [True, False], "bfloat16"
+    assert told["compared"] == 2, "before the first step, and behind it"
+    alone, parallel, semi = (told["holders"][mode] for mode in ("stand_alone", "data_parallel", "semi_auto_parallel"))
+    assert (alone[0], parallel[0], semi[0]) == ([[0], [1]], [[0, 1]], [[0], [1]])
+    assert "model of its own" in alone[1]
+    assert "costs no step" in parallel[1]
+    assert all("NOT SAVED: a rank that is killed" in mode[1] for mode in (alone, semi))

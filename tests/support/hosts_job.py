@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class HostsJob:
         where = ["--rdzv-id", "job", "--rdzv-endpoint", f"{endpoint}:29400", *options]
         self._command = [lean.python(), "-m", "lastgasp", "run", *nodes, *where, *map(str, script)]
         paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
-        self._variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
+        self._variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "LASTGASP_TOKEN": uuid.uuid4().hex} | variables
         self.launchers: dict[str, Started] = {}
 
     def start(self, *names: str) -> None:

@@ -56,6 +56,32 @@ def test_patched_files_pass_and_a_second_patch_changes_nothing(framework: str, g
     assert again.after == once.after and again.diff("x") == ""
 
 
+@pytest.mark.parametrize("more", ["", '    sp-block: "16"\n'])
+def test_rescheduling_of_pods_leaves_no_strategy_of_processes(more: str) -> None:
+    """As in MindCluster's sample for Qwen3, which names all of them."""
+    line = '    recover-strategy: "retry,recover,dump,exit,elastic-training"\n'
+    text = ready().replace('    recover-strategy: "dump"\n', line + more)
+    assert line in text
+    after = patched(text, "pod-rescheduling").after
+    assert "recover-strategy" not in after
+    assert ("annotations:" in after) == bool(more) and more in after
+    gone, _ = changes(text, after)
+    assert set(gone) <= {line.rstrip(), "  annotations:"}
+    assert patched(after, "pod-rescheduling").after == after
+
+
+def test_what_a_framework_does_not_have_is_not_named_as_allowed() -> None:
+    for framework, goal, never in (
+        ("mindspore", "elastic-training", ["elastic-training"]),
+        ("tensorflow", "dump", ["dump", "grace-exit", "retry"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            patched(bare(framework), goal)
+        allowed = str(caught.value).partition("one of")[2].partition(".")[0]
+        assert "pod-rescheduling" in allowed
+        assert not [one for one in never if one in allowed]
+
+
 def test_one_strategy_after_the_other_ends_with_the_last() -> None:
     text = bare()
     goals = [one for one in GOALS if one != "grace-exit"]

@@ -79,6 +79,14 @@ CASES = [
     case("job-name", DUMP, ("metadata:\n  name: llama\n", "metadata: # HERE\n")),
     case("value-string", DUMP, ('recover-strategy: "dump"', "recover-strategy: [dump] # HERE")),
     case("value-string", DUMP, (POD, POD.replace("containers:", f"{INIT} # HERE\n          containers:"))),
+    case("value-bool", DUMP, (POD, POD.replace("containers:", 'hostNetwork: "true" # HERE\n          containers:'))),
+    case("scheduler-name", DUMP, ("  schedulerName: volcano\n", "  schedulerName: default-scheduler # HERE\n")),
+    case("scheduler-name", DUMP, ("spec:\n  schedulerName: volcano\n", "spec: # HERE\n")),
+    case("no-npu", DUMP, ("huawei.com/Ascend910: 8", "huawei.com/Ascend910: 0 # HERE")),
+    case("key-spelling", DUMP, ("  annotations:\n", "  annotation: # HERE\n")),
+    case(
+        "other-kind", DUMP, ("# A job of two pods.\n", "apiVersion: batch.volcano.sh/v1alpha1 # HERE\nkind: Job\n---\n")
+    ),
     case("value-number", DUMP, ("replicas: 1", 'replicas: "1" # HERE')),
     case("value-number", DUMP, ("minAvailable: 2", "minAvailable: '2' # HERE")),
     case("value-number", DUMP, ("containerPort: 9601", 'containerPort: "9601" # HERE')),
@@ -203,6 +211,12 @@ CASES = [
     case("port-repeated", DUMP, (TASKD, TASKD + TASKD.replace("9601", '"9601" # HERE').replace("taskd", "x"))),
     case("port-name", DUMP, (TTP_PORT, TTP_PORT + "                - containerPort: 8081 # HERE\n")),
     case("host-network-ports", DUMP, (POD, "        spec:\n          hostNetwork: true # HERE\n          containers:")),
+    case(
+        "host-network-hccl",
+        DUMP,
+        (CONTAINER, MARKED),
+        (POD, POD.replace("containers:", "hostNetwork: true\n          containers:")),
+    ),
     case("mindx-wait-range", ELASTIC, ("NDX_TIME\n", "NDX_TIME # HERE\n"), ('value: "60"', 'value: "3601"')),
     case("mindx-wait-clusterd", ELASTIC, ("NDX_TIME\n", "NDX_TIME # HERE\n"), ('value: "60"', 'value: "9"')),
     case("mindx-wait-short", ELASTIC, ("NDX_TIME\n", "NDX_TIME # HERE\n"), ('value: "60"', 'value: "59"')),

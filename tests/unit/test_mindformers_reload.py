@@ -477,11 +477,12 @@ def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: An
     """By ModelCheckpoints of these directories and prefixes, of each rank, beside LastGasp(directory)."""
     place = place_of([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
     own: list[tuple[Path, Layout]] = [(directory, LEGACY)]
+    replicas = given.pop("replicas", None)
     places = [*own, (directory, PLAIN) if place is None else (place.directory, place.layout)]
 
     def body(rank: int, gather: Gather) -> Choice | None:
         options = Options(gasp=GaspConfig.resolve(directory, **given))
-        place = Place(rank=rank, world_size=ranks, replicas=data_parallel(ranks), job="x")
+        place = Place(rank=rank, world_size=ranks, replicas=replicas or data_parallel(ranks), job="x")
         return Chooser(options, place, gather).choose_plain(places)
 
     return as_ranks(ranks, body)
@@ -541,6 +542,13 @@ def test_plain_what_lastgasp_saved_and_what_modelcheckpoint_saved(tmp_path: Path
     corrupt.flip_bit(tmp_path / "rank_1/net-1_4.ckpt", 3000)
     with pytest.raises(NoGoodCheckpoint, match=r"rank_1/net-1_4\.ckpt"):
         _plain(tmp_path, 2)
+
+
+def test_plain_one_file_is_not_for_ranks_that_hold_something_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "net-1_4.ckpt", state(4, 1))
+    assert _plain(tmp_path, 2)[1] is not None
+    with pytest.raises(NoGoodCheckpoint, match="holds something of its own"):
+        _plain(tmp_path, 2, replicas=((0,), (1,)))
 
 
 # -- the guides' own layouts ----------------------------------------------------------------------

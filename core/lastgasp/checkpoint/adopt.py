@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lastgasp._fs import fsync_dir, locked, write_atomically
+from lastgasp._fs import fsync_dir, locked, open_regular, write_atomically
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout
 
@@ -82,7 +82,7 @@ def _hidden(name: str) -> bool:
 
 
 def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         os.fsync(fd)
     finally:

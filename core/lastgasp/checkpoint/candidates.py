@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def candidates(directories: Iterable[Path], layout: Layout, job: str | None = No
 
 def _listing(directory: Path, layout: Layout) -> list[Path]:
     try:
-        return list(layout.discover(directory))
+        found = list(layout.discover(directory))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -71,6 +72,15 @@ def _listing(directory: Path, layout: Layout) -> list[Path]:
             "a directory that this process can list",
             f"Listing it failed: {error.strerror or error}. Check the path, its permissions and the mount.",
         ) from error
+    return [path for path in found if not _second_name(path, found, layout)]
+
+
+def _second_name(path: Path, found: list[Path], layout: Layout) -> bool:
+    """Whether it is a link to another one of them (`last.ckpt`): the same checkpoint, which has its manifest there."""
+    if not path.is_symlink() or os.path.lexists(layout.manifest_path(path)):
+        return False
+    target = Path(os.path.realpath(path))
+    return target.parent == Path(os.path.realpath(path.parent)) and path.with_name(target.name) in found
 
 
 def _candidate(path: Path, layout: Layout, job: str | None) -> Candidate:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from lastgasp._fs import open_regular
+
 from .digest import READ_SIZE, hash_range
 from .manifest import FileEntry
 from .verdict import Damage, merge, of_error
@@ -102,7 +104,7 @@ class _OpenFile:
     def fd(self, path: Path) -> int:
         if path != self._path:
             self._close()
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
             self._path = path
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._fd

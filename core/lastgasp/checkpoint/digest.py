@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from lastgasp import _clock
-from lastgasp._fs import DISK, Disk, write_all, write_tail
+from lastgasp._fs import DISK, Disk, open_regular, write_all, write_tail
 
 from .manifest import FileEntry
 
@@ -200,7 +200,10 @@ def hash_range(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[s
 def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> FileEntry:
     """The entry of a file that is already there. Raises OSError."""
     whole, chunks, size = xxhash.xxh3_128(), list[str](), 0
-    with path.open("rb", buffering=0) as file, contextlib.closing(mmap.mmap(-1, chunk_size)) as buffer:
+    with (
+        os.fdopen(open_regular(path), "rb", buffering=0) as file,
+        contextlib.closing(mmap.mmap(-1, chunk_size)) as buffer,
+    ):
         for count in _fills(file.fileno(), buffer):
             with memoryview(buffer) as view, view[:count] as part:
                 whole.update(part)

@@ -14,11 +14,13 @@ from typing import Annotated, Literal
 import msgspec
 import xxhash
 
-from lastgasp import _clock
+from lastgasp import _clock, _fs
 from lastgasp._version import __version__
 
 MANIFEST_VERSION = 2
 """The newest version that is read. 1 says nothing of the fit; manifests that say none are written as 1 still."""
+LONGEST = 256 << 20
+"""Bytes of a manifest that is read: those of some ten terabytes in chunks of the default size."""
 Kind = Literal["gasp", "periodic"]
 ProblemKind = Literal["missing", "unreadable", "newer", "damaged"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -171,7 +173,7 @@ def decode(data: bytes) -> Manifest | ManifestProblem:
 def read(path: Path) -> Manifest | ManifestProblem:
     """Read the manifest at `path`; a failed read is a problem, never an exception."""
     try:
-        data = path.read_bytes()
+        data = _fs.read_bounded(path, LONGEST)
     except (FileNotFoundError, NotADirectoryError):
         return ManifestProblem("missing", "no manifest: not written by lastgasp, or never finished")
     except OSError as error:

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lastgasp._fs import open_regular
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.ports import Layout
 
@@ -149,6 +150,6 @@ def _sound_chunks(path: Path, layout: Layout) -> list[Chunk]:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         raise DamagedCheckpoint(str(path), [f"{path.name}: cannot be opened: {error.strerror}"]) from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
+
+from lastgasp._fs import open_regular
 
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How files begin that torch before 1.6 wrote, and `_use_new_zipfile_serialization=False` writes: no checksums."""
@@ -12,7 +15,7 @@ _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 def torch_problem(path: Path) -> str:
     """What is wrong with it; empty where nothing is, or where its old format cannot tell. Reads all of it."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             old = file.read(len(_BEFORE_1_6)) == _BEFORE_1_6
     except OSError as error:
         return f"is no whole file of torch.save: {error}"

@@ -84,8 +84,10 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except LastgaspError as error:
+            from . import _console
+
             kind = WrongUse if isinstance(error, ConfigError) else click.ClickException
-            raise kind(str(error)) from error
+            raise kind(_console.printable(str(error))) from error
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -40,7 +40,7 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
     """Files of checkpoints that other ranks' files belong to as well: no checkpoints by themselves."""
     for name, layout in [*(("mindspore", layout) for layout in layouts_in(directory)), *LAYOUTS.items()]:
         for candidate in candidates([directory], layout):
-            by_torch = isinstance(layout, ModelCheckpointLayout) and zipfile.is_zipfile(candidate.path)
+            by_torch = isinstance(layout, ModelCheckpointLayout) and _by_torch(candidate.path)
             if not by_torch and candidate.path not in taken:
                 found.setdefault(candidate.path, (name, layout, _with_step(layout, candidate)))
                 taken |= (
@@ -48,6 +48,10 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
                 )
     kept = [item for item in found.values() if not _only_exported(item, list(found.values()))]
     return sorted(kept, key=lambda item: item[2].age_key, reverse=True)
+
+
+def _by_torch(path: Path) -> bool:
+    return path.is_file() and zipfile.is_zipfile(path)
 
 
 def _only_exported(item: tuple[str, Layout, Candidate], all_of_them: list[tuple[str, Layout, Candidate]]) -> bool:

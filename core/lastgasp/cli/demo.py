@@ -8,13 +8,12 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from lastgasp import _clock
 from lastgasp.errors import ConfigError, MissingExtra
 
-from ._console import console
+from ._console import console, escape
 from ._demo import Demo, Summary, find_script
 from ._timeline import headline
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from lastgasp.backends import choose_backend
@@ -18,7 +17,7 @@ from lastgasp.doctor.software import frameworks
 from lastgasp.doctor.traps import TRAPS, Finding, examine, printable
 from lastgasp.errors import ConfigError
 
-from ._console import console, counted
+from ._console import console, counted, escape
 
 _STYLE = {"error": "bold red", "warning": "yellow"}
 

@@ -6,18 +6,20 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
+from lastgasp._fs import read_bounded
 from lastgasp.errors import ConfigError
 from lastgasp.events import Incident, decode_incident, encode_incident
 
-from ._console import console
+from ._console import console, escape
 from ._layouts import LAYOUTS
 from ._timeline import duration, headline, moments, spans
 
 SHOWN = 8
 """Files of one checkpoint."""
+LONGEST = 64 << 20
+"""Bytes of a record."""
 EPILOG = """
 \b
 Examples:
@@ -68,7 +70,7 @@ def last_incident(where: Path) -> tuple[Path, Incident]:
     found, bad = list[tuple[int, Path, Incident]](), list[str]()
     for path in paths:
         try:
-            record = decode_incident(path.read_bytes())
+            record = decode_incident(read_bounded(path, LONGEST))
         except (OSError, msgspec.DecodeError) as error:
             bad.append(f"{path.name}: {error}")
         else:

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from lastgasp import _fs
@@ -23,7 +22,7 @@ from lastgasp.jobs.acjob.patch import patch as patch_one
 from lastgasp.jobs.acjob.switchmap import switch_configmap as make_configmap
 from lastgasp.steps import bits
 
-from ._console import console, counted
+from ._console import console, counted, escape
 from .switch import parse_settings
 
 _CODES = """

@@ -9,6 +9,7 @@ from typing import Literal
 import click
 import msgspec
 
+from lastgasp._fs import read_bounded
 from lastgasp.checkpoint import Candidate, Provenance, World
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
 from lastgasp.checkpoint.whole import torch_problem
@@ -20,6 +21,7 @@ from lastgasp.ports import Layout
 from lastgasp.tensorflow.bundle import content_problem
 from lastgasp.tensorflow.prefixes import whole_problem
 
+from ._console import printable
 from ._layouts import find, nothing_in
 
 State = Literal["written", "present", "refused"]
@@ -72,7 +74,7 @@ def manifest(directory: Path, as_json: bool) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode({"directory": str(directory), "checkpoints": rows})))
     else:
         for row in rows:
-            click.echo(f"{row.state:8} {Path(row.path).name}{': ' if row.reason else ''}{row.reason}")
+            click.echo(printable(f"{row.state:8} {Path(row.path).name}{': ' if row.reason else ''}{row.reason}"))
     sys.exit(int(any(row.state == "refused" for row in rows)))
 
 
@@ -158,7 +160,7 @@ def _lacking(layout: Layout, path: Path) -> list[str]:
 
 def _tracked(directory: Path) -> int | None:
     try:
-        text = (directory / TRACKER).read_text().strip()
+        text = read_bounded(directory / TRACKER, 4096).decode().strip()
     except (OSError, UnicodeDecodeError):
         return None
     return int(text) if text.isascii() and text.isdigit() else None

@@ -8,7 +8,6 @@ from typing import Any
 import click
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from lastgasp.errors import LastgaspError
@@ -16,7 +15,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.cards import RankRow
 from lastgasp.steps import bits
 
-from ._console import console
+from ._console import console, escape
 from ._jobs import ONE_RANK, Target, job_options, targets
 
 _STYLE = {"running": "green", "awaited": "yellow", "hung": "bold red", "dead": "bold red", "left": "dim"}

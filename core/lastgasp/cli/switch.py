@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from lastgasp.gasp import messages as m
@@ -16,7 +15,7 @@ from lastgasp.gasp.cards import RankRow, SwitchResult
 from lastgasp.gasp.service import WAIT_LEAST, WAIT_MOST
 from lastgasp.steps import bits
 
-from ._console import console
+from ._console import console, escape
 from ._jobs import ONE_RANK, Target, job_options, one_target
 from .ps import marks_text
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 import click
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from lastgasp.checkpoint import Verdict, progress_bar
@@ -16,7 +15,7 @@ from lastgasp.checkpoint import verify as verify_one
 from lastgasp.checkpoint.layout import is_moved_away
 from lastgasp.checkpoint.moving import aside_in
 
-from ._console import console
+from ._console import console, escape
 from ._layouts import find, nothing_in
 
 State = Literal["good", "damaged", "no manifest", "unreadable"]

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from lastgasp._fs import open_regular
+
 STEP, EPOCH, UPDATES = "step_num", "epoch_num", "global_step"
 """Names under which MindFormers saves completed steps, the epoch, and the optimizer's own count."""
 _NUMBERS = (STEP, EPOCH, UPDATES)
@@ -60,7 +62,7 @@ def read_content(path: Path, *, checksums: bool = True) -> Content:
         Unreadable: it is not whole, or not of its format.
         OSError: the disk refused.
     """
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             raise Unreadable("is empty")

@@ -10,13 +10,18 @@ from __future__ import annotations
 import array
 import functools
 import math
+import os
 import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lastgasp._fs import open_regular, read_bounded
+
 _MAGIC = 0xDB4775248B80FB57
+LONGEST = 1 << 30
+"""Bytes of an index that is read."""
 _FOOTER, _TRAILER = 48, 5
 _STRING, _VARIANT = 7, 21
 """Data types whose bytes are not the tensor's elements alone."""
@@ -79,7 +84,7 @@ def read_index(prefix: Path) -> tuple[int, list[Entry]]:
         ValueError, IndexError, struct.error: it is damaged.
         OSError: it cannot be read.
     """
-    data = prefix.with_name(prefix.name + ".index").read_bytes()
+    data = read_bounded(prefix.with_name(prefix.name + ".index"), LONGEST)
     shards, entries = 1, []
     for key, value in _table(data):
         fields = dict(_proto(value))
@@ -117,7 +122,7 @@ def _too_short(prefix: Path, shards: int, entries: list[Entry]) -> str:
 def _intact(prefix: Path, shards: int, entry: Entry) -> bool:
     if entry.dtype == _VARIANT:
         return True
-    with data_file(prefix, entry.shard, shards).open("rb") as file:
+    with os.fdopen(open_regular(data_file(prefix, entry.shard, shards)), "rb") as file:
         file.seek(entry.offset)
         data = file.read(entry.size)
     if entry.dtype == _STRING:

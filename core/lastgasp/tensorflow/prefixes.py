@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import overload
 
 from lastgasp import checkpoint
-from lastgasp._fs import locked, write_atomically
+from lastgasp._fs import locked, read_bounded, write_atomically
 from lastgasp.checkpoint import Candidate, Provenance, candidates
 from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manifest
 from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
@@ -124,7 +124,7 @@ def _refuse_what_is_named(folder: Path) -> None:
 
 def _read(path: Path) -> statefile.State | None:
     try:
-        return statefile.parse(path.read_bytes())
+        return statefile.parse(read_bounded(path, 1 << 20))
     except OSError:
         return None
 

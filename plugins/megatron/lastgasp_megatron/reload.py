@@ -17,7 +17,7 @@ from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.checkpoint.quarantine import set_aside_unfit
 from lastgasp.checkpoint.trial import Trial
-from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather
 from lastgasp.topology import Place
 from lastgasp_megatron.args import Options
@@ -203,8 +203,8 @@ class Chooser:
         """Say what was not used and why; move away what is proven bad."""
         if self._place.rank != 0:
             return
-        for path, reasons in agreement.rejected.items():
-            log.warning("%s was not used: %s", path, "; ".join(reasons))
+        for line in grouped({path: "; ".join(why) for path, why in agreement.rejected.items()}, " was not used"):
+            log.warning("%s", line)
         if agreement.chosen is not None:
             for bad in agreement.damaged:
                 quarantine(bad, agreement.rejected[str(bad.path)], proven=True)

@@ -12,6 +12,7 @@ from lastgasp.checkpoint.manifest import Manifest, read
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
+from lastgasp.topology import Place
 from lastgasp_mindformers.layouts import (
     ITERATIONS,
     LEGACY,
@@ -36,11 +37,13 @@ class Shelf:
         places: directories and how checkpoints lie in each, in no order.
         ranks: how many this job has.
         bare: whether checkpoints without a manifest may be taken.
+        same: whether all ranks should hold the same, so that one file may be for all.
     """
 
     places: Sequence[tuple[Path, Layout]]
     ranks: int
     bare: bool = True
+    same: bool = True
 
     @property
     def folders(self) -> list[Path]:
@@ -100,6 +103,9 @@ class Shelf:
     # -- judgement --------------------------------------------------------------------------------
 
     def _judged(self, candidate: Candidate, layout: Layout) -> Candidate:
+        if not self.same and isinstance(layout, ModelCheckpointLayout) and not _ranks(candidate.path, layout):
+            why = f"is one file, and each of the {self.ranks} ranks of this job holds something of its own"
+            return dataclasses.replace(candidate, problem=candidate.problem or why)
         if candidate.manifest is not None:
             problem = candidate.problem or self._of_another_size(candidate, layout)
             return dataclasses.replace(candidate, problem=problem)
@@ -142,9 +148,10 @@ class Shelf:
         return None if candidate.step is not None else "does not tell how many steps it holds"
 
 
-def shelf_of(places: Iterable[tuple[Path, Layout]], ranks: int, bare: bool) -> Shelf:
-    """Each place once."""
-    return Shelf(list(dict.fromkeys((folder.absolute(), layout) for folder, layout in places)), ranks, bare)
+def shelf_of(places: Iterable[tuple[Path, Layout]], job: Place, bare: bool) -> Shelf:
+    """Each place once, for this job."""
+    once = list(dict.fromkeys((folder.absolute(), layout) for folder, layout in places))
+    return Shelf(once, job.world_size, bare, same=len(job.replicas) == 1)
 
 
 def _cut_short(checkpoint: Path, layout: Layout) -> bool:

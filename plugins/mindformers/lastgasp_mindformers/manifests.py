@@ -72,6 +72,9 @@ class Manifests:
         small: this rank's small state of a step, for the file that stands beside the native ones; b"" where it is
             not known. Without it there is no such file.
         finished: called when a save is over, before it has a manifest; again for each.
+
+    Attributes:
+        place: who this rank is, and who holds the same.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Manifests:
         small: Callable[[int], bytes] | None = None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        self._place, self._gather, self._stand, self._small = place, gather, stand, small
+        self.place, self._gather, self._stand, self._small = place, gather, stand, small
         self._finished = finished
         self._monitors: list[Monitor] = []
         self._waiting: list[Saved] = []
@@ -96,7 +99,7 @@ class Manifests:
             DeadlineExceeded, ControlError: the ranks could not agree.
             ConfigError: files of the ranks that nobody could put together again.
         """
-        self._monitors = [Monitor(callback, self._place.rank) for callback in callbacks if is_monitor(callback)]
+        self._monitors = [Monitor(callback, self.place.rank) for callback in callbacks if is_monitor(callback)]
         told = told_by_all(self._monitors, self._gather)
         self._together = len({len(each) for each in told}) == 1
         if self._together:
@@ -104,11 +107,11 @@ class Manifests:
                 monitor.align(max(each[number].again for each in told))
                 monitor.place = place
         for monitor in self._monitors:
-            if monitor.by_time and self._place.world_size > 1:
+            if monitor.by_time and self.place.world_size > 1:
                 log.warning("checkpoints get no manifest: save_checkpoint_seconds lets ranks save at different steps")
         if any(monitor.by_time for monitor in self._monitors):
             self._finished()  # nobody sees when
-        self._monitors = [m for m in self._monitors if not (m.by_time and self._place.world_size > 1)]
+        self._monitors = [m for m in self._monitors if not (m.by_time and self.place.world_size > 1)]
 
     def step_end(self, step: int, *, last: bool = False) -> None:
         """After each step, and once more (`last`) when training has ended, behind the framework's own callbacks.
@@ -164,7 +167,7 @@ class Manifests:
         begun = self._gather(tag, msgspec.msgpack.encode(_Begin(str(saved.path), small)))
         payloads = self._gather(f"{tag}/read", msgspec.msgpack.encode(self._read(saved, begun)))
         problem = ""
-        if self._place.rank == 0:
+        if self.place.rank == 0:
             try:
                 self._write(saved, _join(payloads))
             except (OSError, LastgaspError) as error:
@@ -180,15 +183,15 @@ class Manifests:
         if len(paths) > 1:
             return _Part([], f"the ranks save under different names: {', '.join(paths)}")
         try:
-            if self._place.rank == 0:
+            if self.place.rank == 0:
                 put_small(saved, {rank: each.small for rank, each in enumerate(told) if each.small})
             return _Part(read_files(self._share(saved.path, data_files(saved.path, saved.layout))))
         except OSError as error:
-            return _Part([], f"rank {self._place.rank}: {error}")
+            return _Part([], f"rank {self.place.rank}: {error}")
 
     def _share(self, checkpoint: Path, files: Mapping[str, Path]) -> dict[str, Path]:
         """The files that this rank reads: its own, which its node has in memory; rank 0 those of nobody."""
-        rank, world = self._place.rank, self._place.world_size
+        rank, world = self.place.rank, self.place.world_size
         owners = {}
         for number, name in enumerate(sorted(files)):
             told = rank_of(checkpoint, name)
@@ -197,7 +200,7 @@ class Manifests:
         return {name: path for name, path in files.items() if owners[name] == rank}
 
     def _write(self, saved: Saved, entries: Sequence[FileEntry]) -> None:
-        made_by = provenance(self._place, saved.step, "periodic", newest_name(saved.path, saved.layout))
+        made_by = provenance(self.place, saved.step, "periodic", newest_name(saved.path, saved.layout))
         write_manifest(saved.path, saved.layout, made_by, entries)
         tidy(saved.path.parent, saved.layout)
 

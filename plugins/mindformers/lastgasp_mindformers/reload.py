@@ -113,7 +113,7 @@ class Chooser:
         return self._shelf_of([(folder, layout) for folder in folders])
 
     def _shelf_of(self, places: Iterable[tuple[Path, Layout]]) -> Shelf:
-        return shelf_of(places, self._place.world_size, not self._options.require_manifest)
+        return shelf_of(places, self._place, not self._options.require_manifest)
 
     def _orders_of(self, wish: Wish, chosen: Candidate | None) -> Orders | None:
         """None where MindFormers shall do what the user told it."""
@@ -168,6 +168,11 @@ class Chooser:
         assert step is not None
         files = dict(layout_of(chosen.path).files(chosen.path))
         own = next((path for name, path in files.items() if rank_of(chosen.path, name) == rank), None)
+        if own is None and chosen.path.name not in files:  # only one rank has saved, and it held what all hold
+            manifest = chosen.manifest
+            if manifest is None or len(manifest.world.replica_groups) != 1 or not manifest.world.replica_groups[0]:
+                raise CheckpointError(f"{chosen.path} has no file for rank {rank}: {', '.join(sorted(files))}")
+            own = next(path for name, path in sorted(files.items()) if rank_of(chosen.path, name) is not None)
         at = chosen.path.stem.removesuffix("_breakpoint").rpartition("-")[2].split("_")
         return Choice(own or files[chosen.path.name], int(at[0]), int(at[1]), step, self.small)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from lastgasp.config import check_writable
 from lastgasp.gasp.stand import Released
 from lastgasp.latesource import LateSource
 from lastgasp.ports import Layout
+from lastgasp.replicas import Digests
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.callback import Boundary, LastGasp
+from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import LEGACY, PLAIN
@@ -33,7 +36,14 @@ from lastgasp_mindformers.settings import Options
 from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
-from lastgasp_mindformers.topology import advice, embedded_backend, left_to_mindspore, replicas_of
+from lastgasp_mindformers.topology import (
+    advice,
+    embedded_backend,
+    is_broadcast,
+    left_to_mindspore,
+    protection,
+    replicas_of,
+)
 
 log = logging.getLogger("lastgasp")
 
@@ -75,7 +85,7 @@ class Run:
         self._faults: Any = _faults(place.rank)
         self._small = b""
         self._dataset: Any = None
-        self._ended = self._saves = False
+        self._ended = self._saves = self._first = False
         self.session.register(device(), versions())
 
     # -- start ------------------------------------------------------------------------------------
@@ -142,8 +152,10 @@ class Run:
             readable=mindspore.get_context("device_target") == "CPU",
         )
         self._source.inner = MindSporeSource(self.state, self._native, self.place, session.config)
-        if (why := advice(self.place.world_size)) and self.place.rank == 0:
-            log.warning("%s", why)
+        self._network = network
+        if self.place.rank == 0:
+            level = logging.WARNING if advice(self.place.world_size) else logging.INFO
+            log.log(level, "%s", protection(self.place.world_size))
 
     def begin(self, params: Any) -> None:
         """Training starts, or goes on from what was loaded."""
@@ -163,8 +175,21 @@ class Run:
         self._saves = any(is_monitor(callback) for callback in params.list_callback)
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
         self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=within))
+        self._compare(unknown_yet if is_broadcast() else self._digests)
+        self._first = True
         self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
         self.session.take_sigterm()
+
+    def _digests(self) -> Digests:
+        assert self.state is not None
+        return digests_of(self._network, self.state.small.names)
+
+    def _compare(self, digests: Callable[[], Digests]) -> None:
+        """Who holds the same? A parallel mode is no proof. All ranks together."""
+        self.session.compare_replicas(digests)
+        self.place = self.manifests.place = self.session.place
+        assert isinstance(self._source.inner, MindSporeSource)
+        self._source.inner.place = self.place
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -196,6 +221,9 @@ class Run:
         numbers = self._numbers(params, params.net_outputs)
         self._fire("after_update", numbers.step - 1)
         self.state.step_end(numbers, saves=self._saves)
+        if self._first:
+            self._first = False
+            self._compare(self._digests)  # what the ranks have begun with may have become equal only now, or differ
         self.session.moved("save")
         self._fire("step_end", numbers.step - 1)
 

@@ -20,7 +20,7 @@ VERSION = 1
 _ROOM = 1 << 14
 _LARGEST = 1 << 20
 """Bytes; a parameter outside of the optimizer that is larger is a frozen weight, not a statistic."""
-_RESET = ("accu_grads",)
+RESET = ("accu_grads",)
 """Prefixes of what is zero again at the end of each step."""
 SCALE = "scale_sense"
 """The loss scale, by the name that each train network with loss scaling gives it."""
@@ -211,7 +211,7 @@ def _of_optimizer(optimizer: Any) -> list[Any]:
 
 def _counts(param: Any) -> bool:
     size = int(numpy.prod(param.shape)) * param.itemsize
-    return size <= _LARGEST and not param.name.startswith(_RESET) and "BFloat16" not in str(param.dtype)
+    return size <= _LARGEST and not param.name.startswith(RESET) and "BFloat16" not in str(param.dtype)
 
 
 def _statistic(watched: _Watched) -> Statistic:

@@ -11,9 +11,6 @@ import mindspore
 from lastgasp.backends import Choice, choose_backend
 from lastgasp.topology import ReplicaGroups, data_parallel
 
-_WHOLE = ("stand_alone", "data_parallel")
-"""Parallel modes in which each rank holds everything."""
-
 
 def parallel_setting(name: str) -> Any:
     """One setting of MindSpore's auto-parallel context."""
@@ -21,10 +18,11 @@ def parallel_setting(name: str) -> Any:
 
 
 def replicas_of(world_size: int) -> ReplicaGroups:
-    """The holders of each shard.
+    """The ranks that should hold the same, until their digests are compared.
 
-    Plain data parallel is one shard that all ranks hold. In the other modes the layout is known only once the graph
-    is compiled, later than the ranks must agree: there each rank is the only holder of its own shard.
+    In data parallel that is one shard that all ranks hold. In semi-automatic and automatic parallel the layout is known
+    only once the graph is compiled, later than the ranks must agree; and with MindSpore's default, stand_alone, nobody
+    but the user's own code makes ranks hold the same. There each rank is the only holder of what it holds.
     """
     if is_whole():
         return data_parallel(world_size)
@@ -32,20 +30,40 @@ def replicas_of(world_size: int) -> ReplicaGroups:
 
 
 def is_whole() -> bool:
-    """Each rank holds the whole state."""
-    return parallel_setting("parallel_mode") in _WHOLE and not parallel_setting("enable_parallel_optimizer")
+    """Each rank holds the whole state, and all hold the same."""
+    return parallel_setting("parallel_mode") == "data_parallel" and not parallel_setting("enable_parallel_optimizer")
+
+
+def is_broadcast() -> bool:
+    """Ranks may begin with different parameters: MindSpore sends those of rank 0 to all in the first step."""
+    return bool(parallel_setting("parameter_broadcast"))
+
+
+def protection(world_size: int) -> str:
+    """What can be saved after a fault, and what cannot; one line."""
+    if world_size == 1:
+        return (
+            "one process: after an exception or SIGTERM no step is lost; one that is killed goes back to its newest "
+            "periodic checkpoint"
+        )
+    mode = parallel_setting("parallel_mode")
+    if is_whole():
+        return (
+            f"parallel_mode {mode}: every rank holds everything, so that a rank that is killed or raises costs no step"
+        )
+    sharded = "enable_parallel_optimizer" if mode == "data_parallel" else f"parallel_mode {mode}"
+    what = "trains a model of its own as far as MindSpore tells" if mode == "stand_alone" else "holds its own shard"
+    return (
+        f"{sharded}: each rank {what}. SAVED: no step is lost after an exception or SIGTERM, each rank writes its own. "
+        "NOT SAVED: a rank that is killed takes what it holds with it, and the job goes back to its newest periodic "
+        "checkpoint. Save periodically, or set parallel_mode data_parallel where the model fits on one device and its "
+        "gradients are reduced over all ranks"
+    )
 
 
 def advice(world_size: int) -> str:
-    """What would keep a lost rank's shard; empty where nothing is needed."""
-    if world_size == 1 or is_whole():
-        return ""
-    mode = parallel_setting("parallel_mode")
-    return (
-        f"parallel_mode {mode}: each rank holds its own shard, so a rank that is killed takes its shard with it, and "
-        "the job goes back to its newest periodic checkpoint; after an exception or SIGTERM no step is lost. "
-        "Save periodically, or train with parallel_mode data_parallel where the model fits on one device."
-    )
+    """`protection` where a rank that is killed costs steps; else empty."""
+    return "" if world_size == 1 or is_whole() else protection(world_size)
 
 
 def left_to_mindspore() -> bool:

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from mindspore import Tensor
+import mindspore
+from mindspore import Tensor, nn
 from mindspore.train.callback import LossMonitor, ModelCheckpoint
 
 import lastgasp_mindformers.run as module
 from lastgasp.gasp.stand import Stand
+from lastgasp_mindformers import topology
 from lastgasp_mindformers.callback import Boundary, LastGasp
+from lastgasp_mindformers.digests import digests_of
 from lastgasp_mindformers.pynative import PynativeRun
+from lastgasp_mindformers.small import SmallRecorder
+from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 
 
@@ -24,7 +29,8 @@ def made(stand: Stand) -> Any:
     run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), None
     small: Any = MagicMock()
     run.state = MindSporeState(None, small, stand, updating=stand.updating, step_end=stand.step_end, finish=10.0)
-    run._dataset, run._small, run._ended, run._saves = None, b"", False, False
+    run._dataset, run._small, run._ended, run._saves, run._first = None, b"", False, False, False
+    run._network, run._source = nn.Dense(2, 2), SimpleNamespace(inner=MindSporeSource.__new__(MindSporeSource))
     run.chooser, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run
 
@@ -57,6 +63,39 @@ def pynative_at(done: int) -> list[int]:
     run.state = MindSporeState(None, small, stand, updating=stand.updating, step_end=stand.step_end, finish=10.0)
     run.began(SimpleNamespace(global_step=done))
     return [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]
+
+
+def digests() -> list[bool]:
+    """Of two equal networks; of one whose parameters, statistics, optimizer differ; and of one with bfloat16."""
+
+    def trained(kind: Any = mindspore.float32, by: float = 0.0, named: str = "") -> Any:
+        dense = nn.Dense(4, 4, weight_init="ones", bias_init="zeros")
+        network = nn.SequentialCell(dense, nn.BatchNorm1d(4)).to_float(kind)
+        if kind is not mindspore.float32:
+            for param in network.get_parameters():
+                param.set_dtype(kind)
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        whole = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+        for _, param in whole.parameters_and_names():
+            if named and named in param.name:
+                param.set_data(param + by)
+        return digests_of(whole, SmallRecorder(whole).names)
+
+    same, names = trained(), ["0.weight", "moments.0.weight", "moving_mean"]
+    return [trained(by=by, named=name) == same for name in names for by in (0.0, 0.5)] + [
+        trained(mindspore.bfloat16) == trained(mindspore.bfloat16),
+        trained(mindspore.bfloat16) == trained(mindspore.bfloat16, 0.5, "0.weight"),
+    ]
+
+
+def holders() -> dict[str, Any]:
+    """Who holds what on two ranks, and what is said of it, by parallel mode."""
+    told = {}
+    for mode in ("stand_alone", "data_parallel", "semi_auto_parallel"):
+        mindspore.set_auto_parallel_context(parallel_mode=mode)
+        told[mode] = [topology.replicas_of(2), topology.protection(2)]
+    mindspore.reset_auto_parallel_context()
+    return told
 
 
 def main(folder: str) -> dict[str, Any]:
@@ -95,6 +134,8 @@ def main(folder: str) -> dict[str, Any]:
     told["raised"] = inside()
     told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]
     told["pynative"] = pynative_at(12)
+    told["digests"], told["holders"] = digests(), holders()
+    told["compared"] = run.session.compare_replicas.call_count
     module._attached = True
     given = run.attach(None, {"callbacks": [back, loss]})["callbacks"]
     told["second"] = [type(one).__name__ for one in given]

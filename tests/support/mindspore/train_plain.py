@@ -71,6 +71,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--scale", action="store_true", help="a dynamic loss scale, times three every fifth step")
     parser.add_argument("--pynative", action="store_true", help="without a graph")
+    parser.add_argument("--mode", default="data_parallel", help="parallel_mode of two ranks")
+    parser.add_argument("--own-seed", action="store_true", help="each rank begins with parameters of its own")
     parser.add_argument("--norm", action="store_true", help="a BatchNorm, whose statistics differ from rank to rank")
     parser.add_argument("--fit", action="store_true", help="Model.fit, with a validation after each epoch")
     parser.add_argument("--final", action="store_true", help="tell the final parameters by their digest")
@@ -86,8 +88,8 @@ def main() -> None:
     if int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
         init()
         rank, ranks = get_rank(), get_group_size()
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    ms.set_seed(1)
+        ms.set_auto_parallel_context(parallel_mode=args.mode, gradients_mean=args.mode == "data_parallel")
+    ms.set_seed(1 + rank * args.own_seed)
     random = np.random.default_rng(0)
     number = args.steps * BATCH * ranks
     data = random.random((number, INPUTS)).astype(np.float32), random.integers(0, CLASSES, number).astype(np.int32)

@@ -18,6 +18,7 @@ from .tree import Document, Node, YamlProblem, parse
 
 SIZE_LIMIT = 16 << 20
 """Bytes; etcd takes no object beyond 1.5 MB."""
+_RUN_TRAINING = ("batch.volcano.sh", "batch", "apps", "kubeflow.org")
 FAMILIES = (structure, labels, env, volumes)
 """Modules whose import fills the table."""
 
@@ -115,6 +116,9 @@ def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Finding
     found = [_reading("yaml-not-mapping", document.root.line, f"a document is a {document.root.kind}, not a map",
                       "Remove it, or look for a missing '---' or indentation.")
              for document in source.documents if document.root is not None and document.root.kind != "map"]  # fmt: skip
+    found += [_reading("other-kind", root.line, f"a {root.string('kind')} of {group} is not looked at",
+                       "lastgasp knows AscendJobs only: what is in this document may still be wrong.", "warning")
+              for root in _others(source) if (group := _training_group(root))]  # fmt: skip
     for job in jobs_in(source.documents, list(elsewhere)):
         found += check_job(job)
     return sorted(found, key=lambda one: (one.line, one.rule))
@@ -139,9 +143,16 @@ def _others(source: Source) -> list[Node]:
     return [one.root for one in source.documents if one.root is not None and one.root not in jobs]
 
 
+def _training_group(root: Node) -> str:
+    """The API group of a document that runs training, and that no rule knows; empty for others."""
+    group = (root.string("apiVersion") or "").partition("/")[0]
+    runs = root.string("kind") in ("Job", "PyTorchJob", "MPIJob", "TFJob", "StatefulSet", "Deployment")
+    return group if runs and group in _RUN_TRAINING else ""
+
+
 def _finding(rule: str, severity: Severity, job: Job, hit: Hit) -> Finding:
     return Finding(rule, severity, hit.node.line, job.name, hit.what, hit.fix)
 
 
-def _reading(rule: str, line: int, what: str, fix: str) -> Finding:
-    return Finding(rule, "error", line, "", what, fix)
+def _reading(rule: str, line: int, what: str, fix: str, severity: Severity = "error") -> Finding:
+    return Finding(rule, severity, line, "", what, fix)

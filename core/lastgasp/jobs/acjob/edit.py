@@ -60,9 +60,10 @@ class Edits:
         self._fills: dict[int, tuple[Node, Pair, Any]] = {}
         self._scalars: dict[int, tuple[Use, str | int]] = {}
         """By use, not by node: another alias of the same node keeps its value."""
+        self._gone: dict[int, tuple[Node, Pair]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._more or self._fills or self._scalars)
+        return bool(self._more or self._fills or self._scalars or self._gone)
 
     # -- gathering --------------------------------------------------------------------------------
 
@@ -96,6 +97,13 @@ class Edits:
             self.append(pair.node, rest, item)
         else:
             _append(self._addition(pair.node, []), item)
+
+    def remove(self, node: Node, names: Sequence[str], parent: tuple[Node, str]) -> None:
+        """Take entries out of the map `node`, which `parent` holds under that key; if none is left, the key as well."""
+        gone = [pair for pair in node.pairs if pair.key.text in names]
+        if len(gone) == len(node.pairs) and gone and id(node) not in self._more:
+            node, gone = parent[0], [pair for pair in parent[0].pairs if pair.key.text == parent[1]]
+        self._gone |= {id(pair): (node, pair) for pair in gone}
 
     def quote(self, use: Use) -> None:
         """Make a scalar the string that it is written as: `on` becomes `"on"`."""
@@ -140,6 +148,7 @@ class Edits:
         inserts = [self._addition_text(node, more) for node, more in self._more.values()]
         inserts += [one for parent, pair, more in self._fills.values() for one in self._fill_text(parent, pair, more)]
         inserts += [self._scalar_text(use, value) for use, value in self._scalars.values()]
+        inserts += [self._removal(node, pair) for node, pair in self._gone.values()]
         pieces, at = [], 0
         for one in sorted(inserts, key=lambda insert: insert.order):
             pieces += [self.text[at : one.at], one.text]
@@ -175,7 +184,8 @@ class Edits:
             if node.kind == "scalar":
                 known[id(node)] = (node.type, node.text)
             elif node.kind == "map":
-                known[id(node)] = {pair.key.text: self._pair_data(pair, known) for pair in node.pairs}
+                left = [pair for pair in node.pairs if id(pair) not in self._gone]
+                known[id(node)] = {pair.key.text: self._pair_data(pair, known) for pair in left}
                 known[id(node)].update(_plain(more or {}))
             else:
                 known[id(node)] = [self._use_data(use, known) for use in node.items] + _plain(more or [])
@@ -195,6 +205,13 @@ class Edits:
         text = _scalar(Quoted(value) if use.node.style and isinstance(value, str) else value)
         blank = " " if begin == end and self.text[begin - 1 : begin] == ":" else ""
         return _Insert(begin, 0, False, blank + text, end)
+
+    def _removal(self, node: Node, pair: Pair) -> _Insert:
+        begin = self.text.rfind("\n", 0, pair.key.begin) + 1
+        if node.flow or self.text[begin : pair.key.begin].strip():
+            raise CannotEdit(f"line {pair.line}: {pair.key.text} has to go; take it out by hand")
+        end = pair.end if self.text[pair.end - 1] == "\n" else self.text.find("\n", pair.end) + 1
+        return _Insert(begin, 0, False, "", end or len(self.text))
 
     def _addition_text(self, node: Node, more: Any) -> _Insert:
         if node.flow:

@@ -178,6 +178,15 @@ def host_network_ports(job: Job) -> Iterator[Hit]:
             yield Hit((replica.pod or replica.node).get("hostNetwork") or replica.pair.key, what, fix)
 
 
+@rule("host-network-hccl", "warning", "§4", "hostNetwork without HCCL_IF_IP")
+def host_network_hccl(job: Job) -> Iterator[Hit]:
+    """On a node with several networks HCCL may take the address of another one than its peers do."""
+    for replica, node in _ascend(job):
+        if replica.host_network and replica.variable("HCCL_IF_IP") is None:
+            what = f"{replica.type}: with hostNetwork HCCL chooses one of the node's addresses by itself"
+            yield Hit(node, what, "Set HCCL_IF_IP from the field status.hostIP.")
+
+
 @rule("mindx-wait-range", "error", "§4, §9", "MINDIO_WAIT_MINDX_TIME is no number from 1 to 3600")
 def mindx_wait_range(job: Job) -> Iterator[Hit]:
     """MindIO falls to 30 silently."""

@@ -1,4 +1,4 @@
-"""What a recovery strategy needs, put into an AscendJob's text (recipes: facts/job_yaml.md §8)."""
+"""What a recovery strategy needs, put into an AscendJob's text."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 """Lines as a file has them: str.splitlines knows more ends, which may stand within a value."""
 RETRIES, WAIT_RESCHEDULE, WAIT_MINDX, TTP_PORT = "3", "270", "60", "8000"
 _LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
+_OF_PROCESSES = ("recover-strategy", "wait-reschedule-timeout")
+"""Annotations that a job without process-level recovery must not have."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def _refuse(job: Job, goals: Sequence[str]) -> None:
     wrong = [one for one in goals if one in _PROCESS and framework == "tensorflow"]
     wrong += ["elastic-training"] if framework == "mindspore" and "elastic-training" in goals else []
     if wrong:
-        allowed = ", ".join(one for one in GOALS if one not in _PROCESS or framework == "mindspore")
+        never = ("elastic-training",) if framework == "mindspore" else (*_PROCESS, "grace-exit")
+        allowed = ", ".join(one for one in GOALS if one not in never)
         remedy = "The operator sets nothing for that framework there."
         raise ConfigError("strategy", wrong[0], f"for {framework} one of {allowed}", remedy)
 
@@ -171,6 +174,10 @@ class _Patch:
         if self.strategies and sorted(self.job.raw_strategies) != sorted(self.strategies):
             value = Quoted(",".join(self.strategies))
             self.edits.put(self.job.root, (*_ANNOTATIONS, "recover-strategy"), value)
+        metadata, annotations = self.job.root.get("metadata"), self.job.root.get(*_ANNOTATIONS)
+        if not self.strategies and metadata is not None and annotations is not None:
+            self.edits.remove(annotations, _OF_PROCESSES, (metadata, "annotations"))
+            return
         wait = self.job.annotation("wait-reschedule-timeout")
         good = wait is not None and wait.isdecimal() and len(wait) < 5 and 30 <= int(wait) <= 270
         if not good and (wait is not None or self.recovers):

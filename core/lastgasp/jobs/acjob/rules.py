@@ -68,3 +68,4 @@ def reading_rule(id: str, severity: Severity, title: str) -> None:
 
 reading_rule("yaml-syntax", "error", "The file is no YAML")
 reading_rule("yaml-not-mapping", "error", "A document is no map")
+reading_rule("other-kind", "warning", "A document runs training and is no AscendJob")

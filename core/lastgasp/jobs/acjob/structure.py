@@ -10,10 +10,14 @@ from .rules import Hit, rule
 from .tree import Node, Pair
 
 MOST_REPLICAS = 20_000
+VOLCANO = "volcano"
 _LABELS = ("fault-scheduling", "pod-rescheduling", "fault-retry-times", "process-recover-enable", "subHealthyStrategy",
            "framework", "ring-controller.atlas", "tor-affinity", "podgroup-sched-enable")  # fmt: skip
 _ANNOTATIONS = ("recover-strategy", "wait-reschedule-timeout", "huawei.com/recover_policy_path",
                 "huawei.com/schedule_policy", "sp-block", "ra-block", "huawei.com/schedule_minAvailable")  # fmt: skip
+_ROOT = ("apiVersion", "kind", "metadata", "spec", "status")
+_METADATA = ("name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences", "uid",
+             "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")  # fmt: skip
 _SPEC = ("runPolicy", "successPolicy", "schedulerName", "replicaSpecs")
 _RUN_POLICY = ("schedulingPolicy", "backoffLimit", "cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds")
 
@@ -80,17 +84,65 @@ def is_quoted_number(node: Node) -> bool:
     return node.kind == "scalar" and node.type == "string" and node.text.isascii() and node.text.isdecimal()
 
 
+@rule("value-bool", "error", "CRD", "A yes or no is in quotes")
+def value_bool(job: Job) -> Iterator[Hit]:
+    """The API server takes no string there."""
+    for pair in {id(pair): pair for replica in job.replicas for pair in _switches(replica)}.values():
+        if pair.node.kind == "scalar" and pair.node.type == "string":
+            what = f"{pair.key.text} is a string to Kubernetes, not true or false"
+            yield Hit(pair.key, what, f"Write it without quotes: {pair.node.text}.")
+
+
+def _switches(replica: Replica) -> Iterator[Pair]:
+    places = [(replica.pod, name) for name in ("hostNetwork", "hostPID", "hostIPC")]
+    places += [(one.get("securityContext"), "privileged") for one in replica.all_containers]
+    places += [(mount, "readOnly") for one in replica.all_containers for mount in one.maps("volumeMounts")]
+    yield from (pair for node, name in places if node is not None and (pair := node.pair(name)) is not None)
+
+
+@rule("scheduler-name", "error", "head", "The job is not scheduled by Volcano")
+def scheduler_name(job: Job) -> Iterator[Hit]:
+    """Whatever is promised of rescheduling is Volcano's work."""
+    pods = [replica.pod.string("schedulerName") if replica.pod is not None else None for replica in job.replicas]
+    found = job.root.string("spec", "schedulerName")
+    if found != VOLCANO and not (pods and all(one == VOLCANO for one in pods)):
+        what = "schedulerName is missing" if found is None else f"schedulerName is {found!r}"
+        yield Hit(job.at("spec", "schedulerName"), f"{what}: NPUs are scheduled, and faults handled, by Volcano only",
+                  f"Write schedulerName: {VOLCANO} below spec.")  # fmt: skip
+
+
+@rule("no-npu", "error", "head", "A job without an NPU")
+def no_npu(job: Job) -> Iterator[Hit]:
+    """Replicas of a leader may have none, where the others do the work."""
+    for replica in job.replicas:
+        for text, node in _npu_requests(replica):
+            if text == "0":
+                yield Hit(node, f"{replica.type}: asks for 0 NPUs", "Write how many, or take the entry out.")
+    if job.replicas and not any(True for replica in job.replicas for _ in _npu_requests(replica)):
+        yield Hit(job.at("spec", "replicaSpecs"), "no replica asks for an NPU",
+                  "Write huawei.com/Ascend910 in resources, in limits and in requests.")  # fmt: skip
+
+
+def _npu_requests(replica: Replica) -> Iterator[tuple[str, Node]]:
+    for kind in ("requests", "limits"):
+        node = replica.container.get("resources", kind) if replica.container is not None else None
+        yield from ((p.node.text, p.key) for p in (node.pairs if node else ()) if p.key.text.startswith("huawei.com/"))
+
+
 @rule("key-spelling", "warning", "§2, §3", "A key looks like a misspelt one")
 def key_spelling(job: Job) -> Iterator[Hit]:
     """Unknown keys are kept and allowed, but one letter off does nothing at all."""
-    places = ((("metadata", "labels"), _LABELS), (("metadata", "annotations"), _ANNOTATIONS),
-              (("spec",), _SPEC), (("spec", "runPolicy"), _RUN_POLICY))  # fmt: skip
+    places = (((), _ROOT), (("metadata",), _METADATA), (("metadata", "labels"), _LABELS),
+              (("metadata", "annotations"), _ANNOTATIONS), (("spec",), _SPEC), (("spec", "runPolicy"), _RUN_POLICY),
+              *((("spec", "replicaSpecs", each.type, "template", "metadata"), _METADATA)
+                for each in job.replicas))  # fmt: skip
     for path, known in places:
         node = job.root.get(*path)
         for pair in node.pairs if node is not None else ():
             near = get_close_matches(pair.key.text, known, n=1, cutoff=0.85)
             if pair.key.text not in known and near:
-                yield Hit(pair.key, f"{'.'.join(path)}: {pair.key.text} is unknown", f"Is {near[0]} meant?")
+                where = ".".join(path) or "the job"
+                yield Hit(pair.key, f"{where}: {pair.key.text} is unknown", f"Is {near[0]} meant?")
 
 
 @rule("api-version", "error", "head", "apiVersion is not the AscendJob's")
