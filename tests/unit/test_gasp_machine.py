@@ -236,7 +236,7 @@ def obey(referee: Referee, rank: int) -> None:
         play(referee, names[referee.machine.state])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(replicas=REPLICAS, absent=st.integers(0, 4), events=st.lists(EVENTS, max_size=40))
 # A rank that was not asked answers, twice, early and late.
 @example(replicas=data_parallel(4), absent=0, events=[("die", 3), *PREPARED, ("saved", 2, 0, 0), ("obey", 0)])
@@ -258,7 +258,7 @@ def test_laws_hold_for_any_events(replicas: ReplicaGroups, absent: int, events: 
     referee.check_end()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(replicas=REPLICAS, victims=st.sets(RANKS, min_size=1), obedient=st.permutations(range(4)))
 def test_whoever_can_be_saved_is_saved(replicas: ReplicaGroups, victims: set[int], obedient: list[int]) -> None:
     """Ranks die all at once; the others do what they are told, in any order."""

@@ -347,7 +347,7 @@ def _is_slack(at: int, size: int) -> bool:
 
 
 @given(st.binary(max_size=300), st.integers(0, 600))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_index_makes_it_raise(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
     folder = tmp_path_factory.getbasetemp() / "junk"
     folder.mkdir(exist_ok=True)
@@ -392,7 +392,7 @@ def test_what_is_no_state_is_none(text: str) -> None:
 
 
 @given(st.text(min_size=1), st.lists(st.text()), st.floats(allow_nan=False, allow_infinity=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_written_is_read(latest: str, kept: list[str], time: float) -> None:
     try:
         state = State(latest, tuple(kept), (time,) * len(kept), time)
