@@ -18,7 +18,7 @@ from lastgasp.checkpoint.adopt import read_entries, write_manifest
 from lastgasp.cli.manifest import adopt_all
 from lastgasp.cli.verify import examine
 from lastgasp.config import GaspConfig
-from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, NothingLoads
 from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
@@ -477,13 +477,13 @@ def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: An
     """By ModelCheckpoints of these directories and prefixes, of each rank, beside LastGasp(directory)."""
     place = place_of([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
     own: list[tuple[Path, Layout]] = [(directory, LEGACY)]
-    replicas = given.pop("replicas", None)
+    replicas, into = given.pop("replicas", None), given.pop("into", lambda path: None)
     places = [*own, (directory, PLAIN) if place is None else (place.directory, place.layout)]
 
     def body(rank: int, gather: Gather) -> Choice | None:
         options = Options(gasp=GaspConfig.resolve(directory, **given))
         place = Place(rank=rank, world_size=ranks, replicas=replicas or data_parallel(ranks), job="x")
-        return Chooser(options, place, gather).choose_plain(places)
+        return Chooser(options, place, gather).choose_plain(places, into)
 
     return as_ranks(ranks, body)
 
@@ -549,6 +549,36 @@ def test_plain_one_file_is_not_for_ranks_that_hold_something_of_their_own(tmp_pa
     assert _plain(tmp_path, 2)[1] is not None
     with pytest.raises(NoGoodCheckpoint, match="holds something of its own"):
         _plain(tmp_path, 2, replicas=((0,), (1,)))
+
+
+def test_plain_what_verifies_and_does_not_load_is_set_aside(tmp_path: Path) -> None:
+    """By all ranks: the network has changed since. Nothing is moved before another one has been loaded."""
+    home = Home(tmp_path, 2, "ckpt")
+    for step in (4, 6, 8):
+        for rank in (0, 1):
+            write(tmp_path / f"rank_{rank}" / f"net-1_{step}.ckpt", state(step, 1))
+        home.adopt(tmp_path / f"net-1_{step}.ckpt", PLAIN, step)
+
+    def only_4(path: Path) -> None:
+        if "1_4" not in path.name:
+            raise RuntimeError("For 'load_param_into_net', fc.weight in the argument 'net' has another shape")
+
+    def none(path: Path) -> None:
+        raise ValueError("no such network")
+
+    with pytest.raises(NothingLoads, match="no such network"):
+        _plain(tmp_path, 2, into=none)
+    assert list(tmp_path.glob("*.unfit*")) == []
+    chosen = _plain(tmp_path, 2, into=only_4)
+    assert [c and c.step for c in chosen] == [4, 4]
+    assert sorted(path.name for path in tmp_path.glob("*.unfit")) == ["net-1_6.ckpt.unfit", "net-1_8.ckpt.unfit"]
+    assert "another shape" in (tmp_path / "net-1_8.ckpt.unfit.reason.json").read_text()
+
+    def memory(path: Path) -> None:
+        raise RuntimeError("Device memory is not enough")
+
+    with pytest.raises(RuntimeError, match="memory"):
+        _plain(tmp_path, 2, into=memory)
 
 
 # -- the guides' own layouts ----------------------------------------------------------------------

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import re
 
+from lastgasp.checkpoint import trial
 from lastgasp.events import FaultKind
 from lastgasp.origin import cause_of, kind_by
 
-__all__ = ["cause_of", "is_success", "kind_of"]
+__all__ = ["cause_of", "is_about_content", "is_success", "kind_of"]
 
 # On CPU a collective whose peer is gone never returns (observed with mindspore 2.9.0); these come from other parts of
 # MindSpore's cluster, and from HCCL on Ascend.
 _PEER = re.compile(r"HCCL|EI0006|Communication.*(timeout|disconnect)|heartbeat|Connection (reset|closed) by peer")
+
+
+_MEMORY = re.compile(r"out of memory|memory (is )?not enough|[Aa]lloc\w* .*(failed|memory)", re.IGNORECASE)
+
+
+def is_about_content(error: BaseException) -> bool:
+    """Whether an error that came out of loading speaks about the checkpoint: no memory, device or peer is behind it."""
+    said = str(error)
+    return trial.is_about_content(error) and not _MEMORY.search(said) and not _PEER.search(said)
 
 
 def kind_of(error: BaseException) -> FaultKind:

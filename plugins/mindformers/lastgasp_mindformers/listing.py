@@ -105,7 +105,7 @@ class Shelf:
     def _judged(self, candidate: Candidate, layout: Layout) -> Candidate:
         if not self.same and isinstance(layout, ModelCheckpointLayout) and not _ranks(candidate.path, layout):
             why = f"is one file, and each of the {self.ranks} ranks of this job holds something of its own"
-            return dataclasses.replace(candidate, problem=candidate.problem or why)
+            return dataclasses.replace(candidate, problem=why)
         if candidate.manifest is not None:
             problem = candidate.problem or self._of_another_size(candidate, layout)
             return dataclasses.replace(candidate, problem=problem)

@@ -31,12 +31,11 @@ def load(
         The arguments to call it with, and the small state of this rank (empty where there is none).
 
     Raises:
-        CheckpointError: it is of another network, or all are bad.
+        CheckpointError: all are of another network, or bad.
     """
-    choice = chooser.choose_plain(places)
+    choice = chooser.choose_plain(places, lambda path: _into(network, path))
     if choice is None:
         return arguments, b""
-    _into(network, choice.path)
     dataset = arguments["train_dataset"]
     size = int(dataset.get_dataset_size())
     dataset.set_init_step(choice.step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,13 @@ import msgspec
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, progress_bar, quarantine, verify
 from lastgasp.checkpoint.layout import is_moved_away
+from lastgasp.checkpoint.trial import Trial
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 from lastgasp_mindformers import begun
+from lastgasp_mindformers.exits import is_about_content
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName, decode_small, layout_of, rank_of
 from lastgasp_mindformers.listing import Shelf, shelf_of
 from lastgasp_mindformers.manifests import SMALL
@@ -131,20 +133,32 @@ class Chooser:
 
     # -- plain MindSpore --------------------------------------------------------------------------
 
-    def choose_plain(self, places: Iterable[tuple[Path, Layout]]) -> Choice | None:
-        """What this rank of a plain training is to load, by content and not by time stamps; None for a first start.
+    def choose_plain(
+        self, places: Iterable[tuple[Path, Layout]], into: Callable[[Path], None] = lambda path: None
+    ) -> Choice | None:
+        """What this rank of a plain training has loaded, by content and not by time stamps; None for a first start.
+
+        One that verifies and that no rank can load is set aside, and the next one is tried.
 
         Args:
             places: directories and how checkpoints lie there, the same on all ranks: those of ModelCheckpoint, and
                 that of LastGasp, where its own lie.
+            into: loads a file of this rank; what it raises through is why it does not load.
 
         Raises:
+            NothingLoads: there are checkpoints that verify, and none of them loads.
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
         """
-        chosen = self._choose(self._shelf_of(places), None)
+        shelf, trial = self._shelf_of(places), Trial(self._gather, is_about_content)
+        chosen = trial.load(
+            lambda refused: self._choose(shelf, None, refused=refused),
+            lambda candidate: into(self._file_of(candidate)),
+        )
         if chosen is not None:
             self._take(chosen)
             keep(files_of_context(), f"step-{chosen.step}")
+            if self._place.rank == 0:
+                trial.set_aside(layout_of)
         self._gather("reload/ready", b"")
         return None if chosen is None else self._choice(chosen)
 
@@ -164,25 +178,30 @@ class Chooser:
         return None if chosen is None else chosen.path
 
     def _choice(self, chosen: Candidate) -> Choice:
-        rank, step = self._place.rank, self.resumed
-        assert step is not None
-        files = dict(layout_of(chosen.path).files(chosen.path))
-        own = next((path for name, path in files.items() if rank_of(chosen.path, name) == rank), None)
-        if own is None and chosen.path.name not in files:  # only one rank has saved, and it held what all hold
-            manifest = chosen.manifest
-            if manifest is None or len(manifest.world.replica_groups) != 1 or not manifest.world.replica_groups[0]:
-                raise CheckpointError(f"{chosen.path} has no file for rank {rank}: {', '.join(sorted(files))}")
-            own = next(path for name, path in sorted(files.items()) if rank_of(chosen.path, name) is not None)
+        assert self.resumed is not None
         at = chosen.path.stem.removesuffix("_breakpoint").rpartition("-")[2].split("_")
-        return Choice(own or files[chosen.path.name], int(at[0]), int(at[1]), step, self.small)
+        return Choice(self._file_of(chosen), int(at[0]), int(at[1]), self.resumed, self.small)
+
+    def _file_of(self, chosen: Candidate) -> Path:
+        """This rank's file; that of another one where only that has saved what all of them held."""
+        files = dict(layout_of(chosen.path).files(chosen.path))
+        own = next((path for name, path in files.items() if rank_of(chosen.path, name) == self._place.rank), None)
+        if own is not None or chosen.path.name in files:
+            return own or files[chosen.path.name]
+        if chosen.manifest is None or len(chosen.manifest.world.replica_groups) != 1:
+            raise CheckpointError(f"{chosen.path} has no file for rank {self._place.rank}: {', '.join(sorted(files))}")
+        return next(path for name, path in sorted(files.items()) if rank_of(chosen.path, name) is not None)
 
     # -- choice -----------------------------------------------------------------------------------
 
-    def _choose(self, shelf: Shelf, asked: Path | None, given: bool = False) -> Candidate | None:
+    def _choose(
+        self, shelf: Shelf, asked: Path | None, given: bool = False, refused: Collection[Path] = ()
+    ) -> Candidate | None:
         """The checkpoint to load, verified; None where there is none, and none was lost.
 
         Args:
             given: the user has named weights to begin with, and files that nobody here knows may be these.
+            refused: those that no rank could load.
         """
         if self._place.rank == 0:
             for folder in shelf.folders:
@@ -193,18 +212,18 @@ class Chooser:
         if resume not in ("auto", "never"):
             asked = _owner(Path(resume).absolute(), shelf)
         if asked is None:
-            agreement = self._agree(shelf, own=resume == "never")
-            if agreement.chosen is None:
+            agreement = self._agree(shelf, own=resume == "never", refused=refused)
+            if agreement.chosen is None and not refused:
                 if resume == "auto":
                     self._refuse_if_lost(agreement, shelf, given)
                 self._from_scratch(shelf)
             return agreement.chosen
         if self._place.attempt > 0:
             # A restart goes on from what the job has saved; where it started from counts only after that.
-            agreement = self._agree(shelf, own=True)
+            agreement = self._agree(shelf, own=True, refused=refused)
             if agreement.chosen is not None:
                 return agreement.chosen
-        return self._explicit(asked, shelf)
+        return self._explicit(asked, shelf) if asked not in refused else None
 
     def _explicit(self, path: Path, shelf: Shelf) -> Candidate:
         there = dataclasses.replace(shelf, places=[(path.parent, layout_of(path))])
@@ -216,8 +235,10 @@ class Chooser:
             raise DamagedCheckpoint(str(path), [why for reasons in agreement.rejected.values() for why in reasons])
         return agreement.chosen
 
-    def _agree(self, shelf: Shelf, own: bool = False, only: Path | None = None) -> Agreement:
-        found = shelf.all()
+    def _agree(
+        self, shelf: Shelf, own: bool = False, only: Path | None = None, refused: Collection[Path] = ()
+    ) -> Agreement:
+        found = [c for c in shelf.all() if c.path not in refused]
         if own:
             found = [c for c in found if c.manifest is not None and c.manifest.job == self._place.job]
         if only is not None:
