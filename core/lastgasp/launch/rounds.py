@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lastgasp.errors import ConfigError
+from lastgasp.gasp.keeper import BoxKeeper
 from lastgasp.gasp.secret import FILE, REMEDY, TOKEN, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import ControllerThread, new_token
 
@@ -111,6 +112,7 @@ class Rounds:
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
         self._started = 0
+        self._keeper: BoxKeeper | None = None
         self._given = dict(os.environ)
         """As the user has set it; later rounds find what this launcher has set for its ranks."""
 
@@ -135,8 +137,17 @@ class Rounds:
             assert store is not None
             notice = _known(msgspec.json.decode(store.get(key), type=Notice), secret)
             current.number, self._started = notice.attempt, notice.attempt + 1
+            self._keep_boxes(notice)
         current.environment = _environment(notice)
         return current
+
+    def _keep_boxes(self, notice: Notice) -> None:
+        """What the ranks of this host leave behind is told to the controller, which is on another one."""
+        if self._keeper is not None and self._keeper.address != notice.controller:
+            self._keeper.close()
+            self._keeper = None
+        if self._keeper is None and notice.controller:
+            self._keeper = BoxKeeper(notice.controller, notice.token)
 
     def _first(self, group: WorkerGroup, run_id: str, number: int, secret: Secret) -> Notice:
         """What the first agent has to tell; starts the controller, unless strangers could not be told from ranks."""
@@ -159,6 +170,8 @@ class Rounds:
         Returns:
             How the last recovery ended, empty when there was none.
         """
+        if self._keeper is not None:
+            self._keeper.close()
         if self._controller is None:
             return ""
         ending = self._controller.last_ending(self._started - 1)
