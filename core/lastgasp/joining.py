@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lastgasp.errors import ConfigError
+from lastgasp.gasp.addresses import address_towards, is_loopback
 from lastgasp.gasp.secret import REMEDY, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import start_detached
 from lastgasp.session import Contact
@@ -52,13 +53,13 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
     if why := os.environ.get(UNCOORDINATED):
         _tell_uncoordinated(place, why)
         return None
-    bind = os.environ.get("LASTGASP_BIND")
+    bind = os.environ.get("LASTGASP_BIND") or (_towards_rank_0() if several_nodes else "")
     if several_nodes and not bind:
         raise ConfigError(
             "LASTGASP_BIND",
             bind,
-            f"the address of node 0, because {several_nodes}",
-            "Set it on every node to node 0's address on the training network; loopback cannot be reached.",
+            f"this node's address, because {several_nodes} and MASTER_ADDR does not tell it",
+            "Set it on each node to its own address on the training network; loopback cannot be reached.",
         )
     secret = Secret.from_environment() if several_nodes else Secret()
     found = None
@@ -72,6 +73,12 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
     if not (token or secret.token):
         secret.require("rank 0 has one")
     return Contact(address, secret.token or token)
+
+
+def _towards_rank_0() -> str:
+    """This node's address on the way to rank 0's, which on rank 0's node is that by which the others reach it."""
+    found = address_towards(os.environ.get("MASTER_ADDR", ""))
+    return "" if is_loopback(found) else found
 
 
 def _tell_uncoordinated(place: Place, why: str) -> None:

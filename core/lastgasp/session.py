@@ -25,6 +25,7 @@ from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.secret import TOKEN, token_from_environment
+from lastgasp.gasp.signin import Entry, sign
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import GaspBackend, StateSource
@@ -116,6 +117,7 @@ class Session:
         self._has_controller = contact is not None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
+        self._sign()
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
         self.backend = backend or choose_backend()
         self._registry, self._registered = self._open_registry(marking), False
@@ -327,10 +329,18 @@ class Session:
     def _alone(self, fault: Fault) -> m.Release:
         return recover_alone(self.stand, self._source, self.place, self._hello(), fault, self._notes)
 
+    def _sign(self, left: bool = False, ending: str = "", step: int = -1) -> None:
+        """Tell the launcher of this host, which asks nobody else."""
+        config = self.config
+        hold = config.finish_timeout + 2 * config.save_timeout
+        place, pid, directory = self.place, os.getpid(), str(config.directory)
+        sign(Entry(rank=place.rank, pid=pid, hold=hold, directory=directory, left=left, ending=ending, step=step))
+
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """Whatever the training thread is stuck in, the process ends."""
         # A launcher says it for all ranks, and the training thread of this one where there is none.
         log.debug("%s", describe(outcome))
+        self._sign(ending=outcome.ending, step=outcome.step)
         with self._leaving:
             if self._leave_timer is None and self._patience is not None and not self._ended:
                 self._leave_timer = threading.Timer(self._patience, self._leave, (exit_code(outcome),))
@@ -350,6 +360,8 @@ class Session:
             self._registry.deregister()
             self._processor.tell(self._processor.status())  # the last step may be younger than the last heartbeat
             self._gasp.goodbye()
+            if self.stand.outcome is None:
+                self._sign(left=True)
         if self.recorder is not None:
             self.recorder.close()
         self._gasp.close()

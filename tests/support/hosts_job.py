@@ -12,6 +12,8 @@ from support import lean
 from support.hosts import Host, Started
 from support.waiting import until
 
+START = 200.0
+"""Seconds in which a job begins to train, on a machine that is loaded by other tests."""
 TESTS = Path(__file__).parents[1]
 WORKER = TESTS / "support" / "hosts_worker.py"
 
@@ -74,7 +76,7 @@ class Told:
 
     def reached(self, step: int, attempt: int = 0, ranks: int = 2) -> None:
         """Wait until all ranks have completed `step`."""
-        until(lambda: min(self.at(rank, attempt) for rank in range(ranks)) >= step, f"step {step} of {attempt}")
+        until(lambda: min(self.at(rank, attempt) for rank in range(ranks)) >= step, f"step {step} of {attempt}", START)
 
     def ends(self) -> dict[int, str]:
         """The final state of each rank that has ended well."""

@@ -9,9 +9,9 @@ PATIENCE = 60.0
 """Seconds that something which must happen may take, on a loaded machine."""
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     """Wait until `condition` holds."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for: {what}"
         time.sleep(0.02)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,12 +17,14 @@ from torch.distributed.run import get_args_parser
 from lastgasp.cli.run import with_defaults
 from lastgasp.errors import ConfigError
 from lastgasp.gasp import messages as m
+from lastgasp.gasp import signin
 from lastgasp.gasp.generation import Generation
+from lastgasp.launch import rounds as rounds_module
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.rounds import Round, Rounds
 from lastgasp.session import Contact
 from support.fake_controller import HELLO
-from support.worker_group import Group, Store
+from support.worker_group import Group, Store, begun
 
 OURS = ["--max-restarts", "32767", "--monitor-interval", "0.01"]
 
@@ -91,9 +95,9 @@ def test_help_lists_the_exit_codes_without_importing_torch() -> None:
 # -- where the controller listens ------------------------------------------------------------------
 
 
-def begin(rounds: Rounds, group: Group) -> dict[str, str]:
-    """The workers' environment of the next round."""
-    return rounds.begin(group, "job").environment  # type: ignore[arg-type]
+def begin(rounds: Rounds, group: Group, others: Sequence[Rounds] = ()) -> dict[str, str]:
+    """The workers' environment of the next round, of this agent or, where there are others, of all of them."""
+    return begun(group, rounds, *others)[0].environment
 
 
 def test_rounds_keep_their_controller_and_count() -> None:
@@ -109,51 +113,74 @@ def test_rounds_keep_their_controller_and_count() -> None:
     assert first["LASTGASP_JOB"] == "job"
 
 
+@pytest.fixture
+def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's connections are of this machine alone."""
+    monkeypatch.setattr(rounds_module, "own_address", lambda port: "127.0.0.1")
+    monkeypatch.setattr(Store, "port", 1, raising=False)
+
+
+@pytest.mark.usefixtures("own_network")
 def test_other_nodes_learn_of_it_through_the_store() -> None:
-    first, second, store = Rounds(), Rounds(), Store()
+    first, second = Rounds(), Rounds()
     try:
-        ours = begin(first, Group(group_world_size=2, store=store))
-        theirs = begin(second, Group(group_world_size=2, group_rank=1, store=store))
+        ours, theirs = begun(Group(group_world_size=2), first, second)
     finally:
         first.close()
         second.close()
-    assert ours == theirs
-    assert ours["LASTGASP_TOKEN"] == "0123456789abcdef"
+    for name in ("LASTGASP_CONTROLLER", "LASTGASP_TOKEN", "LASTGASP_JOB", "LASTGASP_ATTEMPT"):
+        assert ours.environment[name] == theirs.environment[name]
+    assert ours.environment[signin.VARIABLE] != theirs.environment[signin.VARIABLE], "each has its own ranks sign in"
+    assert ours.environment["LASTGASP_TOKEN"] == "0123456789abcdef"
 
 
-def test_an_agent_that_replaces_another_takes_the_first_agents_count() -> None:
-    first, late = Rounds(), Rounds()
+@pytest.mark.usefixtures("own_network")
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_agent_that_replaces_another_takes_the_others_count(late: int) -> None:
+    """Also where it becomes the first: an attempt that had a number before would be refused, or read old addresses."""
+    agents, group = [Rounds(), Rounds()], Group(group_world_size=2)
+    replaced = agents[late]
     try:
         for _ in range(3):
-            store = Store()  # c10d: a store of its own for each round
-            ours = first.begin(Group(group_world_size=2, store=store), "job", fresh_store=True)  # type: ignore[arg-type]
-        theirs = late.begin(
-            Group(group_world_size=2, group_rank=1, store=store),  # type: ignore[arg-type]
-            "job",
-            fresh_store=True,
-        )
+            begun(replace(group, store=Store()), *agents)
+        agents[late] = Rounds()
+        numbers = [current.number for current in begun(replace(group, store=Store()), *agents)]
     finally:
-        first.close()
-        late.close()
-    assert theirs.number == ours.number == 2
-    assert theirs.environment == ours.environment
+        for agent in (*agents, replaced):
+            agent.close()
+    assert numbers == [3, 3]
 
 
-def test_several_nodes_need_to_be_told_where_it_listens(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning, because a job without lastgasp is none of our business; its ranks refuse, if they use it."""
+def test_several_nodes_without_an_address_are_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:
+    """A job without lastgasp hears nothing; its ranks refuse with the reason, if they use it."""
     rounds = Rounds()
-    group = Group(group_world_size=2, master_addr="192.0.2.1", store=Store())
-    with caplog.at_level(logging.WARNING, "lastgasp.launch"):
-        found = begin(rounds, group)
+    with caplog.at_level(logging.DEBUG):
+        found = begin(rounds, Group(group_world_size=1 + 1), [Rounds()])
     assert rounds.close() == ""
-    assert "spans 2 nodes" in caplog.text and "set LASTGASP_BIND" in caplog.text
-    assert "LASTGASP_CONTROLLER" not in found and "LASTGASP_TOKEN" not in found
+    assert caplog.text == ""
+    assert "spans 2 nodes" in found["LASTGASP_NO_CONTROLLER"] and "set LASTGASP_BIND" in found["LASTGASP_NO_CONTROLLER"]
+    assert not found["LASTGASP_CONTROLLER"] and "LASTGASP_TOKEN" not in found
+
+
+def test_a_first_node_without_lastgasp_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """torch's own exchange comes behind ours: what is not in the store then will not come."""
+    second, group = Rounds(), Group(group_world_size=2, group_rank=1, store=Store())
+    second.offer(group.store, 1, 2, "job", fresh_store=True)
+    with caplog.at_level(logging.DEBUG):
+        found = second.begin(group, "job", fresh_store=True)  # type: ignore[arg-type]
+    second.close()
+    assert caplog.text == "" and not found.led
+    assert "install it on every node" in found.environment["LASTGASP_NO_CONTROLLER"]
 
 
 def test_an_address_that_is_not_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LASTGASP_BIND", "192.0.2.1")
+    monkeypatch.setenv("LASTGASP_LAUNCHER", "run")
     with pytest.raises(ConfigError, match=r"LASTGASP_BIND='192\.0\.2\.1' is not allowed: expected an address of this"):
-        begin(Rounds(), Group(group_world_size=2, store=Store()))
+        begin(Rounds(), Group(group_world_size=2), [Rounds()])
+    monkeypatch.delenv("LASTGASP_LAUNCHER")
+    found = begin(Rounds(), Group(group_world_size=2), [Rounds()])
+    assert "192.0.2.1" in found["LASTGASP_NO_CONTROLLER"], "a job under torchrun may have no rank that asks for it"
 
 
 @pytest.mark.parametrize("missing", ["LASTGASP_CONTROLLER", "LASTGASP_TOKEN"])

@@ -15,16 +15,18 @@ import pytest
 
 from lastgasp import joining
 from lastgasp.errors import AuthenticationError, ConfigError, ControlError
+from lastgasp.gasp import signin
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.secret import FILE, INSECURE, TOKEN, UNCOORDINATED, Secret, token_from_environment
 from lastgasp.gasp.serve import Endpoint
 from lastgasp.launch.main import require_secret
-from lastgasp.launch.rounds import Notice, Rounds
+from lastgasp.launch.notice import Notice
+from lastgasp.launch.rounds import Rounds
 from lastgasp.session import Contact
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO
-from support.worker_group import Group, Store
+from support.worker_group import Group, Store, begun
 
 SECRET = "5" * 32
 
@@ -38,13 +40,14 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def first_and_second(store: Store, second: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Environments of the ranks of two nodes; the second node's own variables are `second`."""
+    monkeypatch.setenv("LASTGASP_BIND", "127.0.0.1")
     one = Rounds()
     monkeypatch.delenv(TOKEN, raising=False)
     for name, value in second.items():
         monkeypatch.setenv(name, value)
     two = Rounds()
-    yield one.begin(Group(group_world_size=2, store=store), "job").environment  # type: ignore[arg-type]
-    yield two.begin(Group(group_world_size=2, group_rank=1, store=store), "job").environment  # type: ignore[arg-type]
+    for current in begun(Group(group_world_size=2, store=store), one, two):
+        yield {name: value for name, value in current.environment.items() if name != signin.VARIABLE}
     one.close()
     two.close()
 
@@ -59,8 +62,8 @@ def test_all_that_stands_in_the_store_lets_nobody_in(monkeypatch: pytest.MonkeyP
     pair = first_and_second(store, {TOKEN: SECRET}, monkeypatch)
     ours, theirs = next(pair), next(pair)
     assert ours == theirs and ours[TOKEN] == SECRET
-    stolen = json.loads(store["lastgasp/notice/0"])
-    assert SECRET not in json.dumps(dict(store)) and stolen["token"] == ""
+    stolen = json.loads(store.content["lastgasp/notice"])
+    assert SECRET.encode() not in b"".join(store.content.values()) and stolen["token"] == ""
     for guess in (stolen["token"], stolen["seal"], "0"):
         with pytest.raises(AuthenticationError):
             OperatorLink(stolen["controller"], guess)
@@ -89,12 +92,12 @@ def test_a_forged_notice_leads_ranks_to_nobody(
 ) -> None:
     """Its address may be a stranger's, who cannot prove the token; so the ranks refuse."""
     monkeypatch.setenv(TOKEN, SECRET)
-    forged = Notice("127.0.0.1:1", "known-to-the-stranger", "job", 7)
-    store = Store({"lastgasp/notice/0": msgspec.json.encode(forged).decode()})
+    forged = Notice("192.0.2.1:1", "known-to-the-stranger", "job", 7)
+    store = Store()
+    store.set("lastgasp/notice/0", msgspec.json.encode(forged).decode())
     rounds = Rounds()
     with caplog.at_level(logging.WARNING):
         found = rounds.begin(Group(group_world_size=2, group_rank=1, store=store), "job")  # type: ignore[arg-type]
-        rounds.close()
     assert found.environment[TOKEN] == SECRET
     assert "does not know this node's secret" in caplog.text
 
@@ -107,7 +110,7 @@ def test_without_a_secret_no_controller_listens_to_strangers(monkeypatch: pytest
     store = Store()
     pair = first_and_second(store, {}, monkeypatch)
     for environment in pair:
-        assert "LASTGASP_CONTROLLER" not in environment and TOKEN not in environment
+        assert not environment["LASTGASP_CONTROLLER"] and TOKEN not in environment
         assert "LASTGASP_TOKEN_FILE" in environment[UNCOORDINATED]
 
 

@@ -27,11 +27,9 @@ from .doorway import Doorway
 from .generation import Generation
 from .guard import Guard
 from .incidents import Incidents
-from .keeper import open_box
-from .keepers import LOST_STATE, Keepers
 from .machine import Action, Kill, Send
 from .operator import NOBODY
-from .peers import Peer, keep_alive, plain, read_frame, unread
+from .peers import Peer, keep_alive, open_descriptor, plain, unread
 from .records import RecordWriter
 from .rundir import Announcement
 from .secret import FILE, TOKEN
@@ -76,7 +74,6 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
-        self._keepers = Keepers()
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -177,8 +174,6 @@ class Controller:
             self._door.known()
             if isinstance(hello, m.Operator):
                 await self._service.serve(reader, writer)
-            elif isinstance(hello, m.Keeper):
-                await self._keepers.serve(hello.host, reader, writer)
             else:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
@@ -198,12 +193,10 @@ class Controller:
             protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._identity
         )  # fmt: skip
         writer.write(m.frame(challenge))
-        hello = m.greeting(await read_frame(reader, m.MAX_GREETING))
+        hello = m.greeting(await _read(reader, m.MAX_GREETING))
         try:
             if isinstance(hello, m.Operator):
                 self._service.admit(hello, self._token, nonce)
-            elif isinstance(hello, m.Keeper):
-                self._keepers.admit(hello, self._token, nonce)
             else:
                 self._admit(hello, nonce)
         except ControlError as error:
@@ -212,11 +205,11 @@ class Controller:
             raise
         if isinstance(hello, m.Hello):
             self._begin_attempt(hello)
-        rank = hello.rank if isinstance(hello, m.Hello) else NOBODY
+        rank = NOBODY if isinstance(hello, m.Operator) else hello.rank
         mac = m.proof(self._token, "controller", hello.nonce, rank)
         writer.write(m.frame(m.Welcome(mac=mac, started_s=self._started_s)))
         keep_alive(writer.get_extra_info("socket"))
-        if isinstance(hello, m.Hello):
+        if not isinstance(hello, m.Operator):
             self._join(hello, writer)
         return hello
 
@@ -246,11 +239,10 @@ class Controller:
         assert self.generation is not None and self._watch is not None
         self._drop(hello.rank)
         peer = self._peers[hello.rank] = self._by_writer[writer] = Peer(rank=hello.rank, writer=writer)
-        peer.elsewhere = (hello.host, hello.pid)
         self._service.roster.joined(hello.rank, _clock.monotonic())
         self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
         if hello.host == self._identity:
-            peer.pid, peer.elsewhere = hello.pid, None
+            peer.pid = hello.pid
             with self._guard("the watch of a process"):
                 self._watch.watch(hello.rank, hello.pid)
 
@@ -262,7 +254,6 @@ class Controller:
             self._drop(rank)
         self.incidents.begin(hello)
         self._service.roster.begin()
-        self._keepers.begin()
         self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
 
     def _drop(self, rank: int) -> None:
@@ -276,7 +267,7 @@ class Controller:
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            message = m.from_rank(await read_frame(reader, m.MAX_FRAME))
+            message = m.from_rank(await _read(reader, m.MAX_FRAME))
             peer = self._peers.get(rank)
             if peer is None or peer.writer is not writer:
                 return  # a process of an earlier attempt must not speak for the one of this
@@ -310,10 +301,7 @@ class Controller:
     def _open_box(self, rank: int, number: int) -> None:
         peer = self._peers.get(rank)
         if peer is not None and peer.pid is not None and peer.box < 0:
-            peer.box = open_box(peer.pid, number)
-        elif peer is not None and peer.elsewhere is not None and number >= 0:
-            host, pid = peer.elsewhere
-            self._keepers.keep(host, m.Keep(rank=rank, pid=pid, box=number))
+            peer.box = open_descriptor(peer.pid, number)
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None
@@ -327,7 +315,6 @@ class Controller:
             return
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
-        self._keepers.ask(rank)
         self._do(generation.machine.gone(rank, text, "killed", at_ns, _clock.monotonic()))
         self._service.gone(rank, text)
         if generation.gathers:
@@ -384,9 +371,6 @@ class Controller:
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
         peer = self._peers.get(rank)
-        if isinstance(message, m.Save) and self._keepers.awaited:
-            self._spawn(self._send_with_kept(rank, message))
-            return True
         if isinstance(message, m.Save | m.Consulted):
             message = msgspec.structs.replace(message, small=self._small(message.step))
         elif isinstance(message, m.Prepare):
@@ -395,12 +379,6 @@ class Controller:
             return False
         peer.writer.write(m.frame(message))
         return True
-
-    async def _send_with_kept(self, rank: int, message: m.Save) -> None:
-        """Once other hosts have said what they keep of their dead ranks, or their time is over."""
-        while self._keepers.awaited:  # noqa: ASYNC110 (bounded, and of milliseconds)
-            await asyncio.sleep(TICK / 10)
-        self._send(rank, message)
 
     def _newest(self) -> int:
         """The newest step that any rank on this host has completed, as its black box tells; -1 if none does."""
@@ -416,12 +394,8 @@ class Controller:
             small = BlackBox.read(peer.box, step) if peer is not None and peer.box >= 0 else None
             if small is None and prepared is not None and prepared.step == step:
                 small = prepared.small or None
-            if small is None:
-                small = self._keepers.small(rank, step)
             if small is not None:
                 found[rank] = small
-            elif member.gone and (self._keepers.has_box(rank) or (peer is not None and peer.box >= 0)):
-                self.incidents.note(LOST_STATE.format(rank=rank, step=step))
         return found
 
     def _fail_gathers(self, why: str) -> None:
@@ -444,3 +418,8 @@ class Controller:
                 answers = generation.failed_gathers(now)
                 self._do(Send(rank=rank, message=answer) for rank, answer in answers)
             self.records.look()
+
+
+async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
+    size = m.body_size(await reader.readexactly(m.HEADER), limit)
+    return await reader.readexactly(size)

@@ -22,6 +22,7 @@ from lastgasp.errors import (
 )
 
 from . import messages as m
+from .lifeline import keep_alive
 from .tls import TlsFiles
 
 M = TypeVar("M", bound=m.Message)
@@ -58,7 +59,7 @@ class Channel:
         self._deadline = _clock.monotonic() + seconds
         _live.add(self)
 
-    def _greet(self, token: str, role: m.Role, rank: int, hello: m.Greeting) -> tuple[m.Challenge, m.Welcome]:
+    def _greet(self, token: str, role: m.Role, rank: int, hello: m.Hello | m.Operator) -> tuple[m.Challenge, m.Welcome]:
         """Prove the token, have it proven; the socket is closed where that fails."""
         try:
             challenge = self._expect(m.Challenge)
@@ -77,6 +78,7 @@ class Channel:
             raise
         self._socket.settimeout(SEND_TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(self._socket)
         return challenge, welcome
 
     def _expect(self, kind: type[M], limit: int = m.MAX_GREETING) -> M:

@@ -9,21 +9,29 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
+from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
+from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.joblog import JobLog
+from lastgasp.launch.missing import Waiting, hosts_in
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
-from lastgasp.launch.rounds import Round, Rounds
+from lastgasp.launch.rounds import Round, Rounds, ours
+from lastgasp.launch.stores import guard_connections
 from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
@@ -46,31 +54,56 @@ class GaspAgent(LocalElasticAgent):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rounds = Rounds()
-        self._restarts = Restarts(always=os.environ.get("LASTGASP_LAUNCHER") == "run")
+        self._restarts = Restarts(always=ours())
         self._round: Round | None = None
         self._mark = ""
         self._job_log = JobLog()
+        self._hosts: Counter[str] | None = None
+        self._ever_used = False
+        self._stopping = threading.Event()
+        self._outlive_the_store()
 
     # -- start ------------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """torch's, which waits for the other hosts: whom for is said where the job is ours."""
+        guard_connections()
+        self._ever_used = self._ever_used or self._in_use()
+        self._rounds.end_round()
+        self._round = None
+        handler = worker_group.spec.rdzv_handler
+        with Waiting(handler, self._hosts, lambda: self._rounds.last_word.safe) if self._is_ours() else nullcontext():
+            super()._rendezvous(worker_group)
+        self._hosts = hosts_in(handler)
+
+    def _assign_worker_ranks(self, store: Any, rank: int, size: int, spec: WorkerSpec) -> list[Worker]:
+        guard_connections()
+        handler = spec.rdzv_handler
+        if rank == 0 and self._is_ours():
+            _tell_newcomers(store, handler)
+        self._rounds.offer(store, rank, size, handler.get_run_id(), handler.get_backend() != "static")
+        workers: list[Worker] = super()._assign_worker_ranks(store, rank, size, spec)
+        return workers
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         recover_orphans(MARKS_LIMIT)
         rdzv = worker_group.spec.rdzv_handler
         self._round = self._rounds.begin(worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static")
-        if self._round.number > 0 and rdzv.use_agent_store:
+        if self._round.number > 0 and self._round.led and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._round)
         self._reap(worker_group)
         self._mark = orphans.new_mark()
+        self._stopping.clear()
         os.environ.update(self._round.environment | {orphans.MARK: self._mark})
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._hold_before_closing(worker_group)
         return started
 
     def _reap(self, worker_group: WorkerGroup) -> None:
-        """End what the workers of the round before have left; they have all ended."""
-        if self._mark:
+        """End what the workers of the round before have left, once they have all ended: a worker is no leftover."""
+        if self._mark and not self._running(worker_group):
             orphans.reap(self._mark, worker_group.spec.args if isinstance(worker_group.spec.entrypoint, str) else ())
-        self._mark = ""
+            self._mark = ""
 
     def _hold_before_closing(self, worker_group: WorkerGroup) -> None:
         """Put the hold where torch decides to send its signals: nothing can fail between a look and that."""
@@ -79,7 +112,7 @@ class GaspAgent(LocalElasticAgent):
         close = context.close
 
         def hold_and_close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-            if death_sig is None and self._round is not None and self._round.in_use():  # torch saw a worker fail
+            if death_sig is None and self._in_use():  # torch saw a worker fail
                 self._allow_restarts(worker_group)
                 self._hold(worker_group)
             close(death_sig, timeout)
@@ -98,21 +131,48 @@ class GaspAgent(LocalElasticAgent):
             self._worker_store = TCPStore(
                 worker_group.master_addr, 0, is_master=True, wait_for_workers=False, multi_tenant=True
             )
-            port = self._worker_store.port
+            worker_group.master_port = self._worker_store.port
             if worker_group.group_world_size > 1:
-                worker_group.store.set(key, str(port))
-        else:
-            port = int(worker_group.store.get(key))
-        worker_group.master_port = port
+                worker_group.store.set(key, f"{worker_group.master_addr} {worker_group.master_port}")
+        else:  # torch keeps the address of the round before, which may be another host's
+            worker_group.master_addr, port = worker_group.store.get(key).decode().split()
+            worker_group.master_port = int(port)
 
     # -- watch ------------------------------------------------------------------------------------
 
+    def _in_use(self) -> bool:
+        return self._round is not None and self._round.in_use()
+
+    def _outlive_the_store(self) -> None:
+        """Let ranks that have ended their training leave by themselves, also where the rendezvous is gone.
+
+        torch asks it on every look at the workers, and would stop them.
+        """
+        handler = self._worker_group.spec.rdzv_handler
+        ask = handler.num_nodes_waiting
+
+        def nodes_waiting() -> int:
+            try:
+                return int(ask())
+            except (RendezvousError, DistError):
+                if not self._all_left():
+                    raise
+                return 0
+
+        vars(handler)["num_nodes_waiting"] = nodes_waiting
+
+    def _all_left(self) -> bool:
+        if self._round is None:
+            return False
+        running = {rank for rank, code in self._codes(self._worker_group).items() if code is None}
+        left = {rank for rank, entry in self._round.desk.entries.items() if entry.left}
+        return running <= left
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        used = self._round is not None and self._round.in_use()
+        used = self._in_use()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            refused = any(failure.exitcode == exitcodes.REFUSED for failure in result.failures.values())
-            self._judge(used, refused)
+            self._judge(used, frozenset(failure.exitcode for failure in result.failures.values()))
         return result
 
     def _hold(self, worker_group: WorkerGroup) -> None:
@@ -157,10 +217,11 @@ class GaspAgent(LocalElasticAgent):
         if spec.max_restarts == 0 and not _max_restarts_given():
             spec.max_restarts = self._remaining_restarts = DEFAULT_MAX_RESTARTS
 
-    def _judge(self, used: bool, refused: bool) -> None:
+    def _judge(self, used: bool, codes: frozenset[int]) -> None:
         assert self._round is not None
         self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
-        self._restarts.ended(self._round.number, used, self._round.progressed(), refused)
+        refused = exitcodes.REFUSED in codes
+        self._restarts.ended(self._round.number, used, self._round.progressed(), refused, codes)
         if self._restarts.hopeless:
             self._remaining_restarts = 0
         maximum = self._worker_group.spec.max_restarts
@@ -172,40 +233,84 @@ class GaspAgent(LocalElasticAgent):
             self._job_log.recovery(self._round.number, self._round.event(), then)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if self._round is not None and self._round.in_use():
+        self._stopping.set()
+        if self._round is not None and self._in_use():
             timeout = max(timeout, int(self._round.hold_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
         super()._shutdown(death_sig, timeout)
 
     def _is_ours(self) -> bool:
         """Started by `lastgasp run`, or its ranks use lastgasp: any other job under torchrun sees no difference."""
-        current = self._round
-        try:
-            return os.environ.get("LASTGASP_LAUNCHER") == "run" or (current is not None and current.in_use())
-        except RuntimeError:  # the rendezvous store went with its node
-            return False
+        return ours() or self._ever_used or self._in_use()
+
+    def _to_be_told(self) -> list[int]:
+        """The ranks of this host that run and use lastgasp, by their process ids."""
+        if self._round is None:
+            return []
+        entries = self._round.desk.entries
+        codes = self._codes(self._worker_group)
+        return [entry.pid for rank, entry in entries.items() if codes.get(rank, 0) is None and not entry.left]
 
     def run(self, role: str = "default") -> RunResult:
-        """Run to the end; a job that makes no progress ends with its own exit code."""
+        """Run to the end; a job that makes no progress, or loses its rendezvous, ends with a code that tells."""
         global last_ending
         ending = "stopped"
         reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
+        forwarder = Forwarder(self._stopping, self._to_be_told)
+        lost: Exception | None = None
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:
                 self._mark = ""  # what a good job leaves running, it means to
                 ending = "done"
+        except (RendezvousError, DistError) as error:
+            lost = error
         finally:
+            forwarder.close()
             self._say_event("stopping")
             self._job_log.ended(self._rounds.summary(ending))
             reset.close()
             self._reap(self._worker_group)
+            used = self._ever_used or self._in_use()
             last_ending = self._rounds.close()
             recover_orphans(MARKS_LIMIT)
+        if lost is not None:
+            raise self._without_rendezvous(lost, used) from lost
         if self._restarts.hopeless:
             sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
             raise SystemExit(self._restarts.exit_code)
         return result
+
+    def _without_rendezvous(self, error: Exception, used: bool) -> BaseException:
+        """What to raise in its place: torch's own error for a job that has nothing to do with us."""
+        word = self._rounds.last_word
+        code = exitcodes.of_ending(word.ending)
+        if not used or code is None:
+            return error
+        sys.stderr.write(f"lastgasp: {lost_rendezvous(error, self._hosts, word.safe)}\n")
+        return SystemExit(code)
+
+
+def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> str:
+    """What to tell the user where the job cannot go on because its hosts do not find each other any more."""
+    names = f" ({', '.join(sorted(hosts))})" if hosts else ""
+    if isinstance(error, RendezvousTimeoutError):
+        why = f"stopped: not all hosts of the job{names} have come back in time"
+    else:
+        cause = error.__cause__ or error
+        why = f"stopped: the job's rendezvous is gone, with the host or the launcher that held it ({_line(cause)})"
+    return f"{why}; {safe or 'see lastgasp incident for what is saved'}; start the job again and it goes on from there"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _tell_newcomers(store: Any, handler: Any) -> None:
+    """Say where the ranks meet: torch does in its first round only, and later hosts would wait for it in vain."""
+    if (info := getattr(handler, "_bootstrap_store_info", None)) is not None and handler.use_agent_store:
+        store.set(info.MASTER_ADDR_KEY, info.master_addr)
+        store.set(info.MASTER_PORT_KEY, str(info.master_port))
 
 
 def _stop_this_launcher() -> None:

@@ -93,7 +93,8 @@ class Watch:
             codes = {worker.code() for worker in self._workers}  # lost once they are cleared away
             refused, self._left = exitcodes.REFUSED in codes, 0 in codes
             self._clear()
-            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._progressed, refused)
+            how = frozenset(code for code in codes if code)
+            self._restarts.ended(self._rounds.number, self._rounds.in_use(), self._progressed, refused, how)
             self._restarted += 1
             again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)
             self._say_event("stopping" if self._restarts.hopeless or self._told is not None else again)

@@ -1,4 +1,4 @@
-"""When the launcher stops restarting: three restarts in a row that completed no new step. Pure."""
+"""When the launcher stops restarting: no new step in three restarts, or two starts that fail alike. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lastgasp.launch.framework_verdict import Verdict
 DEFAULT_MAX_RESTARTS = 32767
 """As MindCluster's (facts/taskd.md)."""
 BARREN_LIMIT = 3
+START_LIMIT = 2
+"""Starts in a row that failed in the same way before any rank had joined."""
 
 
 @dataclass
@@ -26,11 +28,23 @@ class Restarts:
     barren: int = 0
     refused: bool = False
     verdict_of_framework: Verdict | None = None
+    starts: int = 0
     _ever_used: bool = False
+    _how: frozenset[int] = frozenset()
 
-    def ended(self, attempt: int, used: bool, progressed: bool, refused: bool = False) -> None:
-        """An attempt failed; `refused`: a rank of it said that another try would end the same way."""
+    def ended(
+        self, attempt: int, used: bool, progressed: bool, refused: bool = False, how: frozenset[int] = frozenset()
+    ) -> None:
+        """An attempt failed.
+
+        Args:
+            refused: a rank of it said that another try would end the same way.
+            how: the exit codes of the ranks that failed; empty where they are not known.
+        """
         self._ever_used = self._ever_used or used
+        counts = bool(how) and not used and (self.always or self._ever_used)
+        self.starts = (self.starts + 1 if how == self._how else 1) if counts else 0
+        self._how = how
         self.refused = refused and not progressed and (self.always or self._ever_used)
         if progressed or attempt == 0:
             self.barren = 0
@@ -40,7 +54,8 @@ class Restarts:
     @property
     def hopeless(self) -> bool:
         """Another restart would most likely fail in the same place."""
-        return self.verdict_of_framework is not None or self.refused or self.barren >= BARREN_LIMIT
+        stuck = self.barren >= BARREN_LIMIT or self.starts >= START_LIMIT
+        return self.verdict_of_framework is not None or self.refused or stuck
 
     @property
     def exit_code(self) -> int:
@@ -58,6 +73,13 @@ class Restarts:
             return (
                 "stopped: a rank refused to start, and would refuse again. The traceback above says why and what to "
                 "do; the checkpoints are kept, and the job goes on from them when it is started again."
+            )
+        if self.starts >= START_LIMIT:
+            codes = ", ".join(map(str, sorted(self._how)))
+            return (
+                f"stopped: {self.starts} starts in a row failed in the same way (exit code {codes}) before any rank "
+                "had joined the job, so the fault is in the command line, the script or its machine. Look at the first "
+                "traceback above; the checkpoints are kept."
             )
         return (
             f"stopped: {self.barren} restarts in a row completed no new step, so the fault is in the job, its data "

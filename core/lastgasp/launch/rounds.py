@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
-import socket
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lastgasp.errors import ConfigError
-from lastgasp.gasp.keeper import BoxKeeper
-from lastgasp.gasp.secret import FILE, REMEDY, TOKEN, UNCOORDINATED, Secret
+from lastgasp.errors import ConfigError, LastgaspError
+from lastgasp.gasp.addresses import address_towards
+from lastgasp.gasp.secret import REMEDY, Secret
 from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.gasp.signin import Desk
+from lastgasp.launch.lastword import LastWord, last_word
+from lastgasp.launch.notice import Notice
+from lastgasp.launch.stores import own_address
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -22,67 +25,36 @@ if TYPE_CHECKING:
 log = logging.getLogger("lastgasp.launch")
 
 HOLD_WITHOUT_CONTROLLER = 660.0
-"""Seconds an agent waits for its survivors when the controller lives on another node."""
-_IN_USE = "lastgasp/in_use"
-
-
-_STRANGER = "-"
-"""In place of a token that this node does not know: the controller refuses its ranks, and says why."""
-
-
-class Notice(msgspec.Struct, frozen=True):
-    """What the first agent tells the others through the rendezvous store, which anybody may read and write.
-
-    Attributes:
-        token: empty where the nodes share a secret: it does not travel.
-        why: why there is no controller; empty where there is one.
-        seal: by which an agent that knows the secret knows that this comes from one that does.
-    """
-
-    controller: str
-    token: str
-    job: str
-    attempt: int
-    why: str = ""
-    seal: str = ""
-
-    def sealed(self, secret: Secret) -> bytes:
-        """For the store."""
-        bare = msgspec.structs.replace(self, seal="", token="" if secret.token else self.token)
-        return msgspec.json.encode(msgspec.structs.replace(bare, seal=secret.seal(msgspec.json.encode(bare))))
-
-    def genuine(self, secret: Secret) -> bool:
-        """It comes from who knows the secret; as far as there is one."""
-        bare = msgspec.structs.replace(self, seal="")
-        return hmac.compare_digest(self.seal, secret.seal(msgspec.json.encode(bare)))
+"""Seconds an agent waits for its survivors where neither a controller nor they have said how long they may take."""
+NOTICE_TIMEOUT = 60.0
+"""Seconds that the first node gets to say where its controller listens, where it is known to have one."""
+BRIEFLY = 5.0
+"""The same where it is not known, and nothing tells when to stop waiting."""
 
 
 @dataclass
 class Round:
-    """One attempt of the job on this node.
+    """One attempt of the job on this node. Whatever it is asked, it answers from this process.
 
     Attributes:
         number: how often workers have been started before.
         controller: on the first node only.
-        store: the rendezvous store where the job spans several nodes, else None.
+        desk: where the ranks of this node sign in.
     """
 
     number: int
     controller: ControllerThread | None = None
-    store: Any | None = None
+    desk: Desk = field(default_factory=Desk)
     environment: dict[str, str] = field(default_factory=dict)
-    _told: bool = False
+
+    @property
+    def led(self) -> bool:
+        """The ranks have a controller, so that the first agent is one of ours."""
+        return bool(self.environment.get("LASTGASP_CONTROLLER"))
 
     def in_use(self) -> bool:
-        """At least one rank of this attempt uses lastgasp."""
-        key = f"{_IN_USE}/{self.number}"
-        if self.controller is None:
-            return self.store is not None and bool(self.store.check([key]))
-        used = self.controller.in_use(self.number)
-        if used and self.store is not None and not self._told:
-            self._told = True
-            self.store.set(key, "1")
-        return used
+        """At least one rank of this attempt uses lastgasp: one of this node, or any that the controller knows."""
+        return bool(self.desk.entries) or (self.controller is not None and self.controller.in_use(self.number))
 
     def report_exit(self, rank: int, how: str) -> None:
         """A worker of this node ended."""
@@ -103,7 +75,14 @@ class Round:
 
     def hold_limit(self) -> float:
         """Seconds that survivors may take."""
-        return HOLD_WITHOUT_CONTROLLER if self.controller is None else self.controller.hold_limit()
+        if self.controller is not None and (limit := self.controller.hold_limit()):
+            return limit
+        return self.desk.hold or HOLD_WITHOUT_CONTROLLER
+
+    def last_word(self) -> LastWord:
+        """What became of this attempt's last step, as the controller, this node's ranks or the records tell."""
+        led = self.controller.last_ending(self.number) if self.controller is not None else ""
+        return last_word(self.desk.entries, self.environment.get("LASTGASP_JOB", ""), self.number, led)
 
 
 class Rounds:
@@ -112,53 +91,114 @@ class Rounds:
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
         self._started = 0
-        self._keeper: BoxKeeper | None = None
+        self._notice: Notice | None = None
+        self._last: Round | None = None
+        self.last_word = LastWord()
+        self._noticed = False
         self._given = dict(os.environ)
         """As the user has set it; later rounds find what this launcher has set for its ranks."""
 
-    def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> Round:
-        """The next round: find or start the controller and say how the workers reach it.
+    def offer(self, store: Any, rank: int, size: int, run_id: str, fresh_store: bool) -> None:
+        """Exchange what is needed to agree; call it after the rendezvous, before torch assigns its ranks.
+
+        The other agents learn their ranks from the first one, which has read of all of them before. What they write
+        before that is there for it to read, and what it writes before that is there for them.
 
         Args:
-            fresh_store: the rendezvous gives each round a store of its own (c10d does, static does not). Then
-                the first agent's count is everybody's, also that of an agent that has just replaced another.
+            fresh_store: the rendezvous gives each round a store of its own (c10d does, static does not).
+
+        Raises:
+            ConfigError: under `lastgasp run`: LASTGASP_BIND, the secret or the TLS files.
         """
-        number, self._started = self._started, self._started + 1
-        store = group.store if (group.group_world_size or 1) > 1 else None
-        key = "lastgasp/notice" if fresh_store else f"lastgasp/notice/{number}"
-        current = Round(number=number, store=store)
-        secret = Secret.from_environment(self._given) if store is not None else Secret()
-        if group.group_rank == 0:
-            notice = self._first(group, run_id, number, secret)
-            current.controller = self._controller
-            if store is not None:
-                store.set(key, notice.sealed(secret).decode())
+        if size > 1 and rank > 0:
+            store.set(f"{_STARTED}/{rank}", str(self._started))
+        elif size > 1:
+            number = self._agreed(store, size)
+            notice, secret = self._first(store, size, run_id, number)
+            store.set(_key(number, fresh_store), notice.sealed(secret).decode())
+            self._notice = notice
+
+    def _agreed(self, store: Any, size: int) -> int:
+        """The number of this round: no launcher has used it before, also where this one has just replaced another."""
+        if not _ordered():
+            return self._started
+        store.wait([f"torchelastic/role_info/{other}" for other in range(1, size)])
+        told = [f"{_STARTED}/{other}" for other in range(1, size) if store.check([f"{_STARTED}/{other}"])]
+        counts = [int(text) for text in (bytes(store.get(key)) for key in told) if text.isdigit() and len(text) < 7]
+        return max([self._started, *counts])
+
+    def _first(self, store: Any, size: int, run_id: str, number: int) -> tuple[Notice, Secret]:
+        """What the first agent has to tell; it starts the controller, unless strangers could not be told from ranks.
+
+        Only `lastgasp run` is refused: any other job may do without.
+        """
+        secret, why = Secret(), ""
+        try:
+            if size > 1:
+                secret = Secret.from_environment(self._given)
+                why = f"this job spans several nodes and they share no secret. {REMEDY}" if secret.missing else ""
+            if not why and self._controller is None:
+                self._controller, why = _start(store, size, secret.token or new_token())
+        except LastgaspError as error:
+            if ours() or size == 1:
+                raise
+            why = str(error)
+        if self._controller is None:
+            return Notice(controller="", token="", job=run_id, attempt=number, why=why), secret
+        self._controller.expect(number)
+        end = self._controller.endpoint
+        return Notice(controller=end.address, token=end.token, job=run_id, attempt=number), secret
+
+    def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> Round:
+        """The next round: what the workers need to reach the controller.
+
+        Args:
+            fresh_store: as in `offer`, which has been called.
+
+        Raises:
+            ConfigError: as `offer`.
+        """
+        self.end_round()
+        size = group.group_world_size or 1
+        if group.group_rank != 0:
+            notice = self._read(group.store, run_id, fresh_store)
+        elif size == 1 or self._notice is None:
+            notice, _ = self._first(None, 1, run_id, self._started)
         else:
-            assert store is not None
-            notice = _known(msgspec.json.decode(store.get(key), type=Notice), secret)
-            current.number, self._started = notice.attempt, notice.attempt + 1
-            self._keep_boxes(notice)
-        current.environment = _environment(notice)
+            notice = self._notice
+        self._started = notice.attempt + 1
+        controller = self._controller if group.group_rank == 0 else None
+        current = self._last = Round(number=notice.attempt, controller=controller)
+        current.environment = current.desk.environment | notice.environment
         return current
 
-    def _keep_boxes(self, notice: Notice) -> None:
-        """What the ranks of this host leave behind is told to the controller, which is on another one."""
-        if self._keeper is not None and self._keeper.address != notice.controller:
-            self._keeper.close()
-            self._keeper = None
-        if self._keeper is None and notice.controller:
-            self._keeper = BoxKeeper(notice.controller, notice.token)
+    def _read(self, store: Any, run_id: str, fresh_store: bool) -> Notice:
+        """What the first agent says; that there is no controller, where it says nothing."""
+        key = _key(self._started, fresh_store)
+        why = "the launcher of the first node has no lastgasp; install it on every node"
+        try:
+            if not (fresh_store and _ordered()) and (self._noticed or self._started == 0):
+                store.wait([key], timedelta(seconds=NOTICE_TIMEOUT if self._noticed or ours() else BRIEFLY))
+            if store.check([key]):
+                self._noticed = True
+                notice = msgspec.json.decode(store.get(key), type=Notice)
+                return notice.known_by(Secret.from_environment(self._given))
+        except LastgaspError as error:
+            if ours():
+                raise
+            why = str(error)
+        except (RuntimeError, msgspec.DecodeError) as error:  # the store has gone, or no answer came, or nonsense
+            why = str(error).partition("\n")[0]
+        if ours():
+            log.warning("no controller for this job: %s", why)
+        return Notice(controller="", token="", job=run_id, attempt=self._started, why=why)
 
-    def _first(self, group: WorkerGroup, run_id: str, number: int, secret: Secret) -> Notice:
-        """What the first agent has to tell; starts the controller, unless strangers could not be told from ranks."""
-        several = (group.group_world_size or 1) > 1
-        if several and secret.missing:
-            why = f"this job spans several nodes and they share no secret. {REMEDY}"
-            return Notice("", "", run_id, number, why)
-        self._controller = self._controller or _start(group, secret.token or new_token())
-        if self._controller is not None:
-            self._controller.expect(number)
-        return _notice(self._controller, run_id, number)
+    def end_round(self) -> None:
+        """The workers of the round have ended: keep what became of their last step. Idempotent."""
+        if self._last is not None:
+            self.last_word = self._last.last_word()
+            self._last.desk.close()
+            self._last = None
 
     def summary(self, ending: str) -> str:
         """The job's last line; empty where no rank uses lastgasp, or another node's launcher tells it."""
@@ -170,63 +210,53 @@ class Rounds:
         Returns:
             How the last recovery ended, empty when there was none.
         """
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._controller is None:
-            return ""
-        ending = self._controller.last_ending(self._started - 1)
-        self._controller.stop()
-        return ending
+        self.end_round()
+        if self._controller is not None:
+            self._controller.stop()
+        return self.last_word.ending
 
 
-def _known(notice: Notice, secret: Secret) -> Notice:
-    """The first agent's notice, as far as it can be believed; with the token that ranks of this node prove."""
-    if notice.why:
-        return msgspec.structs.replace(notice, controller="", token="")
-    if not notice.genuine(secret):
-        log.warning("the first node's launcher does not know this node's secret (%s, %s): are they the same there?",
-                    FILE, TOKEN)  # fmt: skip
-    return msgspec.structs.replace(notice, token=secret.token or notice.token or _STRANGER)
+_STARTED = "lastgasp/started"
 
 
-def _start(group: WorkerGroup, token: str) -> ControllerThread | None:
-    host = os.environ.get("LASTGASP_BIND") or _loopback(group)
-    if host is None:
-        log.warning(
-            "this job spans %d nodes and the controller listens on loopback only: set LASTGASP_BIND to this node's "
-            "address on the training network, or ranks that use lastgasp will refuse to start",
-            group.group_world_size,
+def ours() -> bool:
+    """This launcher is `lastgasp run`: what its job needs may be demanded of it."""
+    return os.environ.get("LASTGASP_LAUNCHER") == "run"
+
+
+def _ordered() -> bool:
+    """The other agents wait for the first one's assignment of ranks, and it for all of them."""
+    return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") != "1"
+
+
+def _start(store: Any, size: int, token: str) -> tuple[ControllerThread | None, str]:
+    """The controller; None with the reason where the other nodes could not reach it.
+
+    Raises:
+        ConfigError: LASTGASP_BIND, or the TLS files.
+    """
+    host = os.environ.get("LASTGASP_BIND") or ("127.0.0.1" if size == 1 else _reachable(store))
+    if not host:
+        return None, (
+            f"this job spans {size} nodes, and the first one could not find the address by which the others reach it: "
+            "set LASTGASP_BIND there to its address on the training network"
         )
-        return None
     try:
-        return ControllerThread(token, host)
+        return ControllerThread(token, host), ""
     except OSError as error:
-        remedy = f"{error.strerror or error}. Set it to this node's address on the training network."
+        remedy = f"{error.strerror or error}. Leave it out, or set it on each node to its own address."
         raise ConfigError("LASTGASP_BIND", host, "an address of this node", remedy) from error
 
 
-def _loopback(group: WorkerGroup) -> str | None:
-    """127.0.0.1 where every node is this machine; None where other nodes must reach the controller."""
-    if group.group_world_size == 1:
-        return "127.0.0.1"
-    try:
-        address = socket.gethostbyname(group.master_addr or "")
-    except OSError:
-        return None
-    return "127.0.0.1" if address.startswith("127.") else None
+def _key(number: int, fresh_store: bool) -> str:
+    return "lastgasp/notice" if fresh_store else f"lastgasp/notice/{number}"
 
 
-def _notice(controller: ControllerThread | None, run_id: str, number: int) -> Notice:
-    if controller is None:
-        return Notice(controller="", token="", job=run_id, attempt=number)
-    end = controller.endpoint
-    return Notice(controller=end.address, token=end.token, job=run_id, attempt=number)
-
-
-def _environment(notice: Notice) -> dict[str, str]:
-    found = {"LASTGASP_JOB": notice.job, "LASTGASP_ATTEMPT": str(notice.attempt)}
-    if notice.controller:
-        found |= {"LASTGASP_CONTROLLER": notice.controller, "LASTGASP_TOKEN": notice.token}
-    if notice.why:
-        found[UNCOORDINATED] = notice.why
-    return found | {"LASTGASP_LAUNCHER": os.environ.get("LASTGASP_LAUNCHER", "torchrun")}
+def _reachable(store: Any) -> str:
+    """This node's address for the others; empty where it cannot be told."""
+    inner = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    port = getattr(inner, "port", None)
+    found = own_address(port) if isinstance(port, int) else ""
+    return found or address_towards(str(getattr(inner, "host", "") or ""))

@@ -7,12 +7,16 @@ lastgasp sees no difference.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import sys
 from types import ModuleType
 from typing import Any
 
 import wrapt
+
+log = logging.getLogger("lastgasp.launch")
 
 TASKD_PATCH = "taskd.python.adaptor.patch"
 """Once imported, TaskD's agent runs the workers: its manager restarts them (facts/taskd.md §2)."""
@@ -29,9 +33,40 @@ def swap_agent(api: ModuleType) -> None:
     """Put our agent where torch.distributed.launcher.api takes its class from; TaskD's own stays where it is."""
     if TASKD_PATCH in sys.modules:
         return
+    if why := _differs():
+        log.warning("this torch's launcher is not the one that lastgasp knows (%s): the job runs without its hold", why)
+        return
     from lastgasp.launch.agent import GaspAgent
 
     vars(api)["LocalElasticAgent"] = GaspAgent
+
+
+_OVERRIDDEN = {
+    "_rendezvous": ("self", "worker_group"),
+    "_assign_worker_ranks": ("self", "store", "group_rank", "group_world_size", "spec"),
+    "_start_workers": ("self", "worker_group"),
+    "_monitor_workers": ("self", "worker_group"),
+    "_shutdown": ("self", "death_sig", "timeout"),
+    "run": ("self", "role"),
+}
+"""Methods of torch's agent, some of them private, and the parameters that ours pass on."""
+
+
+def _differs() -> str:
+    """In what torch's agent is not as we know it; empty where it is."""
+    try:
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+        import lastgasp.launch.agent  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    for name, parameters in _OVERRIDDEN.items():
+        method = getattr(LocalElasticAgent, name, None)
+        if method is None:
+            return f"no {name}"
+        if tuple(inspect.signature(method).parameters) != parameters:
+            return f"{name} takes other arguments"
+    return ""
 
 
 def _no_handler(params: object) -> Any:

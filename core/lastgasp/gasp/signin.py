@@ -1,0 +1,87 @@
+"""How the launcher of a host knows of its own ranks without asking anybody: they sign in, and say how they ended.
+
+The launcher holds a file in memory, and the ranks append lines to it through /proc/PID/fd. It ends with the launcher,
+touches no disk and no network, and a job whose ranks do not use lastgasp leaves it empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+import msgspec
+
+log = logging.getLogger("lastgasp.launch")
+
+VARIABLE = "LASTGASP_SIGN_IN"
+_LIMIT = 1 << 20
+"""Bytes that are read; a line has a few hundred, and a rank writes three."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line; the last one of a rank counts.
+
+    Attributes:
+        hold: seconds that this rank may need to save and leave.
+        left: its training has ended well.
+        ending: how its last recovery ended, empty while there was none (`events.Ending`).
+        step: the step that this recovery has saved, or found on disk; -1 where there is none.
+        directory: of its checkpoints.
+    """
+
+    rank: int
+    pid: int
+    hold: float
+    directory: str
+    left: bool = False
+    ending: str = ""
+    step: int = -1
+
+
+def sign(entry: Entry) -> None:
+    """On a rank: write a line for this host's launcher, where one of ours has started it. Never raises."""
+    if not (path := os.environ.get(VARIABLE)):
+        return
+    with contextlib.suppress(OSError):  # the launcher is gone
+        desk = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(desk, msgspec.json.encode(entry) + b"\n")
+        finally:
+            os.close(desk)
+
+
+class Desk:
+    """The launcher's end, for one round of workers."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("lastgasp-desk", os.MFD_CLOEXEC)
+        self._size, self._entries = 0, dict[int, Entry]()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the workers need."""
+        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._file}"}
+
+    @property
+    def entries(self) -> dict[int, Entry]:
+        """The last word of each rank that has signed in, by rank."""
+        if self._file >= 0 and (size := os.fstat(self._file).st_size) != self._size:
+            self._size = size
+            for line in os.pread(self._file, _LIMIT, 0).splitlines():
+                with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+                    entry = msgspec.json.decode(line, type=Entry)
+                    self._entries[entry.rank] = entry
+        return self._entries
+
+    @property
+    def hold(self) -> float:
+        """Seconds that the ranks of this host may need to save and leave; 0 where none has signed in."""
+        return max((entry.hold for entry in self.entries.values()), default=0.0)
+
+    def close(self) -> None:
+        """Nobody can sign in any more; what was written is still known. Idempotent."""
+        if self._file >= 0:
+            self.entries  # noqa: B018  # read it
+            os.close(self._file)
+            self._file = -1

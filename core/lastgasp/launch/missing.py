@@ -1,0 +1,70 @@
+"""Says which hosts a launcher waits for, and that nothing is lost meanwhile: at once, and again every while."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("lastgasp.launch")
+
+FIRST, AGAIN = 3.0, 60.0
+"""Seconds after which it is said, and said again."""
+
+
+def hosts_in(handler: Any) -> Counter[str] | None:
+    """The hosts that have come to the rendezvous; None where this torch, or this kind of rendezvous, does not tell."""
+    try:
+        state = handler._state_holder.state
+        return Counter(str(node.addr) for node in {*state.participants, *state.wait_list})
+    except (AttributeError, TypeError):
+        return None
+
+
+class Waiting:
+    """Around a wait for the other hosts.
+
+    Args:
+        handler: torch's rendezvous handler.
+        before: the hosts of the last round, as `hosts_in` said; None where there was none.
+        safe: what to say of the steps, such as "step 7 is safe in DIR"; empty for nothing.
+    """
+
+    def __init__(self, handler: Any, before: Counter[str] | None, safe: Callable[[], str]) -> None:
+        self._handler, self._before, self._safe = handler, before, safe
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lastgasp-waiting", daemon=True)
+
+    def __enter__(self) -> Waiting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        pause = FIRST
+        while not self._over.wait(pause):
+            log.warning("%s", self.text())
+            pause = AGAIN
+
+    def text(self) -> str:
+        """What is waited for, and what is safe."""
+        safe = self._safe()
+        return f"waiting for {self.missing()}" + (f"; {safe}" if safe else "")
+
+    def missing(self) -> str:
+        """The hosts that are not here."""
+        here = hosts_in(self._handler)
+        if here is None:
+            return "other hosts"
+        gone = sorted((self._before - here).elements()) if self._before is not None else []
+        if gone:
+            return f"{', '.join(gone)} to come back"
+        wanted = getattr(getattr(self._handler, "settings", None), "min_nodes", 0)
+        if not isinstance(wanted, int) or wanted <= here.total():
+            return "other hosts"
+        return f"{wanted - here.total()} of {wanted} hosts (here: {', '.join(sorted(here)) or 'none'})"
