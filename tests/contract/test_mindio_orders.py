@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from lastgasp import exitcodes
 from support.engine_job import ToyJob
 from support.gasp_backends import MINDSPORE, SCALE, TORCH, Trace, used
+from support.ports import free_port
 
 pytestmark = pytest.mark.fault
 WORKER = Path(__file__).parents[1] / "support" / "in_place_worker.py"
@@ -160,8 +160,7 @@ def test_a_rank_that_has_finished_stays_a_holder_until_all_have(tmp_path: Path, 
 
 def test_taskd_has_the_controller(tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its pod's address, whatever the launcher has told its workers of their master."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MINDX_TASK_ID", "job")
     monkeypatch.setenv("TTP_PORT", str(port))
     monkeypatch.setenv("POD_IP", "127.0.0.1")
@@ -189,8 +188,7 @@ def test_where_taskd_has_none_the_job_trains_with_one_of_its_own(
     tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch, manager: str
 ) -> None:
     """A job without a strategy (TASKD_PROCESS_ENABLE=off); a manager that could not start MindIO's controller."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        monkeypatch.setenv("TTP_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("TTP_PORT", str(free_port()))
     monkeypatch.setenv("MINDX_TASK_ID", "job")
     monkeypatch.setenv("POD_IP", "127.0.0.1")
     monkeypatch.setenv("TASKD_PROCESS_ENABLE", "off" if manager == "profiling only" else "on")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from lastgasp.testing.jobs import Finished, run_job
+from support.ports import free_port
 
 STANDINS = Path(__file__).parent / "ascend_standins"
 POD = {
@@ -51,8 +51,7 @@ def start(folder: Path, *options: str, **more: str) -> Finished:
     """`lastgasp run` in that pod."""
     paths = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": paths, "ASCEND_TOOLKIT_HOME": str(folder / "cann"), "TASKD_LOG_PATH": str(folder / "logs")}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        own["MASTER_PORT"] = str(probe.getsockname()[1])
+    own["MASTER_PORT"] = str(free_port())
     told = {f"STANDIN_{name.upper()}_TELLS": str(folder / name) for name in ("manager", "proxy")}
     env = os.environ | POD | own | told | more
     command = [sys.executable, "-m", "lastgasp", "run", *options, "--nproc-per-node", "2"]

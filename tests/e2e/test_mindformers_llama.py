@@ -12,7 +12,8 @@ from lastgasp.events import decode_incident
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished, run_job
 from support.mindspore import place
-from support.mindspore.job import EXAMPLE, REPOSITORY, free_port
+from support.mindspore.job import EXAMPLE, REPOSITORY
+from support.ports import free_port
 
 LAST, FAULT = 60, 33
 LOSS = re.compile(r"step:\[ *(\d+)/ *60\], loss:\[([^/]+)/")

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from lastgasp.events import decode_incident
 from lastgasp.testing import corrupt
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished, run_job
+from support.ports import free_port
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[pytorch]'")
 if importlib.util.find_spec("sklearn") is None:  # 2 s to import, and only the jobs need it
@@ -65,9 +65,7 @@ def run(command: list[str], log: Path, **environ: str) -> Finished:
 
 def by_hand(script: str, folder: Path, *options: str) -> list[str]:
     """Two processes that get rank and address from the environment and have no launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     rank = shlex.join([sys.executable, str(EXAMPLE / script), "--dir", str(folder / "ckpts"), *options])
     shell = (
         f"export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}; RANK=0 {rank} & first=$!; RANK=1 {rank} & "

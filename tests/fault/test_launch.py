@@ -26,6 +26,7 @@ from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked, run_job
 from lastgasp.testing.weights import differences
 from support import lean
 from support.places import without_places
+from support.ports import free_port
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TINY, WORKER = SUPPORT / "train_tiny.py", SUPPORT / "launch_worker.py"
@@ -326,12 +327,6 @@ def node(port: int, *more: object) -> list[str]:
     """One torchrun agent of two, each with one rank."""
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     return [lean.python(), "-m", "lastgasp", "run", *nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", *map(str, more)]
-
-
-def free_port() -> int:
-    """A port that was free a moment ago; torchrun cannot be given a socket."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])

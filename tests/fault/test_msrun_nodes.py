@@ -19,7 +19,8 @@ from lastgasp import exitcodes
 from lastgasp.events import decode_incident
 from lastgasp.testing.jobs import MARK, kill_marked, marked
 from support.mindspore import place
-from support.mindspore.job import Job, free_port
+from support.mindspore.job import Job
+from support.ports import free_port
 from support.waiting import until
 
 TOY = place.HERE / "toy_rank.py"

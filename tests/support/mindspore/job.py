@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import yaml
 
 from lastgasp.testing.jobs import Finished, run_job
 from support.mindspore import place
+from support.ports import free_port
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -175,10 +175,3 @@ def dataset(samples: int, version: str = place.MAIN) -> Path:
             if not kept.exists():
                 raise
     return kept / "train.mindrecord"
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])

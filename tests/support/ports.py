@@ -1,0 +1,24 @@
+"""Ports for programs that cannot be given a socket."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+# Below those that the system gives to whoever connects: none of these is taken between the choice and the use.
+_FIRST, _COUNT = 10_000, 20_000
+_turn = itertools.count(os.getpid() * 37)
+
+
+def free_port() -> int:
+    """A port that nobody listens on; each process of tests begins somewhere else and takes none twice."""
+    while True:
+        port = _FIRST + next(_turn) % _COUNT
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+        return port
