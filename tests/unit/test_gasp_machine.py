@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.machine import GO_ON_TRIES, MARGIN, SAVE_TRIES, Action, Kill, Machine, Note
+from lastgasp.gasp.actions import Action, Kill, Note
+from lastgasp.gasp.machine import GO_ON_TRIES, MARGIN, Machine
 from lastgasp.gasp.progress import Progress
+from lastgasp.gasp.views import SAVE_TRIES
 from lastgasp.topology import ReplicaGroups, data_parallel
 
 FINISH, SAVE, HANG = 5.0, 50.0, 20.0

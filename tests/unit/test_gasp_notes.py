@@ -11,8 +11,8 @@ import pytest
 
 from lastgasp.config import GaspConfig
 from lastgasp.events import Incident, decode_incident
+from lastgasp.gasp.actions import Note
 from lastgasp.gasp.incidents import Incidents
-from lastgasp.gasp.machine import Note
 from lastgasp.gasp.notes import LONGEST, MORE, MOST, add_note
 from lastgasp.gasp.records import RecordWriter
 from lastgasp.session import Session

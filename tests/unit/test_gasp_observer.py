@@ -8,7 +8,8 @@ import pytest
 
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.machine import Action, Kill, Machine, Note, Send
+from lastgasp.gasp.actions import Action, Kill, Note, Send
+from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.observer import IN_MINDX, PATIENCE, Observer
 from lastgasp.gasp.progress import Progress
 

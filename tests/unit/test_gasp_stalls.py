@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lastgasp import _fs
-from lastgasp.events import Fault, decode_incident
+from lastgasp.events import decode_incident
 from lastgasp.gasp import controller as controller_module
 from lastgasp.gasp import deathwatch as deathwatch_module
 from lastgasp.gasp import messages as m
@@ -220,20 +220,15 @@ def test_the_controllers_deadlines_are_kept_whatever_a_look_raises(
         generation.over_since = time.monotonic()
         monkeypatch.setattr(DeathWatch, "exit_status", gone)
         monkeypatch.setattr(DeathWatch, "stopped", lambda watch: gone(watch, 0))
-        generation.machine.faults.append(_fault())
+        job.controller._controller.incidents._unexplained = {1}
         until(lambda: job.controller._controller._guard.count > 3, "the looks to fail")
         assert job.ranks[0].processor.gather("x", b"", 0.0) is None
         until(lambda: "x" in generation.gathers, "the gather to be open")
         generation.gathers["x"].since -= 1000.0
         until(lambda: not generation.gathers, "the gather to end")
         generation.over_since = None
-        generation.machine.faults.clear()
     told = [record for record in caplog.records if "a look at how ranks ended failed" in record.message]
     assert len(told) == 1
-
-
-def _fault() -> Fault:
-    return Fault(kind="killed", rank=1, cause="process died", step=3, seen_ns=1)
 
 
 def test_a_message_that_cannot_be_handled_costs_itself_and_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,12 @@ from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 from lastgasp.topology import host_identity
 
 from . import messages as m
+from .actions import Action, Kill, Send
 from .deathwatch import DeathWatch
 from .doorway import Doorway
 from .generation import Generation
 from .guard import Guard
 from .incidents import Incidents
-from .machine import Action, Kill, Send
 from .operator import NOBODY
 from .peers import Peer, keep_alive, open_descriptor, plain, unread
 from .records import RecordWriter
@@ -71,6 +71,7 @@ class Controller:
         self._by_writer: dict[asyncio.StreamWriter, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._guard = Guard(log)
+        self._framed: tuple[m.Message | None, bytes] = None, b""
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
@@ -371,14 +372,20 @@ class Controller:
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
         peer = self._peers.get(rank)
-        if isinstance(message, m.Save | m.Consulted):
-            message = msgspec.structs.replace(message, small=self._small(message.step))
-        elif isinstance(message, m.Prepare):
-            message = msgspec.structs.replace(message, target=max(message.target, self._newest()))
         if peer is None or peer.writer is None or peer.writer.is_closing():
             return False
-        peer.writer.write(m.frame(message))
+        if message is not self._framed[0]:  # an order to all is completed and encoded once
+            self._framed = message, m.frame(self._completed(message))
+        peer.writer.write(self._framed[1])
         return True
+
+    def _completed(self, message: m.Message) -> m.Message:
+        """With what only the shell can find."""
+        if isinstance(message, m.Save | m.Consulted):
+            return msgspec.structs.replace(message, small=self._small(message.step))
+        if isinstance(message, m.Prepare):
+            return msgspec.structs.replace(message, target=max(message.target, self._newest()))
+        return message
 
     def _newest(self) -> int:
         """The newest step that any rank on this host has completed, as its black box tells; -1 if none does."""

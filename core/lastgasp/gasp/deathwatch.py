@@ -22,6 +22,10 @@ log = logging.getLogger("lastgasp.controller")
 
 PERIOD = 0.001
 """Seconds between two looks."""
+LONGEST = 0.05
+"""Seconds between two looks at most."""
+SHARE = 0.05
+"""Of one core at most, where very many processes are watched: the looks get rarer."""
 _PF_EXITING = 0x4
 _FLAGS, _EXIT_CODE = 6, 49  # fields after the command's closing parenthesis, proc_pid_stat(5)
 
@@ -47,6 +51,7 @@ class DeathWatch:
         self._wake = threading.Event()
         self._closed = False
         self._guard = Guard(log)
+        self._stopped: frozenset[int] = frozenset()
         self._thread = threading.Thread(target=self._run, name="lastgasp-deathwatch", daemon=True)
         self._thread.start()
 
@@ -77,8 +82,7 @@ class DeathWatch:
 
     def stopped(self) -> frozenset[int]:
         """Ranks whose process is stopped (SIGSTOP, debugger) at this moment."""
-        with self._lock:
-            return frozenset(rank for rank, watched in self._watched.items() if watched.stopped)
+        return self._stopped
 
     def kill(self, rank: int) -> None:
         """SIGKILL the process, if it is still the one that was watched."""
@@ -107,10 +111,12 @@ class DeathWatch:
 
     def _run(self) -> None:
         while not self._closed:
+            begin = _clock.monotonic()
             with self._guard("the watch of processes"):
                 for rank, pid in self._newly_dead():
                     self._on_death(rank, f"process {pid} died", _clock.wall_ns())
-            self._wake.wait(PERIOD if self._watched else None)
+            took = _clock.monotonic() - begin
+            self._wake.wait(max(PERIOD, min(took / SHARE, LONGEST)) if self._watched else None)
             self._wake.clear()
 
     def _newly_dead(self) -> list[tuple[int, int]]:
@@ -121,6 +127,9 @@ class DeathWatch:
                     if not watched.reported and self._dead(watched):
                         watched.reported = True
                         found.append((rank, watched.pid))
+            stopped = [rank for rank, watched in self._watched.items() if watched.stopped]
+        if stopped or self._stopped:
+            self._stopped = frozenset(stopped)
         return found
 
     @staticmethod

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+
+import msgspec
 
 from lastgasp.events import Unused
 from lastgasp.topology import ReplicaGroups
 
+NOT_NEEDED = "not needed: another holder saves"
 
-@dataclass(frozen=True, kw_only=True)
-class RankView:
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the one who decides knows about one rank.
 
     Attributes:
@@ -68,7 +72,8 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
             was completed, since a job that has done nothing has nothing to lose.
     """
     by_rank = {view.rank: view for view in views}
-    holders = [[by_rank[r] for r in group if r in by_rank and by_rank[r].holds] for group in replicas]
+    holding = {view.rank: view for view in views if view.holds}
+    holders = [[holding[rank] for rank in group if rank in holding] for group in replicas]
     reached = _reached(views)
     step = _newest_common(holders)
     if reached <= durable:
@@ -79,7 +84,7 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
     if step <= durable:
         reason = f"the newest step that can be saved, {step}, is on disk already; " + _behind(views, step)
         return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
-    savers = tuple(_prefer([h for h in shard if h.step == step]) for shard in holders)
+    savers = tuple(_prefer(shard, step) for shard in holders)
     return SavePlan(step=step, savers=savers, unused=_unused(views, frozenset(savers)), lost=max(0, reached - step))
 
 
@@ -90,18 +95,20 @@ def _reached(views: tuple[RankView, ...]) -> int:
 
 
 def _newest_common(holders: list[list[RankView]]) -> int | None:
-    steps = set.intersection(*({h.step for h in shard} for shard in holders))
+    steps = {h.step for shard in holders for h in shard}
+    if len(steps) > 1 or not all(holders):
+        steps = set.intersection(*({h.step for h in shard} for shard in holders))
     return max(steps, default=None)
 
 
-def _prefer(holders: list[RankView]) -> int:
-    return min(holders, key=lambda view: (view.faulty, view.rank)).rank
+def _prefer(holders: list[RankView], step: int) -> int:
+    return min((view.faulty, view.rank) for view in holders if view.step == step)[1]
 
 
 def _unused(views: tuple[RankView, ...], savers: frozenset[int]) -> tuple[Unused, ...]:
     return tuple(
-        Unused(rank=v.rank, why=v.why or "not needed: another holder saves")
-        for v in sorted(views, key=lambda v: v.rank)
+        Unused(rank=v.rank, why=v.why or NOT_NEEDED)
+        for v in sorted(views, key=attrgetter("rank"))
         if v.rank not in savers
     )
 

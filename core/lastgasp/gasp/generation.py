@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgasp import _clock, _fs
-from lastgasp.events import Incident, encode_incident
+from lastgasp.events import Incident, Unused, encode_incident
 
 from . import messages as m
-from .machine import Machine, Note
+from .actions import Note
+from .decision import NOT_NEEDED
+from .machine import Machine
 from .observer import Observer
 from .progress import Progress
 
+UNUSED_KEPT = 1000
+"""Ranks that did not save and that an incident names."""
 GATHER_TIMEOUT = 300.0
 """Seconds that ranks get to arrive at the same gather (start-up of the slowest rank included)."""
 
@@ -109,23 +114,21 @@ class Generation:
         """Answers for the ranks that wait in vain: all if `why`; those past the deadline, or for a rank that ended."""
         answers = []
         for tag, state in list(self.gathers.items()):
-            missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
-            text = why or self._never(missing)
+            text = why or self._never(state)
             if not text and now - state.since < GATHER_TIMEOUT:
                 continue
             del self.gathers[tag]
+            missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
             text = text or f"ranks {missing} did not arrive within {GATHER_TIMEOUT:g} s"
-            answers += [(rank, m.Gathered(tag=tag, parts=(), missing=text)) for rank in state.parts]
+            answer = m.Gathered(tag=tag, parts=(), missing=text)
+            answers += [(rank, answer) for rank in state.parts]
         return answers
 
-    def _never(self, missing: list[int]) -> str:
-        """Why one of these ranks will not arrive any more: it ended, or its training did; empty where all may."""
-        for member in filter(None, map(self.machine.members.get, missing)):
-            if member.gone:  # not one that has said goodbye: it may stand aside, and gather still
-                return f"rank {member.rank} is gone: {member.gone}"
-            if member.fault is not None and member.fault.kind != "sigterm":
-                return f"rank {member.rank} has stopped: {member.fault.cause}"
-        return ""
+    def _never(self, state: GatherState) -> str:
+        """Why some rank will not arrive any more: it ended, or its training did; empty where all may."""
+        lost = self.machine.lost
+        rank = min((rank for rank in lost if rank not in state.parts), default=None) if lost else None
+        return "" if rank is None else f"rank {rank} {lost[rank]}"
 
     # -- incident ---------------------------------------------------------------------------------
 
@@ -188,11 +191,16 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         [out.path] if out.path else [],
     )
     incident.phases.first_byte, incident.savers = out.first_byte_ns, sorted(set(out.savers))
-    incident.unused = list(out.unused)
+    # What can be told in one line each; with tens of thousands of ranks most of them were not needed.
+    incident.unused = list(out.unused if len(out.unused) <= UNUSED_KEPT else _with_a_reason(out.unused))[:UNUSED_KEPT]
     if out.ending != "saved":
         incident.step_saved = None
     if machine.unlike and machine.unlike not in incident.notes:
         incident.notes.append(machine.unlike)
+
+
+def _with_a_reason(unused: Iterable[Unused]) -> list[Unused]:
+    return [one for one in unused if one.why != NOT_NEEDED]
 
 
 def record_path(incident: Incident, directory: Path) -> Path:

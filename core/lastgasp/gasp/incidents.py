@@ -14,8 +14,8 @@ from lastgasp.events import Incident, encode_incident
 from lastgasp.narration import Tally
 
 from . import messages as m
+from .actions import Note
 from .generation import Generation, record_path, write_record
-from .machine import Note
 from .notes import add_note
 from .records import RecordWriter
 
@@ -41,6 +41,7 @@ class Incidents:
         self.previous: Generation | None = None
         self._held_before = 0
         self.tally = Tally()
+        self._unexplained = set[int]()
         self._changed: dict[str, tuple[Incident, Path]] = {}
 
     def begin(self, hello: m.Hello) -> Generation:
@@ -57,6 +58,7 @@ class Incidents:
         assert self.current is not None
         self.current.note(note)
         if note.phase == "released":
+            self._unexplained = {fault.rank for fault in self.current.machine.faults if fault.kind == "killed"}
             self._write(self.current)
 
     def reached(self, step: int) -> None:
@@ -92,8 +94,9 @@ class Incidents:
         over = current.over_since if current is not None else None
         if current is None or over is None or _clock.monotonic() - over > EXPLAIN_FOR:
             return
-        for rank in {fault.rank for fault in current.machine.faults}:
+        for rank in list(self._unexplained):
             if status := status_of(rank):
+                self._unexplained.discard(rank)
                 self.add_cause(current, rank, status)
 
     def add_cause(self, generation: Generation, rank: int, status: str) -> None:

@@ -5,11 +5,14 @@ running --fault--> preparing --all answered--> saving --all saved--> committing 
 One recovery at a time. Orders carry the recovery and the plan they belong to; an answer to an older one
 is dropped, so orders and answers may be repeated or late. A second fault while saving makes a new plan
 with the holders that are left.
+
+Jobs have many ranks: what one of them says costs the same whatever their number, and only the beginning of a recovery
+and a plan look at all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,45 +21,21 @@ from lastgasp.replicas import is_split_of
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
+from .actions import Action, Kill, Note, Send
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
 from .members import Member, Outcome
 from .progress import Progress
+from .views import SAVE_TRIES, causes, named, view
 
 MARGIN = 2.0
 """Seconds of grace for messages, on top of what a rank may take."""
-
-SAVE_TRIES = 2
-"""How often a rank may try to save, after every other holder has failed, too; a late one not again."""
 
 GO_ON_TRIES = 3
 """How often in one recovery ranks are told to go on to a later step; one that is held can begin none beyond it."""
 
 State = Literal["running", "preparing", "saving", "committing", "over"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Send:
-    """Send `message` to `rank`. A Save goes out with the small states that the shell can find."""
-
-    rank: int
-    message: m.Message
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """SIGKILL the hung process of `rank`; its peers' collectives then raise."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """A phase of the incident began, or its ending is known."""
-
-    phase: Literal["detected", "agreed", "saved", "committed", "released"]
-
-
-Action = Send | Kill | Note
+Handler = Callable[[Member, m.FromRank, float], list[Action]]
 
 
 @dataclass
@@ -89,18 +68,47 @@ class Machine:
     _deadline: float = 0.0
     _current: SavePlan | None = None
     _saved: dict[int, m.Saved] = field(default_factory=dict)
+    _unsaved: set[int] = field(default_factory=set)
+    _savers: frozenset[int] = frozenset()
+    """Of the plan that is carried out; `_unsaved` are those that have not saved yet."""
+    _here: set[int] = field(default_factory=set)
+    """Ranks that can be asked and can answer."""
+    _awaited: set[int] = field(default_factory=set)
+    """Those of them whose answer to the last order to prepare has not come."""
+    _known: set[tuple[int, str]] = field(default_factory=set)
+    """Rank and kind of each fault."""
+    _only_told: bool = True
+    """No fault is anything but a SIGTERM."""
+    _handlers: dict[type, Handler] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    """Ranks that will not arrive anywhere any more, and why; not those that have said goodbye."""
+
+    def __post_init__(self) -> None:
+        self._handlers = self._handling()
 
     # -- events -----------------------------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Action]:
         """A rank proved itself."""
-        self.members[rank] = Member(rank=rank)
-        self.progress.joined(rank, now)
+        self._admit(rank, now)
         if self.state == "over":
-            return [self._release_to(rank)]
+            return [Send(rank=rank, message=self._release_order())]
         if self.state == "running":
             return []
+        if self.state == "preparing":
+            self._awaited.add(rank)
         return [Send(rank=rank, message=self._prepare_order())]  # it may be the holder that a next plan needs
+
+    def _admit(self, rank: int, now: float) -> None:
+        self.members[rank] = Member(rank=rank)
+        self._here.add(rank)
+        self.lost.pop(rank, None)
+        self.progress.joined(rank, now)
+
+    def _out(self, rank: int) -> None:
+        """It cannot be asked any more."""
+        self._here.discard(rank)
+        self._awaited.discard(rank)
 
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
         """The rank's process or connection ended. After a Goodbye that is no fault."""
@@ -108,6 +116,8 @@ class Machine:
         if member.left or member.gone:
             return []
         member.gone = evidence
+        self.lost[rank] = f"is gone: {evidence}"
+        self._out(rank)
         self.progress.left(rank)
         if self.state == "over":
             return []
@@ -119,7 +129,7 @@ class Machine:
         member = self.members.get(rank)
         if member is None or member.gone:
             return []
-        handler = self._handlers().get(type(message))
+        handler = self._handlers.get(type(message))
         return handler(member, message, now) if handler else []
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
@@ -135,7 +145,7 @@ class Machine:
 
     # -- what members say -------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[type, Callable[[Member, m.FromRank, float], list[Action]]]:
+    def _handling(self) -> dict[type, Handler]:
         return {
             m.Regroup: self._on_regroup,
             m.Begin: self._on_begin,
@@ -171,6 +181,8 @@ class Machine:
         assert isinstance(message, m.Report)
         if message.fault.kind != "peer":
             member.fault = message.fault
+            if message.fault.kind != "sigterm":
+                self.lost.setdefault(member.rank, f"has stopped: {message.fault.cause}")
         return self._fault(message.fault, now)
 
     def _on_entered(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
@@ -187,15 +199,16 @@ class Machine:
         if message.recovery != self.recovery or message.target < self.reach:
             return []  # it crossed an order to go on, and answers that one, too
         member.prepared = message
+        self._awaited.discard(member.rank)
         member.step, member.durable = max(member.step, message.step), max(member.durable, message.durable)
-        if self._moved(member, message):
-            return self._prepare_again(member, now)
-        return self._decide_if_ready(now)
+        if self.state == "preparing":
+            return [] if self._awaited else self._decide_if_ready(now)
+        return self._prepare_again(member, now) if self._moved(member, message) else []
 
     def _moved(self, member: Member, message: m.Prepared) -> bool:
         """A saver says anew what it holds: its state has gone on since (a compiled graph cannot be stopped)."""
         current = self._current
-        saving = self.state == "saving" and current is not None and member.rank in current.savers
+        saving = self.state == "saving" and member.rank in self._savers
         if not saving or member.rank in self._saved:
             return False
         assert current is not None
@@ -206,8 +219,9 @@ class Machine:
         if self.state != "saving" or not self._ordered(member.rank, message.recovery, message.plan):
             return []
         self._saved[member.rank] = message
+        self._unsaved.discard(member.rank)
         assert self._current is not None
-        if set(self._saved) < set(self._current.savers):
+        if self._unsaved:
             return []
         self.state, self._deadline = "committing", now + self.finish_timeout
         parts = {rank: saved.part for rank, saved in self._saved.items()}
@@ -234,30 +248,39 @@ class Machine:
         if member.left:
             return []
         member.left = True
+        self._out(member.rank)
         self.progress.left(member.rank)
         return self._after_loss(member.rank, now)
 
     # -- the recovery -----------------------------------------------------------------------------
 
     def _fault(self, fault: Fault, now: float) -> list[Action]:
-        if self.state == "over" or any(f.rank == fault.rank and f.kind == fault.kind for f in self.faults):
-            return []
-        self.faults.append(fault)
-        if self.state != "running":
+        if not self._remember(fault) or self.state != "running":
             return []
         self.state, self.recovery = "preparing", self.recovery + 1
         # A rank answers by itself when its update does not end in time; MARGIN is for the way.
         self._deadline = now + self.finish_timeout + MARGIN
+        self._awaited = {rank for rank in self._here if self.members[rank].prepared is None}
+        return [Note(phase="detected"), *self._ask(self._here), *self._decide_if_ready(now)]
+
+    def _remember(self, fault: Fault) -> bool:
+        """False where it is known already, or comes too late to matter."""
+        if self.state == "over" or (fault.rank, fault.kind) in self._known:
+            return False
+        self._known.add((fault.rank, fault.kind))
+        self._only_told = self._only_told and fault.kind == "sigterm"
+        self.faults.append(fault)
+        return True
+
+    def _ask(self, ranks: Iterable[int]) -> list[Action]:
         order = self._prepare_order()
-        sends = [Send(rank=r, message=order) for r, member in self.members.items() if member.here]
-        return [Note(phase="detected"), *sends, *self._decide_if_ready(now)]
+        return [Send(rank=rank, message=order) for rank in ranks]
 
     def _prepare_order(self) -> m.Prepare:
-        return m.Prepare(recovery=self.recovery, faults=tuple(self.faults), target=self.reach)
+        return m.Prepare(recovery=self.recovery, faults=named(self.faults), target=self.reach)
 
     def _all_run(self) -> bool:
-        told = all(fault.kind == "sigterm" for fault in self.faults)
-        return told and sum(member.here for member in self.members.values()) >= self.world_size
+        return self._only_told and len(self._here) >= self.world_size
 
     def _go_on(self, step: int, now: float) -> list[Action]:
         """Ask all ranks again, and have those that have stopped before `step` complete it; a few times at most."""
@@ -265,17 +288,18 @@ class Machine:
             return []
         self.reach, self._asked_again = step, self._asked_again + 1
         self._deadline = now + self.finish_timeout + MARGIN
-        asked = [member for member in self.members.values() if member.here]
-        for member in asked:
+        for rank in self._here:
+            member = self.members[rank]
             if member.prepared is not None and member.prepared.step < step:
                 member.prepared = None
-        return [Send(rank=member.rank, message=self._prepare_order()) for member in asked]
+                self._awaited.add(rank)
+        return self._ask(self._here)
 
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
         # Where all ranks wait for each other nobody is to blame, and everybody can still save.
-        everybody = {r for r, member in self.members.items() if member.here}
-        for rank in ranks if ranks < everybody else ():
+        for rank in ranks if ranks < self._here else ():
             self.members[rank].hung = True
+            self._out(rank)
         actions: list[Action] = []
         for rank in sorted(ranks):
             cause = self.progress.describe(rank, now)
@@ -284,11 +308,8 @@ class Machine:
             actions += self._fault(fault, now)
         return actions
 
-    def _awaited(self) -> list[Member]:
-        return [member for member in self.members.values() if member.here and member.prepared is None]
-
     def _decide_if_ready(self, now: float) -> list[Action]:
-        if self.state != "preparing" or self._awaited():
+        if self.state != "preparing" or self._awaited:
             return []
         decision = self._decide()
         if isinstance(decision, GiveUp) and (again := self._meet(now)):
@@ -302,41 +323,14 @@ class Machine:
         complete = all(steps.keys() & set(group) for group in self.replicas)
         return self._go_on(max(steps.values()), now) if complete and len(set(steps.values())) > 1 else []
 
+    def _view(self, rank: int) -> RankView:
+        return view(rank, self.members.get(rank))
+
     def _decide(self) -> Decision:
-        ranks = set(range(self.world_size)) | set(self.members)
-        views = tuple(self._view(rank) for rank in sorted(ranks))
+        strangers = sorted(self.members.keys() - range(self.world_size)) if self.members else []
+        views = tuple(map(self._view, (*range(self.world_size), *strangers)))
         durable = max((member.durable for member in self.members.values()), default=0)
         return decide(views, self.replicas, durable)
-
-    def _view(self, rank: int) -> RankView:
-        member = self.members.get(rank)
-        if member is None:
-            return RankView(rank=rank, step=-1, holds=False, alive=False, why="never joined")
-        prepared, why = member.prepared, self._why(member)
-        holds = prepared is not None and prepared.usable and not why
-        step = prepared.step if prepared is not None else member.step
-        return RankView(
-            rank=rank,
-            step=step,
-            holds=holds,
-            faulty=member.fault is not None or member.failures > 0,
-            alive=member.here and prepared is not None,
-            why=why or (f"its save failed: {member.failed}" if member.failures else ""),
-        )
-
-    @staticmethod
-    def _why(member: Member) -> str:
-        if member.gone:
-            return f"gone: {member.gone}"
-        if member.left:
-            return "had finished training"
-        if member.hung:
-            return "hung"
-        if member.failures >= SAVE_TRIES:
-            return f"its save failed: {member.failed}"
-        if member.prepared is None:
-            return "did not answer in time"
-        return "" if member.prepared.usable else member.prepared.why
 
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         self.outcome.unused = decision.unused
@@ -347,26 +341,27 @@ class Machine:
             self.outcome.lost = decision.lost
             return self._end("gave_up", decision.reason)
         self.state, self.plan, self._current = "saving", self.plan + 1, decision
-        self._saved, self._deadline = {}, now + self.save_timeout
+        self._saved, self._savers, self._unsaved = {}, frozenset(decision.savers), set(decision.savers)
+        self._deadline = now + self.save_timeout
         self.outcome.step, self.outcome.lost, self.outcome.savers = (
             decision.step,
             decision.lost,
             decision.savers,
         )
-        reason = "; ".join(f"rank {f.rank}: {f.cause}" for f in self.faults)
-        order = m.Save(recovery=self.recovery, plan=self.plan, step=decision.step, small={}, reason=reason)
+        order = m.Save(
+            recovery=self.recovery, plan=self.plan, step=decision.step, small={}, reason=causes(self.faults)
+        )  # fmt: skip
         return [Send(rank=rank, message=order) for rank in dict.fromkeys(decision.savers)]
 
     def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
         """This rank answers an order of the plan that is carried out now."""
-        current = self._current
-        return current is not None and rank in current.savers and (recovery, plan) == (self.recovery, self.plan)
+        return rank in self._savers and (recovery, plan) == (self.recovery, self.plan)
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
         """A rank went while a recovery runs: go on without it."""
         if self.state == "preparing":
             return self._decide_if_ready(now)
-        if self.state in ("saving", "committing") and self._current and rank in self._current.savers:
+        if self.state in ("saving", "committing") and rank in self._savers:
             return self._plan_again(now)
         return []
 
@@ -377,7 +372,7 @@ class Machine:
         assert self._current is not None
         void = m.Discard(recovery=self.recovery, plan=self.plan)
         savers = dict.fromkeys(self._current.savers)
-        self._current = None
+        self._current, self._savers, self._unsaved = None, frozenset(), set()
         return [Send(rank=rank, message=void) for rank in savers if self.members[rank].here]
 
     def _prepare_again(self, mover: Member, now: float) -> list[Action]:
@@ -389,21 +384,20 @@ class Machine:
         actions = self._call_off()
         self.state, self.plan, self._saved = "preparing", self.plan + 1, {}
         self._deadline = now + self.finish_timeout + MARGIN
-        for member in self.members.values():
-            if member.here and member is not mover:
-                member.prepared = None
-                actions.append(Send(rank=member.rank, message=self._prepare_order()))
-        return actions + self._decide_if_ready(now)
+        self._awaited = self._here - {mover.rank}
+        for rank in self._awaited:
+            self.members[rank].prepared = None
+        return actions + self._ask(self._awaited) + self._decide_if_ready(now)
 
     def _hung_savers(self, now: float, stopped: frozenset[int]) -> list[Action]:
         """A saver that no longer sends heartbeats (stopped, or its host is gone) will not finish its save."""
         silent = self.progress.silent(now, stopped)
-        savers = self._current.savers if self._current is not None else ()
-        hung = {rank for rank in silent.intersection(savers) if self.members[rank].here}
+        hung = silent & self._savers & self._here
         if not hung:
             return []
         for rank in hung:
             self.members[rank].hung = True
+            self._out(rank)
         return self._plan_again(now)
 
     def _deadline_passed(self, now: float) -> list[Action]:
@@ -420,7 +414,8 @@ class Machine:
 
     def _end(self, ending: Ending, reason: str) -> list[Action]:
         self.state, self.outcome.ending, self.outcome.reason = "over", ending, reason
-        releases = [self._release_to(r) for r, member in self.members.items() if member.here]
+        order = self._release_order()
+        releases = [Send(rank=rank, message=order) for rank in self._here]
         kills = [Kill(rank=r) for r, member in self.members.items() if self._must_be_killed(member)]
         return [Note(phase="released"), *releases, *kills]
 
@@ -429,8 +424,7 @@ class Machine:
         """Hung, or so far gone that not even its control thread answered: it will not leave by itself."""
         return not member.gone and not member.left and (member.hung or member.prepared is None)
 
-    def _release_to(self, rank: int) -> Send:
+    def _release_order(self) -> m.Release:
         out = self.outcome
         step = -1 if out.step is None else out.step
-        message = m.Release(recovery=self.recovery, ending=out.ending, step=step, path=out.path, reason=out.reason)
-        return Send(rank=rank, message=message)
+        return m.Release(recovery=self.recovery, ending=out.ending, step=step, path=out.path, reason=out.reason)

@@ -9,14 +9,15 @@ one leads after all, as the embedded engine does; what MindIO does to the ranks 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lastgasp.events import Fault, Unused
 
 from . import messages as m
-from .machine import Action, Kill, Machine, Note, Send
+from .actions import Action, Kill, Note, Send
+from .machine import Handler, Machine
 from .members import Member
+from .views import why_unusable
 
 PATIENCE = 40.0
 """Seconds from a fault until the leader must have ordered a save: 8 to 12 until it notices, 2 and 5 to look again, and
@@ -47,15 +48,16 @@ class Observer(Machine):
             progress=machine.progress,
             members=machine.members,
             unlike=machine.unlike,
+            lost=machine.lost,
             leader=leader,
+            _here=machine._here,
         )
 
     def joined(self, rank: int, now: float) -> list[Action]:
         """A rank proved itself; also one that the leader has started anew in the middle of the job."""
         if self.leading or self.state == "over":
             return super().joined(rank, now)
-        self.members[rank] = Member(rank=rank)
-        self.progress.joined(rank, now)
+        self._admit(rank, now)
         return []
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
@@ -70,14 +72,14 @@ class Observer(Machine):
         return self._hang(hung, at_ns, now) if hung else []
 
     def _kill_silent(self, now: float, stopped: frozenset[int]) -> list[Action]:
-        members = [self.members[rank] for rank in sorted(self.progress.silent(now, stopped)) if rank in self.members]
-        left = [member for member in members if member.here]
+        left = [self.members[rank] for rank in sorted(self.progress.silent(now, stopped) & self._here)]
         for member in left:
             member.hung = True
+            self._out(member.rank)
         return [Kill(rank=member.rank) for member in left]
 
-    def _handlers(self) -> dict[type, Callable[[Member, m.FromRank, float], list[Action]]]:
-        all_of_them = super()._handlers() | {m.Consult: self._on_consult, m.Ended: self._on_ended}
+    def _handling(self) -> dict[type, Handler]:
+        all_of_them = super()._handling() | {m.Consult: self._on_consult, m.Ended: self._on_ended}
         if self.leading:
             return all_of_them
         keep = (m.Regroup, m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended)
@@ -87,10 +89,7 @@ class Observer(Machine):
     def _fault(self, fault: Fault, now: float) -> list[Action]:
         if self.leading:
             return super()._fault(fault, now)
-        if self.state == "over" or any(f.rank == fault.rank and f.kind == fault.kind for f in self.faults):
-            return []
-        self.faults.append(fault)
-        if self.state != "running":
+        if not self._remember(fault) or self.state != "running":
             return []
         self.state = "preparing"
         self._patient_until = math.inf if self.leader == IN_MINDX else now + PATIENCE
@@ -99,7 +98,9 @@ class Observer(Machine):
     def _take_over(self, now: float) -> list[Action]:
         """Lead, from the faults that are known, as if they had happened just now."""
         self.leading, self.state = True, "running"
-        faults, self.faults = self.faults, []
+        self._handlers = self._handling()
+        faults, self.faults, self._known = self.faults, [], set()
+        self._only_told = True
         actions = [action for fault in faults for action in super(Observer, self)._fault(fault, now)]
         return [action for action in actions if action != Note(phase="detected")]
 
@@ -116,7 +117,7 @@ class Observer(Machine):
     def _after_loss(self, rank: int, now: float) -> list[Action]:
         if self.leading:
             return super()._after_loss(rank, now)
-        if self.state == "over" or not self.faults or any(member.here for member in self.members.values()):
+        if self.state == "over" or not self.faults or self._here:
             return []
         return self._end("gave_up", f"{self.leader} ended all ranks and no checkpoint was published")
 
@@ -154,5 +155,5 @@ class Observer(Machine):
 
     def _why_not(self, member: Member) -> str:
         if member.gone or member.left or member.hung:
-            return self._why(member)
+            return why_unusable(member)
         return f"not chosen by {self.leader}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from . import messages as m
@@ -46,22 +47,35 @@ class Progress:
 
     limit: float
     _tracks: dict[int, _Track] = field(default_factory=dict)
+    _by_heard: OrderedDict[int, _Track] = field(default_factory=OrderedDict)
+    """The same, the one that was heard longest ago first."""
+    _started: int = 0
+    """Ranks that are past their start."""
+    _witness: _Track | None = None
+    """One that shows that the job does not hang; while it does, nobody needs to look at the others."""
     _looked: float | None = None
 
     def joined(self, rank: int, now: float) -> None:
         """Watch this rank."""
-        self._tracks[rank] = _Track(moved=now, heard=now)
+        self.left(rank)
+        self._tracks[rank] = self._by_heard[rank] = _Track(moved=now, heard=now)
 
     def left(self, rank: int) -> None:
         """Stop watching it."""
-        self._tracks.pop(rank, None)
+        track = self._tracks.pop(rank, None)
+        self._by_heard.pop(rank, None)
+        if track is not None:
+            self._started -= track.phase != "start"
+            self._witness = None if track is self._witness else self._witness
 
     def heard(self, rank: int, status: m.Status, now: float) -> None:
         """A heartbeat, with or without progress in it."""
         track = self._tracks.get(rank)
         if track is None:
             return
+        self._started += (status.phase != "start") - (track.phase != "start")
         track.heard, track.phase, track.step = now, status.phase, status.step
+        self._by_heard.move_to_end(rank)
         if status.tick != track.tick:
             # What piled up while the watcher was stopped says nothing about the job.
             if track.tick >= 0 and not self._away(now):
@@ -70,9 +84,11 @@ class Progress:
 
     def allowed(self, rank: int) -> float:
         """Seconds that this rank may go without progress now."""
+        return self._allowed(self._tracks[rank])
+
+    def _allowed(self, track: _Track) -> float:
         if self.limit > 0:
             return self.limit
-        track = self._tracks[rank]
         if track.gaps < LEARNT_AFTER:
             return UNLEARNT
         floor = FLOOR if track.phase in _IN_STEP else OUTSIDE_FLOOR
@@ -85,21 +101,26 @@ class Progress:
         """
         if self._was_suspended(now):
             return frozenset()
-        limit = max(self.limit or FLOOR, SILENT)
-        return frozenset(
-            rank
-            for rank, track in self._tracks.items()
-            if now - track.heard > (limit if rank in stopped else max(limit, FLOOR))
-        )
+        limit, found = max(self.limit or FLOOR, SILENT), set[int]()
+        for rank, track in self._by_heard.items():
+            if now - track.heard <= limit:
+                break  # so are all behind it
+            if now - track.heard > (limit if rank in stopped else max(limit, FLOOR)):
+                found.add(rank)
+        return frozenset(found)
 
     def hung(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
         """The culprits, once no rank has moved for too long; all ranks when none stands out."""
-        if self._was_suspended(now) or not self._tracks:
+        if self._was_suspended(now) or not self._started or self._in_time(self._witness, now):
             return frozenset()
         started = {r: t for r, t in self._tracks.items() if t.phase != "start"}
-        if not started or any(now - t.moved < self.allowed(r) for r, t in started.items()):
+        self._witness = max(started.values(), key=lambda track: track.moved + self._allowed(track))
+        if self._in_time(self._witness, now):
             return frozenset()
         return self._culprits(started, now, stopped) or frozenset(self._tracks)
+
+    def _in_time(self, track: _Track | None, now: float) -> bool:
+        return track is not None and track.phase != "start" and now - track.moved < self._allowed(track)
 
     def describe(self, rank: int, now: float) -> str:
         """One line for the incident."""

@@ -1,0 +1,63 @@
+"""What is known about one rank, as the decision wants it; and about faults, as orders tell it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lastgasp.events import Fault
+
+from .decision import RankView
+from .members import Member
+
+SAVE_TRIES = 2
+"""How often a rank may try to save, after every other holder has failed, too; a late one not again."""
+NAMED = 16
+"""Faults that an order names; each rank of a large job may report one, and everybody is sent the order."""
+
+
+def view(rank: int, member: Member | None) -> RankView:
+    """One rank that has joined, or has not (None)."""
+    if member is None:
+        return RankView(rank=rank, step=-1, holds=False, alive=False, why="never joined")
+    prepared = member.prepared
+    if prepared is not None and prepared.usable and member.fault is None and member.failures == 0 and member.here:
+        return RankView(rank=rank, step=prepared.step, holds=True)  # almost all of them
+    why = why_unusable(member)
+    holds = prepared is not None and prepared.usable and not why
+    step = prepared.step if prepared is not None else member.step
+    return RankView(
+        rank=rank,
+        step=step,
+        holds=holds,
+        faulty=member.fault is not None or member.failures > 0,
+        alive=member.here and prepared is not None,
+        why=why or (f"its save failed: {member.failed}" if member.failures else ""),
+    )
+
+
+def why_unusable(member: Member) -> str:
+    """Why it cannot save; empty where it can."""
+    if member.gone:
+        return f"gone: {member.gone}"
+    if member.left:
+        return "had finished training"
+    if member.hung:
+        return "hung"
+    if member.failures >= SAVE_TRIES:
+        return f"its save failed: {member.failed}"
+    if member.prepared is None:
+        return "did not answer in time"
+    return "" if member.prepared.usable else member.prepared.why
+
+
+def named(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    """The first ones; with them one that is no SIGTERM where there is any, because ranks ask for that."""
+    others = [fault for fault in faults[NAMED:] if fault.kind != "sigterm"]
+    return (*faults[:NAMED], *others[:1])
+
+
+def causes(faults: Sequence[Fault]) -> str:
+    """Why the job is saved, in one line."""
+    more = len(faults) - NAMED
+    told = [f"rank {fault.rank}: {fault.cause}" for fault in faults[:NAMED]]
+    return "; ".join(told + ([f"and {more} more"] if more > 0 else []))
