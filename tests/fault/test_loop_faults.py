@@ -13,7 +13,7 @@ from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished, run_job
 from lastgasp.testing.weights import differences
-from support.loop_matrix import COVERING, SHAPES, LoopCase, all_cases
+from support.loop_matrix import COVERING, FRAMEWORK_CASES, SHAPES, LoopCase, all_cases
 from support.matrix import SAVE_STEP, check_marks
 
 LIMIT = 150.0
@@ -48,9 +48,24 @@ def test_loop_covering(case: LoopCase, tmp_path: Path, reference: _Reference) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in (*all_cases(), *SHAPES) if c not in COVERING], ids=str)
+@pytest.mark.parametrize("case", [c for c in (*all_cases(), *SHAPES, *FRAMEWORK_CASES) if c not in COVERING], ids=str)
 def test_loop_rest_of_the_matrix(case: LoopCase, tmp_path: Path, reference: _Reference) -> None:
     check(case, tmp_path, reference)
+
+
+@pytest.mark.full
+def test_ranks_that_differ_are_not_saved_from_one_another(tmp_path: Path) -> None:
+    """`replicated=True` without a common seed: without the killed rank its model is gone, and nobody pretends."""
+    case = LoopCase("sigkill", "backward", "last", "run", shape="unlike")
+    done = _run(case, tmp_path, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(tmp_path / "fired")})
+    assert read_log(tmp_path / "fired"), done.output[-4000:]
+    assert done.returncode == 0, done.output[-4000:]
+    incident = _first_incident(tmp_path / "ckpts")
+    assert (incident.ending, incident.steps_lost) == ("gave_up", 1), incident
+    assert "shard 1 of 2 has no live holder (rank 1: gone" in incident.reason
+    assert [note for note in incident.notes if "ranks 0 and 1 should hold the same, but their model" in note]
+    assert "this is what rank 0 held" in done.output  # the periodic checkpoint that both went on from
+    assert [c.step for c in candidates([tmp_path / "ckpts"], LAYOUT)] == [12, 8, 4]
 
 
 def check(case: LoopCase, folder: Path, reference: _Reference) -> None:

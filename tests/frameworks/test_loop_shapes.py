@@ -18,6 +18,7 @@ from frameworks.loop_rig import Counting, Noisy, Parts, Shape, Stream, backward,
 from lastgasp.checkpoint import candidates
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop.files import LAYOUT
+from lastgasp.pytorch.loop.run import WORKERS
 
 
 def plain(s: Session, p: Parts) -> None:
@@ -260,6 +261,12 @@ def skipped_by_hand(s: Session, p: Parts) -> None:
         assert s.updated() is (bad == 1.0), number
 
 
+def replayed(s: Session, p: Parts) -> None:
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data, replay=True):
+            p.train(batch)
+
+
 def saving(s: Session, p: Parts) -> None:
     for epoch in s.epochs(3):
         for number, batch in s.enumerate(p.data):
@@ -330,6 +337,7 @@ SHAPES = {
     "iterable": Shape(plain, adam, lambda: DataLoader(Stream(), batch_size=4)),
     "stateful": Shape(plain, adam, Counting),
     "workers": Shape(plain, adam, lambda: loader(num_workers=2)),
+    "workers-that-augment": Shape(replayed, adam, lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2)),
     "own-generator": Shape(plain, adam, lambda: loader(generator=torch.Generator().manual_seed(5))),
     "numbers": Shape(plain, adam, lambda: list(loader())),
 }
@@ -370,6 +378,17 @@ def check(name: str, folder: Path, most: int) -> None:
         assert end is not None
         assert differences(whole, end) == [], f"cut at tick {cut} of {ticks}"
         assert left <= ticks - cut + 12, f"cut at tick {cut} of {ticks}: {left} were done again"
+
+
+@pytest.mark.usefixtures("childrens_signal")
+def test_random_numbers_of_workers_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start once, and where a run is resumed in the middle of a pass."""
+    run(SHAPES["workers"], tmp_path, 9)
+    assert caplog.text.count(WORKERS) == 1
+    assert "replay=True" in caplog.text
+    caplog.clear()
+    run(SHAPES["workers"], tmp_path)
+    assert caplog.text.count(f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones") == 1
 
 
 def test_twice_cut(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from support.matrix import STEP, Case
 
 SCRIPT = Path(__file__).with_name("train_loop.py")
+SHAPES_SCRIPT = Path(__file__).with_name("train_shapes.py")
+FRAMEWORKS = ("nanogpt", "overflowing", "gan", "augmented", "unlike")
+"""Shapes of `train_shapes.py`: as frameworks and papers have their loops."""
 KINDS = ("sigkill", "exception", "sigterm", "sigstop")
 MOMENTS = ("data", "forward", "backward", "update", "after_update", "validation", "periodic_save", "gasp_save")
 LAUNCHERS = ("run", "torchrun", "script")
@@ -28,6 +31,10 @@ class LoopCase(Case):
     @property
     def exact_step(self) -> int | None:
         """The step that must be saved; loops that wait after their update go back to the step before it."""
+        if self.moment in ("before_update", "step_end"):
+            return STEP + 1  # the others have all gradients, or have completed it
+        if self.shape in FRAMEWORKS:
+            return STEP
         if self.shape == "closure" and self.moment == "after_update":
             return None  # the survivor may have come to the end of the step, or not
         if self.shape != "plain" and self.moment in ("update", "after_update", "forward", "backward"):
@@ -36,7 +43,8 @@ class LoopCase(Case):
 
     def command(self, directory: Path, final: Path) -> list[str]:
         """The job's command line."""
-        script = [str(SCRIPT), "--dir", str(directory), "--final", str(final), "--shape", self.shape]
+        path = SHAPES_SCRIPT if self.shape in FRAMEWORKS else SCRIPT
+        script = [str(path), "--dir", str(directory), "--final", str(final), "--shape", self.shape]
         ranks = ["--nproc-per-node", str(self.world)]
         if self.launcher == "run":
             return [sys.executable, "-m", "lastgasp", "run", *ranks, *script]
@@ -56,8 +64,10 @@ def all_cases() -> list[LoopCase]:
 COVERING = (
     LoopCase("sigstop", "data", "last", "torchrun"),
     LoopCase("sigkill", "after_update", "first", "run", shape="waiting"),
+    LoopCase("exception", "before_update", "last", "run", shape="nanogpt"),
 )
-"""What runs with every test round: a rank that hangs, and one that dies where others wait for it after their update."""
+"""What runs with every test round: a rank that hangs, one that dies where others wait for it after their update, and one
+that raises where loops look for NaN, in a loop without loader and epochs."""
 
 SHAPES = tuple(
     LoopCase("sigkill", moment, rank, launcher, shape=shape)
@@ -69,3 +79,11 @@ SHAPES = tuple(
     )
 )
 """Loops that wait for other ranks between an update and the end of its step."""
+
+FRAMEWORK_CASES = (
+    LoopCase("sigkill", "forward", "last", "run", shape="nanogpt"),
+    LoopCase("sigkill", "backward", "first", "torchrun", shape="overflowing"),
+    LoopCase("sigkill", "step_end", "first", "run", shape="gan"),
+    LoopCase("sigkill", "forward", "last", "run", shape="augmented"),
+)
+"""Frameworks' own shapes, each at the moment that was hardest for it."""

@@ -11,8 +11,9 @@ from torch import nn
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.passes import Fixed, Position, Row, decode, encode, position_only
-from lastgasp.pytorch.loop.record import buffers_of
+from lastgasp.pytorch.loop.record import buffers_of, notes_on
 from lastgasp.pytorch.small import SmallRecorder
+from lastgasp.topology import Place
 
 
 @pytest.fixture
@@ -85,3 +86,30 @@ def test_copies_are_those_of_the_moment_they_were_taken() -> None:
         [kept] = copies.optimizers()
         assert [float(s["step"]) for s in kept["state"].values()] == steps == [number] * len(steps)
     assert copies.nbytes == sum(t.numel() * 4 for t in model.parameters()) * 3 + 2 * 4
+
+
+def shared(recorder: SmallRecorder, position: Position) -> bytes:
+    """A small state with that position."""
+    recorder.extra = encode(position, b"\x90")
+    recorder.capture(9, settled=True)
+    data = recorder.read(9)
+    assert data is not None
+    return data
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        (Position(), []),
+        (Position(stale=True), ["rank 1 ended inside a step that the others completed"]),
+        (Position(extra=b"x"), ["TorchState(extra=...) of ranks [1] differs from that of rank 0"]),
+    ],
+    ids=["whole", "stale", "extra"],
+)
+def test_what_will_not_be_exact_is_noted(others: Position, says: list[str], recorders: list[SmallRecorder]) -> None:
+    smalls = {0: shared(recorders[0], Position(extra=b"mine")), 1: shared(recorders[1], others)}
+    place = Place(rank=0, world_size=2, replicas=((0, 1),))
+    found = notes_on(smalls, place)
+    assert len(found) == len(says)
+    assert all(text in note for text, note in zip(says, found, strict=True))
+    assert "no random state of rank 2" in " ".join(notes_on(smalls, Place(rank=0, world_size=3, replicas=((0, 1, 2),))))

@@ -44,7 +44,10 @@ def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
 
 
 def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_now: Callable[[], int]) -> None:
-    """Fire `update` when half of the parameters have changed, and `after_update` when the optimizer has returned.
+    """Fire `before_update`, `update` when half of the parameters have changed, `after_update` when the optimizer has
+    returned.
+
+    The first one after the backward pass: where a loop clips its gradients or looks for NaN.
 
     Args:
         step_now: tells the step under way, in completed updates.
@@ -54,6 +57,7 @@ def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_no
         def faulty_step(closure: Closure | None = None, **options: Any) -> Any:
             now = step_now()
             fire = partial(kit.fire_at, step=now)
+            closure = _firing(closure, fire)
             if kit.due("update", now):
                 result = _half_step(optimizer, step, fire, closure, options)
             else:
@@ -64,6 +68,20 @@ def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_no
         return faulty_step
 
     replace(undo, optimizer, "step", wrap)
+
+
+def _firing(closure: Closure | None, fire: Fire) -> Closure | None:
+    """Fire `before_update`, at the end of the closure where there is one."""
+    if closure is None:
+        fire("before_update")
+        return None
+
+    def inner() -> Any:
+        result = closure()
+        fire("before_update")
+        return result
+
+    return inner
 
 
 def _half_step(

@@ -150,6 +150,12 @@ def decode_small(data: bytes) -> SmallState:
     )
 
 
+def extra_of(data: bytes) -> bytes:
+    """The adapter's own bytes of an encoded small state; the rest is not decoded."""
+    *_, size, _, at = _head(data)
+    return data[at : at + size]
+
+
 def without_buffers(data: bytes) -> bytes:
     """The same small state without its buffers, for where they are saved elsewhere."""
     rng_bytes, _, _, extra, _, extra_at = _head(data)

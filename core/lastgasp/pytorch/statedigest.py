@@ -36,17 +36,18 @@ def held(optimizer: Any, known: set[int]) -> Iterator[Any]:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 yield parameter
-            yield from _leaves(optimizer.state.get(parameter, {}))
+            yield from leaves(optimizer.state.get(parameter, {}))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Tensors, plain values and keys of nested mappings and lists, in order; of other objects their type's name."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key)
-            yield from _leaves(value[key])
+            yield from leaves(value[key])
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(value, Tensor | int | float | str | None):
         yield value
     else:

@@ -26,7 +26,7 @@ ENV_FAULT = "LASTGASP_FAULT"
 ENV_LOG = "LASTGASP_FAULT_LOG"
 
 KINDS = ("sigkill", "sigstop", "sigterm", "exception", "exit3", "sleep")
-STEP_PHASES = ("data", "forward", "backward", "update", "after_update", "step_end")
+STEP_PHASES = ("data", "forward", "backward", "before_update", "update", "after_update", "step_end")
 LATER_PHASES = ("periodic_save", "gasp_save", "validation")
 """Phases that not every step has: their fault fires at the first one at or after its step."""
 PHASES = STEP_PHASES + LATER_PHASES

@@ -14,7 +14,8 @@ from lastgasp.testing.faults import FaultKit, install, kit_from_env
 def install_faults(run: Any) -> Callable[[], None]:
     """Arrange them; returns how they are taken away. Nothing where none are asked for.
 
-    data: the loop has asked for the next batch. forward, backward, update, after_update: see `pytorch.faulty`.
+    data: the loop has asked for the next batch. forward, backward, before_update, update, after_update: see
+    `pytorch.faulty`.
     step_end: the loop's body has ended and the step was not captured yet. periodic_save: within `torch.save` on rank
     0, while rank 0 writes on others. validation: the model's forward pass, not in training.
 

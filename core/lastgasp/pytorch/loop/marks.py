@@ -28,10 +28,11 @@ class LoopMarks:
         state: its models and optimizers are hooked.
         engine: is told each phase, for the hang watchdog; has the recorder, if there is one.
         first: number of the first step.
+        backward_over: called after each backward pass of the training thread that did not raise.
     """
 
-    def __init__(self, state: TorchState, engine: Engine, first: int) -> None:
-        self._engine, self._thread = engine, threading.get_ident()
+    def __init__(self, state: TorchState, engine: Engine, first: int, backward_over: Callable[[], None]) -> None:
+        self._engine, self._thread, self._backward_over = engine, threading.get_ident(), backward_over
         device = next(iter(state.devices()), torch.device("cpu"))
         self._ranges = StepRanges(engine.recorder.marks, device, first) if engine.recorder is not None else None
         self._in_step, self._depth = False, 0
@@ -126,11 +127,12 @@ class LoopMarks:
         if threading.get_ident() != self._thread:  # activation checkpoints go back inside of a backward pass
             return original(*args, **kwargs)
         self._engine.moved("backward")
-        if self._ranges is None:
-            return original(*args, **kwargs)
-        self._ranges.backward.begin()
+        if self._ranges is not None:
+            self._ranges.backward.begin()
         result = original(*args, **kwargs)
-        self._ranges.backward.end()
+        if self._ranges is not None:
+            self._ranges.backward.end()
+        self._backward_over()
         return result
 
     def _before_update(self, *_: object) -> None:

@@ -59,6 +59,8 @@ class Position(msgspec.Struct, kw_only=True):
         done: passes of it that are over and forgotten.
         rows: the passes after those.
         explicit: epochs are counted by `session.epochs`.
+        stale: it was captured with the random state before an update, and the loop usually draws random numbers after.
+        extra: digest of the rank's `extra`, which should be the same on all ranks; empty where it is not known.
     """
 
     version: int = 1
@@ -66,6 +68,8 @@ class Position(msgspec.Struct, kw_only=True):
     done: int = 0
     explicit: bool = False
     rows: list[Row] = []
+    stale: bool = False
+    extra: bytes = b""
 
 
 _POSITION = msgspec.msgpack.Decoder(Position)
@@ -84,6 +88,12 @@ def position_only(data: bytes) -> bytes:
     for row in position.rows:
         row.state = b""
     return encode(position, msgspec.msgpack.encode([Fixed() for _ in fixed]))
+
+
+def about(data: bytes) -> tuple[bool, bytes]:
+    """`stale` and `extra` of an encoded position; False and empty where there is none."""
+    position = decode(data)[0] if data else Position()
+    return position.stale, position.extra
 
 
 def decode(data: bytes) -> tuple[Position, list[Fixed]]:
@@ -129,6 +139,13 @@ class Pass:
     fixed: Fixed = field(default_factory=Fixed)
 
     @property
+    def forgets_workers(self) -> bool:
+        """Random numbers that worker processes of the loader draw are not restored by a resume in the middle."""
+        if not getattr(self.loader, "num_workers", 0) or self.kind == STATEFUL:
+            return False
+        return self.kind == MAP or bool(getattr(self.loader, "persistent_workers", False))
+
+    @property
     def in_body(self) -> bool:
         """It has given a batch and was not asked for the next one yet."""
         return self.consumed > 0 and not (self.over or self.broken or self.asking)
@@ -157,8 +174,12 @@ class PassBook:
 
     # -- position -----------------------------------------------------------------------------------------
 
-    def record(self) -> bytes:
-        """The encoded position at the end of a step: the body of the innermost pass is over."""
+    def record(self, stale: bool = False, extra: bytes = b"") -> bytes:
+        """The encoded position at the end of a step: the body of the innermost pass is over.
+
+        Args:
+            stale, extra: see `Position`.
+        """
         innermost = next((p for p in reversed(self._passes) if not p.over), None)
         asking = next((p for p in reversed(self._passes) if p.asking), innermost)
         outer = _parents(asking)
@@ -170,7 +191,8 @@ class PassBook:
             Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=_state_of(p)) for p in counted
         ]
         done = 0 if self.by_hand else self._done
-        return encode(Position(epoch=self.epoch, done=done, explicit=self.explicit, rows=rows), self._static)
+        own = Position(epoch=self.epoch, done=done, explicit=self.explicit, rows=rows, stale=stale, extra=extra)
+        return encode(own, self._static)
 
     def resume(self, data: bytes, epoch: int) -> None:
         """Begin where `data` says; where it is empty, with `epoch`."""
@@ -223,8 +245,11 @@ class PassBook:
         """Whether the loop is in the body of a pass."""
         return any(one.in_body for one in self._passes)
 
-    def begin(self, loader: Any) -> tuple[Pass, bool]:
+    def begin(self, loader: Any, replay: bool = False) -> tuple[Pass, bool]:
         """A pass begins, after `before_begin`.
+
+        Args:
+            replay: a resumed run loads what was consumed again, for the random numbers of its worker processes.
 
         Returns:
             The pass, and whether a resumed run stands where it stood now.
@@ -242,7 +267,9 @@ class PassBook:
         while self._passes and self._passes[0].over:
             self._passes.pop(0)
             self._done += 1
-        one, number = Pass(loader, kind_of(loader), parent), self._done + len(self._passes)
+        kind = kind_of(loader)
+        one = Pass(loader, STREAM if replay and kind == MAP else kind, parent)
+        number = self._done + len(self._passes)
         self._passes.append(one)
         self._dirty = True
         if hasattr(self._sampler, "set_epoch"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,16 @@ from torch import Tensor
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
 from lastgasp.pytorch.loop.parts import ddp_of
-from lastgasp.pytorch.loop.passes import position_only
+from lastgasp.pytorch.loop.passes import about, position_only
 from lastgasp.pytorch.loop.state import TorchState
-from lastgasp.pytorch.small import SmallRecorder, SmallState, decode_small, without_buffers
+from lastgasp.pytorch.small import SmallRecorder, SmallState, decode_small, extra_of, without_buffers
 from lastgasp.topology import Place
 
 log = logging.getLogger("lastgasp")
 
 KEY = "lastgasp"
 VERSION = 1
+_LOST = "no random state of rank {} was saved: a resume will not be bit-equal"
 
 
 def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, ranks: list[int]) -> dict[str, Tensor]:
@@ -51,6 +52,22 @@ def record_of(
     }
 
 
+def notes_on(smalls: Mapping[int, bytes], place: Place) -> list[str]:
+    """What of the ranks' small states will not be exact, for people."""
+    lost = [rank for rank in range(place.world_size) if rank not in smalls]
+    known = {rank: about(extra_of(data)) for rank, data in sorted(smalls.items())}
+    stale = [rank for rank, (is_stale, _) in known.items() if is_stale]
+    mine = known.get(place.rank, (False, b""))[1]
+    other = [rank for rank, (_, extra) in known.items() if mine and extra and extra != mine]
+    notes = [f"TorchState(extra=...) of ranks {other} differs from that of rank {place.rank}, which all of them will "
+             "resume with: it is saved once"] if other else []  # fmt: skip
+    return notes + [_LOST.format(rank) for rank in lost] + [
+        f"rank {rank} ended inside a step that the others completed, and the random numbers that it drew after its "
+        "update are unknown: a resume will not be bit-equal"
+        for rank in stale
+    ]
+
+
 def position_of(record: Mapping[str, Any], place: Place) -> bytes:
     """Where this rank stood in the data; where that was lost, as far as another rank tells. All ranks stand alike."""
     smalls: Mapping[int, bytes] = record["small"]
@@ -59,8 +76,11 @@ def position_of(record: Mapping[str, Any], place: Place) -> bytes:
     return position_only(decode_small(smalls[min(smalls)]).extra) if smalls else b""
 
 
-def small_of(record: Mapping[str, Any], place: Place, path: str) -> SmallState | None:
-    """This rank's small state; None where it was lost. Says what a resume cannot restore.
+def small_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[str], None]) -> SmallState | None:
+    """This rank's small state; None where it was lost.
+
+    Args:
+        note: is told what this resume cannot restore; what the saver knew of that is logged.
 
     Raises:
         CheckpointError: of a version that this code does not know.
@@ -71,13 +91,12 @@ def small_of(record: Mapping[str, Any], place: Place, path: str) -> SmallState |
             "Install the lastgasp that wrote it."
         )
     own = record["small"].get(place.rank)
-    notes = list(record["notes"])
+    for text in record["notes"] if place.rank == 0 else ():
+        log.warning("%s: %s", path, text)
     if record["world_size"] != place.world_size:
-        notes.append(f"saved by {record['world_size']} ranks, resumed by {place.world_size}: not bit-equal")
+        note(f"saved by {record['world_size']} ranks, resumed by {place.world_size}: not bit-equal")
     elif own is None:
-        notes.append(f"no random state of rank {place.rank} was saved: not bit-equal")
-    for note in notes:
-        log.warning("%s: %s", path, note)
+        note(_LOST.format(place.rank))
     return decode_small(own) if own is not None else None
 
 

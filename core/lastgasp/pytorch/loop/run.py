@@ -27,7 +27,7 @@ from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.passes import Pass, PassBook
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
-from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, position_of, record_of, small_of
+from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, notes_on, position_of, record_of, small_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.source import LoopSource
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
@@ -43,6 +43,7 @@ from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
+WORKERS = "random numbers that worker processes of a DataLoader draw are not restored"
 IDLE = 20
 """Calls of `updated` with no update and no step yet that call for a warning. A scaler skips a few at first."""
 
@@ -82,8 +83,8 @@ class Run:
         self._schedules = ScheduleWatch(state.schedulers.values())
         self._buckets = Buckets(state)
         self._small: SmallState | None = None
-        self._returning = False
-        self._idle = 0
+        self._returning = self._gradients = False
+        self._idle, self._told_of_workers = 0, False
         self._snapshot: Snapshot | None = None
         self._wanted = False
         self._again: Callable[[], None] = _nothing
@@ -116,10 +117,10 @@ class Run:
         # MindIO counts updates itself, so that a step cannot be left between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
-        models, events = list(state.models.values()), (self._opens, self._safe, self._drawn)
+        models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
         self.window = UpdateWindow(list(state.optimizers.values()), models, copies, events)
         self._undo.append(self.window.remove)
-        self.marks = LoopMarks(state, self.engine, self.step + 1)
+        self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         self._undo.append(self.marks.close)
         self._undo.append(install_faults(self))
         if self.engine.recorder is not None:
@@ -144,13 +145,16 @@ class Run:
         if not isinstance(checkpoint, dict) or KEY not in checkpoint:
             raise CheckpointMismatch(str(path), ["it was not written by a Session"])
         self.state.load(checkpoint, str(path))
-        self._small, self._returning = small_of(checkpoint[KEY], self.place, str(path)), True
+        self._small, self._returning = self._own_small(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"])
         self._buckets.restore(checkpoint[KEY]["buckets"])
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
+
+    def _own_small(self, record: dict[str, Any], path: Path) -> SmallState | None:
+        return small_of(record, self.place, str(path), self.engine.note)
 
     def at_boundary(self) -> None:
         """A resumed run stands where it stood: restore random state, and what the loop may have changed on its way."""
@@ -179,15 +183,20 @@ class Run:
     def _opens(self) -> None:
         if self._returning:
             self._trains_before_its_data()
-        # A rank killed inside the update leaves its random state of just before, which the update does not use,
-        # to whoever survives it; in a job of one rank nobody does.
-        if self.place.world_size > 1:
-            self._capture_small(self.step + 1, settled=False)
+        self._capture_unsettled()
         self.engine.updating()
         self._schedules.opens()
 
-    def _drawn(self) -> None:
-        """An update with a closure has ended: its forward passes drew random numbers."""
+    def _backward_over(self) -> None:
+        """The other ranks may have all gradients now, and complete the step without this one."""
+        self._gradients = True
+        self._capture_unsettled()
+
+    def _capture_unsettled(self) -> None:
+        """What this rank leaves of the step under way to those who complete it, should it end before that.
+
+        The update itself uses none of it. In a job of one rank nobody is left.
+        """
         if self.place.world_size > 1:
             self._capture_small(self.step + 1, settled=False)
 
@@ -228,18 +237,20 @@ class Run:
         self._buckets.look()
         self.step = step
         self._schedules.closes()
+        self._gradients = False
         self.window.close(drew)
         self.engine.step_end(step)
 
     def _capture_small(self, step: int, settled: bool) -> bool:
         """Returns: random numbers were drawn since the last capture."""
-        self.recorder.extra = self.book.record()
+        extra = self.state.extra_digest() if settled and self.place.world_size > 1 else b""
+        self.recorder.extra = self.book.record(not settled and self.window.more_to_come, extra)
         self.recorder.capture(step, settled)
         return settled and self.place.world_size > 1 and self.recorder.drew()
 
     # -- data ---------------------------------------------------------------------------------------------
 
-    def begin_pass(self, loader: Any) -> Pass:
+    def begin_pass(self, loader: Any, replay: bool) -> Pass:
         """A pass over `loader` begins, or goes on where a resumed run stood."""
         book = self.book
         if book.before_begin():
@@ -247,10 +258,21 @@ class Run:
         if self.window.open and book.nested():
             raise UsageError("a loop over s.batches() begins inside the body of another one, after an update there: a "
                              "resumed run could not go on inside. Move the update behind the inner loop.")  # fmt: skip
-        one, there = book.begin(loader)
+        one, there = book.begin(loader, replay)
         if there:
             self.at_boundary()
+        if one.forgets_workers:
+            self._tell_of_workers(one, there)
         return one
+
+    def _tell_of_workers(self, one: Pass, resumed: bool) -> None:
+        if resumed and one.consumed and not one.over:
+            self.engine.note(f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones")
+        elif not self._told_of_workers and self.rank == 0:
+            log.warning("%s: where they draw any (augmentation), a run that was resumed in the middle of a pass will "
+                        "go on with other ones. s.batches(loader, replay=True), without persistent_workers, makes it "
+                        "exact: it loads what was consumed of the pass again", WORKERS)  # fmt: skip
+        self._told_of_workers = True
 
     def next_batch(self, one: Pass, finished: Callable[[], bool]) -> Any:
         """The next batch; the loop's body before is over.
@@ -324,9 +346,12 @@ class Run:
             notes.append(f"the ranks did not hold the same when training began; this is what rank {self.rank} held")
         if self._buffer_rank not in smalls and any(True for _ in self.state.container.buffers()):
             notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
+        notes += notes_on(smalls, self.place)
         checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
         if self._require(step) is not snapshot or self.window.safe != safe:
             raise NotSaveable(f"step {step} ended while it was being dumped")
+        for note in notes:
+            self.engine.note(note)
         checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layouts, notes)
         return checkpoint
 
@@ -357,6 +382,8 @@ class Run:
 
     def _recover(self, kind: FaultKind, error: BaseException) -> Release:
         stand, cause = self.engine.stand, origin.cause_of(error)
+        if self._gradients:  # the others may complete the step: this rank's part of it is what stands here
+            self._capture_unsettled()
         if self.window.open and not self.window.safe and not self._finish_step(cause):
             stand.broken = f"{cause}: raised inside the update, so the state is between two steps"
         if not stand.inside:

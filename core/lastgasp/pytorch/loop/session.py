@@ -73,6 +73,7 @@ class Session:
         """For `open`."""
         self._run, self._max = run, max_steps
         self._closed = False
+        vars(self)["mark"] = run.engine.mark  # of this method here: no call in between, a mark costs less than one
 
     @classmethod
     def open(
@@ -143,18 +144,20 @@ class Session:
             yield epoch
             epoch += 1
 
-    def batches(self, loader: Iterable[T]) -> Batches[T]:
+    def batches(self, loader: Iterable[T], *, replay: bool = False) -> Batches[T]:
         """`loader`, but each turn tells where the training stands, and a resumed run gets what is still due.
 
         Args:
             loader: a DataLoader or any iterable; where it can be iterated once only, a resumed run must give an equal
                 one.
+            replay: a resumed run loads what was consumed of the pass once more, and throws it away. Makes random
+                augmentation in the worker processes of a DataLoader exact; by default the consumed part is not loaded.
         """
-        return Batches(self, loader)
+        return Batches(self, loader, replay)
 
-    def enumerate(self, loader: Iterable[T]) -> Numbered[T]:
+    def enumerate(self, loader: Iterable[T], *, replay: bool = False) -> Numbered[T]:
         """`batches` with the number of the batch in its pass, which a resumed run goes on with."""
-        return Numbered(self.batches(loader))
+        return Numbered(self.batches(loader, replay=replay))
 
     def _finished(self) -> bool:
         return self._max is not None and self._run.step >= self._max
@@ -243,8 +246,8 @@ class Session:
 class Batches(Generic[T]):
     """What `Session.batches` returns; each iteration of it is a pass over the data."""
 
-    def __init__(self, session: Session, loader: Iterable[T]) -> None:
-        self._session, self._loader = session, loader
+    def __init__(self, session: Session, loader: Iterable[T], replay: bool) -> None:
+        self._session, self._loader, self._replay = session, loader, replay
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
@@ -254,7 +257,7 @@ class Batches(Generic[T]):
     def __iter__(self) -> Giver[T]:
         session = self._session
         session._check()
-        return Giver(session, session._run.begin_pass(self._loader))
+        return Giver(session, session._run.begin_pass(self._loader, self._replay))
 
 
 class Giver(Iterator[T]):

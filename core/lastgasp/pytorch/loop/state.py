@@ -14,7 +14,7 @@ from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
-from lastgasp.pytorch.statedigest import digests_of
+from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineModule")
 
@@ -44,7 +44,9 @@ class TorchState:
         sampler: has `set_epoch`, called at the beginning of each epoch; where it has `state_dict` and
             `load_state_dict`, its state at the beginning of the pass over the data is restored, too.
         extra: name -> a dict (saved as it is at the end of a step, filled again in place), or an object with
-            `state_dict` and `load_state_dict`. For small things, they are copied in every step.
+            `state_dict` and `load_state_dict`. For small things, they are copied in every step. Saved once, by any of
+            the ranks, and the same on all of them after a resume: nothing that each rank has of its own. Where it
+            differs nevertheless, the log and the incident say so.
         replicated: says that all ranks hold the same model although it is not wrapped by DistributedDataParallel.
 
     Raises:
@@ -131,6 +133,10 @@ class TorchState:
         """Of what all ranks hold in common, by name."""
         models = {self.models.label(name): module for name, module in self.modules.items()}
         return digests_of(models, {self.optimizers.label(n): o for n, o in self.optimizers.items.items()})
+
+    def extra_digest(self) -> bytes:
+        """Of `extra` as it stands; empty where there is none."""
+        return digest(leaves([_state_of(item) for item in self.extra.values()])) if self.extra else b""
 
     # -- at the end of a step -----------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ class UpdateWindow:
         models: whose forward passes are followed.
         copies: for the copies; None where they are of no use.
         events: three calls. Before the first parameter changes: it may wait at the update gate and raise there. When
-            the copy is complete. When an update with a closure has ended.
+            the copy is complete. Before each further update of the step, and when one with a closure has ended: random
+            numbers may have been drawn, and buffers changed, since the call before.
 
     Attributes:
         open: an update of this step has begun.
@@ -50,7 +51,7 @@ class UpdateWindow:
         self._depth = 0
         self.copying = copies is not None and len(optimizers) > 1  # more than one update in a step is to be expected
         self.updates, self.usual = 0, len(optimizers)
-        self._waited = False
+        self._waited = self._drew = False
         self._calls = _sequence_number()
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -68,8 +69,10 @@ class UpdateWindow:
             self._undo.pop()()
 
     def begin(self, closure: bool = False) -> None:
-        """Parameters are about to change. More calls in one step do nothing."""
+        """Parameters are about to change. The first call in a step opens the window."""
         if self.open:
+            if not self.inside:
+                self._drawn()
             return
         self._opens()
         self.open, self.updates = True, 0
@@ -101,6 +104,14 @@ class UpdateWindow:
         """An optimizer is at work at this moment."""
         return self._depth > 0
 
+    @property
+    def more_to_come(self) -> bool:
+        """Whether the loop is likely to draw random numbers yet in this step: it did so in the one before.
+
+        An update that follows another one has a forward pass of its own before it.
+        """
+        return self._drew or self.updates + 1 < self.usual
+
     def close(self, drew: bool) -> None:
         """The step has ended and was captured.
 
@@ -110,6 +121,7 @@ class UpdateWindow:
         if self.updates >= MANY and self.usual < MANY:
             log.warning("%d updates in one step: a step ends where the loop asks s.batches() for the next batch, or "
                         "calls s.updated(); a fault goes back to the end of a step", self.updates)  # fmt: skip
+        self._drew = drew
         waited = self._waited or self.updates > 1 or drew or self._called()
         if waited and self.copies is not None:
             self.copying = True
