@@ -66,7 +66,7 @@ COVERING = (
     LoopCase("sigkill", "after_update", "first", "run", shape="waiting"),
     LoopCase("exception", "before_update", "last", "run", shape="nanogpt"),
 )
-"""What runs with every test round: a rank that hangs, one that dies where others wait for it after their update, and one
+"""What runs with every test round: a rank that hangs, one that dies where others wait for it after its update, and one
 that raises where loops look for NaN, in a loop without loader and epochs."""
 
 SHAPES = tuple(
