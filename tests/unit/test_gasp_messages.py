@@ -74,14 +74,25 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
         ),
     ),
     m.AskSwitch(ranks=(0, 3), on=1, off=16, wait=5.0),
+    m.Keeper(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, host="boot:1"),
+    m.Keep(rank=3, pid=77, box=9),
+    m.AskKept(rank=3),
+    m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next")),
     m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
 )  # fmt: skip
 BOUNDS = st.integers(-(2**63), 2**63 - 1)
-DECODERS: tuple[Callable[[bytes], m.Message], ...] = (m.from_rank, m.from_controller, m.from_operator, m.greeting)
+DECODERS: tuple[Callable[[bytes], m.Message], ...] = (
+    m.from_rank,
+    m.from_controller,
+    m.from_operator,
+    m.from_keeper,
+    m.greeting,
+)
 SPOKEN_BY: tuple[tuple[UnionType, Callable[[bytes], m.Message]], ...] = (
     (m.FromRank, m.from_rank),
     (m.FromController, m.from_controller),
     (m.FromOperator, m.from_operator),
+    (m.FromKeeper, m.from_keeper),
 )
 
 
@@ -106,7 +117,7 @@ def body(message: m.Message) -> bytes:
 def test_there_is_an_example_of_every_message() -> None:
     everything = [kind for union, _ in SPOKEN_BY for kind in kinds(union)]
     assert sorted(kind.__name__ for kind in everything) == sorted(type(message).__name__ for message in ONE_OF_EACH)
-    assert kinds(m.Greeting) == {m.Hello, m.Operator}
+    assert kinds(m.Greeting) == {m.Hello, m.Operator, m.Keeper}
 
 
 def test_the_wire_is_frozen() -> None:
@@ -132,6 +143,8 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
         "fault": faults,
         "faults": st.lists(faults, max_size=3).map(tuple),
         "ranks": st.none() | st.lists(BOUNDS).map(tuple),
+        "steps": st.lists(BOUNDS).map(tuple),
+        "states": st.lists(st.binary()).map(tuple),
         "wait": st.floats(0, 1e9),
         "card": cards,
         "rows": st.lists(rows, max_size=3).map(tuple),

@@ -92,12 +92,13 @@ def test_a_forged_notice_leads_ranks_to_nobody(
 ) -> None:
     """Its address may be a stranger's, who cannot prove the token; so the ranks refuse."""
     monkeypatch.setenv(TOKEN, SECRET)
-    forged = Notice("192.0.2.1:1", "known-to-the-stranger", "job", 7)
+    forged = Notice("127.0.0.1:1", "known-to-the-stranger", "job", 7)
     store = Store()
     store.set("lastgasp/notice/0", msgspec.json.encode(forged).decode())
     rounds = Rounds()
     with caplog.at_level(logging.WARNING):
         found = rounds.begin(Group(group_world_size=2, group_rank=1, store=store), "job")  # type: ignore[arg-type]
+        rounds.close()
     assert found.environment[TOKEN] == SECRET
     assert "does not know this node's secret" in caplog.text
 

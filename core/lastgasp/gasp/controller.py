@@ -28,8 +28,10 @@ from .doorway import Doorway
 from .generation import Generation
 from .guard import Guard
 from .incidents import Incidents
+from .keeper import open_box
+from .keepers import LOST_STATE, Keepers
 from .operator import NOBODY
-from .peers import Peer, keep_alive, open_descriptor, plain, unread
+from .peers import Peer, keep_alive, plain, read_frame, unread
 from .records import RecordWriter
 from .rundir import Announcement
 from .secret import FILE, TOKEN
@@ -75,6 +77,7 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
+        self._keepers = Keepers()
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -175,6 +178,8 @@ class Controller:
             self._door.known()
             if isinstance(hello, m.Operator):
                 await self._service.serve(reader, writer)
+            elif isinstance(hello, m.Keeper):
+                await self._keepers.serve(hello.host, reader, writer)
             else:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
@@ -194,10 +199,12 @@ class Controller:
             protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._identity
         )  # fmt: skip
         writer.write(m.frame(challenge))
-        hello = m.greeting(await _read(reader, m.MAX_GREETING))
+        hello = m.greeting(await read_frame(reader, m.MAX_GREETING))
         try:
             if isinstance(hello, m.Operator):
                 self._service.admit(hello, self._token, nonce)
+            elif isinstance(hello, m.Keeper):
+                self._keepers.admit(hello, self._token, nonce)
             else:
                 self._admit(hello, nonce)
         except ControlError as error:
@@ -206,11 +213,11 @@ class Controller:
             raise
         if isinstance(hello, m.Hello):
             self._begin_attempt(hello)
-        rank = NOBODY if isinstance(hello, m.Operator) else hello.rank
+        rank = hello.rank if isinstance(hello, m.Hello) else NOBODY
         mac = m.proof(self._token, "controller", hello.nonce, rank)
         writer.write(m.frame(m.Welcome(mac=mac, started_s=self._started_s)))
         keep_alive(writer.get_extra_info("socket"))
-        if not isinstance(hello, m.Operator):
+        if isinstance(hello, m.Hello):
             self._join(hello, writer)
         return hello
 
@@ -240,10 +247,11 @@ class Controller:
         assert self.generation is not None and self._watch is not None
         self._drop(hello.rank)
         peer = self._peers[hello.rank] = self._by_writer[writer] = Peer(rank=hello.rank, writer=writer)
+        peer.elsewhere = (hello.host, hello.pid)
         self._service.roster.joined(hello.rank, _clock.monotonic())
         self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
         if hello.host == self._identity:
-            peer.pid = hello.pid
+            peer.pid, peer.elsewhere = hello.pid, None
             with self._guard("the watch of a process"):
                 self._watch.watch(hello.rank, hello.pid)
 
@@ -255,6 +263,7 @@ class Controller:
             self._drop(rank)
         self.incidents.begin(hello)
         self._service.roster.begin()
+        self._keepers.begin()
         self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
 
     def _drop(self, rank: int) -> None:
@@ -268,7 +277,7 @@ class Controller:
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            message = m.from_rank(await _read(reader, m.MAX_FRAME))
+            message = m.from_rank(await read_frame(reader, m.MAX_FRAME))
             peer = self._peers.get(rank)
             if peer is None or peer.writer is not writer:
                 return  # a process of an earlier attempt must not speak for the one of this
@@ -302,7 +311,10 @@ class Controller:
     def _open_box(self, rank: int, number: int) -> None:
         peer = self._peers.get(rank)
         if peer is not None and peer.pid is not None and peer.box < 0:
-            peer.box = open_descriptor(peer.pid, number)
+            peer.box = open_box(peer.pid, number)
+        elif peer is not None and peer.elsewhere is not None and number >= 0:
+            host, pid = peer.elsewhere
+            self._keepers.keep(host, m.Keep(rank=rank, pid=pid, box=number))
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None
@@ -316,6 +328,7 @@ class Controller:
             return
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
+        self._keepers.ask(rank)
         self._do(generation.machine.gone(rank, text, "killed", at_ns, _clock.monotonic()))
         self._service.gone(rank, text)
         if generation.gathers:
@@ -372,6 +385,9 @@ class Controller:
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
         peer = self._peers.get(rank)
+        if isinstance(message, m.Save) and self._keepers.awaited:
+            self._spawn(self._send_with_kept(rank, message))
+            return True
         if peer is None or peer.writer is None or peer.writer.is_closing():
             return False
         if message is not self._framed[0]:  # an order to all is completed and encoded once
@@ -387,6 +403,12 @@ class Controller:
             return msgspec.structs.replace(message, target=max(message.target, self._newest()))
         return message
 
+    async def _send_with_kept(self, rank: int, message: m.Save) -> None:
+        """Once other hosts have said what they keep of their dead ranks, or their time is over."""
+        while self._keepers.awaited:  # noqa: ASYNC110 (bounded, and of milliseconds)
+            await asyncio.sleep(TICK / 10)
+        self._send(rank, message)
+
     def _newest(self) -> int:
         """The newest step that any rank on this host has completed, as its black box tells; -1 if none does."""
         boxes = [peer.box for peer in self._peers.values() if peer.box >= 0]
@@ -401,8 +423,12 @@ class Controller:
             small = BlackBox.read(peer.box, step) if peer is not None and peer.box >= 0 else None
             if small is None and prepared is not None and prepared.step == step:
                 small = prepared.small or None
+            if small is None:
+                small = self._keepers.small(rank, step)
             if small is not None:
                 found[rank] = small
+            elif member.gone and (self._keepers.has_box(rank) or (peer is not None and peer.box >= 0)):
+                self.incidents.note(LOST_STATE.format(rank=rank, step=step))
         return found
 
     def _fail_gathers(self, why: str) -> None:
@@ -425,8 +451,3 @@ class Controller:
                 answers = generation.failed_gathers(now)
                 self._do(Send(rank=rank, message=answer) for rank, answer in answers)
             self.records.look()
-
-
-async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
-    size = m.body_size(await reader.readexactly(m.HEADER), limit)
-    return await reader.readexactly(size)

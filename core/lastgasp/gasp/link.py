@@ -59,7 +59,7 @@ class Channel:
         self._deadline = _clock.monotonic() + seconds
         _live.add(self)
 
-    def _greet(self, token: str, role: m.Role, rank: int, hello: m.Hello | m.Operator) -> tuple[m.Challenge, m.Welcome]:
+    def _greet(self, token: str, role: m.Role, rank: int, hello: m.Greeting) -> tuple[m.Challenge, m.Welcome]:
         """Prove the token, have it proven; the socket is closed where that fails."""
         try:
             challenge = self._expect(m.Challenge)

@@ -8,8 +8,6 @@ asks; it is no rank.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Literal, TypeVar
 
 import msgspec
@@ -18,6 +16,13 @@ from lastgasp.errors import ProtocolError
 from lastgasp.events import Ending, Fault
 
 from .cards import JobState, RankRow, SwitchResult, WorkerCard
+from .wire import HEADER as HEADER
+from .wire import Role as Role
+from .wire import body_size as body_size
+from .wire import encodable as encodable
+from .wire import one_line as one_line
+from .wire import proof as proof
+from .wire import proven as proven
 
 T = TypeVar("T")
 PROTOCOL = 1
@@ -25,11 +30,9 @@ MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
-HEADER = 4
 BUSY = "too many connections: try again"
 """The reason of a Refused that is no last word: strangers fill the port."""
 
-Role = Literal["rank", "controller", "operator"]
 Phase = Literal["start", "data", "forward", "backward", "update", "between", "validation", "save"]
 
 
@@ -300,6 +303,38 @@ class Operator(Message, frozen=True, kw_only=True):
     mac: bytes
 
 
+class Keeper(Message, frozen=True, kw_only=True):
+    """Launcher of another host: the proof (in the role "keeper", for rank -1). I keep the boxes of the ranks here."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+    mac: bytes
+    host: str
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Controller, to the keeper of a rank's host: open this box now, so that it outlives the rank."""
+
+    rank: int
+    pid: int
+    box: int
+
+
+class AskKept(Message, frozen=True, kw_only=True):
+    """Controller: what is in the box of this rank, whose process is gone?"""
+
+    rank: int
+
+
+class Kept(Message, frozen=True, kw_only=True):
+    """Keeper: the small states of a rank, by step; `steps` and `states` belong together."""
+
+    rank: int
+    steps: tuple[int, ...] = ()
+    states: tuple[bytes, ...] = ()
+
+
 class AskRanks(Message, frozen=True, kw_only=True):
     """Operator: who is in the job?"""
 
@@ -337,15 +372,17 @@ FromRank = (
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted | Farewell
+    | SwitchDone | Consulted | Farewell | Keep | AskKept
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
-Greeting = Hello | Operator
+FromKeeper = Keeper | Kept
+Greeting = Hello | Operator | Keeper
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_controller: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
 _from_operator: msgspec.msgpack.Decoder[FromOperator] = msgspec.msgpack.Decoder(FromOperator)
+_from_keeper: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
 _greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
@@ -355,28 +392,6 @@ def frame(message: Message) -> bytes:
     if len(body) > MAX_FRAME:
         raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes; a frame has at most {MAX_FRAME}")
     return len(body).to_bytes(HEADER, "big") + body
-
-
-def one_line(error: BaseException) -> str:
-    """What went wrong, as text that every message and record can carry (file names may hold lone surrogates)."""
-    return encodable(f"{type(error).__name__}: {error}")
-
-
-def encodable(text: str) -> str:
-    """The same text; what UTF-8 cannot carry is escaped."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def body_size(header: bytes, limit: int) -> int:
-    """The length that a header announces.
-
-    Raises:
-        ProtocolError: longer than `limit`.
-    """
-    size = int.from_bytes(header, "big")
-    if size > limit:
-        raise ProtocolError(f"a frame of {size} bytes was announced; at most {limit} are allowed here")
-    return size
 
 
 def from_rank(body: bytes) -> FromRank:
@@ -406,6 +421,15 @@ def from_operator(body: bytes) -> FromOperator:
     return _decode(_from_operator, body)
 
 
+def from_keeper(body: bytes) -> FromKeeper:
+    """Decode what a keeper said.
+
+    Raises:
+        ProtocolError: anything else.
+    """
+    return _decode(_from_keeper, body)
+
+
 def greeting(body: bytes) -> Greeting:
     """Decode the first frame of a rank or an operator.
 
@@ -423,13 +447,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-
-
-def proof(token: str, role: Role, nonce: bytes, rank: int) -> bytes:
-    """HMAC-SHA256 over role, rank and the other side's nonce; the token itself never travels."""
-    return hmac.new(token.encode(), f"{role}:{rank}:".encode() + nonce, hashlib.sha256).digest()
-
-
-def proven(token: str, role: Role, nonce: bytes, rank: int, mac: bytes) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(proof(token, role, nonce, rank), mac)

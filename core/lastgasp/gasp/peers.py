@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import select
 import socket
 from dataclasses import dataclass
 
 from . import lifeline
-
-log = logging.getLogger("lastgasp.controller")
+from . import messages as m
 
 
 @dataclass
@@ -24,6 +21,8 @@ class Peer:
     """Its process, where it runs on this host."""
     box: int = -1
     """Our own descriptor of the rank's black box; it outlives the rank."""
+    elsewhere: tuple[str, int] | None = None
+    """Its host and process, where it runs on another one."""
     death: tuple[str, int] | None = None
     """The evidence that its process has died, and when that was seen; its connection may not have ended yet."""
 
@@ -38,17 +37,6 @@ def unread(writer: asyncio.StreamWriter) -> bool:
     return bool(poll.poll(0))
 
 
-def open_descriptor(pid: int, number: int) -> int:
-    """Our own descriptor of a rank's black box, which outlives the rank; -1 when it cannot be had."""
-    if number < 0:
-        return -1
-    try:
-        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        log.warning("the black box of process %d cannot be opened (%s): its random state dies with it", pid, error)
-        return -1
-
-
 def keep_alive(sock: socket.socket) -> None:
     """Small messages go at once, and the kernel finds a lost host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,3 +48,14 @@ def plain(error: BaseException) -> str:
     if isinstance(error, asyncio.IncompleteReadError):
         return "ended in the middle of a frame" if error.partial else "ended"
     return str(error) or type(error).__name__
+
+
+async def read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
+    """The body of the next frame.
+
+    Raises:
+        ProtocolError: it is longer than `limit` bytes.
+        EOFError: the connection ended.
+    """
+    size = m.body_size(await reader.readexactly(m.HEADER), limit)
+    return await reader.readexactly(size)

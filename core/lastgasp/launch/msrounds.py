@@ -12,6 +12,7 @@ from typing import Any
 from lastgasp import _clock
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.keeper import BoxKeeper
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.secret import FILE, TOKEN, token_from_environment
 from lastgasp.gasp.serve import ControllerThread, new_token
@@ -110,6 +111,7 @@ class MsRounds:
     def __init__(self, where: Plan) -> None:
         self._plan, self.number, self.several = where, -1, where.several
         self._controller: ControllerThread | None = None
+        self._keeper = None if where.here else BoxKeeper(f"{where.host}:{where.port}", where.token)
         if where.here:
             try:
                 self._controller = ControllerThread(where.token, where.host, where.port)
@@ -206,6 +208,8 @@ class MsRounds:
         Returns:
             How the last recovery ended, empty when there was none.
         """
+        if self._keeper is not None:
+            self._keeper.close()
         if self._controller is None:
             return ""
         ending = self._controller.last_ending(self.number)

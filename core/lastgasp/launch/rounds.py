@@ -12,6 +12,7 @@ import msgspec
 
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp.addresses import address_towards
+from lastgasp.gasp.keeper import BoxKeeper
 from lastgasp.gasp.secret import REMEDY, Secret
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.signin import Desk
@@ -91,6 +92,7 @@ class Rounds:
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
         self._started = 0
+        self._keeper: BoxKeeper | None = None
         self._notice: Notice | None = None
         self._last: Round | None = None
         self.last_word = LastWord()
@@ -166,11 +168,21 @@ class Rounds:
             notice, _ = self._first(None, 1, run_id, self._started)
         else:
             notice = self._notice
+        if group.group_rank != 0:
+            self._keep_boxes(notice)
         self._started = notice.attempt + 1
         controller = self._controller if group.group_rank == 0 else None
         current = self._last = Round(number=notice.attempt, controller=controller)
         current.environment = current.desk.environment | notice.environment
         return current
+
+    def _keep_boxes(self, notice: Notice) -> None:
+        """What the ranks of this host leave behind is told to the controller, which is on another one."""
+        if self._keeper is not None and self._keeper.address != notice.controller:
+            self._keeper.close()
+            self._keeper = None
+        if self._keeper is None and notice.controller:
+            self._keeper = BoxKeeper(notice.controller, notice.token)
 
     def _read(self, store: Any, run_id: str, fresh_store: bool) -> Notice:
         """What the first agent says; that there is no controller, where it says nothing."""
@@ -210,6 +222,8 @@ class Rounds:
         Returns:
             How the last recovery ended, empty when there was none.
         """
+        if self._keeper is not None:
+            self._keeper.close()
         self.end_round()
         if self._controller is not None:
             self._controller.stop()

@@ -1,0 +1,125 @@
+"""A launcher keeps the black boxes of its host's ranks open, and tells what is in them once a rank is dead.
+
+The controller does that itself on its own host, and cannot reach descriptors on another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+
+from lastgasp import __version__
+from lastgasp.blackbox import BlackBox, newest_step
+from lastgasp.errors import LastgaspError
+from lastgasp.topology import host_identity
+
+from . import messages as m
+from .link import Channel
+from .operator import NOBODY
+
+log = logging.getLogger("lastgasp.launch")
+
+REACH = 5.0
+"""Seconds for one attempt to reach the controller."""
+AGAIN = 1.0
+"""Seconds between two of them."""
+
+
+def open_box(pid: int, number: int) -> int:
+    """Our own descriptor of a rank's black box, which outlives the rank; -1 when it cannot be had."""
+    if number < 0:
+        return -1
+    try:
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        log.warning("the black box of process %d cannot be opened (%s): its random state dies with it", pid, error)
+        return -1
+
+
+def states(box: int) -> dict[int, bytes]:
+    """What a box holds of the newest step, of the one before, and of one that was begun."""
+    newest = newest_step(box)
+    near = range(newest - 1, newest + 2) if newest is not None else ()
+    return {step: found for step in near if (found := BlackBox.read(box, step)) is not None}
+
+
+class _KeeperLink(Channel):
+    """The keeper's end of the connection."""
+
+    def __init__(self, address: str, token: str) -> None:
+        super().__init__(address, REACH, retry=False)
+        hello = m.Keeper(protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"", host=host_identity())
+        self._greet(token, "keeper", NOBODY, hello)
+
+
+class BoxKeeper:
+    """One thread of a launcher; it connects again whenever the connection is lost. Close it when the job ends.
+
+    Args:
+        address, token: of the controller.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self._token = token
+        self._boxes: dict[int, int] = {}
+        self._closed = threading.Event()
+        self._poke_r, self._poke_w = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="lastgasp-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        os.write(self._poke_w, b"x")
+        self._thread.join(2 * REACH + AGAIN)
+        if not self._thread.is_alive():
+            for descriptor in (*self._boxes.values(), self._poke_r, self._poke_w):
+                os.close(descriptor)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                link = _KeeperLink(self.address, self._token)
+            except (LastgaspError, OSError, EOFError) as error:
+                log.debug("no controller at %s: %s", self.address, error)
+            else:
+                with contextlib.closing(link), contextlib.suppress(OSError, EOFError, LastgaspError):
+                    self._serve(link)
+            self._closed.wait(AGAIN)
+
+    def _serve(self, link: Channel) -> None:
+        while not self._closed.is_set():
+            if not link.unread:
+                poll = select.poll()  # select() ends at descriptor 1023
+                for number in (link.fileno(), self._poke_r):
+                    poll.register(number, select.POLLIN)
+                poll.poll()
+            if self._closed.is_set():
+                return
+            for message in link.receive():
+                if isinstance(message, m.Keep):
+                    self._keep(message)
+                elif isinstance(message, m.AskKept):
+                    link.send(self._kept(message.rank))
+
+    def _keep(self, message: m.Keep) -> None:
+        """A rank of an attempt that is over had the same number."""
+        if (old := self._boxes.pop(message.rank, -1)) >= 0:
+            os.close(old)
+        if (box := open_box(message.pid, message.box)) >= 0:
+            self._boxes[message.rank] = box
+
+    def _kept(self, rank: int) -> m.Kept:
+        box = self._boxes.get(rank, -1)
+        try:
+            found = states(box) if box >= 0 else {}
+        except OSError as error:
+            log.warning("the black box of rank %d cannot be read: %s", rank, error)
+            found = {}
+        return m.Kept(rank=rank, steps=tuple(found), states=tuple(found.values()))

@@ -1,0 +1,86 @@
+"""The controller's end of the keepers: what the launchers of other hosts keep of their ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from lastgasp import __version__, _clock
+from lastgasp.errors import AuthenticationError, ControlError, ProtocolError, VersionMismatch
+
+from . import messages as m
+from .operator import NOBODY
+from .peers import read_frame
+
+LOST_STATE = "the random state of rank {rank} at step {step} died with its process or host: from there on it draws anew"
+ANSWER = 2.0
+"""Seconds that a keeper may take to say what it keeps of a dead rank; the save waits for it."""
+
+
+class Keepers:
+    """All methods run on the event loop."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._boxes: dict[int, tuple[str, m.Keep]] = {}
+        self._asked: dict[int, float] = {}
+        self._states: dict[int, dict[int, bytes]] = {}
+
+    @staticmethod
+    def admit(hello: m.Keeper, token: str, nonce: bytes) -> None:
+        """Raise what is wrong with this keeper; the token comes first."""
+        if not m.proven(token, "keeper", nonce, NOBODY, hello.mac):
+            raise AuthenticationError("wrong token: the launcher does not belong to this job")
+        if hello.protocol != m.PROTOCOL or hello.version != __version__:
+            raise VersionMismatch(f"lastgasp version {hello.version} on {hello.host}, but {__version__} here")
+
+    async def serve(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear one keeper until it goes; the newest of a host counts."""
+        self._writers[host] = writer
+        for where, order in self._boxes.values():
+            if where == host:
+                writer.write(m.frame(order))
+        try:
+            while True:
+                message = m.from_keeper(await read_frame(reader, m.MAX_FRAME))
+                if not isinstance(message, m.Kept):
+                    raise ProtocolError(f"{type(message).__name__} after the greeting")
+                self._asked.pop(message.rank, None)
+                self._states[message.rank] = dict(zip(message.steps, message.states, strict=False))
+        finally:
+            if self._writers.get(host) is writer:
+                del self._writers[host]
+
+    def begin(self) -> None:
+        """Another attempt: its ranks have boxes of their own."""
+        self._boxes, self._asked, self._states = {}, {}, {}
+
+    def keep(self, host: str, order: m.Keep) -> None:
+        """A rank of another host has a box."""
+        self._boxes[order.rank] = (host, order)
+        if (writer := self._writers.get(host)) is not None:
+            writer.write(m.frame(order))
+
+    def ask(self, rank: int) -> None:
+        """The process of this rank is gone; of no effect for one without a box on another host."""
+        host, _ = self._boxes.get(rank, ("", None))
+        writer = self._writers.get(host)
+        if writer is None or rank in self._asked or rank in self._states:
+            return
+        self._asked[rank] = _clock.monotonic() + ANSWER
+        with contextlib.suppress(ControlError):
+            writer.write(m.frame(m.AskKept(rank=rank)))
+
+    @property
+    def awaited(self) -> bool:
+        """A keeper still may answer."""
+        now = _clock.monotonic()
+        return any(deadline > now for deadline in self._asked.values())
+
+    def has_box(self, rank: int) -> bool:
+        """Whether this rank of another host has one."""
+        return rank in self._boxes
+
+    def small(self, rank: int, step: int) -> bytes | None:
+        """The small state of a dead rank, as its host's launcher told."""
+        return self._states.get(rank, {}).get(step)

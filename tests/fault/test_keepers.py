@@ -1,0 +1,102 @@
+"""A rank dies on another host than the controller's: its launcher kept its random state, or the loss is noted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.errors import AuthenticationError
+from lastgasp.gasp.keeper import BoxKeeper, _KeeperLink
+from lastgasp.gasp.serve import ControllerThread, new_token
+from support.engine_job import ToyJob
+from support.hosts import needs_hosts, network
+from support.hosts_job import WORKER, HostsJob, Told, expected, ranks_of
+
+pytestmark = pytest.mark.fault
+
+
+@contextmanager
+def elsewhere(folder: Path) -> Iterator[ToyJob]:
+    """Two ranks whose controller takes this machine for another host than its own."""
+    job = ToyJob(folder, world=2)
+    assert job.thread is not None
+    job.thread._controller._identity = "another boot:1"
+    with job:
+        yield job
+
+
+def keeps(job: ToyJob, rank: int) -> None:
+    """Wait until the controller knows a launcher of the ranks' host, and has told it of this rank."""
+    assert job.thread is not None
+    keepers, deadline = job.thread._controller._keepers, time.monotonic() + 30
+    while not (keepers._writers and keepers.has_box(rank)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)  # it opens what it was told of, as a matter of microseconds
+
+
+def test_what_its_launcher_kept_is_saved(tmp_path: Path) -> None:
+    with elsewhere(tmp_path) as job:
+        assert job.endpoint is not None
+        with closing(BoxKeeper(job.endpoint.address, job.endpoint.token)):
+            job.step(1)
+            job.step(2)
+            keeps(job, 1)
+            job.stuck(0)
+            job.ranks[1].signal(signal.SIGKILL)
+            assert job.ranks[0].wait_for("save")["small"] == {"0": "rank 0 step 2", "1": "rank 1 step 2"}
+            assert job.ranks[0].code() == exitcodes.SAVED
+        assert job.incident().notes == []
+
+
+def test_without_one_the_loss_stands_in_the_record(tmp_path: Path) -> None:
+    with elsewhere(tmp_path) as job:
+        job.step(1)
+        job.stuck(0)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert job.ranks[0].wait_for("save")["small"] == {"0": "rank 0 step 1"}
+        assert job.ranks[0].code() == exitcodes.SAVED
+        [note] = job.incident().notes
+    assert "the random state of rank 1 at step 1 died" in note
+
+
+def test_a_keeper_proves_the_token_and_comes_back() -> None:
+    thread = ControllerThread(new_token())
+    end = thread.endpoint
+    try:
+        with pytest.raises(AuthenticationError):
+            _KeeperLink(end.address, "0" * 64)
+        with closing(BoxKeeper(end.address, end.token)) as keeper:
+            deadline = time.monotonic() + 30
+            while not thread._controller._keepers._writers:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            keeper.close()
+    finally:
+        thread.stop()
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_killed_on_the_second_host_costs_no_bit(tmp_path: Path) -> None:
+    directory, steps = tmp_path / "d", 30
+    with network(tmp_path, "a", "b") as hosts:
+        job = HostsJob(hosts, [WORKER, directory, steps, 0.1], "a", LASTGASP_BIND=hosts["a"].address)
+        told = Told(directory)
+        job.start()
+        told.reached(5)
+        [victim] = ranks_of(hosts["b"])
+
+        os.kill(victim, signal.SIGKILL)
+        assert job.codes(150) == {"a": 0, "b": 0}, job.output
+    [incident] = told.incidents()
+    assert (incident.ending, incident.steps_lost, incident.notes) == ("saved", 0, []), job.output
+    assert told.ends() == expected(steps, 2)
