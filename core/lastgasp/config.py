@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -146,6 +148,19 @@ _FIELDS: dict[str, Callable[[str, object], object]] = {
     "finish_timeout": _seconds,
     "sha256": _flag,
 }
+
+
+def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., Any]) -> None:
+    """Refuse keyword arguments that `function` does not have.
+
+    Raises:
+        ConfigError: names the argument, those that there are, and the one that was probably meant.
+    """
+    known = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name, value in unknown.items():
+        meant = difflib.get_close_matches(name, known, 1)
+        remedy = f"Did you mean {meant[0]!r}?" if meant else "Check the spelling."
+        raise ConfigError(name, value, f"one of the arguments {', '.join(known)}", remedy)
 
 
 def check_writable(directory: Path) -> None:

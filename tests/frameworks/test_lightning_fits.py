@@ -181,6 +181,9 @@ class Batches(Small):
     def train_dataloader(self) -> Any:
         return DataLoader(data(), self.batch_size, shuffle=True)
 
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(), 8)
+
 
 def tuned(job: Job, strike: int | None) -> Batches:
     job.restart()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_no
             fire("after_update")
             return result
 
-        return faulty_step
+        # A bound method, as what it stands for: schedulers that are made later take its function from it.
+        return MethodType(lambda self, *args, **options: faulty_step(*args, **options), optimizer)
 
     replace(undo, optimizer, "step", wrap)
 

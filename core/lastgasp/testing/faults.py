@@ -12,6 +12,7 @@ the engine calls the module's `fire_at("gasp_save")`, which does nothing unless 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from lastgasp import _clock
 from lastgasp.errors import ConfigError, LastgaspError
+
+log = logging.getLogger("lastgasp")
 
 ENV_FAULT = "LASTGASP_FAULT"
 ENV_LOG = "LASTGASP_FAULT_LOG"
@@ -197,6 +200,10 @@ class FaultKit:
             self._record(spec, step)
             self._act(spec)
 
+    def pending(self) -> list[FaultSpec]:
+        """Those of this rank and attempt that have not happened."""
+        return [s for s in self._pending if s.rank in (ALL_RANKS, self.rank) and s.attempt == self.attempt]
+
     def _record(self, spec: FaultSpec, step: int) -> None:
         if self._log is None:
             return
@@ -213,8 +220,15 @@ _installed: FaultKit | None = None
 
 
 def install(kit: FaultKit | None) -> None:
-    """Make `kit` the one that the module's `fire_at` uses; None takes it away."""
+    """Make `kit` the one that the module's `fire_at` uses; None takes it away, and says which faults never happened."""
     global _installed
+    if kit is None and _installed is not None:
+        for spec in _installed.pending():
+            step = "" if spec.step == ANY_STEP else f",step={spec.step}"
+            log.warning(
+                "%s: kind=%s,rank=%d,phase=%s%s never happened: this run had no such moment",
+                ENV_FAULT, spec.kind, spec.rank, spec.phase, step,
+            )  # fmt: skip
     _installed = kit
 
 

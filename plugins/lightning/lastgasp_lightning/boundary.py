@@ -27,14 +27,15 @@ class UpdateWatch:
 
     Args:
         updating: called once per batch, before the first parameter changes.
+        further: called before the update of each further optimizer of the batch (manual optimization).
         updated: called after the last parameter changed.
 
     Attributes:
         aside: whether the optimizers' steps are none of training's (a tuner's).
     """
 
-    def __init__(self, updating: _Event, updated: _Event) -> None:
-        self._updating, self._updated = updating, updated
+    def __init__(self, updating: _Event, further: _Event, updated: _Event) -> None:
+        self._updating, self._further, self._updated = updating, further, updated
         self._handles: list[Any] = []
         self.aside: Callable[[], bool] = lambda: False
         self.automatic = True
@@ -61,12 +62,14 @@ class UpdateWatch:
             self._handles.pop().remove()
 
     def begin(self) -> None:
-        """Parameters are about to change. More calls in one batch do nothing."""
+        """Parameters are about to change. More calls in one batch matter in manual optimization alone."""
         self.inside = True
         if not self.begun:
             self.baseline = (self._counters["ready"], self._counters["completed"])
             self._updating()
             self.begun, self._told = True, False
+        elif not self.automatic:
+            self._further()
 
     def close(self) -> None:
         """The boundary was captured: the window is over."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.config import GaspConfig, HangTimeout, check_writable
+from lastgasp.config import GaspConfig, HangTimeout, check_writable, refuse_unknown
+from lastgasp.errors import ConfigError
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
 from lastgasp.pytorch.origin import cause_of
@@ -76,8 +77,10 @@ class LastGasp(Callback):
         marks: bool | str | None = None,
         profiling_dir: str | os.PathLike[str] | None = None,
         profiling_limit_mb: int | None = None,
+        **unknown: Any,
     ) -> None:
         tell_launcher()
+        refuse_unknown(unknown, LastGasp.__init__)
         self.config = GaspConfig.resolve(
             dir,
             keep=keep,
@@ -102,6 +105,8 @@ class LastGasp(Callback):
         """
         if stage != "fit" or is_tuner_run(trainer):
             return
+        if sum(isinstance(callback, LastGasp) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ConfigError("callbacks", "several LastGasp", "one LastGasp", "Leave one of them in the list.")
         require_supported(trainer)
         check_writable(self.config.directory)
         reorder(trainer, self)
@@ -136,8 +141,10 @@ class LastGasp(Callback):
         self._run.moved("forward")  # type: ignore[union-attr]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """From here on this rank may wait for its peers."""
-        self._run.moved("backward")  # type: ignore[union-attr]
+        """From here on this rank may wait for its peers, and they may make the step without it."""
+        run = self._run
+        run.moved("backward")  # type: ignore[union-attr]
+        run.state.before_backward()  # type: ignore[union-attr]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Parameters are about to change."""

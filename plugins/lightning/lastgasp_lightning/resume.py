@@ -14,8 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.small import SmallState, decode_small, restore_small
 from lastgasp_lightning.buckets import restore_layout
+from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
-from lastgasp_lightning.metrics import restore_results
+from lastgasp_lightning.extra import split_extra
+from lastgasp_lightning.metrics import decode_own, restore_results
 from lastgasp_lightning.state import KEY, VERSION, LightningState, patch_groups, set_batch_progress
 from lastgasp_lightning.tuner import set_found
 
@@ -36,6 +38,7 @@ class Resume:
         self._state = state
         self._undo: list[Undo] = []
         self._record: dict[str, Any] = {}
+        self._own = b""
         self.notes: list[str] = []
 
     def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
@@ -62,8 +65,8 @@ class Resume:
         self._small = self._choose_small(trainer, record)
         _to_boundary(checkpoint, record)
         set_found(trainer, record.get("tuned", {}))
-        extra = self._small.extra if self._small is not None else b""
-        self._state.position.resume(extra, record["epoch"], record["batch"])
+        position, self._own = split_extra(self._small.extra if self._small is not None else b"")
+        self._state.position.resume(position, record["epoch"], record["batch"])
         self._undo.append(restore_layout(trainer, record.get("buckets")))
         self._arrange(trainer)
         return True
@@ -119,10 +122,13 @@ class Resume:
         trainer.should_stop = trainer.should_stop or record["stopping"]
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         _skip_second_save(trainer, record)
+        for optimizer, groups in zip(trainer.optimizers, record["param_groups"], strict=False):
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):
+                group.update(saved)  # a scheduler that is made when the epoch starts changes the learning rate
         self._restore_metrics(trainer, record)
         self._state.position.settle()
         if self._small is not None:
-            restore_small(self._small, self._state._devices(), trainer.lightning_module)
+            restore_small(self._small, self._state._devices(), with_averages(trainer))
         self._small, self._record = None, {}
         self._state.resumed()
 
@@ -130,7 +136,10 @@ class Resume:
         logs = trainer._logger_connector
         device = trainer.strategy.root_device
         logs._callback_metrics.update({k: v.to(device) for k, v in record["metrics"].items()})
-        restore_results(trainer, record["results"])
+        rows = decode_own(self._own) or record["results"]
+        if rows is record["results"] and rows and record.get("results_rank") != trainer.global_rank:
+            self._note(f"the epoch's accumulators of self.log on rank {trainer.global_rank} are those of another rank")
+        restore_results(trainer, rows)
         logs._first_loop_iter, logs._current_fx = record["logging"]
         if logs._first_loop_iter is not None:
             logs.on_batch_end()

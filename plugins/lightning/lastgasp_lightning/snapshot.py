@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
 
+from lastgasp_lightning.extrastate import ExtraStates
+
 _Path = tuple[str, ...]
 # Hooks that run after a boundary and before the next update, outside validation and epoch end. Callbacks with
 # a state and one of these are captured at every boundary; all others only when validation or epoch end begins.
@@ -32,6 +34,7 @@ class Snapshot:
     metrics: dict[str, Any]
     logging: tuple[bool | None, str | None]
     callbacks: dict[str, Any]
+    extra: tuple[Any, dict[str, Any]]
     all_callbacks: bool = False
 
 
@@ -45,7 +48,7 @@ class Snapshotter:
         self._val = self._epoch.val_loop
         self._logs = trainer._logger_connector
         self.paths, self._dicts = _trackers(trainer.fit_loop)
-        self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
+        self.extra = ExtraStates(trainer)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
         self._mid_step = [cb for cb in self._stateful if any(_overrides(cb, hook) for hook in hooks)]
@@ -59,12 +62,13 @@ class Snapshotter:
             epoch._batches_that_stepped,
             (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
             self._trainer.should_stop and not self._fit._can_stop_early,
-            [s.state_dict() for s in self._schedulers],
+            [c.scheduler.state_dict() for c in self._trainer.lr_scheduler_configs],  # callbacks may exchange them
             [[_hyperparameters(g) for g in o.param_groups] for o in self._trainer.optimizers],
             [_metric(key, m) for key, m in results.items()] if results else [],
             logs._callback_metrics.copy(),
             (logs._first_loop_iter, logs._current_fx),
             _states(self._mid_step) if self._mid_step else {},
+            self.extra.take(),
         )
 
     def add_callbacks(self, snapshot: Snapshot) -> None:

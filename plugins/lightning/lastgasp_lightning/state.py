@@ -22,8 +22,10 @@ from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
+from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
-from lastgasp_lightning.metrics import encode_results
+from lastgasp_lightning.extra import join_extra, split_extra
+from lastgasp_lightning.metrics import OwnAccumulators, encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
@@ -61,17 +63,17 @@ class LightningState:
         self._trainer, self.fit = trainer, fit
         self._gate = updating
         self._single = trainer.world_size == 1
-        self.watch = UpdateWatch(self._before_first_update, updated)
+        self.watch = UpdateWatch(self._before_first_update, self._capture_unsettled, updated)
         self.position = DataPosition(trainer, self._devices(), fit)
         self.snapshot: Snapshot | None = None
         self._buckets = BucketLayout(lambda: trainer.strategy.model)
         self.notes: list[str] = []
         self._recorder: SmallRecorder | None = None
+        self._parts = b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: int | None = None
         self._in_module_hook = False
         self._faulted = False
-        self._last_increment = 1
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -92,7 +94,9 @@ class LightningState:
         self.fit.look_at_optimizers()
         module = trainer.lightning_module
         self._snapshots = Snapshotter(trainer)
-        self._recorder = SmallRecorder(self._devices(), module if self._owns_buffers() else None)
+        self._accumulators = OwnAccumulators(trainer)
+        self._holder = with_averages(trainer)
+        self._recorder = SmallRecorder(self._devices(), self._holder if self._owns_buffers() else None)
         self.watch.install(trainer)
         self._undo = [
             wrap_batch_end(module, self._enter_module_hook, self._leave_module_hook),
@@ -154,10 +158,19 @@ class LightningState:
     def _before_first_update(self) -> None:
         # A rank killed inside the update leaves its random state of just before, which the update does not use,
         # to whoever survives it; in a job of one rank nobody does.
-        if not self._single:
-            step = self._trainer.fit_loop.epoch_loop.global_step + self._last_increment
-            self._capture_small(step, settled=False)
+        self._capture_unsettled()
         self._gate()
+
+    def before_backward(self) -> None:
+        """Call in `on_before_backward`: in it the ranks' gradients meet, and the others can make the step alone."""
+        accumulates = self.watch.automatic and self._trainer.accumulate_grad_batches != 1
+        if not accumulates or not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self._capture_unsettled()
+
+    def _capture_unsettled(self) -> None:
+        # Each update counts for one step, that of each optimizer as well; the last one of a batch makes its boundary.
+        if not self._single and not self.watch.aside():
+            self._capture_small(self._trainer.fit_loop.epoch_loop.global_step + 1, settled=False)
 
     def boundary(self) -> int | None:
         """Call in `on_train_batch_end`. Captures the boundary if the batch made an update.
@@ -171,8 +184,6 @@ class LightningState:
             return None
         if step == 0:
             return None
-        if snapshot is not None:
-            self._last_increment = max(1, step - snapshot.step)
         self._capture(step)
         return step
 
@@ -189,7 +200,10 @@ class LightningState:
     def _capture_small(self, step: int, settled: bool) -> None:
         recorder = self._recorder
         if recorder is not None:
-            recorder.extra = self.position.record(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            position = self.position.record(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            parts = position, self._accumulators.encode() if not self._single else b""
+            if parts[0] is not self._parts[0] or parts[1] is not self._parts[1]:
+                self._parts, recorder.extra = parts, join_extra(*parts)
             recorder.capture(step, settled)
 
     def _enter_module_hook(self) -> None:
@@ -359,17 +373,20 @@ class LightningState:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = snapshot.stepped
         own = record["small"].get(self._trainer.global_rank)
         if "combined_loader" in fit["state_dict"] and own is not None:
-            fit["state_dict"]["combined_loader"] = self.position.stateful_states(decode_small(own).extra)
+            position, _ = split_extra(decode_small(own).extra)
+            fit["state_dict"]["combined_loader"] = self.position.stateful_states(position)
         checkpoint["global_step"] = snapshot.step
         checkpoint["epoch"] = fit["epoch_progress"]["current"]["completed"]
         checkpoint["lr_schedulers"] = snapshot.schedulers
         checkpoint["callbacks"].update(snapshot.callbacks)
         patch_groups(checkpoint["optimizer_states"], snapshot.groups)
-        live = {t.data_ptr(): n for n, t in self._trainer.lightning_module.named_buffers(remove_duplicate=False)}
-        for name, value in checkpoint["state_dict"].items():
-            # by address: a strategy or a callback may have put other tensors there
-            if isinstance(value, torch.Tensor) and live.get(value.data_ptr()) in record["buffers"]:
-                checkpoint["state_dict"][name] = record["buffers"][live[value.data_ptr()]]
+        live = {t.data_ptr(): n for n, t in self._holder.named_buffers(remove_duplicate=False)}
+        for states in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):
+            for name, value in states.items():
+                # by address: a strategy or a callback may have put other tensors there
+                if isinstance(value, torch.Tensor) and live.get(value.data_ptr()) in record["buffers"]:
+                    states[name] = record["buffers"][live[value.data_ptr()]]
+        self._snapshots.extra.put(checkpoint, snapshot.extra)
 
 
 def set_batch_progress(batches: dict[str, Any], pending: int) -> None:

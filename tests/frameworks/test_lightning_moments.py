@@ -1,0 +1,224 @@
+"""What is captured when: before each update and backward pass, at the boundary, per rank, of callbacks and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
+from lastgasp.errors import ConfigError
+from lastgasp.pytorch import rng
+from lastgasp.pytorch.small import decode_small
+from lastgasp.testing.faults import FaultKit, install, parse_faults
+from lastgasp_lightning import LastGasp
+from lastgasp_lightning.testing import FaultCallback
+
+
+def gasp_of(trainer: Any) -> Any:
+    (found,) = (cb for cb in trainer.callbacks if isinstance(cb, LastGasp))
+    return found
+
+
+class AsOneOfSeveral(L.Callback):
+    """Has a lone rank capture what the ranks of a larger job capture."""
+
+    def on_train_start(self, trainer: L.Trainer, *args: object) -> None:
+        gasp_of(trainer)._run.state._single = False
+
+
+def left_by_a_kill(trainer: Any) -> tuple[dict[str, Tensor], bytes]:
+    """Buffers and random state that others find of the step under way, were this rank killed now."""
+    found = gasp_of(trainer)._run.state.small(trainer.global_step + 1)
+    assert found is not None
+    small = decode_small(found)
+    return small.buffers, small.rng.torch
+
+
+def now(module: nn.Module) -> tuple[dict[str, Tensor], bytes]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}, rng.decode(rng.RngRecorder().snapshot()).torch
+
+
+def assert_same(a: tuple[dict[str, Tensor], bytes], b: tuple[dict[str, Tensor], bytes]) -> None:
+    assert a[0].keys() == b[0].keys()
+    assert [name for name in a[0] if not torch.equal(a[0][name], b[0][name])] == []
+    assert a[1] == b[1]
+
+
+class Adversaries(L.LightningModule):
+    """Manual optimization: the second network's forward pass changes statistics after the first one's update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+        self.two = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Dropout(0.3))
+        self.looks = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            self.manual_backward(self.two(self.one(batch[0]) + torch.randn(1)).pow(2).mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.one, self.two)]
+
+    def look(self, *_: object) -> None:
+        assert_same(left_by_a_kill(self.trainer), now(self))
+        self.looks += 1
+
+    def on_after_backward(self) -> None:
+        self.look()
+
+
+class LooksLate(L.Callback):
+    """Looks after LastGasp's own hooks: those of an optimizer run in the order in which they were made."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(pl_module.look)  # type: ignore[arg-type]
+
+
+def test_a_kill_leaves_the_state_of_before_each_update_and_each_backward_pass(tmp_path: Path) -> None:
+    model = Adversaries()
+    assert fit(Job(tmp_path).make(AsOneOfSeveral(), LooksLate(), max_steps=8), model)
+    assert model.looks == 16, "after each backward pass and before each update"
+
+
+def mean_of(trainer: L.Trainer) -> float:
+    return float(trainer.callback_metrics["loss_epoch"])
+
+
+def test_each_rank_gets_its_own_accumulators_back(tmp_path: Path) -> None:
+    job = Job(tmp_path, {"max_epochs": 1})
+    seed(6)
+    straight = job.make(AsOneOfSeveral())
+    assert fit(straight, Small())
+    job = Job(tmp_path / "faulted", {"max_epochs": 1})
+    seed(6)
+    job.restart()
+    assert not fit(job.make(AsOneOfSeveral(), strike=4), Small())
+    (gasp,) = (job.folder / "ckpts").glob("gasp*.ckpt")
+    checkpoint = torch.load(gasp, weights_only=False)
+    for row in checkpoint["lastgasp"]["results"]:
+        row["states"] = {name: value * 3 for name, value in row["states"].items()}
+    checkpoint["lastgasp"]["results_rank"] = 1
+    torch.save(checkpoint, tmp_path / "of-rank-1.ckpt")
+    job.restart()
+    resumed = job.make()
+    resumed.callbacks = [  # type: ignore[attr-defined]
+        *resumed.callbacks[:-1], LastGasp(tmp_path / "other", resume=tmp_path / "of-rank-1.ckpt", marks=False)
+    ]  # fmt: skip
+    assert fit(resumed, Small())
+    assert mean_of(resumed) == mean_of(straight)
+
+
+class Counting(Small):
+    """Counts batches where no boundary sees it: in the module's extra state, and in the datamodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        self.trainer.datamodule.seen += 1  # type: ignore[attr-defined]
+        if self.seen == 6:
+            raise Boom
+        return super().training_step(batch, batch_idx)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Counted(L.LightningDataModule):
+    seen = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), 4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+
+def test_a_count_of_the_users_is_that_of_the_boundary(tmp_path: Path) -> None:
+    with pytest.raises(Boom):
+        Job(tmp_path).make().fit(Counting(), datamodule=Counted())
+    (gasp,) = (tmp_path / "ckpts").glob("gasp*.ckpt")
+    checkpoint = torch.load(gasp, weights_only=False)
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["Counted"] == {"seen": 5}
+    assert checkpoint["state_dict"]["_extra_state"] == {"seen": 5}
+
+
+class Spoils(L.Callback):
+    """Changes the averaged model's buffers, as on another rank they are others."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: object) -> None:
+        if trainer.global_step == 5:
+            (ema,) = (cb for cb in trainer.callbacks if isinstance(cb, EMAWeightAveraging))  # type: ignore[attr-defined]
+            assert ema._average_model is not None
+            self.right = {n: b.clone() for n, b in ema._average_model.module.named_buffers()}
+            for buffer in ema._average_model.module.buffers():
+                buffer.add_(7)
+            raise Boom
+
+
+def test_buffers_of_an_averaged_model_are_those_of_the_boundary(tmp_path: Path) -> None:
+    spoils = Spoils()
+    assert not fit(Job(tmp_path).make(EMAWeightAveraging(decay=0.5), spoils), Small())
+    (gasp,) = (tmp_path / "ckpts").glob("gasp*.ckpt")
+    checkpoint = torch.load(gasp, weights_only=False)
+    assert [n for n, b in spoils.right.items() if not torch.equal(checkpoint["state_dict"][n], b)] == []
+    assert not torch.equal(checkpoint["current_model_state"]["net.1.running_mean"], spoils.right["net.1.running_mean"])
+
+
+def swa(job: Job, strike: int | None) -> tuple[dict[str, Tensor], float]:
+    job.restart()
+    seed(7)
+    model = Small()
+    trainer = job.make(StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1), strike=strike, max_epochs=4)
+    fit(trainer, model)
+    return weights(model), trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_stochastic_weight_averaging_goes_on_with_its_learning_rate(tmp_path: Path, step: int) -> None:
+    straight = swa(Job(tmp_path / "straight"), None)
+    job = Job(tmp_path / "faulted")
+    swa(job, step)
+    resumed = swa(job, None)
+    assert resumed[1] == straight[1]
+    assert [n for n in straight[0] if not torch.equal(straight[0][n], resumed[0][n])] == []
+
+
+def test_a_drill_with_stochastic_weight_averaging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kit = FaultKit(parse_faults("kind=exception,phase=update,step=99;kind=exception,rank=3,phase=update,step=1"))
+    job = Job(tmp_path)
+    assert fit(job.make(StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1), FaultCallback(kit)), Small())
+    assert "phase=update,step=99 never happened" in caplog.text
+    assert "rank=3" not in caplog.text
+    install(None)
+
+
+def test_two_of_us_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Leave one of them"):
+        fit(Job(tmp_path).make(LastGasp(tmp_path / "other")), Small())
+
+
+def test_a_misspelt_argument_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keeep=1.*Did you mean 'keep'"):
+        LastGasp(tmp_path, keeep=1)
+    with pytest.raises(ConfigError, match="Check the spelling"):
+        LastGasp(tmp_path, zzz=1)
