@@ -42,7 +42,8 @@ def left_by_a_kill(trainer: Any) -> tuple[dict[str, Tensor], bytes]:
 
 
 def now(module: nn.Module) -> tuple[dict[str, Tensor], bytes]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}, rng.decode(rng.RngRecorder().snapshot()).torch
+    drawn = rng.decode(rng.RngRecorder().snapshot()).torch
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}, drawn
 
 
 def assert_same(a: tuple[dict[str, Tensor], bytes], b: tuple[dict[str, Tensor], bytes]) -> None:

@@ -201,7 +201,7 @@ class _Run:
         place = self.source.place
         marking = Marking(config=marks, framework=f"lightning {versions()['lightning']}", device=trainer.local_rank)
         self.session = Session(config, place, self.source, connect(trainer, place), marking)
-        self.moved = self.session.moved
+        self.moved, self.state.say = self.session.moved, self.session.note
         self.tuning = Tuning(trainer, self.session.stand, self.resume.pending)
         self.state.watch.aside = lambda: self.tuning.active
         self.mark_update: Callable[[], None] = _nothing
@@ -229,6 +229,8 @@ class _Run:
         self.session.begin(step, durable=step if self.chooser.resumed else 0)
         self.session.take_sigterm(self._users_handler if known else None)
         self._begun = True
+        if self.state.position.workers:
+            log.info("a resume restores the order of the samples, not random numbers drawn in DataLoader workers")
 
     def _mark(self) -> None:
         recorder = self.session.recorder

@@ -106,6 +106,15 @@ class DataPosition:
         combined.__class__ = type(combined).__mro__[1]
         del combined.lastgasp_position
 
+    @property
+    def workers(self) -> bool:
+        """Whether a loader whose samples are skipped by the sampler draws random numbers in processes of its own."""
+        loaders = self._combined.flattened if self._combined is not None else []
+        return any(
+            kind == MAP and getattr(loader, "num_workers", 0) > 0
+            for loader, kind in zip(loaders, self._kinds, strict=True)
+        )
+
     # -- recording ----------------------------------------------------------------------------------------
 
     def record(self, consumed: int) -> bytes:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.small import SmallState, decode_small, restore_small
@@ -91,7 +90,7 @@ class Resume:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        rank_zero_warn(f"lastgasp: {text}")
+        self._state.say(text)
 
     def _arrange(self, trainer: Any) -> None:
         fit = trainer.fit_loop
@@ -122,11 +121,14 @@ class Resume:
         trainer.should_stop = trainer.should_stop or record["stopping"]
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         _skip_second_save(trainer, record)
+        _start_averaging(trainer)
         for optimizer, groups in zip(trainer.optimizers, record["param_groups"], strict=False):
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 group.update(saved)  # a scheduler that is made when the epoch starts changes the learning rate
         self._restore_metrics(trainer, record)
         self._state.position.settle()
+        if self._state.position.workers and record["batch"]:
+            self._note("random numbers that DataLoader workers draw (augmentation) are others than without the fault")
         if self._small is not None:
             restore_small(self._small, self._state._devices(), with_averages(trainer))
         self._small, self._record = None, {}
@@ -155,6 +157,14 @@ def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:
     checkpoint["lr_schedulers"] = record["lr_schedulers"]
     checkpoint.setdefault("callbacks", {}).update(record["callbacks"])
     patch_groups(checkpoint["optimizer_states"], record["param_groups"])
+
+
+def _start_averaging(trainer: Any) -> None:
+    """Lightning's SWA makes its scheduler when an epoch starts, which a resume in the middle of one leaves out."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging) and not callback._initialized:
+            if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ and a resumed run replays what was due, so that it is bit-equal to the uninterru
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +31,8 @@ from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, statefu
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
 
+log = logging.getLogger("lastgasp")
+
 KEY = "lastgasp"
 VERSION = 1
 
@@ -51,6 +54,9 @@ class LightningState:
         fit: which fit of the script it is.
         updating: called once per batch before parameters change (an update gate may block here).
         updated: called when they have changed.
+
+    Attributes:
+        say: tells people what is not exact (`Session.note`).
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class LightningState:
         self.snapshot: Snapshot | None = None
         self._buckets = BucketLayout(lambda: trainer.strategy.model)
         self.notes: list[str] = []
+        self.say: Callable[[str], None] = log.warning
         self._recorder: SmallRecorder | None = None
         self._parts = b"", b""
         self._undo: list[compat.Undo] = []
@@ -235,7 +242,7 @@ class LightningState:
         if not finish_batch(self._trainer, self.watch):
             return False
         if stateful_callbacks(self._trainer):
-            self.notes.append("callbacks after the one that raised did not see on_train_batch_end of this step")
+            self._note("callbacks after the one that raised did not see on_train_batch_end of this step")
         self._capture(self._trainer.fit_loop.epoch_loop.global_step)
         return True
 
@@ -362,8 +369,12 @@ class LightningState:
         if data is not None:
             found.update(decode_small(data).buffers)
         elif not found and self.buffer_rank != self._trainer.global_rank:
-            self.notes.append(f"buffers are this rank's, because those of rank {self.buffer_rank} were lost")
+            self._note(f"buffers are this rank's, because those of rank {self.buffer_rank} were lost")
         return found
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(text)
 
     def _patch(self, checkpoint: dict[str, Any], record: dict[str, Any], snapshot: Snapshot) -> None:
         """Bring the live dump to the boundary, as Lightning would have saved it in on_train_batch_end."""
