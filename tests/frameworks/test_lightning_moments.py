@@ -114,10 +114,9 @@ def test_each_rank_gets_its_own_accumulators_back(tmp_path: Path) -> None:
     checkpoint["lastgasp"]["results_rank"] = 1
     torch.save(checkpoint, tmp_path / "of-rank-1.ckpt")
     job.restart()
-    resumed = job.make()
-    resumed.callbacks = [  # type: ignore[attr-defined]
-        *resumed.callbacks[:-1], LastGasp(tmp_path / "other", resume=tmp_path / "of-rank-1.ckpt", marks=False)
-    ]  # fmt: skip
+    resumed: Any = job.make()
+    ours = LastGasp(tmp_path / "other", resume=tmp_path / "of-rank-1.ckpt", marks=False)
+    resumed.callbacks = [*resumed.callbacks[:-1], ours]
     assert fit(resumed, Small())
     assert mean_of(resumed) == mean_of(straight)
 

@@ -162,9 +162,10 @@ def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:
 def _start_averaging(trainer: Any) -> None:
     """Lightning's SWA makes its scheduler when an epoch starts, which a resume in the middle of one leaves out."""
     for callback in trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging) and not callback._initialized:
-            if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
-                callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        if not isinstance(callback, StochasticWeightAveraging) or callback._initialized:
+            continue
+        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:

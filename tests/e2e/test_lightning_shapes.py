@@ -1,0 +1,55 @@
+"""Jobs of the shapes that users' scripts have, killed and resumed bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lastgasp.events import decode_incident
+from lastgasp.testing.jobs import run_job
+from lastgasp.testing.weights import differences
+from support import lean
+
+SCRIPT = Path(__file__).parents[1] / "support/lightning_shapes.py"
+LIMIT = 150.0
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(400)]
+
+COVERING = [("gan", "0,0,6"), ("folds", "1,1,5")]
+"""Shape; rank, fit and step of the kill. In the GAN the killed rank's statistics count, in the folds the second fit."""
+REST = [("gan", "1,0,6"), ("folds", "0,0,5"), ("tuner", "1,0,5"), ("workers", "0,0,5"), ("bf16", "0,0,5")]
+
+
+def run(folder: Path, shape: str, *more: str) -> Path:
+    """One job under `lastgasp run`; returns where its final weights stand."""
+    folder.mkdir()
+    command = [lean.python(), "-m", "lastgasp", "run", "--nproc-per-node", "2", str(SCRIPT), "--shape", shape]
+    command += ["--dir", str(folder / "ckpts"), "--final", str(folder / "final.pt"), *more]
+    done = run_job(command, folder / "log", timeout=LIMIT, environ=os.environ)
+    assert done.ok, done.output[-6000:]
+    return folder / "final.pt"
+
+
+def check(tmp_path: Path, shape: str, kill: str) -> None:
+    """The same weights at the end, in each fit; and the step of the fault was saved."""
+    straight = run(tmp_path / "straight", shape)
+    killed = run(tmp_path / "killed", shape, "--kill", kill)
+    records = [decode_incident(path.read_bytes()) for path in (tmp_path / "killed/ckpts/incidents").glob("*.json")]
+    assert [record.ending for record in records] == ["saved"], "the fault fired once, and its step is safe"
+    assert records[0].steps_lost == 0
+    step = int(kill.split(",")[2]) + (2 if shape == "gan" else 1)
+    assert records[0].step_saved == step
+    assert differences(straight, killed) == []
+
+
+@pytest.mark.parametrize(("shape", "kill"), COVERING)
+def test_covering(tmp_path: Path, shape: str, kill: str) -> None:
+    check(tmp_path, shape, kill)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "kill"), REST)
+def test_rest(tmp_path: Path, shape: str, kill: str) -> None:
+    check(tmp_path, shape, kill)

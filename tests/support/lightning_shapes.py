@@ -1,0 +1,128 @@
+"""Lightning jobs of the shapes that users' scripts have: adversaries, folds, a tuner, workers, mixed precision.
+
+A fault is the script's own where `LASTGASP_FAULT` cannot name the moment: `--kill RANK,FIT,STEP` ends that rank, in the
+first attempt, at the last optimizer's update of the batch that begins at that step of that fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.tuner.tuning import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from lastgasp_lightning import LastGasp
+
+
+class Dying(torch.optim.Adam):
+    """Adam that may end its process when it is about to change parameters."""
+
+    when: Any = staticmethod(lambda: False)
+
+    def _init_group(self, *args: Any, **options: Any) -> Any:
+        if self.when():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._init_group(*args, **options)  # type: ignore[no-untyped-call]
+
+
+class Net(LightningModule):
+    """Automatic optimization, with what makes a resume hard."""
+
+    def __init__(self, kill: tuple[int, int, int] | None, fit: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.kill, self.fit, self.lr = kill, fit, 0.01
+        self.begun = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Remember where the batch begins."""
+        self.begun = self.trainer.global_step
+
+    def due(self) -> bool:
+        """Whether this is the moment of the fault."""
+        attempt = int(os.environ.get("LASTGASP_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        return self.kill == (self.global_rank, self.fit, self.begun) and attempt == 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        """Squared error on noisy inputs."""
+        x, y = batch
+        return ((self.net(x + 0.1 * random.random() * torch.randn_like(x)) - y) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        """One that may die."""
+        optimizer = Dying(self.parameters(), lr=self.lr)
+        optimizer.when = self.due
+        return optimizer
+
+
+class Gan(Net):
+    """As Lightning's own example: two optimizers, toggled, each with a forward pass of its own."""
+
+    def __init__(self, kill: tuple[int, int, int] | None) -> None:
+        super().__init__(kill)
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """First the judge, then the generator, whose forward pass changes the statistics of both."""
+        judges, makes = self.optimizers()  # type: ignore[misc]
+        x, y = batch
+        for optimizer, wanted in ((judges, 0.0), (makes, 1.0)):
+            self.toggle_optimizer(optimizer)
+            made = self.judge(self.net(x + 0.1 * torch.randn_like(x)))
+            real = self.judge(y) if wanted == 0.0 else torch.ones_like(made)
+            loss = ((made - wanted) ** 2).mean() + ((real - 1.0) ** 2).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        """The second one may die."""
+        makes = Dying(self.net.parameters(), lr=self.lr)
+        makes.when = self.due
+        return [torch.optim.Adam(self.judge.parameters(), lr=self.lr), makes]
+
+
+def main() -> None:
+    """Train as `--shape` says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=("plain", "gan", "folds", "tuner", "workers", "bf16"), required=True)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--final", type=Path, required=True)
+    parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(","))), default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    seed_everything(7 + 1000 * int(os.environ.get("LOCAL_RANK", "0")))
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    strategy = "ddp_find_unused_parameters_true" if args.shape == "gan" else "ddp"
+    found = []
+    for fit in range(2 if args.shape == "folds" else 1):
+        model = Gan(args.kill) if args.shape == "gan" else Net(args.kill, fit)
+        part = Subset(data, [i for i in range(48) if i % 3 != fit]) if args.shape == "folds" else data
+        loader = DataLoader(part, 4, shuffle=True, num_workers=2 if args.shape == "workers" else 0)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=[LastGasp(args.dir)],
+            precision="bf16-mixed" if args.shape == "bf16" else "32-true",
+        )  # fmt: skip
+        if args.shape == "tuner":
+            Tuner(trainer).lr_find(model, loader, num_training=10, update_attr=True)
+        trainer.fit(model, loader)
+        found.append(model.state_dict())
+    if trainer.is_global_zero:
+        final = {f"{n}.{name}": value.clone() for n, state in enumerate(found) for name, value in state.items()}
+        torch.save(final, args.final)
+
+
+if __name__ == "__main__":
+    main()
