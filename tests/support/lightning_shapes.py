@@ -73,7 +73,8 @@ class Gan(Net):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """First the judge, then the generator, whose forward pass changes the statistics of both."""
-        judges, makes = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        judges, makes = optimizers
         x, y = batch
         for optimizer, wanted in ((judges, 0.0), (makes, 1.0)):
             self.toggle_optimizer(optimizer)
