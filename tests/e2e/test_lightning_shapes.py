@@ -42,6 +42,7 @@ def check(tmp_path: Path, shape: str, kill: str) -> None:
     step = int(kill.split(",")[2]) + (2 if shape == "gan" else 1)
     assert records[0].step_saved == step
     assert differences(straight, killed) == []
+    assert [note for note in records[0].notes if "DataLoader workers" in note] != [] or shape != "workers"
 
 
 @pytest.mark.parametrize(("shape", "kill"), COVERING)
