@@ -37,6 +37,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "final.pt"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_step_is_lost(case: Case, tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fired, directory = tmp_path / "fired", tmp_path / "ckpts"

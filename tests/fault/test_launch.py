@@ -150,6 +150,7 @@ def test_each_attempt_has_a_store_of_its_own_and_the_same_controller(tmp_path: P
     assert {rank["LASTGASP_JOB"] for ranks in attempts for rank in ranks} != {None}
 
 
+@pytest.mark.full
 def test_an_import_error_is_stopped_too(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import no_such_module_at_all\n")

@@ -99,6 +99,7 @@ def test_the_hold_is_as_long_as_the_save(tmp_path: Path) -> None:
     assert (first.ending, first.step_saved, first.savers) == ("saved", 2, [0])
 
 
+@pytest.mark.full
 def test_a_script_that_cannot_even_start_is_stopped_and_its_traceback_shown(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import no_such_module_at_all\n")

@@ -51,6 +51,7 @@ def compare(directory: Path, resumed: str, skip: tuple[str, ...] = ()) -> None:
         assert differences(straight, other) == []
 
 
+@pytest.mark.full
 @pytest.mark.fault
 @pytest.mark.parametrize("broadcast", ["1", pytest.param("0", marks=pytest.mark.full)])
 def test_ddp_resumes_bit_equal(broadcast: str, tmp_path: Path) -> None:

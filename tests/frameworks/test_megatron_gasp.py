@@ -188,6 +188,7 @@ def test_megatrons_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
 NO_GLOO = f"--bf16 {DIST_OPT} --disable-gloo-process-groups --ckpt-format torch_dist"
 
 
+@pytest.mark.full
 def test_a_gasp_loads_without_gloo_groups(tmp_path: Path) -> None:
     job = GptJob(folder=tmp_path, flags=NO_GLOO, last=FAULT + 2, every=99, launcher="run", launch_options=FLAGS)
     done = job.run(fault("exception", 1, "forward", tmp_path), timeout=LIMIT)

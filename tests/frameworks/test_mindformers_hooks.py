@@ -96,6 +96,7 @@ def test_so_does_a_callback_made_by_hand(version: str, tmp_path: Path) -> None:
     assert found["notes"][0] == ["run", str(tmp_path / "object")]
 
 
+@pytest.mark.full
 @both_versions
 def test_the_environment_turns_plain_mindspore_on(version: str, tmp_path: Path) -> None:
     found = told(version, "plain", tmp_path, "1")

@@ -39,6 +39,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], 
     return reference.losses()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "saved"), [pytest.param("exception", 13, marks=pytest.mark.full), ("sigterm", None)]
 )

@@ -117,11 +117,10 @@ def all_cases() -> list[Case]:
 
 
 def covering_cases() -> list[Case]:
-    """What runs with every test round: a kill, a request to stop, an exception; each launcher, both ranks."""
+    """What runs with every test round: a kill and a request to stop, with and without a launcher, one of each rank."""
     return [
         Case("sigkill", "backward", "last", "run", 2),
         Case("sigterm-all", "after_update", "first", "script", 2),
-        Case("exception", "forward", "first", "torchrun", 2),
     ]
 
 
