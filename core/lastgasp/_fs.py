@@ -27,9 +27,9 @@ from .topology import host_identity
 
 _log = logging.getLogger("lastgasp")
 _TEMP = re.compile(r"^\.(?P<name>.+)\.tmp-(?P<pid>[1-9]\d*)-(?P<host>[0-9a-f]{6})[0-9a-f]{6}$")
-STALE_AFTER_S = 3600.0
+STALE_AFTER_S = 24 * 3600.0
 """A temporary of another host is left alone for this long: whether its process lives cannot be seen from
-here, and only the age of its last write tells."""
+here, and only the age of its last write tells. Clocks may differ by hours."""
 LOCK_NAME = ".lastgasp.lock"
 LOCK_WAIT_S = 10.0
 
@@ -216,9 +216,22 @@ def is_stale(path: Path, older_than_s: float = STALE_AFTER_S) -> bool:
     if match["host"] == host_tag():
         return not _alive(int(match["pid"]))
     try:
-        return _clock.wall_ns() - _last_write_ns(path) > older_than_s * 1e9
-    except FileNotFoundError:
+        return _earliest_now_ns(path.parent) - _last_write_ns(path) > older_than_s * 1e9
+    except OSError:
         return False
+
+
+def _earliest_now_ns(directory: Path) -> int:
+    """Now by this host's clock or by that of the file system, whichever is behind: what is young by one is young."""
+    probe = unique_temp(directory / "clock")
+    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, b".")
+        os.fsync(fd)
+        return min(_clock.wall_ns(), os.fstat(fd).st_mtime_ns)
+    finally:
+        os.close(fd)
+        probe.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:

@@ -19,7 +19,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.alone import recover_alone
+from lastgasp.gasp.alone import Known, recover_alone
 from lastgasp.gasp.generation import GATHER_TIMEOUT
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
@@ -327,7 +327,8 @@ class Session:
         return inner(train) if inner is not None else train
 
     def _alone(self, fault: Fault) -> m.Release:
-        return recover_alone(self.stand, self._source, self.place, self._hello(), fault, self._notes)
+        known = Known(self._notes, self.started_s if self._has_controller else None)
+        return recover_alone(self.stand, self._source, self.place, self._hello(), fault, known)
 
     def _sign(self, left: bool = False, ending: str = "", step: int = -1) -> None:
         """Tell the launcher of this host, which asks nobody else."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import trustme
 
 from lastgasp.gasp.tls import CA, CERT, KEY
 
 
-def issue(folder: Path, authority: trustme.CA, name: str) -> dict[str, str]:
+def issue(folder: Path, authority: trustme.CA, name: str, **more: Any) -> dict[str, str]:
     """A node's files, and the variables that name them."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = authority.issue_cert(name)
+    found = authority.issue_cert(name, **more)
     paths = {CERT: folder / "cert.pem", KEY: folder / "key.pem", CA: folder / "ca.pem"}
     found.cert_chain_pems[0].write_to_path(str(paths[CERT]))
     found.private_key_pem.write_to_path(str(paths[KEY]))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from lastgasp import _fs
+from lastgasp import _clock, _fs
 from lastgasp.checkpoint import DirectoryLayout, SingleFile
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
@@ -22,7 +23,7 @@ def _dead_pid() -> int:
     return child.pid
 
 
-def _aged(path: Path, seconds: float = 7200.0) -> Path:
+def _aged(path: Path, seconds: float = 90_000.0) -> Path:
     old = path.stat().st_mtime - seconds
     os.utime(path, (old, old))
     return path
@@ -163,3 +164,25 @@ def test_wrong_layouts_are_refused() -> None:
     for pattern in ("", "a/b"):
         with pytest.raises(ConfigError, match="pattern"):
             DirectoryLayout(pattern)
+
+
+@pytest.mark.parametrize(("hours", "kept"), [(2, True), (23, True), (25, False)])
+def test_a_temporary_of_a_host_whose_clock_is_hours_behind_is_live(tmp_path: Path, hours: int, kept: bool) -> None:
+    temp = tmp_path / f".step=1.ckpt.tmp-1-{'0' * 12}"
+    temp.write_bytes(b"being written")
+    assert _fs.is_temp(temp) and _fs.host_tag() != "000000"
+    written = time.time() - hours * 3600
+    os.utime(temp, (written, written))
+    assert _fs.remove_stale_temps(tmp_path) == ([] if kept else [temp])
+    assert [path.name for path in tmp_path.iterdir()] == ([temp.name] if kept else [])
+
+
+def test_a_file_system_whose_clock_is_behind_keeps_what_it_has_just_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server stamps the files; this host is a day and more ahead of it."""
+    temp = tmp_path / f".step=1.ckpt.tmp-1-{'0' * 12}"
+    temp.write_bytes(b"being written")
+    ahead = time.time_ns() + 30 * 3600 * 10**9
+    monkeypatch.setattr(_clock, "wall_ns", lambda: ahead)
+    assert _fs.remove_stale_temps(tmp_path) == []

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -207,3 +208,19 @@ def test_a_key_with_a_password_is_refused_and_asks_nobody(variables: dict[str, s
     assert files is not None
     with pytest.raises(ConfigError, match="without a password"):
         files.server()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-30, -1), (1, 30)], ids=["expired", "not yet valid"])
+def test_a_certificate_out_of_its_time_is_refused_with_its_dates(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: int, end: int
+) -> None:
+    """By its owner: TLS 1.3 would tell neither side why."""
+    now = datetime.now(UTC)
+    span = [now + timedelta(days=days) for days in (begin, end)]
+    files = issue(tmp_path / "old", authority, "node-0", not_before=span[0], not_after=span[1])
+    for name, value in files.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"LASTGASP_TLS_CERT.*valid now; this one is from .* GMT"):
+        ControllerThread(new_token())
+    with pytest.raises(ConfigError, match="valid now"):
+        Link("127.0.0.1:1", "t", HELLO)

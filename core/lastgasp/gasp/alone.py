@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lastgasp import _clock
@@ -16,31 +17,63 @@ from lastgasp.topology import Place
 from . import messages as m
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
 from .generation import new_incident, write_incident
+from .settled import SavedElsewhere
 from .stand import Stand
 
 log = logging.getLogger("lastgasp")
 
 
+@dataclass(frozen=True)
+class Known:
+    """What else a rank knows that recovers on its own.
+
+    Attributes:
+        notes: for the record; read once the recovery is over.
+        since_s: when the controller that it has lost had started, unix seconds; None where there never was one.
+    """
+
+    notes: Sequence[str] = ()
+    since_s: int | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    incident: Incident
+    fault: Fault
+    elsewhere: SavedElsewhere
+
+
+class _Settled(Exception):
+    """The controller's side has saved this step; `path` says where."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
 def recover_alone(
-    stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault, notes: Sequence[str] = ()
+    stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault, known: Known | None = None
 ) -> m.Release:
     """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it.
 
-    Args:
-        notes: for the record; read once the recovery is over.
+    A rank that was cut off asks before it saves, and again before it publishes, whether the controller's side has saved
+    this step: that one holds the random state of more ranks, and is left as it is.
     """
+    known = known or Known()
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
     incident.faults, incident.phases.fault = [fault], fault.seen_ns
     incident.phases.detected = _clock.wall_ns()
     stand.all_run = fault.kind == "sigterm"
+    elsewhere = SavedElsewhere(Path(hello.directory), hello.job, hello.attempt, known.since_s)
+    case = _Case(incident, fault, elsewhere)
     try:
-        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, (incident, fault))
+        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, case)
     except Moved as moved:  # the gate is closed, so a state goes on once
         log.warning("%s", moved)
-        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, (incident, fault), last=True)
+        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, case, last=True)
     incident.phases.released = _clock.wall_ns()
-    incident.notes = list(notes)
-    if place.world_size > 1:
+    incident.notes += known.notes
+    if place.world_size > 1 and (incident.savers or incident.ending != "saved"):
         incident.notes.append("without a controller: the random state of the other ranks was out of reach")
     try:
         write_incident(incident, Path(hello.directory))
@@ -50,13 +83,12 @@ def recover_alone(
 
 
 def _decide_and_save(
-    stand: Stand, source: StateSource, place: Place, finish: float, why: tuple[Incident, Fault], last: bool = False
+    stand: Stand, source: StateSource, place: Place, finish: float, case: _Case, last: bool = False
 ) -> m.Release:
     """Raises Moved, but not the `last` time."""
-    incident, fault = why
     decision = _decide(stand, place, finish)
-    incident.phases.agreed = _clock.wall_ns()
-    return _carry_out(decision, source, incident, fault, last)
+    case.incident.phases.agreed = _clock.wall_ns()
+    return _carry_out(decision, source, case, last)
 
 
 def _decide(stand: Stand, place: Place, finish: float) -> Decision:
@@ -75,7 +107,8 @@ def _decide(stand: Stand, place: Place, finish: float) -> Decision:
     return decide(views, place.replicas, stand.durable)
 
 
-def _carry_out(decision: Decision, source: StateSource, incident: Incident, fault: Fault, last: bool) -> m.Release:
+def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool) -> m.Release:
+    incident = case.incident
     incident.unused = list(decision.unused)
     if isinstance(decision, NothingToSave):
         incident.ending, incident.steps_lost = "nothing_to_save", 0
@@ -85,7 +118,9 @@ def _carry_out(decision: Decision, source: StateSource, incident: Incident, faul
         return _release(incident, -1, "")
     incident.steps_lost = decision.lost
     try:
-        result = _save(decision, source, incident, fault)
+        result = _save(decision, source, case)
+    except _Settled as settled:
+        return _as_settled(incident, decision.step, settled.path)
     except Exception as error:  # whatever it is, the record tells it
         if isinstance(error, Moved) and not last:
             raise
@@ -98,10 +133,23 @@ def _carry_out(decision: Decision, source: StateSource, incident: Incident, faul
     return _release(incident, decision.step, result.path)
 
 
-def _save(plan: SavePlan, source: StateSource, incident: Incident, fault: Fault) -> SaveResult:
+def _as_settled(incident: Incident, step: int, path: str) -> m.Release:
+    incident.ending, incident.step_saved, incident.files = "saved", step, [path]
+    incident.notes.append(f"cut off from the controller, whose side had saved step {step} already: that one was kept")
+    log.warning("this rank was cut off, and the others have saved step %d: %s is kept as it is", step, path)
+    return _release(incident, step, path)
+
+
+def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
+    incident, fault = case.incident, case.fault
+    if path := case.elsewhere.path(plan.step):
+        raise _Settled(path)
     small = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
     result = source.save(plan.step, small, f"rank {fault.rank}: {fault.cause}")
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
+    if path := case.elsewhere.path(plan.step):  # they were at it at the same time
+        source.discard(result)
+        raise _Settled(path)
     source.publish(result, {source.rank: result.part})
     incident.phases.committed = _clock.wall_ns()
     return result

@@ -31,10 +31,10 @@ from .incidents import Incidents
 from .keeper import open_box
 from .keepers import LOST_STATE, Keepers
 from .operator import NOBODY
-from .peers import Peer, keep_alive, plain, read_frame, unread
+from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, unread
 from .records import RecordWriter
 from .rundir import Announcement
-from .secret import FILE, TOKEN
+from .secret import WRONG_TOKEN
 from .service import Service
 from .tls import TlsFiles
 
@@ -46,10 +46,6 @@ RECORDS_LIMIT = 10.0
 """Seconds that the records may take at the end; a file system may stall for longer, and the job does not wait."""
 ANNOUNCE_LIMIT = 1.0
 """Seconds that the start waits for the file by which `lastgasp ps` finds the job."""
-WRONG_TOKEN = (
-    "wrong token: the rank does not belong to this job. In a job of several nodes each of them needs the same secret, "
-    f"in {FILE} or {TOKEN}"
-)
 READ_OUT = 1.0
 """Seconds that reading the last words of a dead process may take; they are on this host already."""
 TURNS = 3
@@ -288,6 +284,7 @@ class Controller:
         generation = self.generation
         assert generation is not None
         self._service.heard(rank, message)
+        message = by_our_clock(self._peers.get(rank), message)
         if isinstance(message, m.GatherPart):
             whole = generation.gather(rank, message)
             if whole is not None:

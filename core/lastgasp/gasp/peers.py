@@ -7,6 +7,10 @@ import select
 import socket
 from dataclasses import dataclass
 
+import msgspec
+
+from lastgasp import _clock
+
 from . import lifeline
 from . import messages as m
 
@@ -48,6 +52,17 @@ def plain(error: BaseException) -> str:
     if isinstance(error, asyncio.IncompleteReadError):
         return "ended in the middle of a frame" if error.partial else "ended"
     return str(error) or type(error).__name__
+
+
+def by_our_clock(peer: Peer | None, message: m.FromRank) -> m.FromRank:
+    """What a rank says, with the times of this host if it is on another one: the clocks may differ by hours."""
+    if peer is None or peer.elsewhere is None:
+        return message
+    if isinstance(message, m.Report):
+        return msgspec.structs.replace(message, fault=msgspec.structs.replace(message.fault, seen_ns=_clock.wall_ns()))
+    if isinstance(message, m.Saved):
+        return msgspec.structs.replace(message, first_byte_ns=_clock.wall_ns())
+    return message
 
 
 async def read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:

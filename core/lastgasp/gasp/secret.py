@@ -28,6 +28,11 @@ REMEDY = (
     "whoever reaches the rendezvous port can then take part in the job."
 )
 
+WRONG_TOKEN = (
+    "wrong token: the rank does not belong to this job. In a job of several nodes each of them needs the same secret, "
+    f"in {FILE} or {TOKEN}"
+)
+
 
 @dataclass(frozen=True)
 class Secret:

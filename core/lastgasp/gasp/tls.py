@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lastgasp import _clock
 from lastgasp.errors import ConfigError
 
 CERT, KEY, CA = "LASTGASP_TLS_CERT", "LASTGASP_TLS_KEY", "LASTGASP_TLS_CA"
@@ -68,11 +69,28 @@ class TlsFiles:
             allowed = "a certificate and the private key that belongs to it, without a password, in PEM"
             given = f"{self.cert}, {self.key}"
             raise ConfigError(f"{CERT}, {KEY}", given, allowed, f"OpenSSL says: {error}") from error
+        _must_be_valid(CERT, self.cert)
         try:
             context.load_verify_locations(self.ca)
         except ssl.SSLError as error:
             raise ConfigError(CA, str(self.ca), _WHAT[CA], f"OpenSSL says: {error}") from error
         return context
+
+
+def _must_be_valid(name: str, path: Path) -> None:
+    """The other side would refuse it, and TLS 1.3 tells nobody why.
+
+    Raises:
+        ConfigError: it has expired, or is not valid yet.
+    """
+    decode = getattr(ssl._ssl, "_test_decode_cert", None)  # type: ignore[attr-defined]
+    if decode is None:
+        return  # another Python: the handshake decides
+    found, now = decode(str(path)), _clock.wall_ns() / 1e9
+    begin, end = (ssl.cert_time_to_seconds(found[key]) for key in ("notBefore", "notAfter"))
+    if not begin <= now <= end:
+        allowed = f"a certificate that is valid now; this one is from {found['notBefore']} to {found['notAfter']}"
+        raise ConfigError(name, str(path), allowed, "Have a new one signed, or set this host's clock.")
 
 
 def _no_password() -> str:

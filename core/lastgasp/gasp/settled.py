@@ -1,0 +1,62 @@
+"""What the side of the controller has saved already, for a rank that was cut off from it and recovers on its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lastgasp._fs import read_bounded
+from lastgasp.events import Incident, decode_incident
+
+log = logging.getLogger("lastgasp")
+
+LOOK_BACK = 50
+"""Records that are read, newest first."""
+LONGEST = 64 << 20
+"""Bytes of a record."""
+
+
+@dataclass(frozen=True)
+class SavedElsewhere:
+    """Looks into the records of a job: its controller writes one as soon as it has committed.
+
+    Args:
+        directory: of the checkpoints; job, attempt: this rank's.
+        since_s: when the job's controller started, by its own clock, which stamps the records, too: those of earlier
+            jobs of that name do not count. None where there never was one.
+    """
+
+    directory: Path
+    job: str
+    attempt: int
+    since_s: int | None
+
+    def path(self, step: int) -> str:
+        """The checkpoint of `step`, or of a later one, that the controller of this attempt has had committed; or ''."""
+        if self.since_s is None:
+            return ""
+        try:
+            records = sorted((self.directory / "incidents").glob("*.json"), reverse=True)[:LOOK_BACK]
+        except OSError:
+            return ""
+        return next(
+            (found.files[0] for found in map(_read, records) if found is not None and self._fits(found, step)), ""
+        )
+
+    def _fits(self, found: Incident, step: int) -> bool:
+        same = (found.job, found.attempt, found.ending) == (self.job, self.attempt, "saved") and bool(found.files)
+        released = found.phases.released or 0
+        of_this_run = released >= (self.since_s or 0) * 1_000_000_000
+        led = not found.led_by.startswith("rank ")  # another rank on its own has no more than this one
+        return same and of_this_run and led and (found.step_saved if found.step_saved is not None else -1) >= step
+
+
+def _read(path: Path) -> Incident | None:
+    try:
+        return decode_incident(read_bounded(path, LONGEST))
+    except (OSError, msgspec.DecodeError) as error:
+        log.debug("%s: %s", path, error)
+        return None

@@ -1,0 +1,84 @@
+"""A rank that was cut off from its controller asks before it commits: what the others have saved is kept."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lastgasp.events import Fault, Phases, decode_incident
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.alone import Known, recover_alone
+from lastgasp.gasp.generation import new_incident, write_incident
+from lastgasp.gasp.stand import Stand
+from lastgasp.topology import Place, data_parallel
+from support.fake_controller import HELLO, FakeSource
+
+FAULT = Fault(kind="peer", rank=1, cause="Connection reset by peer", step=3, seen_ns=1)
+
+
+def of_the_others(directory: Path, **changes: Any) -> None:
+    """What the controller of HELLO's job writes at second 1013, once it has had step 3 committed."""
+    record = new_incident(HELLO, 1, 1013 * 10**9)
+    record.ending, record.step_saved, record.files = "saved", 3, ["/shared/gasp-step=3"]
+    record.phases.released = 1013 * 10**9
+    for name, value in changes.items():
+        setattr(record, name, value)
+    write_incident(record, directory)
+
+
+def cut_off(directory: Path, source: FakeSource) -> m.Release:
+    """The recovery of rank 1 of 2 on its own; its controller had started at second 1000."""
+    stand = Stand()
+    stand.step = 3
+    place = Place(rank=1, world_size=2, replicas=data_parallel(2))
+    hello = msgspec.structs.replace(HELLO, directory=str(directory))
+    return recover_alone(stand, source, place, hello, FAULT, Known(since_s=1000))
+
+
+def test_what_the_others_have_saved_is_kept(tmp_path: Path) -> None:
+    """It had put its own file, which lacks the random state of the others, over theirs."""
+    of_the_others(tmp_path)
+    source = FakeSource()
+    outcome = cut_off(tmp_path, source)
+    assert (outcome.ending, outcome.step, outcome.path) == ("saved", 3, "/shared/gasp-step=3")
+    assert source.done == []
+    records = [decode_incident(path.read_bytes()) for path in (tmp_path / "incidents").iterdir()]
+    [own] = [record for record in records if record.led_by == "rank 1"]
+    assert "cut off from the controller" in own.notes[0] and len(own.notes) == 1
+
+
+def test_they_commit_while_it_saves(tmp_path: Path) -> None:
+    source = FakeSource()
+    source.gate.clear()
+    outcome: list[m.Release] = []
+    thread = threading.Thread(target=lambda: outcome.append(cut_off(tmp_path, source)))
+    thread.start()
+    assert source.saving.wait(20)
+    of_the_others(tmp_path)
+    source.gate.set()
+    thread.join(20)
+    assert outcome[0].path == "/shared/gasp-step=3"
+    assert source.done == ["save 3", "discard"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step_saved": 2},
+        {"attempt": 1},
+        {"job": "another"},
+        {"led_by": "rank 0"},
+        {"ending": "gave_up"},
+        {"phases": Phases(released=999 * 10**9)},
+    ],
+)
+def test_only_what_they_saved_of_this_step_in_this_run_counts(tmp_path: Path, changes: dict[str, Any]) -> None:
+    of_the_others(tmp_path, **changes)
+    (tmp_path / "incidents" / "9.json").write_bytes(b"torn")
+    source = FakeSource()
+    assert cut_off(tmp_path, source).ending == "saved"
+    assert source.done == ["save 3", "publish [1]"]
