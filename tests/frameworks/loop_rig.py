@@ -9,11 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState
+from lastgasp.pytorch.loop import run as run_module
+from lastgasp.pytorch.loop import thisfit
+
+
+class NewProcesses(Fits):
+    """Each session is the first one of its process, as after a restart."""
+
+    def begin(self, directory: Path, owner: object) -> int:
+        """As the first one."""
+        self._last.clear()
+        return super().begin(directory, owner)
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, fits: Fits) -> None:
+    """Count sessions by `fits`."""
+    for module in (thisfit, run_module):
+        monkeypatch.setattr(module, "FITS", fits)
 
 
 class Cut(Exception):

@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from frameworks.loop_rig import Counting, Cut, Parts, Shape, backward, loader, run
+from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, UsageError
+from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.pytorch.loop.run import IDLE
@@ -27,6 +28,12 @@ from lastgasp.testing.weights import differences
 from support import taskd_reader
 
 SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(autouse=True)
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What opens a session again stands for a script that was started again."""
+    in_process(monkeypatch, NewProcesses())
 
 
 def tiny(width: int = 3) -> TorchState:
@@ -204,6 +211,53 @@ def test_each_step_is_marked(tmp_path: Path) -> None:
     for name in ("dataloader", "forward", "backward", "optimizer"):
         assert taken.names.count(name) == 15, name
     assert taken.names.count("save_checkpoint") == 1
+
+
+# -- several in one script ------------------------------------------------------------------------------------
+
+
+def folds(directory: Path, ends: list[int]) -> list[int]:
+    """A script that trains a model for each fold, up to these steps; where each began."""
+    begun = []
+    for end in ends:
+        state = tiny()
+        with Session.open(directory, state=state, every=2, marks=False) as s:
+            begun.append(s.step)
+            while s.step < end:
+                step(s, state)
+    return begun
+
+
+def cut_short(directory: Path, state: TorchState) -> None:
+    """One step, and an exception."""
+    with Session.open(directory, state=state, marks=False) as s:
+        step(s, state)
+        raise Cut
+
+
+def test_folds_resume_each_from_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_process(monkeypatch, Fits())
+    assert folds(tmp_path, [4, 2]) == [0, 0]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [
+        "fit=1-step=00000002.pt", "step=00000002.pt", "step=00000004.pt"
+    ]  # fmt: skip
+    in_process(monkeypatch, Fits())
+    assert folds(tmp_path, [4, 6]) == [4, 2]
+
+
+def test_a_fold_that_raised_is_not_gone_on_with_by_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_process(monkeypatch, Fits())
+    state = tiny()
+    with pytest.raises(Cut):
+        cut_short(tmp_path, state)
+    assert "session 0 of this script" not in caplog.text
+    with pytest.raises(Cut):
+        cut_short(tmp_path, state)  # the same model once more
+    assert (tmp_path / "gasp-step=00000002.pt").exists()
+    assert folds(tmp_path, [0]) == [0]
+    assert "session 0 of this script" in caplog.text and "resume=<its checkpoint>" in caplog.text
 
 
 # -- misuse ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,19 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from frameworks.loop_rig import Counting, Noisy, Parts, Shape, Stream, backward, differences, loader, run
+from frameworks.loop_rig import (
+    Counting,
+    NewProcesses,
+    Noisy,
+    Parts,
+    Shape,
+    Stream,
+    backward,
+    differences,
+    in_process,
+    loader,
+    run,
+)
 from lastgasp.checkpoint import candidates
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop.files import LAYOUT
@@ -341,6 +353,12 @@ SHAPES = {
     "own-generator": Shape(plain, adam, lambda: loader(generator=torch.Generator().manual_seed(5))),
     "numbers": Shape(plain, adam, lambda: list(loader())),
 }
+
+
+@pytest.fixture(autouse=True)
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What opens a session again stands for a script that was started again."""
+    in_process(monkeypatch, NewProcesses())
 
 
 @pytest.fixture

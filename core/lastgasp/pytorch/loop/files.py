@@ -1,4 +1,7 @@
-"""How the checkpoints of a session lie: `step=00000012.pt` and `gasp-step=00000012.pt`, and no other files."""
+"""How the checkpoints of a session lie: `step=00000012.pt` and `gasp-step=00000012.pt`, and no other files.
+
+Those of further sessions of the same script are `fit=1-step=00000012.pt`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgasp.checkpoint import SingleFile
+from lastgasp.checkpoint.samefit import name_of_fit
 
 FORMAT = "pytorch-loop"
-_NAME = re.compile(r"^(gasp-)?step=\d+\.pt$")
+_NAME = re.compile(r"^(gasp-)?(fit=\d+-)?step=\d+\.pt$")
 
 
 @dataclass(unsafe_hash=True)  # not frozen: the port's `name` is a settable attribute
@@ -27,11 +31,11 @@ class LoopFiles(SingleFile):
 LAYOUT = LoopFiles()
 
 
-def periodic_path(directory: Path, step: int) -> Path:
-    """Where a periodic checkpoint stands."""
-    return directory / f"step={step:08d}.pt"
+def periodic_path(directory: Path, step: int, fit: int = 0) -> Path:
+    """Where a periodic checkpoint of the script's training number `fit` stands."""
+    return directory / f"{name_of_fit(fit)}step={step:08d}.pt"
 
 
-def gasp_path(directory: Path, step: int) -> Path:
+def gasp_path(directory: Path, step: int, fit: int = 0) -> Path:
     """Where a gasp stands."""
-    return directory / f"gasp-step={step:08d}.pt"
+    return directory / f"gasp-{name_of_fit(fit)}step={step:08d}.pt"

@@ -22,8 +22,8 @@ log = logging.getLogger("lastgasp")
 class Periodic:
     """Writes them. All ranks call `save` after the same step."""
 
-    def __init__(self, engine: Engine, writer: Writer, config: GaspConfig) -> None:
-        self._engine, self._writer, self._config = engine, writer, config
+    def __init__(self, engine: Engine, writer: Writer, config: GaspConfig, fit: int) -> None:
+        self._engine, self._writer, self._config, self._fit = engine, writer, config, fit
 
     def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:
         """Gather the small states; write, on rank 0. A failing disk does not end training.
@@ -45,7 +45,7 @@ class Periodic:
         engine.moved("data")
 
     def _write(self, step: int, checkpoint: dict[str, Any]) -> None:
-        target = files.periodic_path(self._config.directory, step)
+        target = files.periodic_path(self._config.directory, step, self._fit)
         try:
             with Staged(target, files.LAYOUT, sha256=self._config.sha256) as staged:
                 save_verified(checkpoint, staged)
@@ -61,6 +61,7 @@ class Periodic:
         config = self._config
         job = self._writer.place.job if config.resume == "never" else None
         try:
-            apply([config.directory], files.LAYOUT, config.keep, job=job, protected=[target], kind="periodic")
+            apply([config.directory], files.LAYOUT, config.keep, job=job, protected=[target], kind="periodic",
+                  fit=self._fit)  # fmt: skip
         except (OSError, LastgaspError) as error:
             log.warning("old checkpoints could not be removed: %s", error)

@@ -16,6 +16,7 @@ from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.errors import CheckpointMismatch, ControlError, DeadlineExceeded, NotSaveable, UsageError
 from lastgasp.events import FaultKind
+from lastgasp.fits import FITS
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
 from lastgasp.pytorch import origin, rng
@@ -31,6 +32,7 @@ from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, notes_on, pos
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.source import LoopSource
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
+from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.window import UpdateWindow
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small
@@ -72,6 +74,7 @@ class Run:
         self.resumed: Path | None = None
         state.require_supported(self.place.world_size)
         check_writable(config.directory)
+        self.fit = this_fit(state, config.directory)
         self._undo: list[Callable[[], None]] = []
         own = state.per_rank_buffers(self.place.world_size)
         # DDP gives rank 0's to all in the next forward pass; until then an evaluation sees each rank's own.
@@ -91,14 +94,14 @@ class Run:
         users = signal.getsignal(signal.SIGTERM)
         self._users_handler = users if callable(users) else None
         marking = Marking(config=marks, framework=f"pytorch {torch.__version__}", device=local(self.place)[0])
-        writer = Writer(files.FORMAT, files.LAYOUT, self.place)
+        writer = Writer(files.FORMAT, files.LAYOUT, self.place, lambda: self.fit)
         self.source = LoopSource(self, config, writer)
         try:
             self.engine = Engine(config, self.place, self.source, connect(self.place), marking)
         except BaseException:
             self.recorder.close()
             raise
-        self._periodic = Periodic(self.engine, writer, config)
+        self._periodic = Periodic(self.engine, writer, config, self.fit.number)
         self.alike = True
         try:
             self._start()
@@ -110,10 +113,13 @@ class Run:
 
     def _start(self) -> None:
         state, config = self.state, self.config
-        choice = Choice(config, [config.directory], files.LAYOUT, self.place, self.engine.gather, local(self.place))
+        where, folders = local(self.place), [config.directory]
+        choice = Choice(config, folders, files.LAYOUT, self.place, self.engine.gather, where, fit=self.fit)
         path = choice.choose()
         if path is not None:
             self._load(path)
+            if choice.unnumbered:
+                FITS.resumed_unnumbered(config.directory, path)
         # MindIO counts updates itself, so that a step cannot be left between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
@@ -417,6 +423,8 @@ class Run:
 
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""
+        if goodbye:
+            FITS.end(self.config.directory)
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

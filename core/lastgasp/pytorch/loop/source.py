@@ -38,7 +38,7 @@ class LoopSource:
         require_alike(self._run.alike)
         directory = self._config.directory
         with self._run.marks.saving():
-            target = files.gasp_path(directory, step)
+            target = files.gasp_path(directory, step, self._run.fit.number)
             staged = stage(self._run.dump(step, small), target, files.LAYOUT, self._config)
         return StagedGasp(staged, self._writer.provenance(step, "gasp", self._writer.newest(directory)))
 

@@ -1,0 +1,31 @@
+"""Which training of its script a session is: only its own checkpoints are resumed from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lastgasp.checkpoint.manifest import Fit
+from lastgasp.fits import FITS
+from lastgasp.pytorch.loop.state import TorchState
+
+log = logging.getLogger("lastgasp")
+
+
+def this_fit(state: TorchState, directory: Path) -> Fit:
+    """Count a session that is being opened; folds of a cross-validation open several in one directory.
+
+    Models and optimizers are not compared here: the state does that, name by name, before it loads anything.
+
+    Raises:
+        ConfigError: a further one, where the first resumed from a checkpoint that may be of any of them.
+    """
+    broken_off, before = FITS.interrupted(directory), FITS.coming(directory) - 1
+    number = FITS.begin(directory, next(iter(state.modules.values())))
+    if broken_off and number > before:
+        log.warning(
+            "session %d of this script in %s did not end well; this is session %d, of another model, and does not go "
+            "on with it. To do so give resume=<its checkpoint>", before, directory, number
+        )  # fmt: skip
+    FITS.refuse_unnumbered(directory)
+    return Fit(number=number)
