@@ -6,6 +6,9 @@ there are never two different checkpoints of one step; a job that goes on ends w
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,3 +85,155 @@ def test_the_first_host_loses_its_power(tmp_path: Path) -> None:
     assert_safe(told, 10)
     [incident] = told.incidents()
     assert (incident.ending, incident.led_by) == ("saved", "rank 1")
+
+
+def test_a_host_loses_its_power_and_comes_back(tmp_path: Path) -> None:
+    """It is the one with node rank 0, for which torch takes the smallest name; the rendezvous is on another one."""
+    with job_on(tmp_path, "zoe", "adam") as (hosts, job, told):
+        told.reached(10)
+        hosts["adam"].power_off()
+        until(
+            lambda: "waiting for adam to come back; step" in job.launchers["zoe"].output,
+            "zoe says whom it waits for",
+            LIMIT,
+        )
+        safe = max(told.saved())
+        assert safe >= 10
+        hosts["adam"].power_on()
+        job.start("adam")
+        assert job.codes(LIMIT) == {"zoe": 0, "adam": 0}
+    assert told.ends().keys() == {0, 1}
+    assert (told.directory / "at-0-1").exists(), "the second attempt has a number of its own"
+    assert told.conflicts() == []
+
+
+# -- the whole matrix --------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["ha", "hb"])
+def test_a_rank_is_killed(tmp_path: Path, victim: str) -> None:
+    """Both hosts restart. What was on the controller's host is restored, generators of ranks included."""
+    with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
+        told.reached(10)
+        [rank] = ranks_of(hosts[victim])
+        os.kill(rank, signal.SIGKILL)
+        assert job.codes(LIMIT) == {"ha": 0, "hb": 0}
+    [incident] = told.incidents()
+    assert (incident.ending, incident.steps_lost) == ("saved", 0)
+    if victim == "ha":
+        assert_whole(told, 2)
+
+
+@pytest.mark.full
+def test_the_other_hosts_launcher_is_killed(tmp_path: Path) -> None:
+    """Its rank trains on without a launcher, to the end of the job; nobody stops what is healthy."""
+    with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
+        told.reached(10)
+        job.launchers["hb"].kill()
+        code = job.codes(LIMIT + 300, "ha")["ha"]
+        until(lambda: not ranks_of(hosts["hb"]), "the rank without a launcher has ended", LIMIT)
+    assert code == 0
+    assert_whole(told, 2)
+
+
+@pytest.mark.full
+def test_a_host_never_returns(tmp_path: Path) -> None:
+    with job_on(tmp_path, "ha", "hb", conf="join_timeout=20") as (hosts, job, told):
+        told.reached(10)
+        hosts["hb"].power_off()
+        assert job.codes(LIMIT, "ha") == {"ha": exitcodes.SAVED}
+        output = job.launchers["ha"].output
+    assert_safe(told, 10)
+    assert "waiting for hb to come back; step" in output
+    assert "not all hosts of the job (ha, hb) have come back in time; step" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [1, 8, 12, 30])
+@pytest.mark.parametrize("victim", ["ha", "hb"])
+def test_the_link_is_cut_for_a_while(tmp_path: Path, victim: str, seconds: int) -> None:
+    with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
+        told.reached(10)
+        hosts[victim].cut()
+        time.sleep(seconds)
+        hosts[victim].mend()
+        codes = job.codes(LIMIT)
+    assert set(codes.values()) <= {0, exitcodes.SAVED}, codes
+    if set(codes.values()) == {0}:
+        assert told.ends().keys() == {0, 1}
+    else:
+        assert_safe(told, 10)
+    if seconds <= 8:
+        assert codes == {"ha": 0, "hb": 0}
+        assert_whole(told, 2)
+        assert told.incidents() == []
+    assert told.conflicts() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("names", [("ha", "hb"), ("zoe", "adam")])
+def test_a_slow_network_that_loses_packets(tmp_path: Path, names: tuple[str, str]) -> None:
+    """A job that has ended well ends with 0 on every host, whoever leaves first."""
+    told = Told(tmp_path / "d")
+    with network(tmp_path, *names) as hosts:
+        hosts[names[1]].slow(0.2, 0.05)
+        job = HostsJob(hosts, [WORKER, told.directory, 20, PACE], names[0])
+        job.start()
+        assert job.codes(LIMIT) == dict.fromkeys(names, 0), job.output
+        assert hosts[names[1]].wire.lost > 0
+    assert_whole(told, 2, 20)
+
+
+@pytest.mark.full
+def test_the_clock_of_a_host_is_two_hours_ahead(tmp_path: Path) -> None:
+    told = Told(tmp_path / "d")
+    with network(tmp_path, "ha", "hb") as hosts:
+        hosts["hb"].clock = 7200.0
+        job = HostsJob(hosts, [WORKER, told.directory, STEPS, PACE], "ha")
+        job.start()
+        told.reached(10)
+        [rank] = ranks_of(hosts["ha"])
+        os.kill(rank, signal.SIGKILL)
+        assert job.codes(LIMIT) == {"ha": 0, "hb": 0}, job.output
+    assert_whole(told, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_three_hosts_lose_one(tmp_path: Path, lost: int) -> None:
+    names = ("h0", "h1", "h2")
+    with job_on(tmp_path, *names, conf="join_timeout=30") as (hosts, job, told):
+        told.reached(10, ranks=3)
+        hosts[names[lost]].power_off()
+        left = [name for name in names if name != names[lost]]
+        assert job.codes(LIMIT, *left) == dict.fromkeys(left, exitcodes.SAVED)
+    assert_safe(told, 10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["rank", "power"])
+def test_two_hosts_of_two_ranks(tmp_path: Path, fault: str) -> None:
+    with job_on(tmp_path, "ha", "hb", ranks=2, conf="join_timeout=20") as (hosts, job, told):
+        told.reached(10, ranks=4)
+        if fault == "rank":
+            os.kill(ranks_of(hosts["ha"])[0], signal.SIGKILL)
+            assert job.codes(LIMIT) == {"ha": 0, "hb": 0}
+            assert_whole(told, 4)
+        else:
+            hosts["hb"].power_off()
+            assert job.codes(LIMIT, "ha") == {"ha": exitcodes.SAVED}
+    assert_safe(told, 10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["ha", "hb"])
+def test_told_to_stop_while_the_other_host_is_gone(tmp_path: Path, victim: str) -> None:
+    """SIGTERM reaches the ranks although the launcher waits for a host that does not answer."""
+    other = {"ha": "hb", "hb": "ha"}[victim]
+    with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
+        told.reached(10)
+        hosts[victim].power_off()
+        job.launchers[other].kill(signal.SIGTERM)
+        assert job.codes(LIMIT, other) == {other: exitcodes.SAVED}
+    assert_safe(told, 10)

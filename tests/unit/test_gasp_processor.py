@@ -26,6 +26,7 @@ from lastgasp.errors import (
     VersionMismatch,
 )
 from lastgasp.events import Fault, FaultKind, decode_incident
+from lastgasp.gasp import hostloss
 from lastgasp.gasp import link as link_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
@@ -417,6 +418,41 @@ def test_a_controller_lost_in_the_middle_of_a_recovery() -> None:
         rank.controller.hang_up()
         until(lambda: bool(rank.over))
     assert [fault.kind for fault in rank.alone] == ["lost"]
+
+
+@pytest.mark.parametrize(
+    ("error", "alone"), [(TimeoutError(110, "Connection timed out"), True), (EOFError("gone"), False)]
+)
+def test_a_rank_that_waits_for_a_host_that_has_vanished_saves_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, alone: bool
+) -> None:
+    """Nobody else would tell it: its collective waits for ranks of that host. A launcher that ends is no such thing."""
+    monkeypatch.setattr(hostloss, "LOST_AFTER", 0.3)
+
+    def broken() -> list[m.FromController]:
+        raise error
+
+    with connected() as rank:
+        rank.stand.moved("backward")
+        monkeypatch.setattr(rank.link, "receive", broken)
+        rank.controller.say(RELEASE)
+        until(lambda: not rank.processor.led)
+        if alone:
+            until(lambda: bool(rank.over))
+        else:
+            time.sleep(1)
+    assert [fault.kind for fault in rank.alone] == (["lost"] if alone else [])
+
+
+def test_a_training_thread_that_moves_on_is_left_alone() -> None:
+    loss = hostloss.HostLoss()
+    loss.look(1, 0.0)
+    loss.lost()
+    assert not loss.look(2, 12.0) and not loss.look(2, 24.9)
+    assert loss.look(2, 25.0) and not loss.look(2, 60.0), "once"
+    before = hostloss.HostLoss()
+    before.lost()
+    assert not before.look(0, 1000.0), "training has not begun"
 
 
 def test_noise_from_the_controller_counts_as_its_loss() -> None:

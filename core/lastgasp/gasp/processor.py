@@ -22,6 +22,7 @@ from . import messages as m
 from .alone import capture_or_nothing
 from .cards import WorkerCard
 from .guard import Guard
+from .hostloss import HostLoss, vanished
 from .link import Link
 from .mailbox import Mailbox
 from .saver import Saver
@@ -109,6 +110,7 @@ class Processor:
         self.led_elsewhere: Callable[[Fault], None] | None = None
         self._left = False
         self._guard = Guard(log)
+        self._host = HostLoss()
         self._thread = threading.Thread(target=self._run, name="lastgasp-control", daemon=True)
         self._thread.start()
 
@@ -233,6 +235,9 @@ class Processor:
             self._answer_prepare()
         with self._guard("the heartbeat"):
             self._beat()
+            if self._host.look(self._stand.ticks, _clock.monotonic()) and not self._stand.held:
+                cause = "the controller's host has vanished, and this rank has made no progress since"
+                self._begin_alone(self._fault_here("lost", cause))
 
     def _wait(self, link: Link | None) -> set[int]:
         poll = select.poll()  # select() ends at descriptor 1023, and training jobs open more
@@ -246,7 +251,7 @@ class Processor:
         try:
             messages = link.receive()
         except (OSError, EOFError, LastgaspError) as error:
-            self._lose_controller(str(error))
+            self._lose_controller(str(error), vanished(error))
             return
         for message in messages:
             with self._guard(f"the order {type(message).__name__}"):
@@ -379,7 +384,7 @@ class Processor:
         step, now = self._stand.step, _clock.wall_ns()
         return Fault(kind=kind, rank=self._source.rank, cause=cause, step=step, seen_ns=now)
 
-    def _lose_controller(self, why: str) -> None:
+    def _lose_controller(self, why: str, host_lost: bool = False) -> None:
         link, self._link = self._link, None
         if link is None:
             return
@@ -393,6 +398,8 @@ class Processor:
             self._source.rank,
             why,
         )
+        if host_lost:
+            self._host.lost()
         if self._reported is not None or self._stand.held:
             self._begin_alone(self._reported or self._fault_here("lost", f"the controller: {why}"))
 
@@ -426,6 +433,6 @@ class Processor:
             link.send(message)
         except OSError as error:
             if not self._closed:
-                self._lose_controller(str(error))
+                self._lose_controller(str(error), vanished(error))
             return False
         return True

@@ -1,0 +1,200 @@
+"""What a launcher of several hosts knows and says, without hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+from lastgasp.events import Incident, encode_incident
+from lastgasp.gasp.lifeline import LOST_AFTER
+from lastgasp.gasp.signin import VARIABLE, Desk, Entry, sign
+from lastgasp.launch import forward, torchrun_hook
+from lastgasp.launch.agent import lost_rendezvous
+from lastgasp.launch.forward import Forwarder
+from lastgasp.launch.lastword import LastWord, last_word
+from lastgasp.launch.missing import Waiting
+from lastgasp.launch.restarts import Restarts
+from lastgasp.launch.rounds import Round
+from lastgasp.launch.stores import guard_connections, own_address
+
+ENTRY = Entry(rank=1, pid=7, hold=30.0, directory="ckpts")
+
+
+# -- ranks sign in ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    found = Desk()
+    monkeypatch.setenv(VARIABLE, found.environment[VARIABLE])
+    yield found
+    found.close()
+
+
+def test_a_launcher_knows_its_ranks_without_asking_anybody(desk: Desk) -> None:
+    here = Round(number=0, desk=desk)
+    assert not here.in_use(), "a job without lastgasp"
+    sign(ENTRY)
+    assert here.in_use() and here.hold_limit() == 30.0
+    sign(Entry(rank=1, pid=7, hold=30.0, directory="ckpts", ending="saved", step=5))
+    desk.close()
+    assert here.in_use() and here.last_word() == LastWord("saved", 5, "ckpts")
+    sign(ENTRY)  # to a launcher that is gone: of no effect
+
+
+def test_a_child_of_a_rank_signs_in_by_the_path_that_it_inherits(desk: Desk) -> None:
+    code = "from lastgasp.gasp.signin import *; sign(Entry(rank=0, pid=1, hold=1.0, directory='d'))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert set(desk.entries) == {0}
+
+
+def test_the_records_tell_where_no_rank_of_this_host_could(tmp_path: Path) -> None:
+    """Its only rank was killed."""
+    killed = {1: Entry(rank=1, pid=7, hold=1.0, directory=str(tmp_path))}
+    assert last_word(killed, "job", 0) == LastWord()
+    (tmp_path / "incidents").mkdir()
+    for attempt, step in ((0, 5), (1, 9)):
+        incident = Incident(id=f"{attempt}", job="job", attempt=attempt, world_size=2, ending="saved", step_saved=step)
+        (tmp_path / "incidents" / f"{attempt}.json").write_bytes(encode_incident(incident))
+    found = last_word(killed, "job", 0)
+    assert found == LastWord("saved", 5, str(tmp_path)) and found.safe == f"step 5 is safe in {tmp_path}"
+    assert last_word(killed, "another job", 0) == LastWord()
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+def test_connections_that_torch_has_opened_end_with_their_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as there, server.accept()[0] as here:
+            assert guard_connections() >= 2
+            for end in (there, here):
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == LOST_AFTER * 1000
+            assert own_address(port) == "127.0.0.1"
+    assert own_address(port) == "", "there is no such connection any more"
+
+
+def test_sigterm_reaches_the_ranks_while_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "STUCK", 0.1)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    rank = subprocess.Popen(["sleep", "100"])
+    forwarder = Forwarder(threading.Event(), lambda: [rank.pid])
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert rank.wait(30) == -signal.SIGTERM
+    finally:
+        forwarder.close()
+        rank.kill()
+        rank.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ranks_that_the_main_thread_stops_are_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    acting, asked = threading.Event(), list[int]()
+    acting.set()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    forwarder = Forwarder(acting, lambda: asked)
+    monkeypatch.setattr(forwarder, "_forward", lambda: asked.append(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    forwarder.close()
+    signal.signal(signal.SIGTERM, before)
+    assert asked == []
+
+
+# -- who is waited for -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """As torch's _NodeDesc."""
+
+    addr: str
+    pid: int = 1
+
+
+@dataclass
+class State:
+    """As torch's _RendezvousState."""
+
+    participants: dict[Node, int]
+    wait_list: set[Node] = field(default_factory=set)
+
+
+class Handler:
+    """As torch's DynamicRendezvousHandler, as far as it is looked at."""
+
+    def __init__(self, *names: str, min_nodes: int = 3) -> None:
+        self._state_holder = self.settings = self
+        self.state, self.min_nodes = State({Node(name): rank for rank, name in enumerate(names)}), min_nodes
+
+
+def test_hosts_that_are_missing_are_named() -> None:
+    before = Counter(["ha", "hb", "hc"])
+    waiting = Waiting(Handler("ha"), before, lambda: "step 5 is safe in ckpts")
+    assert waiting.text() == "waiting for hb, hc to come back; step 5 is safe in ckpts"
+    assert Waiting(Handler("ha"), None, str).text() == "waiting for 2 of 3 hosts (here: ha)"
+    assert Waiting(object(), before, str).text() == "waiting for other hosts", "another kind of rendezvous"
+
+
+def test_the_end_without_the_others_says_what_is_safe() -> None:
+    hosts, safe = Counter(["ha", "hb"]), "step 5 is safe in ckpts"
+    text = lost_rendezvous(RendezvousTimeoutError(), hosts, safe)
+    assert text.startswith("stopped: not all hosts of the job (ha, hb) have come back in time; step 5 is safe in ckpts")
+    text = lost_rendezvous(RendezvousConnectionError("broken"), hosts, "")
+    assert "the job's rendezvous is gone" in text and "(broken)" in text and "lastgasp incident" in text
+
+
+# -- hopeless starts -------------------------------------------------------------------------------
+
+
+def test_two_starts_that_fail_alike_are_enough() -> None:
+    restarts = Restarts(always=True)
+    restarts.ended(0, used=False, progressed=False, how=frozenset({2}))
+    assert not restarts.hopeless
+    restarts.ended(1, used=False, progressed=False, how=frozenset({1}))
+    assert not restarts.hopeless, "they failed otherwise"
+    restarts.ended(2, used=False, progressed=False, how=frozenset({1}))
+    assert restarts.hopeless and "2 starts in a row failed in the same way (exit code 1)" in restarts.verdict
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_starts_that_ranks_have_joined_are_counted_otherwise(used: bool) -> None:
+    restarts = Restarts(always=used)
+    for attempt in range(3):
+        restarts.ended(attempt, used=used, progressed=False, how=frozenset({1}))
+    assert not restarts.hopeless
+
+
+# -- another torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["gone", "other arguments"])
+def test_under_another_torch_torchrun_runs_as_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    api = ModuleType("api")
+    vars(api)["LocalElasticAgent"] = LocalElasticAgent
+    if change == "gone":
+        monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_no_such_method", ("self",))
+    else:
+        monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_shutdown", ("self", "more"))
+    with caplog.at_level(logging.WARNING, "lastgasp.launch"):
+        torchrun_hook.swap_agent(api)
+    assert vars(api)["LocalElasticAgent"] is LocalElasticAgent
+    assert len(caplog.records) == 1 and "the job runs without its hold" in caplog.text
