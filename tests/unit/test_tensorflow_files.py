@@ -240,6 +240,28 @@ def test_an_empty_directory_holds_none_and_a_lost_one_is_no_new_start(tmp_path: 
         newest_good(tmp_path)
 
 
+KERAS = ("model.keras", "epoch-3.weights.h5", "export/saved_model.pb", "training_metadata.json", "chief/checkpoint")
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_models_of_keras_are_no_empty_directory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"a model")
+    with pytest.raises(NoGoodCheckpoint, match="format that lastgasp cannot verify"):
+        newest_good(tmp_path)
+    put(tmp_path, 4)
+    found = newest_good(tmp_path)
+    assert found is not None and found.endswith("-4"), "what is known is used"
+
+
+def test_seal_says_that_it_does_not_know_keras(tmp_path: Path) -> None:
+    (tmp_path / "model.keras").write_bytes(b"a model")
+    with pytest.raises(ConfigError, match="format that lastgasp cannot verify") as caught:
+        seal(tmp_path / "model.keras")
+    assert "sync" not in str(caught.value)
+
+
 def test_seal_returns_what_it_was_given_and_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seal(None) is None
     monkeypatch.chdir(tmp_path)

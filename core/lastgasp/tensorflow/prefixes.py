@@ -16,12 +16,18 @@ from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
 
 from . import statefile
 from .bundle import structure_problem
+from .foreign import REASON, foreign_in, is_foreign
 from .layout import FORMAT, LAYOUT, absent, stands
 
 log = logging.getLogger("lastgasp")
 _START_REMEDY = (
     "Refusing to return None, which means an empty directory. Restore one of them, `lastgasp manifest` those that were "
     "written without lastgasp and that you trust, or move them and the file `checkpoint` away to start anew."
+)
+
+_FOREIGN_REMEDY = (
+    "Refusing to return None, which means an empty directory. Load it by Keras itself, if you trust it, give another "
+    "directory, or move it away to start anew."
 )
 
 
@@ -51,6 +57,11 @@ def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> s
     if prefix is None:
         return None
     path = _path(prefix, "prefix")
+    if is_foreign(path):
+        remedy = (
+            f"{path.name} {REASON}. Save with tf.train.CheckpointManager; BackupAndRestore of Keras has no manifest."
+        )
+        raise ConfigError("prefix", str(prefix), "what save() of a checkpoint or manager returned", remedy)
     if step is not None and (isinstance(step, bool) or step < 0):
         raise ConfigError("step", step, "an integer of at least 0", "Give the number of completed updates.")
     if problem := whole_problem(path):
@@ -78,7 +89,8 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
             beside it.
 
     Raises:
-        NoGoodCheckpoint: there are checkpoints, or the state file names one, and none verifies; nothing was changed.
+        NoGoodCheckpoint: there are checkpoints, or the state file names one, and none verifies; or there are models in
+            a format that cannot be verified (Keras' files, SavedModel, BackupAndRestore). Nothing was changed.
         ConfigError: the directory cannot be listed.
     """
     folder = _path(directory, "directory")
@@ -88,6 +100,8 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
         raise NoGoodCheckpoint(error.directory, error.reasons, _START_REMEDY) from None
     if found is None:
         _refuse_what_is_named(folder)
+        if foreign := foreign_in(folder):
+            raise NoGoodCheckpoint(str(folder), {str(path): REASON for path in foreign}, _FOREIGN_REMEDY)
         return None
     try:
         _repair(folder, found)

@@ -18,9 +18,11 @@ from types import ModuleType
 import wrapt
 
 from lastgasp.refusal import tell_launcher
+from lastgasp.session import launched
 from lastgasp_mindformers.hooks import Training
 from lastgasp_mindformers.patches import Hook, Patches
 from lastgasp_mindformers.settings import switched
+from lastgasp_mindformers.unused import UNUSED
 
 log = logging.getLogger("lastgasp")
 
@@ -56,6 +58,8 @@ def install() -> bool:
     if _installed is None:
         _installed = Installation()
         _installed.begin()
+    if wanted or launched():
+        UNUSED.watch()
     if wanted:
         _installed.turn_on()
     return True
@@ -121,6 +125,7 @@ class Installation:
         if self._on or not self._active:
             return
         self._on = True
+        UNUSED.watch()
         wrapt.register_post_import_hook(self._model_imported, _MODEL)
         if _BASE in sys.modules:
             self._process.place()
@@ -128,6 +133,7 @@ class Installation:
     def undo(self) -> None:
         """Take everything back. Idempotent."""
         self._active = self._on = False
+        UNUSED.stop()
         for patches in (self._process, self._model, self._trigger, self._pynative):
             patches.undo()
 

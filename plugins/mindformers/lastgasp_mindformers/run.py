@@ -44,6 +44,7 @@ from lastgasp_mindformers.topology import (
     protection,
     replicas_of,
 )
+from lastgasp_mindformers.unused import UNUSED
 
 log = logging.getLogger("lastgasp")
 
@@ -63,6 +64,7 @@ class Run:
     """
 
     def __init__(self, options: Options) -> None:
+        UNUSED.used()
         self.options = options
         check_writable(options.gasp.directory)
         self.place = place = place_of(replicas_of(rank_and_size()[1]))
