@@ -14,6 +14,7 @@ from lastgasp.checkpoint.samefit import differences, number_of, of_fit
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointMismatch, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather, Layout
+from lastgasp.sharing import require_shared
 from lastgasp.topology import Place
 
 log = logging.getLogger("lastgasp")
@@ -60,8 +61,9 @@ class Choice:
             NoGoodCheckpoint: there are some, none is good, and nobody said to start anew.
             DamagedCheckpoint: resume=<path> names a damaged one.
             CheckpointMismatch: the newest of this fit is of another model, optimizer or data.
-            ConfigError: resume=<path> names none.
+            ConfigError: resume=<path> names none; or each host has a directory of its own.
         """
+        require_shared(self._config.directory, self._place, self._gather)
         if self._place.rank == 0:
             for folder in self._folders:
                 remove_stale_temps(folder)

@@ -1,0 +1,85 @@
+"""Whether the ranks of several hosts see one checkpoint directory; found out at the start, by a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp._fs import unique_temp, write_atomically
+from lastgasp.errors import ConfigError
+from lastgasp.ports import Gather
+from lastgasp.topology import Place, host_identity
+
+SEEN_WITHIN = 15.0
+"""Seconds in which a file must be seen on another host; network file systems cache names for some."""
+_PAUSE = 0.1
+
+
+class _Said(msgspec.Struct, frozen=True):
+    host: str
+    name: str = ""
+
+
+def require_shared(directory: Path, place: Place, gather: Gather, host: str = "") -> None:
+    """Refuse a directory of which each host has its own; all ranks call it together, before anything is loaded.
+
+    Otherwise the first fault would be fatal: what one host has saved is nowhere to be seen on the next one, or two
+    hosts commit different checkpoints of one step.
+
+    Args:
+        directory: the same path on all ranks; it exists.
+        host: what tells this rank's host from others; found out where it is empty.
+
+    Raises:
+        ConfigError: some rank of another host does not see what rank 0 has just written there.
+        ControlError, DeadlineExceeded: as `gather`.
+    """
+    if place.world_size == 1:
+        return
+    host = host or host_identity()
+    probe = unique_temp(directory / "shared") if place.rank == 0 else None
+    try:
+        if probe is not None:
+            _write(probe)
+        said = [msgspec.json.decode(part, type=_Said) for part in gather("shared/file", _word(host, probe))]
+        if all(one.host == said[0].host for one in said):
+            return
+        seen = said[0].host == host or _sees(directory, said[0].name)
+        answers = gather("shared/seen", b"1" if seen else b"0")
+    finally:
+        if probe is not None:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    blind = [rank for rank, answer in enumerate(answers) if answer != b"1"]
+    if blind and said[0].name:
+        ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
+        allowed = f"a directory that all hosts share: rank {ranks} did not see in {SEEN_WITHIN:g} s what rank 0 wrote"
+        remedy = "Give a path on a file system that every host of the job has mounted (NFS, Lustre, ...)."
+        raise ConfigError("dir", str(directory), allowed, remedy)
+
+
+def _write(probe: Path) -> None:
+    with contextlib.suppress(OSError):  # the others are told, and the first save says why
+        write_atomically(probe, b"is this directory shared?\n")
+
+
+def _word(host: str, probe: Path | None) -> bytes:
+    written = probe is not None and probe.exists()
+    return msgspec.json.encode(_Said(host, probe.name if probe is not None and written else ""))
+
+
+def _sees(directory: Path, name: str) -> bool:
+    """Listing the directory has a network file system look again."""
+    deadline = _clock.monotonic() + SEEN_WITHIN
+    while True:
+        with contextlib.suppress(OSError):
+            if name in os.listdir(directory):
+                return True
+        if not name or _clock.monotonic() > deadline:
+            return False
+        threading.Event().wait(_PAUSE)

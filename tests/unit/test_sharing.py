@@ -1,0 +1,85 @@
+"""A checkpoint directory of which each host has its own is refused at the start, on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lastgasp import sharing
+from lastgasp.errors import ConfigError
+from lastgasp.ports import Gather
+from lastgasp.sharing import require_shared
+from lastgasp.topology import Place, data_parallel
+
+
+class Gathers:
+    """An all-gather over threads."""
+
+    def __init__(self, world: int) -> None:
+        self._parts: dict[str, dict[int, bytes]] = {}
+        self._barrier = threading.Barrier(world)
+
+    def of(self, rank: int) -> Gather:
+        """The gather of one rank."""
+
+        def gather(tag: str, payload: bytes) -> list[bytes]:
+            self._parts.setdefault(tag, {})[rank] = payload
+            self._barrier.wait(20)
+            return [part for _, part in sorted(self._parts[tag].items())]
+
+        return gather
+
+
+def outcomes(directories: list[Path], hosts: list[str]) -> list[str]:
+    """What each rank hears; empty where nothing is wrong."""
+    gathers, found = Gathers(len(hosts)), [""] * len(hosts)
+
+    def run(rank: int) -> None:
+        place = Place(rank=rank, world_size=len(hosts), replicas=data_parallel(len(hosts)))
+        try:
+            require_shared(directories[rank], place, gathers.of(rank), hosts[rank])
+        except ConfigError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_one_directory_for_all_hosts(tmp_path: Path) -> None:
+    assert outcomes([tmp_path] * 3, ["a", "a", "b"]) == ["", "", ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_host_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "SEEN_WITHIN", 0.2)
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    ours.mkdir()
+    theirs.mkdir()
+    found = outcomes([ours, ours, theirs, theirs], ["a", "a", "b", "b"])
+    for said in found:
+        assert "a directory that all hosts share: rank 2, 3 did not see in 0.2 s what rank 0 wrote" in said
+    assert list(ours.iterdir()) == list(theirs.iterdir()) == []
+
+
+def test_a_file_system_that_shows_it_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, listdir = time.monotonic(), sharing.os.listdir  # type: ignore[attr-defined]
+    late = [0]
+
+    def slow(directory: Path) -> list[str]:
+        late[0] += 1
+        return listdir(directory) if late[0] > 3 else []
+
+    monkeypatch.setattr("lastgasp.sharing.os.listdir", slow)
+    assert outcomes([tmp_path] * 2, ["a", "b"]) == ["", ""]
+    assert late[0] == 4 and time.monotonic() - began < 20
+
+
+def test_on_one_host_nothing_is_looked_for(tmp_path: Path) -> None:
+    assert outcomes([tmp_path, tmp_path / "none"], ["a", "a"]) == ["", ""]
