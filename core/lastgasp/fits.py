@@ -23,6 +23,7 @@ class _Last:
     number: int
     owner: Callable[[], object]
     ended: bool = False
+    durable: bool = True
     unnumbered: Path | None = None
     """A checkpoint that did not say its fit, and from which one of this process resumed."""
 
@@ -58,10 +59,15 @@ class Fits:
         """Whether the newest fit in `directory` did not end well (yet)."""
         return directory in self._last and not self._last[directory].ended
 
-    def end(self, directory: Path) -> None:
-        """The newest fit in `directory` ended well."""
+    def end(self, directory: Path, durable: bool = True) -> None:
+        """The newest fit in `directory` ended well; `durable`: with its last step in a checkpoint."""
         if directory in self._last:
-            self._last[directory].ended = True
+            self._last[directory].ended, self._last[directory].durable = True, durable
+
+    def trains_again(self, directory: Path) -> int | None:
+        """The newest fit in `directory`, if it ended well and a restart would have to train (a part of) it again."""
+        last = self._last.get(directory)
+        return last.number if last is not None and last.ended and not last.durable else None
 
     def resumed_unnumbered(self, directory: Path, path: Path) -> None:
         """The newest fit resumed from a checkpoint that does not say of which fit it is."""

@@ -45,8 +45,11 @@ def folds(job: Job, strikes: dict[int, int], periodic: bool = True) -> list[Weig
 
 
 @pytest.mark.parametrize("periodic", [True, False])
-def test_each_fold_resumes_from_its_own_steps(tmp_path: Path, periodic: bool) -> None:
+def test_each_fold_resumes_from_its_own_steps(
+    tmp_path: Path, periodic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     straight = folds(Job(tmp_path / "straight"), {}, periodic)
+    assert ("fit 0 of this script is in no checkpoint" in caplog.text) is not periodic
     job = Job(tmp_path / "faulted")
     assert len(folds(job, {1: 5}, periodic)) == 1
     assert (job.folder / "ckpts/gasp-fit=1-step=00000005.ckpt").exists()

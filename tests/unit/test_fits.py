@@ -37,6 +37,18 @@ def test_a_fit_that_did_not_end_is_the_same_once_more_with_the_same_model_alone(
     assert fits.begin(HERE, other) == 1
 
 
+def test_a_fit_whose_end_is_in_no_checkpoint_is_known() -> None:
+    fits, model = Fits(), Model()
+    assert fits.trains_again(HERE) is None
+    fits.begin(HERE, model)
+    assert fits.trains_again(HERE) is None
+    fits.end(HERE, durable=False)
+    assert fits.trains_again(HERE) == 0
+    fits.begin(HERE, model)
+    fits.end(HERE, durable=True)
+    assert fits.trains_again(HERE) is None
+
+
 def test_after_a_checkpoint_of_unknown_fit_no_further_fit_begins() -> None:
     fits, model = Fits(), Model()
     fits.begin(HERE, model)

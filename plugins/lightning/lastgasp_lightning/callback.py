@@ -274,7 +274,7 @@ class _Run:
     def close(self, goodbye: bool) -> None:
         """Undo everything."""
         if goodbye:
-            self.fit.ended()
+            self.fit.ended(durable=self.session.stand.durable >= self.session.stand.step)
         for undo in reversed(self._undo):
             undo()
         self.resume.uninstall()

@@ -31,12 +31,18 @@ class ThisFit:
     def __init__(self, trainer: Any, directory: Path) -> None:
         self._trainer, self._directory = trainer, directory
         broken_off = FITS.interrupted(directory)
-        before = FITS.coming(directory) - 1
+        before, again = FITS.coming(directory) - 1, FITS.trains_again(directory)
         self.fit = Fit(number=FITS.begin(directory, trainer.lightning_module))
         if broken_off and self.fit.number > before:
             log.warning(
                 "fit %d of this script did not end well; this is fit %d, of another model, and does not go on with it. "
                 "To do so give resume=<its checkpoint>, or fit the same model again", before, self.fit.number
+            )  # fmt: skip
+        if again is not None and trainer.is_global_zero:
+            log.warning(
+                "the last step of fit %d of this script is in no checkpoint: a restart from here on trains it again "
+                "before it comes to fit %d. Give its Trainer ModelCheckpoint(dirpath=...) to keep its end",
+                again, self.fit.number,
             )  # fmt: skip
         self._from: Path | None = None
         self._saved: Fit | None = None
@@ -92,6 +98,6 @@ class ThisFit:
         if saved is not None and self._from is not None and (found := differences(self._from, saved, self.fit)):
             raise CheckpointMismatch(str(self._from), found)
 
-    def ended(self) -> None:
-        """Training ended well."""
-        FITS.end(self._directory)
+    def ended(self, durable: bool) -> None:
+        """Training ended well; `durable`: with its last step in a checkpoint."""
+        FITS.end(self._directory, durable)
