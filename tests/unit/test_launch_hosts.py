@@ -139,6 +139,8 @@ class State:
 class Handler:
     """As torch's DynamicRendezvousHandler, as far as it is looked at."""
 
+    _this_node: Node | None = None
+
     def __init__(self, *names: str, min_nodes: int = 3) -> None:
         self._state_holder = self.settings = self
         self.state, self.min_nodes = State({Node(name): rank for rank, name in enumerate(names)}), min_nodes
@@ -149,6 +151,9 @@ def test_hosts_that_are_missing_are_named() -> None:
     waiting = Waiting(Handler("ha"), before, lambda: "step 5 is safe in ckpts")
     assert waiting.text() == "waiting for hb, hc to come back; step 5 is safe in ckpts"
     assert Waiting(Handler("ha"), None, str).text() == "waiting for 2 of 3 hosts (here: ha)"
+    between = Handler()
+    between._this_node = Node("ha")
+    assert Waiting(between, before, str).text() == "waiting for hb, hc to come back", "this host is not missing"
     assert Waiting(object(), before, str).text() == "waiting for other hosts", "another kind of rendezvous"
 
 

@@ -61,6 +61,9 @@ class Waiting:
         here = hosts_in(self._handler)
         if here is None:
             return "other hosts"
+        own = getattr(getattr(self._handler, "_this_node", None), "addr", None)
+        if own is not None and own not in here:  # between two rounds the rendezvous is empty
+            here[own] += 1
         gone = sorted((self._before - here).elements()) if self._before is not None else []
         if gone:
             return f"{', '.join(gone)} to come back"
