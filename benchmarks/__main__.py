@@ -13,7 +13,7 @@ from benchmarks.harness import Options, run, write
 
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow",
-    "megatron", "mindspore", "report",
+    "megatron", "mindspore", "report", "scale",
 )  # fmt: skip
 
 
@@ -32,7 +32,8 @@ NAMES = (
 def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None, publish: bool) -> None:
     """Measure NAMES (all by default).
 
-    They are: detect, callback, checkpoint, restart, marks, flush, marks_step, slow, megatron, mindspore, report.
+    They are: detect, callback, checkpoint, restart, marks, flush, marks_step, slow, megatron, mindspore, report,
+    scale.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

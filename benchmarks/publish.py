@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow",
-    "report", "megatron", "mindspore",
+    "report", "megatron", "mindspore", "scale",
 )  # fmt: skip
 """In the order of the tables."""
 README, ALL = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"

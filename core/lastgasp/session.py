@@ -21,6 +21,7 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.alone import Known, recover_alone
 from lastgasp.gasp.generation import GATHER_TIMEOUT
+from lastgasp.gasp.groups import pack
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
@@ -181,7 +182,7 @@ class Session:
             attempt=place.attempt,
             rank=place.rank,
             world_size=place.world_size,
-            replicas=place.replicas,
+            replicas=pack(place.replicas),
             host=host_identity(),
             pid=os.getpid(),
             directory=str(config.directory),

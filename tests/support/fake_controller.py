@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lastgasp import __version__
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.groups import pack
 from lastgasp.gasp.link import Link
 
 M = TypeVar("M", bound=m.Message)
@@ -18,7 +19,7 @@ TOKEN = "t" * 64
 STARTED_S = 1_700_000_000
 HELLO = m.Hello(
     protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"", job="job", attempt=0, rank=1, world_size=2,
-    replicas=((0, 1),), host="here", pid=1, directory="/nowhere", hang_timeout=0.0, save_timeout=5.0,
+    replicas=pack(((0, 1),)), host="here", pid=1, directory="/nowhere", hang_timeout=0.0, save_timeout=5.0,
     finish_timeout=1.0,
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.groups import pack
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.processor import Processor
@@ -23,7 +24,7 @@ from support.fake_controller import HELLO, FakeSource
 
 def hello(rank: int, world: int, **more: object) -> m.Hello:
     """What a rank of this job says first."""
-    return msgspec.structs.replace(HELLO, rank=rank, world_size=world, replicas=data_parallel(world), **more)
+    return msgspec.structs.replace(HELLO, rank=rank, world_size=world, replicas=pack(data_parallel(world)), **more)
 
 
 @dataclass

@@ -7,18 +7,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from lastgasp import _clock, _fs
 from lastgasp.events import Incident, Unused, encode_incident
+from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
 from .actions import Note
 from .decision import NOT_NEEDED
+from .groups import unpack
 from .machine import Machine
 from .observer import Observer
 from .progress import Progress
 
 UNUSED_KEPT = 1000
 """Ranks that did not save and that an incident names."""
+GROUPS_SHOWN = 64
+"""Ranks in replica groups that an error names one by one."""
 GATHER_TIMEOUT = 300.0
 """Seconds that ranks get to arrive at the same gather (start-up of the slowest rank included)."""
 
@@ -52,7 +58,7 @@ class Generation:
     def of(cls, hello: m.Hello) -> Generation:
         """Begin with what the first rank says; the others must say the same."""
         machine = Machine(
-            replicas=hello.replicas,
+            replicas=unpack(hello.replicas),
             world_size=hello.world_size,
             finish_timeout=hello.finish_timeout,
             save_timeout=hello.save_timeout,
@@ -64,6 +70,8 @@ class Generation:
         """What a rank was started with differently from the first one; empty when nothing."""
         for name in _SAME:
             mine, theirs = getattr(self.hello, name), getattr(hello, name)
+            if name == "replicas" and mine != theirs:  # bytes of another zlib may differ, and mean the same
+                mine, theirs = _shown(unpack(mine)), _shown(unpack(theirs))
             if mine != theirs:
                 return (
                     f"{name}={theirs!r} on rank {hello.rank}, but {mine!r} on rank {self.hello.rank}: "
@@ -152,6 +160,14 @@ class Generation:
             fill_incident(self.incident, self.machine)
             if isinstance(self.machine, Observer) and self.machine.leading:
                 self.incident.led_by = f"{self.machine.leader}, then controller"
+
+
+def _shown(groups: ReplicaGroups) -> str | ReplicaGroups:
+    """All of them, or how many and which these are."""
+    if sum(map(len, groups)) <= GROUPS_SHOWN:
+        return groups
+    digest = xxhash.xxh3_64_hexdigest(repr(groups).encode())
+    return f"{len(groups)} groups ({digest}), the first {groups[0][:GROUPS_SHOWN]}"
 
 
 _SAME = (

@@ -25,7 +25,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -60,7 +60,8 @@ class Hello(Message, frozen=True, kw_only=True):
     attempt: int
     rank: int
     world_size: int
-    replicas: tuple[tuple[int, ...], ...]
+    replicas: bytes
+    """`groups.pack`: the holders of each shard; not looked into before the token is proven."""
     host: str
     pid: int
     directory: str

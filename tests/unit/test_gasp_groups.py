@@ -1,0 +1,94 @@
+"""Replica groups in a greeting: whole, small, and refused where they are neither."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgasp.errors import ControlError, ProtocolError
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.generation import Generation
+from lastgasp.gasp.groups import MOST, MOST_UNPACKED, pack, unpack
+from lastgasp.topology import ReplicaGroups, data_parallel
+from support.switch_job import hello
+
+MANY = 100_000
+
+
+def grid(tensor: int, pipeline: int, data: int) -> ReplicaGroups:
+    """Megatron's order of ranks: tensor parallel fastest, then data, then pipeline; two copies of each shard."""
+    half = data // 2
+    return tuple(
+        (first := t + tensor * (d + data * p), first + tensor * half)
+        for p in range(pipeline)
+        for d in range(half)
+        for t in range(tensor)
+    )
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), max_size=5).map(tuple), max_size=20).map(tuple))
+def test_they_come_back_as_they_were(groups: ReplicaGroups) -> None:
+    assert unpack(pack(groups)) == groups
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        data_parallel(MANY),
+        tuple((rank, rank + MANY // 2) for rank in range(MANY // 2)),
+        tuple((rank, rank + 1) for rank in range(0, MANY, 2)),
+        tuple((rank,) for rank in range(MANY)),
+        grid(8, 16, 780),
+    ],
+    ids=["data parallel", "halves", "neighbours", "no replicas", "a grid"],
+)
+def test_a_hundred_thousand_ranks_fit_into_a_greeting(groups: ReplicaGroups) -> None:
+    greeting = msgspec.structs.replace(hello(0, MANY), replicas=pack(groups), nonce=bytes(32), mac=bytes(32))
+    assert len(m.frame(greeting)) < m.MAX_GREETING
+    assert unpack(greeting.replicas) == groups
+
+
+def test_groups_without_any_pattern_are_refused_by_name() -> None:
+    ranks = list(range(MANY))
+    random.Random(1).shuffle(ranks)
+    with pytest.raises(ControlError, match=rf"replica groups of this job take \d+ bytes, {MOST} at most"):
+        pack(tuple(zip(ranks[::2], ranks[1::2], strict=True)))
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"",
+        b"no zlib",
+        zlib.compress(b"no msgpack"),
+        zlib.compress(msgspec.msgpack.encode([3, 0, 1])),
+        zlib.compress(msgspec.msgpack.encode(["a"])),
+        zlib.compress(msgspec.msgpack.encode([2**63, 0])),
+        zlib.compress(bytes(MOST_UNPACKED + 1)),
+        pack(data_parallel(8))[:-1],
+    ],
+)
+def test_anything_else_is_no_groups(nonsense: bytes) -> None:
+    with pytest.raises(ProtocolError, match="no replica groups"):
+        unpack(nonsense)
+
+
+def test_ranks_that_disagree_are_told_what_each_of_them_says() -> None:
+    job = Generation.of(hello(0, 4))
+    other = msgspec.structs.replace(hello(1, 4), replicas=pack(((0, 2), (1, 3))))
+    assert job.disagreement(other).startswith("replicas=((0, 2), (1, 3)) on rank 1, but ((0, 1, 2, 3),) on rank 0: ")
+    same = msgspec.structs.replace(hello(1, 4), replicas=zlib.compress(zlib.decompress(pack(data_parallel(4))), 0))
+    assert job.disagreement(same) == "", "another zlib, the same groups"
+
+
+def test_many_ranks_that_disagree_are_told_so_in_one_line() -> None:
+    job = Generation.of(hello(0, MANY))
+    other = msgspec.structs.replace(hello(1, MANY), replicas=pack(tuple((rank,) for rank in range(MANY))))
+    why = job.disagreement(other)
+    assert "100000 groups (" in why and "1 groups (" in why
+    assert len(why) < 1000
