@@ -18,6 +18,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.steps import bits
 from lastgasp.steps.settings import MarksConfig
 from lastgasp_megatron.args import Options, add_options, around_parse_args, options_of
+from lastgasp_megatron.ranks import untried
 from lastgasp_megatron.settings import refuse
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,16 @@ def test_what_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for args in ({}, {"ckpt_format": "torch_dist", "async_save": True}, {"ckpt_format": "torch", "async_save": False}):
         refuse(Namespace(**args))
+
+
+@pytest.mark.parametrize("version", ["0.12.1", "0.16.1", "0.19.2", "0.19.2+local"])
+def test_versions_that_were_tried(version: str) -> None:
+    assert untried(version) == ""
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.20.0rc0", "0.19.3", "1.0.0", "0.12.0", "unknown"])
+def test_others_are_warned_of(version: str) -> None:
+    assert f"megatron-core {version} is not among" in untried(version) and "0.12.1 to 0.19.2" in untried(version)
 
 
 def test_the_readme_names_every_option_and_its_variable() -> None:

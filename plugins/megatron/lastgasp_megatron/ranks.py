@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ from lastgasp.session import Contact
 from lastgasp.topology import Place, ReplicaGroups
 
 T = TypeVar("T")
+
+OLDEST, NEWEST = (0, 12, 1), (0, 19, 2)
+"""Versions of megatron-core that this was written for, both included."""
 
 
 def place_of(replicas: ReplicaGroups) -> Place:
@@ -47,6 +51,18 @@ def versions() -> dict[str, str]:
     """What this worker runs, for the job's table of workers."""
     found = {"megatron-core": _version("megatron.core"), "torch": torch.__version__}
     return found | {name: _version(name) for name in ("mindspeed", "mindspeed_llm") if name in sys.modules}
+
+
+def untried(version: str) -> str:
+    """What to tell of a megatron-core that nobody has tried with this; empty where nothing is."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if found is not None and OLDEST <= tuple(map(int, found.groups())) <= NEWEST:
+        return ""
+    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    return (
+        f"megatron-core {version} is not among the versions that lastgasp was tried with, {oldest} to {newest}: before "
+        "you trust it, kill a rank of a short run and compare the losses, or take one of those"
+    )
 
 
 def _version(module: str) -> str:

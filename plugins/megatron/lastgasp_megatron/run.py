@@ -22,7 +22,7 @@ from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import is_success, verdict_of
 from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.marks import MegatronMarks
-from lastgasp_megatron.ranks import connect, device, place_of, versions
+from lastgasp_megatron.ranks import connect, device, place_of, untried, versions
 from lastgasp_megatron.reload import Chooser
 from lastgasp_megatron.save import Saver
 from lastgasp_megatron.settings import refuse, users_handler
@@ -50,6 +50,9 @@ class Run:
         self.args, self.options = args, options_of(args)
         check_writable(self.options.gasp.directory)
         place = place_of(replicas_of(args))
+        warning = untried(versions()["megatron-core"])
+        if warning and place.rank == 0:
+            log.warning("%s", warning)
         self._source, self._begun = LateSource(place.rank), False
         framework, local = f"megatron {versions()['megatron-core']}", int(os.environ.get("LOCAL_RANK") or 0)
         marking = Marking(config=self.options.marks, framework=framework, device=local)
