@@ -32,11 +32,13 @@ from torch import distributed  # noqa: E402
 
 import lastgasp_megatron  # noqa: E402
 from benchmarks.harness import drop_cache, interleave, timed, warm_cache  # noqa: E402
-from lastgasp.checkpoint import verify  # noqa: E402
+from lastgasp.checkpoint import candidates, verify  # noqa: E402
 from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402
 from lastgasp_megatron import installation  # noqa: E402
+from lastgasp_megatron.compose import file_in_checkpoint  # noqa: E402
 from lastgasp_megatron.manifests import LAYOUT  # noqa: E402
+from lastgasp_megatron.preload import Preload  # noqa: E402
 from lastgasp_megatron.state import MegatronState  # noqa: E402
 from lastgasp_megatron.topology import replicas_of  # noqa: E402
 from lastgasp_megatron.tracker import checkpoint_path  # noqa: E402
@@ -221,9 +223,14 @@ class _Gasps:
         return [torch.load(path, map_location="cpu", weights_only=False) for path in self._files()]
 
     def _verify_and_load(self) -> list[Any]:
-        verdict = verify(self._checkpoint, LAYOUT)
-        assert verdict.ok, verdict
-        return self._load()
+        """As a start with lastgasp does: names and sizes, then each file verified while it is loaded."""
+        (found,) = candidates([self._folder], LAYOUT)
+        preload = Preload(file_in_checkpoint, optimizer=True, first=True)
+        verdict = verify(self._checkpoint, LAYOUT, read_by_others=preload.covers(found))
+        damages = preload.read(found)
+        assert verdict.ok and not damages, (verdict, damages)
+        with preload.handed_out():
+            return self._load()
 
 
 def _train() -> None:

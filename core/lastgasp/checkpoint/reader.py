@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lastgasp._fs import open_regular
-from lastgasp.errors import DamagedCheckpoint
+from lastgasp.errors import DamagedCheckpoint, UsageError
 from lastgasp.ports import Layout
 
 from .chunks import Chunk, ChunkReader, chunks_of
-from .manifest import ManifestProblem
+from .manifest import FileEntry, ManifestProblem
 from .pairing import read_pair
-from .structure import compare
+from .structure import compare, size_damage
 from .verdict import Damage, of_manifest
 
 if TYPE_CHECKING:
@@ -27,23 +27,26 @@ if TYPE_CHECKING:
 
 
 class VerifiedFile(io.RawIOBase):
-    """A single-file checkpoint, open for reading. A read waits until its bytes have been verified.
+    """A file of a checkpoint, open for reading. A read waits until its bytes have been verified.
 
     Use it as a context manager, and call `finish` before what was read is used: the parts that the reader
     skipped must verify too.
 
     Args:
-        path: the checkpoint; layout: how it lies.
+        path: the checkpoint, of a single file; layout: how it lies.
+        entry: instead of a layout: what a manifest that was read already says about the file at `path`.
         threads: how many read and hash ahead.
 
     Raises:
         DamagedCheckpoint: manifest, name or size are wrong. `readinto` and `finish` raise it for content.
     """
 
-    def __init__(self, path: Path, layout: Layout, *, threads: int = 2) -> None:
+    def __init__(
+        self, path: Path, layout: Layout | None = None, *, entry: FileEntry | None = None, threads: int = 2
+    ) -> None:
         super().__init__()
         self._path, self._position, self._fd = path, 0, -1
-        chunks = _sound_chunks(path, layout)
+        chunks = _sound_chunks(path, layout) if layout is not None else _chunks_of_entry(path, entry)
         self._chunk_size = chunks[0].entry.chunk_size if chunks else 1
         self._size = chunks[0].entry.size if chunks else 0
         self._fd = _open(path)
@@ -146,6 +149,14 @@ def _sound_chunks(path: Path, layout: Layout) -> list[Chunk]:
     if damages:
         raise DamagedCheckpoint(str(path), [str(damage) for damage in damages])
     return chunks_of(path, sound[:1])
+
+
+def _chunks_of_entry(path: Path, entry: FileEntry | None) -> list[Chunk]:
+    if entry is None:
+        raise UsageError("a VerifiedFile needs a layout or an entry of a manifest")
+    if damage := size_damage(path, entry):
+        raise DamagedCheckpoint(str(path), [str(damage)])
+    return [Chunk(path, entry, index) for index in range(len(entry.chunks))]
 
 
 def _open(path: Path) -> int:

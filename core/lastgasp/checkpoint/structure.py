@@ -15,7 +15,7 @@ def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[
     """Damages of names and sizes, and the entries whose content is worth reading. Never raises OSError."""
     damages, sound = [], []
     for entry in manifest.files:
-        damage = _size_damage(checkpoint.parent / entry.path, entry)
+        damage = size_damage(checkpoint.parent / entry.path, entry)
         if damage is None:
             sound.append(entry)
         else:
@@ -23,7 +23,8 @@ def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[
     return damages + _foreign(checkpoint, layout, manifest), sound
 
 
-def _size_damage(path: Path, entry: FileEntry) -> Damage | None:
+def size_damage(path: Path, entry: FileEntry) -> Damage | None:
+    """What is wrong with the size of the file at `path`; None where nothing is."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):

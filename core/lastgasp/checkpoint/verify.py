@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lastgasp.errors import ConfigError
@@ -26,6 +26,7 @@ def verify(
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
     threads: int = 2,
+    read_by_others: Collection[str] = (),
 ) -> Verdict:
     """Check names, sizes and the share's chunk digests.
 
@@ -37,6 +38,7 @@ def verify(
         manifest: what to compare with; None reads it from disk. Ranks that agreed on one give it here.
         share: (i, n) checks the chunks whose number modulo n is i. Names and sizes are always checked.
         progress: told about bytes; threads: how many read and hash.
+        read_by_others: files, by their names in the manifest, whose content whoever loads them verifies.
 
     Raises:
         ConfigError: a share or a number of threads that makes no sense.
@@ -46,7 +48,8 @@ def verify(
     if isinstance(found, ManifestProblem):
         return Verdict(path=checkpoint, step=None, ok=False, damages=(of_manifest(checkpoint, found),))
     damages, sound = compare(checkpoint, layout, found)
-    chunks = chunks_of(checkpoint, sound)[share[0] :: share[1]]
+    mine = [entry for entry in sound if entry.path not in read_by_others]
+    chunks = chunks_of(checkpoint, mine)[share[0] :: share[1]]
     damages += ChunkReader(chunks, _teller(chunks, progress)).run(threads)
     return Verdict(path=checkpoint, step=found.step, ok=not damages, damages=tuple(damages))
 

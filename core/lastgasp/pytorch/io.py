@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from lastgasp.checkpoint import SingleFile, Staged, VerifiedFile, verify
+from lastgasp.checkpoint import FileEntry, SingleFile, Staged, VerifiedFile, verify
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.ports import Layout
 
@@ -49,14 +49,24 @@ def load_verified(path: Path, layout: Layout | None = None, *, threads: int = 2,
         DamagedCheckpoint: it does not verify; lists every damage.
     """
     with VerifiedFile(path, layout or SingleFile(path.suffix), threads=threads) as file:
-        try:
-            # torch wants IO[bytes] and uses seek, tell, read and readinto of it.
-            loaded = torch.load(cast("IO[bytes]", file), mmap=False, **options)
-        except Exception:
-            file.finish()  # damaged bytes explain the error better than the error does
-            raise
-        file.finish()
-        return loaded
+        return _load(file, options)
+
+
+def load_entry(path: Path, entry: FileEntry, *, threads: int = 2, **options: Any) -> Any:
+    """The same for one file of a checkpoint, at `path`, by what its manifest says about it. Raises the same."""
+    with VerifiedFile(path, entry=entry, threads=threads) as file:
+        return _load(file, options)
+
+
+def _load(file: VerifiedFile, options: dict[str, Any]) -> Any:
+    try:
+        # torch wants IO[bytes] and uses seek, tell, read and readinto of it.
+        loaded = torch.load(cast("IO[bytes]", file), mmap=False, **options)
+    except Exception:
+        file.finish()  # damaged bytes explain the error better than the error does
+        raise
+    file.finish()
+    return loaded
 
 
 def load_mapped(path: Path, layout: Layout | None = None, **options: Any) -> Any:

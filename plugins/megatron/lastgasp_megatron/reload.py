@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
 from lastgasp.checkpoint.moving import put_back
@@ -24,6 +26,7 @@ from lastgasp_megatron.args import Options
 from lastgasp_megatron.exits import is_about_content
 from lastgasp_megatron.fit import misfit
 from lastgasp_megatron.manifests import LAYOUT
+from lastgasp_megatron.preload import Preload
 from lastgasp_megatron.probe import probe
 from lastgasp_megatron.tracker import Tracker, checkpoint_path, read_tracker, write_tracker
 
@@ -36,12 +39,17 @@ class Chooser:
     Args:
         args: Megatron's namespace; `load` and `ckpt_step` are set in it.
         gather: the all-gather of the job.
+        preload: what this rank loads while it verifies; None verifies first, and lets Megatron read again.
 
     Attributes:
         resumed: the iteration that was chosen; 0 where none was.
     """
 
-    def __init__(self, args: Any, options: Options, place: Place, gather: Gather) -> None:
+    def __init__(
+        self, args: Any, options: Options, place: Place, gather: Gather, preload: Preload | None = None
+    ) -> None:
+        self._preload = preload or Preload(lambda step: "", optimizer=False, first=False)
+        self._one_pass = preload is not None
         self._args, self._options, self._place, self._gather = args, options, place, gather
         self._given, self._load = getattr(args, "ckpt_step", None), args.load
         self._trial = Trial(gather, is_about_content)
@@ -75,11 +83,16 @@ class Chooser:
             NothingLoads: none of them loads.
             Exception: what Megatron raised, where the user named the checkpoint, or where it is not about its content.
         """
+
+        def load() -> Any:
+            with self._preload.handed_out():
+                return call()
+
         if self._chosen is None or self._by_name:
-            return call()
+            return load()
         results: list[Any] = []
         self._trial.load(
-            lambda refused: self._steer(refused) if refused else self._chosen, lambda _: results.append(call())
+            lambda refused: self._steer(refused) if refused else self._chosen, lambda _: results.append(load())
         )
         self._set_aside()
         return results[-1]
@@ -87,6 +100,7 @@ class Chooser:
     def done(self) -> None:
         """Loading is over: `ckpt_step` is the user's again, as it is written into checkpoints."""
         self._args.ckpt_step, self._chosen = self._given, None
+        self._preload.forget()
 
     def _steer(self, refused: Collection[Path]) -> Candidate | None:
         self._args.load = self._load
@@ -192,12 +206,25 @@ class Chooser:
         return dataclasses.replace(candidate, problem=None)
 
     def _verify_share(self, candidate: Candidate) -> Verdict:
-        """This rank's part: each byte is read by one rank, as all of them see the same disk."""
+        """This rank's part: each byte is read by one rank, as all of them see the same disk.
+
+        What a rank is going to load it verifies itself, while it loads it.
+        """
         share = (self._place.rank, self._place.world_size)
+        self._preload.forget()
         if candidate.manifest is None:
             return probe(candidate.path, candidate.step, share)
+        ahead = self._one_pass and not misfit(candidate, self._args)
+        names = self._preload.covers(candidate) if ahead else []
         with progress_bar(f"verifying {candidate.path.name}") as progress:
-            return verify(candidate.path, LAYOUT, manifest=candidate.manifest, share=share, progress=progress)
+            verdict = verify(
+                candidate.path, LAYOUT, manifest=candidate.manifest, share=share, progress=progress,
+                read_by_others=names,
+            )  # fmt: skip
+        if not verdict.ok or not names:
+            return verdict
+        damages = tuple(self._preload.read(candidate))
+        return msgspec.structs.replace(verdict, ok=not damages, damages=damages)
 
     def _report(self, agreement: Agreement) -> None:
         """Say what was not used and why; move away what is proven bad."""

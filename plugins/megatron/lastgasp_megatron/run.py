@@ -19,15 +19,17 @@ from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
 from lastgasp_megatron.args import options_of
+from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import is_success, verdict_of
 from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.marks import MegatronMarks
+from lastgasp_megatron.preload import Preload
 from lastgasp_megatron.ranks import connect, device, place_of, untried, versions
 from lastgasp_megatron.reload import Chooser
 from lastgasp_megatron.save import Saver
 from lastgasp_megatron.settings import refuse, users_handler
 from lastgasp_megatron.state import MegatronState
-from lastgasp_megatron.topology import replicas_of
+from lastgasp_megatron.topology import replicas_of, shard_of
 
 log = logging.getLogger("lastgasp")
 
@@ -60,7 +62,7 @@ class Run:
         self.moved = self.session.moved
         self.save_mark = self._source.mark = self.session.mark("save_checkpoint")
         self.marks: MegatronMarks | None = None
-        self.chooser = Chooser(args, self.options, place, self.session.gather)
+        self.chooser = Chooser(args, self.options, place, self.session.gather, _preload(args))
         self.saver = Saver(args, place.rank, Manifests(place, self.session.gather, self.session.stand))
         self._undo: list[Callable[[], None]] = []
         self.session.register(str(device()), versions())
@@ -162,6 +164,14 @@ class Run:
             undo()
         self._undo.clear()
         self.session.close(goodbye)
+
+
+def _preload(args: Any) -> Preload:
+    """Of the files that Megatron itself would read on this rank."""
+    gloo = getattr(args, "use_gloo_process_groups", getattr(args, "enable_gloo_process_groups", True))
+    without = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
+    optimizer = bool(getattr(args, "use_distributed_optimizer", False) and gloo and not without)
+    return Preload(file_in_checkpoint, optimizer=optimizer, first=shard_of(args).part == 0)
 
 
 def _faults(model: Any, optimizer: Any) -> Callable[[], None]:
