@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from lastgasp._fs import remove_stale_temps
@@ -11,6 +11,7 @@ from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.pairing import vouched
 from lastgasp.checkpoint.samefit import differences, number_of, of_fit
+from lastgasp.checkpoint.trial import Trial, is_about_content
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointMismatch, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather, Layout
@@ -21,7 +22,7 @@ log = logging.getLogger("lastgasp")
 
 
 class Choice:
-    """The choice of one job. All ranks call `choose` together.
+    """The choice of one job. All ranks call `load`, or `choose`, together.
 
     Args:
         config: says what is wanted (`resume`).
@@ -50,6 +51,51 @@ class Choice:
         self._config, self._folders, self._layout = config, list(folders), layout
         self._place, self._gather, self._local = place, gather, local
         self._fit, self.unnumbered, self.named = fit, False, False
+        self._chosen: Candidate | None = None
+
+    def load(
+        self,
+        load: Callable[[Path], None],
+        instead: bool = False,
+        about_content: Callable[[BaseException], bool] = is_about_content,
+    ) -> Path | None:
+        """Choose, and have the framework load; what verifies and loads on no rank is set aside once an older one loads.
+
+        Args:
+            load: hands it to the framework; where it raises, another one may follow.
+            instead: as for `choose`; about_content: as for `Trial`.
+
+        Returns:
+            What was loaded, the same on every rank; None where there was nothing.
+
+        Raises:
+            NothingLoads: none of them loads; nothing was moved.
+            Exception: as `choose`; and what the framework raised, where the user named the checkpoint, where it is not
+                about its content, or not on all ranks.
+        """
+        path = self.choose(instead)
+        if path is None or self._chosen is None:
+            if path is not None:
+                load(path)
+            return path
+        trial = Trial(self._gather, about_content)
+        loaded = trial.load(self._next, lambda candidate: load(candidate.path))
+        if self._local[0] == 0:
+            trial.set_aside()
+        return loaded.path if loaded is not None else None
+
+    def _next(self, refused: Collection[Path]) -> Candidate | None:
+        """The newest besides those that no rank could load."""
+        if refused:
+            agreement = self._agree(self._own_job(), refused)
+            self._report(agreement)
+            self._chosen = agreement.chosen
+            if self._chosen is not None:
+                self._of_this_fit(self._chosen)
+        return self._chosen
+
+    def _own_job(self) -> str | None:
+        return self._place.job if self._config.resume != "auto" else None
 
     def choose(self, instead: bool = False) -> Path | None:
         """The checkpoint to start from, the same on every rank; None to start from scratch.
@@ -70,11 +116,12 @@ class Choice:
         resume = self._config.resume
         if resume not in ("auto", "never") and self._place.attempt == 0:
             return self._explicit(Path(resume))
-        agreement = self._agree(job=self._place.job if resume != "auto" else None)
+        agreement = self._agree(self._own_job())
         if agreement.chosen is None and agreement.rejected and resume == "auto" and not instead:
             reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
             raise NoGoodCheckpoint(", ".join(map(str, self._folders)), reasons)
         self._report(agreement)
+        self._chosen = agreement.chosen
         if agreement.chosen is not None:
             return self._of_this_fit(agreement.chosen)
         if resume not in ("auto", "never"):
@@ -96,12 +143,13 @@ class Choice:
         self.named = True
         return path
 
-    def _agree(self, job: str | None) -> Agreement:
-        found = candidates(self._folders, self._layout)
+    def _agree(self, job: str | None, refused: Collection[Path] = ()) -> Agreement:
+        found = [c for c in candidates(self._folders, self._layout) if c.path not in refused]
         if job is not None:
             found = [c for c in found if c.manifest is not None and c.manifest.job == job]
         if self._fit is not None:
-            found = self._own(found, self._fit.number)
+            number = self._fit.number
+            found = of_fit(found, number) if refused else self._own(found, number)
         return agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
 
     def _own(self, found: list[Candidate], number: int) -> list[Candidate]:

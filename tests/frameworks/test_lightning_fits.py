@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from frameworks.fit_rig import Job, Small, data, fit, seed, weights
 from lastgasp.checkpoint import Manifest, SingleFile
 from lastgasp.checkpoint import manifest as manifests
-from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp.errors import CheckpointMismatch, ConfigError, NothingLoads
 from lastgasp_lightning import last_good
 
 Weights = dict[str, Tensor]
@@ -87,6 +87,33 @@ def test_a_fit_of_another_model_optimizer_or_data_is_refused(broken_off: Job) ->
     model = Small()
     assert fit(broken_off.make(), model)
     assert model.trained[0] == 5
+
+
+class Picky(Small):
+    """Refuses what it is given at some steps."""
+
+    def __init__(self, *refused: int) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint["global_step"] in self.refused:
+            raise KeyError("a key that this version of the model wants")
+
+
+def test_a_checkpoint_that_does_not_load_is_set_aside_when_an_older_one_does(broken_off: Job) -> None:
+    assert not fit(broken_off.make(strike=7), Small())
+    folder = broken_off.folder / "ckpts"
+    broken_off.restart()
+    with pytest.raises(NothingLoads, match="a key that this version"):
+        fit(broken_off.make(), Picky(5, 7))
+    assert len(list(folder.glob("*.ckpt"))) == 2, "nothing was moved"
+    broken_off.restart()
+    model = Picky(7)
+    assert fit(broken_off.make(), model)
+    assert model.trained[0] == 5
+    (moved,) = folder.glob("*.unfit")
+    assert "KeyError: 'a key that" in moved.with_name(f"{moved.name}.reason.json").read_text()
 
 
 def test_what_is_named_is_loaded_whatever_it_is_of(broken_off: Job) -> None:

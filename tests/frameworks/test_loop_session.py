@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.layout import next_path
-from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, UsageError
+from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, NothingLoads, UsageError
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
@@ -335,6 +335,38 @@ def test_a_state_that_does_not_match_the_checkpoint(make: Any, says: str, tmp_pa
     with pytest.raises(CheckpointMismatch, match=says):
         Session.open(tmp_path, state=other, marks=False)
     assert all(torch.equal(a, b) for a, b in zip(before, other.container.parameters(), strict=True))
+
+
+def _stepped(folder: Path, state: TorchState, steps: int) -> None:
+    with Session.open(folder, state=state, marks=False, every=1) as s:
+        for _ in range(steps):
+            s.updating()
+            s.updated()
+
+
+def _with_best() -> TorchState:
+    """As `tiny`, and something that checkpoints of `tiny` lack."""
+    return TorchState((m := nn.Linear(4, 3)), SGD(m.parameters()), extra={"best": {}})
+
+
+def test_a_checkpoint_that_does_not_fit_is_set_aside_when_an_older_one_does(tmp_path: Path) -> None:
+    _stepped(tmp_path / "own", _with_best(), 1)
+    _stepped(tmp_path / "other", TorchState((m := nn.Linear(4, 3)), SGD(m.parameters())), 2)
+    for name in ("step=00000002.pt", "step=00000002.pt.manifest.json"):
+        (tmp_path / "other" / name).rename(tmp_path / "own" / name)
+    with Session.open(tmp_path / "own", state=_with_best(), marks=False) as s:
+        assert (s.step, s.resumed) == (1, True)
+    assert (tmp_path / "own/step=00000002.pt.unfit").is_file()
+    assert "extra['best']" in (tmp_path / "own/step=00000002.pt.unfit.reason.json").read_text()
+
+
+def test_where_none_fits_nothing_is_moved(tmp_path: Path) -> None:
+    _stepped(tmp_path, TorchState((m := nn.Linear(4, 3)), SGD(m.parameters())), 2)
+    with pytest.raises(NothingLoads, match=r"step=00000002.pt: rank 0: does not load: CheckpointMismatch"):
+        Session.open(tmp_path, state=_with_best(), marks=False)
+    assert sorted(path.name for path in tmp_path.glob("*.pt*") if ".manifest" not in path.name) == [
+        "step=00000001.pt", "step=00000002.pt",
+    ]  # fmt: skip
 
 
 def test_a_file_of_somebody_elses(tmp_path: Path) -> None:

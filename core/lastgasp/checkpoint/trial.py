@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from lastgasp.errors import CheckpointError, ControlError, DeadlineExceeded, LastgaspError, NothingLoads
-from lastgasp.origin import cause_of
 from lastgasp.ports import Gather, Layout
 
 from .agree import merge_reasons
@@ -78,12 +78,12 @@ class Trial:
             candidate = choose([refused.path for refused, _ in self.refused])
             if candidate is None:
                 if self.refused:
-                    raise self._nothing_loads() from last
+                    self._refuse(last)
                 return None
             last = self._try(candidate, load)
             if last is None:
                 return candidate
-            _log.warning("%s does not load (%s); the next one is tried", candidate.path, cause_of(last))
+            _log.warning("%s does not load (%s); the next one is tried", candidate.path, _said(last))
 
     def set_aside(self, layout_of: Callable[[Path], Layout | None] = lambda path: None) -> list[Path]:
         """One has been loaded: move those away that were not, for the process that may. Returns where they are."""
@@ -115,7 +115,7 @@ class Trial:
     def _ask(self, candidate: Candidate, own: Exception | None) -> tuple[list[str], bool]:
         """Why any rank could not load it, and whether none could."""
         self._number += 1
-        mine = _Went("" if own is None else f"does not load: {cause_of(own)}")
+        mine = _Went("" if own is None else f"does not load: {_said(own)}")
         try:
             answers = self._gather(f"load/{self._number}", msgspec.json.encode(mine))
         except (ControlError, DeadlineExceeded) as error:
@@ -125,6 +125,16 @@ class Trial:
         problems = [_WENT.decode(answer).problem for answer in answers]
         return merge_reasons([[problem] if problem else [] for problem in problems]), all(problems)
 
-    def _nothing_loads(self) -> NothingLoads:
+    def _refuse(self, last: Exception | None) -> NoReturn:
+        """None loads. A single one that is refused in words of ours needs no others."""
+        if len(self.refused) == 1 and isinstance(last, LastgaspError) and not last.restart_helps:
+            raise last
         folder = self.refused[0][0].path.parent
-        return NothingLoads(str(folder), {str(one.path): "; ".join(reasons) for one, reasons in self.refused})
+        reasons = {str(one.path): "; ".join(why) for one, why in self.refused}
+        raise NothingLoads(str(folder), reasons) from last
+
+
+def _said(error: Exception) -> str:
+    """Type and beginning: torch names what does not fit below the first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"

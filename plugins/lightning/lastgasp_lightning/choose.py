@@ -15,6 +15,7 @@ from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig
 from lastgasp.fits import FITS
 from lastgasp.ports import Gather
+from lastgasp.pytorch import origin
 from lastgasp.topology import Place
 from lastgasp_lightning.checkpoint_io import search_folders
 from lastgasp_lightning.compat import Undo, replace_method
@@ -57,20 +58,29 @@ class Chooser:
             def restore(checkpoint_path: Any = None, weights_only: bool | None = None) -> Any:
                 if self._trainer.state.fn != TrainerFn.FITTING:
                     return original(checkpoint_path, weights_only)
-                path = self.choose(checkpoint_path)
-                # Our own key holds more than tensors; Lightning's default would refuse it.
-                trusted = False if self.resumed and weights_only is None else weights_only
-                return original(path, trusted)
+
+                def load(path: Path) -> None:
+                    # Our own key holds more than tensors; Lightning's default would refuse it.
+                    original(str(path), False if weights_only is None else weights_only)
+
+                return None if self.load(load, checkpoint_path) else original(checkpoint_path, weights_only)
 
             return restore
 
         return replace_method(connector, "_restore_modules_and_callbacks", make)
 
-    def choose(self, given: Any) -> Any:
-        """The path to restore from, or None to start from scratch; the same on every rank.
+    def load(self, load: Callable[[Path], None], given: Any) -> bool:
+        """Have the newest that is good and that loads restored; the same on every rank.
+
+        Args:
+            load: Lightning restores from a path; given: what the user wants where there is none of ours.
+
+        Returns:
+            Whether one was loaded.
 
         Raises:
             NoGoodCheckpoint: candidates exist, none is good, and nobody said to start anew.
+            NothingLoads: none of them loads.
             DamagedCheckpoint: resume=<path> names a damaged one.
             CheckpointMismatch: the newest is of another model.
         """
@@ -78,9 +88,14 @@ class Chooser:
         local = (trainer.local_rank, max(1, trainer.num_devices))
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
         choice = Choice(config, folders, LAYOUT, place, self._gather, local, fit=fit)
-        path = choice.choose(instead=bool(given))
-        if path is None:
-            return given
+
+        def restore(path: Path) -> None:
+            self._tell(choice, path, given)
+            load(path)
+
+        return choice.load(restore, bool(given), origin.is_about_content) is not None
+
+    def _tell(self, choice: Choice, path: Path, given: Any) -> None:
         self.resumed = True
         if not choice.named:
             self._fit.resumed(path, choice.unnumbered)
@@ -89,4 +104,3 @@ class Chooser:
             log.warning(
                 "ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given, path
             )
-        return str(path)

@@ -115,11 +115,9 @@ class Run:
         state, config = self.state, self.config
         where, folders = local(self.place), [config.directory]
         choice = Choice(config, folders, files.LAYOUT, self.place, self.engine.gather, where, fit=self.fit)
-        path = choice.choose()
-        if path is not None:
-            self._load(path)
-            if choice.unnumbered:
-                FITS.resumed_unnumbered(config.directory, path)
+        path = choice.load(self._load, about_content=origin.is_about_content)
+        if path is not None and choice.unnumbered:
+            FITS.resumed_unnumbered(config.directory, path)
         # MindIO counts updates itself, so that a step cannot be left between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
