@@ -32,6 +32,8 @@ STALE_AFTER_S = 24 * 3600.0
 here, and only the age of its last write tells. Clocks may differ by hours."""
 LOCK_NAME = ".lastgasp.lock"
 LOCK_WAIT_S = 10.0
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
+"""How a file system says that it cannot sync a directory; any other error is one of the disk's."""
 
 
 class Disk:
@@ -64,10 +66,18 @@ class Disk:
         os.link(src, dst)
 
     def sync_dir(self, directory: Path) -> None:
-        """Return when the names in `directory` are on the device."""
+        """Return when the names in `directory` are on the device.
+
+        Some file systems (FUSE and network ones) cannot do that for a directory, and say so. The files themselves are
+        on the device then; their names come when the file system sees fit, and that is said once.
+        """
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_FSYNC:
+                raise
+            _warn_of_no_fsync(fd, directory, error)
         finally:
             os.close(fd)
 
@@ -80,6 +90,23 @@ class Disk:
 
 
 DISK = Disk()
+
+
+_SAID: set[int] = set()
+"""File systems that were warned of, by their device numbers."""
+
+
+def _warn_of_no_fsync(fd: int, directory: Path, error: OSError) -> None:
+    """Once per file system."""
+    device = os.fstat(fd).st_dev
+    if device in _SAID:
+        return
+    _SAID.add(device)
+    _log.warning(
+        "the file system of %s cannot sync directories (%s): a checkpoint survives the end of its processes, but its "
+        "name may be lost where the machine loses power in the seconds after it was saved",
+        directory, error.strerror,
+    )  # fmt: skip
 
 
 def fsync_dir(directory: Path) -> None:

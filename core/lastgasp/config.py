@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ._fs import fsync_dir
 from .errors import ConfigError
 
 T = TypeVar("T")
@@ -174,6 +175,7 @@ def check_writable(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
+        fsync_dir(directory)  # says at the start where the file system cannot
     except OSError as error:
         raise ConfigError(
             "dir",

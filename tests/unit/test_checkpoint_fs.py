@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import pytest
 
 from lastgasp import _clock, _fs
 from lastgasp.checkpoint import DirectoryLayout, SingleFile
+from lastgasp.config import check_writable
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
 from support.checkpoint_kit import FILES, FOLDERS, put_file, put_folder
@@ -186,3 +189,31 @@ def test_a_file_system_whose_clock_is_behind_keeps_what_it_has_just_got(
     ahead = time.time_ns() + 30 * 3600 * 10**9
     monkeypatch.setattr(_clock, "wall_ns", lambda: ahead)
     assert _fs.remove_stale_temps(tmp_path) == []
+
+
+def test_a_file_system_that_cannot_sync_directories_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FUSE and some network file systems answer with EINVAL; it is said once, and at the start."""
+    fsync = os.fsync
+
+    def refusing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    monkeypatch.setattr(_fs, "_SAID", set())
+    check_writable(tmp_path)
+    assert caplog.text.count("cannot sync directories") == 1
+    _fs.write_atomically(tmp_path / "name", b"content")
+    assert (tmp_path / "name").read_bytes() == b"content" and caplog.text.count("cannot sync directories") == 1
+
+
+def test_a_disk_that_fails_is_no_such_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        _fs.fsync_dir(tmp_path)

@@ -26,7 +26,7 @@ class Steps:
     """As `steps.Steps`: completed step, update under way, what Adam counts."""
 
     def __init__(self) -> None:
-        self.step, self.inside, self.adam = STEP, False, STEP
+        self.step, self.inside, self.adam, self.settled = STEP, False, STEP, True
         self.boundary = Boundary(STEP, 56, 0, None, None, STEP)
 
     def counted(self) -> int:
@@ -53,7 +53,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     shard = Shard(tensor=0, pipeline=0, part=0, parts=1, data_ranks=(0,))
     random: Any = SimpleNamespace(read=lambda step: b"random")
     one: Any = SimpleNamespace(steps=steps, composer=composer)
-    source: Any = MegatronSource(one.steps, random, one.composer, SimpleNamespace(), (place, shard))
+    nothing_held = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
+    source: Any = MegatronSource(one.steps, random, one.composer, nothing_held, (place, shard))
     source.configure(GaspConfig(directory=tmp_path), Device(torch.device("cpu")))
     return SimpleNamespace(steps=steps, composer=composer, source=source, folder=tmp_path)
 

@@ -20,6 +20,7 @@ from lastgasp.refusal import tell_launcher
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
+from lastgasp.undoing import run_all
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
 from lastgasp_lightning.choose import Chooser
@@ -273,13 +274,10 @@ class _Run:
 
     def close(self, goodbye: bool) -> None:
         """Undo everything."""
-        if goodbye:
-            self.fit.ended(durable=self.session.stand.durable >= self.session.stand.step)
-        for undo in reversed(self._undo):
-            undo()
-        self.resume.uninstall()
-        self.session.close(goodbye)
-        self.state.close()
+        undone, self._undo = self._undo[::-1], []
+        durable = self.session.stand.durable >= self.session.stand.step
+        fit = [lambda: self.fit.ended(durable=durable)] if goodbye else []
+        run_all([*fit, *undone, self.resume.uninstall, lambda: self.session.close(goodbye), self.state.close])
 
 
 def _nothing(*_: object) -> None:

@@ -18,6 +18,7 @@ from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
+from lastgasp.undoing import run_all
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import is_success, verdict_of
@@ -160,10 +161,8 @@ class Run:
 
     def close(self, goodbye: bool) -> None:
         """Undo everything."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self.session.close(goodbye)
+        undone, self._undo = self._undo[::-1], []
+        run_all([*undone, lambda: self.session.close(goodbye)])
 
 
 def _preload(args: Any) -> Preload:

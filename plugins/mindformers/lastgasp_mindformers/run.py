@@ -19,6 +19,7 @@ from lastgasp.replicas import Digests
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
+from lastgasp.undoing import run_all
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of, unknown_yet
@@ -291,13 +292,10 @@ class Run:
 
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""
-        if self._faults is not None:
-            self._faults.undo()
-        if self.state is not None and self.state.gate is not None:
-            self.state.gate.undo()
-        self.session.close(goodbye)
-        if self.state is not None:
-            self.state.small.close()
+        faults = [self._faults.undo] if self._faults is not None else []
+        gate = [self.state.gate.undo] if self.state is not None and self.state.gate is not None else []
+        small = [self.state.small.close] if self.state is not None else []
+        run_all([*faults, *gate, lambda: self.session.close(goodbye), *small])
 
 
 def _made(options: Options) -> LastGasp:

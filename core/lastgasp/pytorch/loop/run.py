@@ -42,6 +42,7 @@ from lastgasp.session import leave
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing import faults
+from lastgasp.undoing import run_all
 
 log = logging.getLogger("lastgasp")
 
@@ -421,14 +422,9 @@ class Run:
 
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""
-        if goodbye:
-            FITS.end(self.config.directory)
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self.book.close()
-        self.engine.close(goodbye)
-        self.recorder.close()
+        undone, self._undo = self._undo[::-1], []
+        fit = [lambda: FITS.end(self.config.directory)] if goodbye else []
+        run_all([*fit, *undone, self.book.close, lambda: self.engine.close(goodbye), self.recorder.close])
 
 
 def _nothing() -> None:
