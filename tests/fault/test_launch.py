@@ -330,7 +330,8 @@ def node(port: int, *more: object) -> list[str]:
     return [lean.python(), "-m", "lastgasp", "run", *nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", *map(str, more)]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
 def test_two_nodes(tmp_path: Path, victim: int) -> None:
     """A rank of one node is killed; both nodes restart, and the numbers are those of an undisturbed job."""
     reference = finish(run(TINY, "--dir", tmp_path / "ref", "--final", tmp_path / "ref.pt"), tmp_path)
@@ -413,6 +414,7 @@ def test_a_job_says_what_happens_to_it_and_each_thing_once(tmp_path: Path) -> No
     assert "start the job again" not in done.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", ["quiet", "json"])
 def test_how_much_is_said_can_be_chosen(tmp_path: Path, word: str) -> None:
     done = finish(run(WORKER, tmp_path / "ckpts", "once", 3), tmp_path, LASTGASP_LOG=word)

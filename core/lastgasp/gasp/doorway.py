@@ -23,8 +23,9 @@ from . import messages as m
 
 log = logging.getLogger("lastgasp.controller")
 
-STRANGERS, STRANGERS_PER_ADDRESS = 512, 256
-"""Connections that have proven nothing yet, at the same time."""
+STRANGERS, STRANGERS_PER_ADDRESS = 4096, 2048
+"""Connections that have proven nothing yet, at the same time. All ranks of a large job come within a second, and one that
+has to go and comes again costs more than its place."""
 DESCRIPTORS = 65536
 """The soft limit is raised up to this, as far as the hard one allows, once a quarter of it is connections."""
 AT_ONCE = 64
@@ -85,6 +86,7 @@ class Doorway:
     def __init__(self, serve: Serve, secure: ssl.SSLContext | None, handshake: float) -> None:
         self._serve, self._secure, self._handshake = serve, secure, handshake
         self._strangers: dict[asyncio.Task[None], _Stranger] = {}
+        self._of_address: dict[str, dict[asyncio.Task[None], None]] = {}
         self._count = 0
         self._listener: socket.socket | None = None
         self.log = LimitedLog()
@@ -108,7 +110,7 @@ class Doorway:
         """The connection of the task that calls has proven that it belongs to the job."""
         task = asyncio.current_task()
         if task is not None:
-            self._strangers.pop(task, None)
+            self._forget(task)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -138,28 +140,39 @@ class Doorway:
         stranger = _Stranger(address, connection)
         task = asyncio.create_task(self._greet(stranger))
         self._strangers[task] = stranger
+        self._of_address.setdefault(address, {})[task] = None
         self._count += 1
         task.add_done_callback(lambda task: self._ended(task, stranger))
         _raise_limit(self._count)
 
     def _ended(self, task: asyncio.Task[None], stranger: _Stranger) -> None:
         self._count -= 1
-        self._strangers.pop(task, None)
+        self._forget(task)
         if not stranger.begun:  # its turn had not come yet
             with contextlib.suppress(OSError), stranger.connection:
                 stranger.connection.send(_BUSY if self._secure is None else b"")
 
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        """It is no stranger (any more)."""
+        stranger = self._strangers.pop(task, None)
+        if stranger is not None:
+            same = self._of_address[stranger.address]
+            del same[task]
+            if not same:
+                del self._of_address[stranger.address]
+
     def _make_room(self, address: str) -> None:
         """The oldest stranger goes: of the same address, or of all, where one more would be too many."""
         most = min(STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        same = [task for task, one in self._strangers.items() if one.address == address]
+        same = self._of_address.get(address, {})
         if len(same) >= min(STRANGERS_PER_ADDRESS, most):
-            self._evict(same[0])
+            self._evict(next(iter(same)))
         elif len(self._strangers) >= most:
             self._evict(next(iter(self._strangers)))
 
     def _evict(self, task: asyncio.Task[None]) -> None:
-        stranger = self._strangers.pop(task)
+        stranger = self._strangers[task]
+        self._forget(task)
         if stranger.writer is not None:
             stranger.writer.write(_BUSY)
         task.cancel()
