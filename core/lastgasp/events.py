@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 FaultKind = Literal["killed", "exception", "exit", "sigterm", "interrupt", "hang", "lost", "peer"]
-"""killed: the process is gone. exit: SystemExit in user code. lost: host or link silent. peer: a collective
-failed and no rank has owned up to it."""
+"""killed: the process is gone. exit: it ended with an exit code of its own, by SystemExit in user code or as seen
+from outside. lost: host or link silent. peer: a collective failed and no rank has owned up to it."""
 
 Ending = Literal["saved", "nothing_to_save", "gave_up", "open"]
 

@@ -12,6 +12,9 @@ SHOWN = 3
 """Faults of one incident that are told one by one."""
 CAUSE = 200
 """Characters of one cause; the incident record has all of it."""
+STARTING = {"killed": "was killed", "exit": "ended", "exception": "raised an exception"}
+"""What became of a rank that had not begun to train."""
+_END = re.compile(r"exited with code \d+|\bSIG[A-Z]+\b")
 _SIGNAL = re.compile(r"\bSIG[A-Z]+\b")
 
 
@@ -33,12 +36,14 @@ def _faults(faults: Sequence[Fault], world_size: int) -> str:
 
 
 def _fault(fault: Fault) -> str:
+    if fault.step < 0 and fault.kind in STARTING:
+        return f"rank {fault.rank} {STARTING[fault.kind]} while it was starting ({_how(fault.cause)})"
     signal = _SIGNAL.search(fault.cause)
-    cause = fault.cause if len(fault.cause) <= CAUSE else fault.cause[:CAUSE] + "..."
+    cause = _short(fault.cause)
     words = {
         "killed": f"was killed ({signal.group()})" if signal else f"died ({cause})",
         "exception": f"raised {cause}",
-        "exit": f"ended in the middle of training ({cause})",
+        "exit": f"ended in the middle of training ({_how(cause)})",
         "sigterm": "was told to stop (SIGTERM)",
         "interrupt": "was interrupted (Ctrl-C)",
         "hang": f"hung ({cause})",
@@ -48,6 +53,15 @@ def _fault(fault: Fault) -> str:
     place = f" in step {fault.step + 1}" if fault.step >= 0 else ""
     verb = words[fault.kind]
     return f"rank {fault.rank} {verb}{place}" if len(verb) <= 40 else f"rank {fault.rank}{place} {verb}"
+
+
+def _how(cause: str) -> str:
+    end = _END.search(cause)
+    return end.group() if end else _short(cause)
+
+
+def _short(cause: str) -> str:
+    return cause if len(cause) <= CAUSE else cause[:CAUSE] + "..."
 
 
 def _outcome(incident: Incident) -> str:

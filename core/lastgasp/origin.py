@@ -16,6 +16,11 @@ def kind_by(error: BaseException, is_peer: Callable[[BaseException], bool]) -> F
     return "peer" if is_peer(error) else "exception"
 
 
+def is_success(error: BaseException) -> bool:
+    """Whether user code ends the job by an exit with code 0: training has ended well."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
 def cause_of(error: BaseException) -> str:
     """One line: type and the first line of the text."""
     text = str(error).strip().splitlines()

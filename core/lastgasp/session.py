@@ -29,6 +29,7 @@ from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.signin import Entry, sign
 from lastgasp.gasp.stand import Stand, exit_code, given_up
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
+from lastgasp.origin import cause_of
 from lastgasp.ports import GaspBackend, StateSource
 from lastgasp.replicas import Digests, compared, computed, needs_comparing
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
@@ -322,6 +323,16 @@ class Session:
         self._gasp.fault(kind, cause)
         return self.stand.outcome or given_up("the backend told no outcome")
 
+    def failed_to_start(self, error: BaseException, kind: FaultKind) -> None:
+        """`error` ends this rank before `begin`: what it says goes into the incident. Does not wait.
+
+        Let the exception go on behind it. Of no effect once training has begun.
+        """
+        if self.stand.phase == "start":
+            peer = isinstance(error, ControlError | DeadlineExceeded)
+            self._patience = min(OWN_FAULT_GRACE, self._gasp.grace)  # its traceback is worth more than a fast restart
+            self._processor.not_started("peer" if peer else kind, cause_of(error))
+
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """`train`, entered again after each fault that was repaired in place (MindIO's retry, where the state can)."""
         inner = getattr(self._gasp, "protect", None)
@@ -399,7 +410,7 @@ def describe(outcome: m.Release) -> str:
     if outcome.ending == "saved":
         return f"step {outcome.step} saved to {outcome.path}; start the job again and it resumes from there"
     if outcome.ending == "nothing_to_save":
-        return f"nothing to save: step {outcome.step} is the newest and is on disk"
+        return f"nothing to save: {outcome.reason}"
     return f"the step could NOT be saved: {outcome.reason}"
 
 

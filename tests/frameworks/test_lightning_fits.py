@@ -242,3 +242,22 @@ def test_finders_inside_a_fit_run_once(tmp_path: Path) -> None:
     assert (after.lr, after.batch_size) == (before.lr, before.batch_size) == (straight.lr, straight.batch_size)
     assert after.trained[0] == 5, "neither a trial nor a step that was saved"
     assert unequal(weights(straight), weights(after)) == []
+
+
+class Exits(L.Callback):
+    """User code that ends the script in the middle of training."""
+
+    def __init__(self, code: object) -> None:
+        self.code = code
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: object) -> None:
+        if trainer.global_step == 3:
+            raise SystemExit(self.code)
+
+
+@pytest.mark.parametrize(("code", "faults"), [(0, 0), (None, 0), (3, 1)])
+def test_an_exit_with_code_0_is_a_good_end(tmp_path: Path, code: object, faults: int) -> None:
+    with pytest.raises(SystemExit):
+        fit(Job(tmp_path).make(Exits(code)), Small())
+    assert len(list((tmp_path / "ckpts").glob("incidents/*.json"))) == faults
+    assert len(list((tmp_path / "ckpts").glob("gasp-*.ckpt"))) == faults

@@ -68,6 +68,17 @@ def test_the_last_one_is_shown_with_its_picture_beside_it(tmp_path: Path) -> Non
     assert (tmp_path / "incidents/aaa.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_start_that_failed_is_neither_a_kill_nor_a_loss(tmp_path: Path) -> None:
+    """Nobody has looked at what is on disk, so nothing is said about it."""
+    cause = "RuntimeError: could not load iter_0000007: size mismatch"
+    faults = [Fault(kind="exception", rank=1, cause=cause, step=-1, seen_ns=1)]
+    changed = {"faults": faults, "ending": "nothing_to_save", "reason": "training had not begun", "step_saved": None}
+    write(tmp_path, msgspec.structs.replace(record(), **changed))
+    output = run(tmp_path).output
+    assert "rank 1 raised an exception while it was starting: nothing to save, training had not begun" in output
+    assert "size mismatch" in output and "-1" not in output
+
+
 def test_json_is_the_record_itself_and_draws_only_when_told(tmp_path: Path) -> None:
     write(tmp_path, record())
     done = run(tmp_path, "--json")

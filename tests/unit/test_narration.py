@@ -54,8 +54,25 @@ SAVED = {"ending": "saved", "step_saved": 33, "savers": [1], "steps_lost": 0}
             "all ranks were told to stop (SIGTERM); step 33 is on disk",
         ),
         (
-            incident(fault("exit", cause="exited with code 3", step=-1), **(SAVED | {"savers": [0, 1]})),
-            "rank 0 ended in the middle of training (exited with code 3); step 33 saved by 2 ranks",
+            incident(fault("exit", cause="process 7 died (exited with code 3)"), **(SAVED | {"savers": [0, 1]})),
+            "rank 0 in step 34 ended in the middle of training (exited with code 3); step 33 saved by 2 ranks",
+        ),
+        (
+            incident(
+                fault("exit", 1, cause="process 7 died (exited with code 1)", step=-1),
+                ending="nothing_to_save",
+                reason="training had not begun",
+            ),
+            "rank 1 ended while it was starting (exited with code 1); training had not begun",
+        ),
+        (
+            incident(
+                fault("exception", cause="RuntimeError: size mismatch for weight", step=-1),
+                ending="nothing_to_save",
+                reason="training had not begun",
+            ),
+            "rank 0 raised an exception while it was starting (RuntimeError: size mismatch for weight); "
+            "training had not begun",
         ),
         (incident(), "a fault that left no trace; the recovery has not ended"),
     ],

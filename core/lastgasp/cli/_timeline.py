@@ -13,7 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from lastgasp.events import Incident, Phases
+from lastgasp.events import Fault, Incident, Phases
+from lastgasp.narration import STARTING
 
 Group = Literal["notice", "agree", "write", "commit", "restart"]
 
@@ -127,15 +128,22 @@ def headline(incident: Incident) -> str:
     # A collective that failed on a peer is how the others saw it, not what went wrong.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
     first = causes[0] if causes else None
-    who = f"rank {first.rank} {_VERB[first.kind]}" if first else "no fault was recorded"
+    who = f"rank {first.rank} {_verb(first)}" if first else "no fault was recorded"
     more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
     return f"{who}{more}: {outcome(incident)}"
+
+
+def _verb(fault: Fault) -> str:
+    """Without a step it had not begun to train."""
+    if fault.step >= 0 or fault.kind not in STARTING:
+        return _VERB[fault.kind]
+    return f"{STARTING[fault.kind]} while it was starting"
 
 
 _VERB = {
     "killed": "was killed",
     "exception": "raised an exception",
-    "exit": "called sys.exit",
+    "exit": "ended in the middle of training",
     "sigterm": "was told to stop",
     "interrupt": "was interrupted",
     "hang": "hung",
@@ -150,5 +158,7 @@ def outcome(incident: Incident) -> str:
     if incident.ending == "saved":
         savers = ", ".join(str(rank) for rank in incident.savers) or "?"
         return f"step {incident.step_saved} saved by rank {savers}{lost}"
+    if incident.ending == "nothing_to_save" and incident.reason:
+        return f"nothing to save, {incident.reason}"
     words = {"nothing_to_save": "nothing to save", "gave_up": "gave up", "open": "not ended"}
     return f"{words[incident.ending]}{lost}"

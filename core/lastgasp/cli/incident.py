@@ -141,7 +141,7 @@ def _written(checkpoint: Path) -> list[str]:
 def _faults(record: Incident) -> Table:
     table = Table("rank", "fault", "last step", "cause")
     for fault in record.faults:
-        table.add_row(str(fault.rank), fault.kind, str(fault.step), escape(fault.cause))
+        table.add_row(str(fault.rank), fault.kind, str(fault.step) if fault.step >= 0 else "none", escape(fault.cause))
     return table
 
 

@@ -19,6 +19,7 @@ from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decid
 from .generation import new_incident, write_incident
 from .settled import SavedElsewhere
 from .stand import Stand
+from .views import nothing_new, safe_step
 
 log = logging.getLogger("lastgasp")
 
@@ -41,6 +42,7 @@ class _Case:
     incident: Incident
     fault: Fault
     elsewhere: SavedElsewhere
+    begun: bool
 
 
 class _Settled(Exception):
@@ -65,7 +67,7 @@ def recover_alone(
     incident.phases.detected = _clock.wall_ns()
     stand.all_run = fault.kind == "sigterm"
     elsewhere = SavedElsewhere(Path(hello.directory), hello.job, hello.attempt, known.since_s)
-    case = _Case(incident, fault, elsewhere)
+    case = _Case(incident, fault, elsewhere, begun=stand.phase != "start")
     try:
         outcome = _decide_and_save(stand, source, place, hello.finish_timeout, case)
     except Moved as moved:  # the gate is closed, so a state goes on once
@@ -112,7 +114,9 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool)
     incident.unused = list(decision.unused)
     if isinstance(decision, NothingToSave):
         incident.ending, incident.steps_lost = "nothing_to_save", 0
-        return _release(incident, decision.step, "")
+        incident.reason = nothing_new(decision.step, case.begun)
+        known = safe_step(decision.step, case.begun)
+        return _release(incident, -1 if known is None else known, "")
     if isinstance(decision, GiveUp):
         incident.ending, incident.reason, incident.steps_lost = "gave_up", decision.reason, decision.lost
         return _release(incident, -1, "")

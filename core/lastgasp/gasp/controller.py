@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from lastgasp import __version__, _clock
-from lastgasp.blackbox import BlackBox, newest_step
+from lastgasp.blackbox import BlackBox
 from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 from lastgasp.topology import host_identity
 
@@ -25,6 +25,7 @@ from . import messages as m
 from .actions import Action, Kill, Send
 from .deathwatch import DeathWatch
 from .doorway import Doorway
+from .ends import kind_of_end, newest_in
 from .generation import Generation
 from .guard import Guard
 from .incidents import Incidents
@@ -73,7 +74,7 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
-        self._keepers = Keepers()
+        self._keepers = Keepers(self.incidents.stood_at)
         self._watch: DeathWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -162,7 +163,7 @@ class Controller:
         at, peer, generation = _clock.wall_ns(), self._peers.get(rank), self.generation
         await self._read_out(peer)
         if generation is not None and generation is self.generation:
-            self._do(generation.machine.gone(rank, how, "killed", at, _clock.monotonic()))
+            self._gone(generation, rank, how, how, at)
             self.incidents.add_cause(generation, rank, how)
             self.incidents.flush()
 
@@ -326,10 +327,13 @@ class Controller:
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
         self._keepers.ask(rank)
-        self._do(generation.machine.gone(rank, text, "killed", at_ns, _clock.monotonic()))
+        self._gone(generation, rank, text, status, at_ns)
         self._service.gone(rank, text)
-        if generation.gathers:
-            self._fail_gathers(f"rank {rank} is gone: {text}")
+        self._fail_gathers(f"rank {rank} is gone: {text}")
+
+    def _gone(self, generation: Generation, rank: int, text: str, how: str, at_ns: int) -> None:
+        generation.machine.stood_at(rank, newest_in([self._peers[rank].box]) if rank in self._peers else -1)
+        self._do(generation.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
 
     def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:
         assert self._loop is not None
@@ -397,7 +401,8 @@ class Controller:
         if isinstance(message, m.Save | m.Consulted):
             return msgspec.structs.replace(message, small=self._small(message.step))
         if isinstance(message, m.Prepare):
-            return msgspec.structs.replace(message, target=max(message.target, self._newest()))
+            target = max(message.target, newest_in(peer.box for peer in self._peers.values()))
+            return msgspec.structs.replace(message, target=target)
         return message
 
     async def _send_with_kept(self, rank: int, message: m.Save) -> None:
@@ -405,11 +410,6 @@ class Controller:
         while self._keepers.awaited:  # noqa: ASYNC110 (bounded, and of milliseconds)
             await asyncio.sleep(TICK / 10)
         self._send(rank, message)
-
-    def _newest(self) -> int:
-        """The newest step that any rank on this host has completed, as its black box tells; -1 if none does."""
-        boxes = [peer.box for peer in self._peers.values() if peer.box >= 0]
-        return max((step for box in boxes if (step := newest_step(box)) is not None), default=-1)
 
     def _small(self, step: int) -> dict[int, bytes]:
         """The small state of every rank, dead ones included: from its black box, or as it sent it."""

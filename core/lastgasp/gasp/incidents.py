@@ -15,6 +15,7 @@ from lastgasp.narration import Tally
 
 from . import messages as m
 from .actions import Note
+from .ends import kind_of_end
 from .generation import Generation, record_path, write_record
 from .notes import add_note
 from .records import RecordWriter
@@ -99,15 +100,27 @@ class Incidents:
                 self._unexplained.discard(rank)
                 self.add_cause(current, rank, status)
 
+    def stood_at(self, rank: int, step: int) -> None:
+        """The launcher of its host tells which step a dead rank had completed."""
+        current = self.current
+        if current is not None and current.machine.stood_at(rank, step):
+            self._again(current)
+            self.flush()
+
     def add_cause(self, generation: Generation, rank: int, status: str) -> None:
         """How the process of `rank` ended; also after the record was written."""
         faults = generation.machine.faults
         for i, fault in enumerate(faults):
             if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
-                faults[i] = msgspec.structs.replace(fault, cause=f"{fault.cause}, {status}")
-                if generation.incident is not None and generation.over_since is not None:
-                    generation.refresh()
-                    self._write(generation)
+                kind, cause = kind_of_end(status), f"{fault.cause}, {status}"
+                faults[i] = msgspec.structs.replace(fault, kind=kind, cause=cause)
+                self._again(generation)
+
+    def _again(self, generation: Generation) -> None:
+        """More is known than was written."""
+        if generation.incident is not None and generation.over_since is not None:
+            generation.refresh()
+            self._write(generation)
 
     def flush(self) -> None:
         """Hand what has changed to the thread that writes; after the orders that went with it."""

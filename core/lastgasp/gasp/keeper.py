@@ -40,9 +40,9 @@ def open_box(pid: int, number: int) -> int:
 
 
 def states(box: int) -> dict[int, bytes]:
-    """What a box holds of the newest step, of the one before, and of one that was begun."""
+    """What a box holds of the newest step, which comes first, of the one before, and of one that was begun."""
     newest = newest_step(box)
-    near = range(newest - 1, newest + 2) if newest is not None else ()
+    near = (newest, newest - 1, newest + 1) if newest is not None else ()
     return {step: found for step in near if (found := BlackBox.read(box, step)) is not None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from lastgasp import __version__, _clock
 from lastgasp.errors import AuthenticationError, ControlError, ProtocolError, VersionMismatch
@@ -18,9 +19,14 @@ ANSWER = 2.0
 
 
 class Keepers:
-    """All methods run on the event loop."""
+    """All methods run on the event loop.
 
-    def __init__(self) -> None:
+    Args:
+        stood_at: is told which step a dead rank had completed.
+    """
+
+    def __init__(self, stood_at: Callable[[int, int], None]) -> None:
+        self._stood_at = stood_at
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._boxes: dict[int, tuple[str, m.Keep]] = {}
         self._asked: dict[int, float] = {}
@@ -47,6 +53,8 @@ class Keepers:
                     raise ProtocolError(f"{type(message).__name__} after the greeting")
                 self._asked.pop(message.rank, None)
                 self._states[message.rank] = dict(zip(message.steps, message.states, strict=False))
+                if message.steps:
+                    self._stood_at(message.rank, message.steps[0])
         finally:
             if self._writers.get(host) is writer:
                 del self._writers[host]

@@ -25,7 +25,7 @@ from .actions import Action, Kill, Note, Send
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
 from .members import Member, Outcome
 from .progress import Progress
-from .views import SAVE_TRIES, causes, named, view
+from .views import SAVE_TRIES, causes, later, named, nothing_new, safe_step, view
 
 MARGIN = 2.0
 """Seconds of grace for messages, on top of what a rank may take."""
@@ -110,6 +110,15 @@ class Machine:
         self._here.discard(rank)
         self._awaited.discard(rank)
 
+    def stood_at(self, rank: int, step: int) -> bool:
+        """A dead rank had completed `step`, as its black box tells; False where that is no news."""
+        member = self.members.get(rank)
+        if member is None or step <= member.step:
+            return False
+        member.step = step
+        self.faults = [later(fault, step) if fault.rank == rank else fault for fault in self.faults]
+        return True
+
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
         """The rank's process or connection ended. After a Goodbye that is no fault."""
         member = self.members.setdefault(rank, Member(rank=rank))
@@ -167,13 +176,12 @@ class Machine:
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
-        member.step, member.durable = message.step, message.durable
+        member.begun, member.step, member.durable = True, message.step, message.durable
         return []
 
     def _on_status(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Status)
-        member.step = max(member.step, message.step)
-        member.durable = max(member.durable, message.durable)
+        member.stands(message.step, message.durable)
         self.progress.heard(member.rank, message, now)
         return []
 
@@ -200,7 +208,7 @@ class Machine:
             return []  # it crossed an order to go on, and answers that one, too
         member.prepared = message
         self._awaited.discard(member.rank)
-        member.step, member.durable = max(member.step, message.step), max(member.durable, message.durable)
+        member.stands(message.step, message.durable)
         if self.state == "preparing":
             return [] if self._awaited else self._decide_if_ready(now)
         return self._prepare_again(member, now) if self._moved(member, message) else []
@@ -335,8 +343,9 @@ class Machine:
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         self.outcome.unused = decision.unused
         if isinstance(decision, NothingToSave):
-            self.outcome.step, self.outcome.lost = decision.step, 0
-            return self._end("nothing_to_save", f"step {decision.step} is the newest and is on disk")
+            begun = any(member.begun for member in self.members.values())
+            self.outcome.step, self.outcome.lost = safe_step(decision.step, begun), 0
+            return self._end("nothing_to_save", nothing_new(decision.step, begun))
         if isinstance(decision, GiveUp):
             self.outcome.lost = decision.lost
             return self._end("gave_up", decision.reason)

@@ -16,6 +16,8 @@ class Member:
     rank: int
     step: int = -1
     durable: int = 0
+    begun: bool = False
+    """Its training has begun; what it says of steps before that tells nothing."""
     gone: str = ""
     left: bool = False
     hung: bool = False
@@ -26,6 +28,12 @@ class Member:
     """How often its state went on while it was being saved."""
     failed: str = ""
     """Why its last save failed."""
+
+    def stands(self, step: int, durable: int) -> None:
+        """As it says itself."""
+        if self.begun or step > 0:
+            self.step = max(self.step, step)
+        self.durable = max(self.durable, durable)
 
     @property
     def here(self) -> bool:

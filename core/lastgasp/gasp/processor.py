@@ -149,6 +149,12 @@ class Processor:
         else:
             self._begin_alone(fault)
 
+    def not_started(self, kind: FaultKind, cause: str) -> None:
+        """Training cannot begin on this rank: for the record. What comes of it is the controller's."""
+        now = _clock.wall_ns()
+        self._try_send(m.Report(fault=Fault(
+            kind=kind, rank=self._source.rank, cause=m.encodable(cause), step=-1, seen_ns=now)))  # fmt: skip
+
     def gather(self, tag: str, payload: bytes, seconds: float) -> m.Gathered | None:
         """Send a part and wait for the whole; None when it did not come in time or the link broke."""
         if not self._try_send(m.GatherPart(tag=tag, payload=payload)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from lastgasp.events import Fault
 
 from .decision import RankView
@@ -54,6 +56,29 @@ def named(faults: Sequence[Fault]) -> tuple[Fault, ...]:
     """The first ones; with them one that is no SIGTERM where there is any, because ranks ask for that."""
     others = [fault for fault in faults[NAMED:] if fault.kind != "sigterm"]
     return (*faults[:NAMED], *others[:1])
+
+
+def later(fault: Fault, step: int) -> Fault:
+    """With the step that a dead rank had completed: its last heartbeat may be older. What it said itself stays."""
+    told = fault.kind in ("exception", "sigterm", "interrupt", "peer")
+    return fault if told else msgspec.structs.replace(fault, step=max(fault.step, step))
+
+
+def nothing_new(step: int, begun: bool) -> str:
+    """Why there is nothing to save.
+
+    Args:
+        step: the newest that a committed checkpoint holds, as far as this attempt knows.
+        begun: some rank's training has begun.
+    """
+    if step > 0:
+        return f"step {step} is the newest and is on disk"
+    return "no step had been completed" if begun else "training had not begun"
+
+
+def safe_step(step: int, begun: bool) -> int | None:
+    """The newest step on disk; None where this attempt has not come so far as to know."""
+    return step if begun or step > 0 else None
 
 
 def causes(faults: Sequence[Fault]) -> str:

@@ -14,6 +14,7 @@ from lastgasp.config import GaspConfig, HangTimeout, check_writable, refuse_unkn
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
+from lastgasp.origin import is_success
 from lastgasp.pytorch.origin import cause_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.refusal import tell_launcher
@@ -248,6 +249,9 @@ class _Run:
         """The training thread raised."""
         if isinstance(exception, Released):
             self._leave(exception.outcome)
+        if is_success(exception):
+            self.close(goodbye=True)
+            return
         kind = kind_of(exception)
         outcome = self._recover(exception)
         if kind == "peer" and outcome is not None and self.source.place.world_size > 1:
@@ -257,7 +261,8 @@ class _Run:
 
     def _recover(self, exception: BaseException) -> Release | None:
         if not self._begun:
-            return None  # nothing was trained: the launcher sees the exit
+            self.session.failed_to_start(exception, kind_of(exception))
+            return None  # nothing was trained
         stand, state = self.session.stand, self.state
         if not state.finish_step():
             stand.broken = f"{cause_of(exception)}: raised inside the update, so the state is between two steps"

@@ -8,17 +8,13 @@ from typing import Any
 
 from lastgasp.errors import CheckpointError
 from lastgasp.launch.framework_verdict import Verdict
+from lastgasp.origin import is_success
 from lastgasp.pytorch import origin
 from lastgasp.pytorch.origin import cause_of
 
 
 class NotLoaded(CheckpointError):
     """Megatron gave up loading a checkpoint and would have ended with exit code 0, as if all were well."""
-
-
-def is_success(exception: BaseException) -> bool:
-    """Whether it is an exit with code 0: --exit-interval and its kin end training like that."""
-    return isinstance(exception, SystemExit) and exception.code in (None, 0)
 
 
 _VERDICTS = {

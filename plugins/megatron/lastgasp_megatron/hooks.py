@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lastgasp_megatron.exits import around_load, is_success
+from lastgasp_megatron.exits import around_load
 from lastgasp_megatron.own_part import without_gloo
 from lastgasp_megatron.patches import Around, Hook, argument
 
@@ -63,7 +63,7 @@ class Training:
         """Outside of `train` there is no step to save."""
         run, self._run = self._run, None
         if run is not None:
-            run.close(goodbye=is_success(error))
+            run.end_early(error)
 
     def _close(self) -> None:
         run, self._run = self._run, None

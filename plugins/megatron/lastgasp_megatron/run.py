@@ -13,6 +13,7 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
 from lastgasp.latesource import LateSource
 from lastgasp.launch import framework_verdict
+from lastgasp.origin import is_success
 from lastgasp.pytorch.origin import cause_of, kind_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, leave
@@ -21,7 +22,7 @@ from lastgasp.testing import faults
 from lastgasp.undoing import run_all
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
-from lastgasp_megatron.exits import is_success, verdict_of
+from lastgasp_megatron.exits import verdict_of
 from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.marks import MegatronMarks
 from lastgasp_megatron.preload import Preload
@@ -147,6 +148,13 @@ class Run:
             log.warning("left the job because a peer is gone (%s)", cause_of(error))
             leave(outcome)
         self.close(goodbye=False)
+
+    def end_early(self, error: BaseException) -> None:
+        """Something raised outside of `train`, where there is no step to save; often while a checkpoint was loaded."""
+        good = is_success(error)
+        if not good and not isinstance(error, Released):
+            self.session.failed_to_start(error, kind_of(error))
+        self.close(goodbye=good)
 
     def _recover(self, error: BaseException) -> Release:
         stand = self.session.stand

@@ -6,7 +6,7 @@ import re
 
 from lastgasp.checkpoint import trial
 from lastgasp.events import FaultKind
-from lastgasp.origin import cause_of, kind_by
+from lastgasp.origin import cause_of, is_success, kind_by
 
 __all__ = ["cause_of", "is_about_content", "is_success", "kind_of"]
 
@@ -27,8 +27,3 @@ def is_about_content(error: BaseException) -> bool:
 def kind_of(error: BaseException) -> FaultKind:
     """exit and interrupt by type; peer where another rank is gone."""
     return kind_by(error, lambda one: isinstance(one, RuntimeError) and _PEER.search(str(one)) is not None)
-
-
-def is_success(error: BaseException) -> bool:
-    """Whether it is an exit with code 0."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)

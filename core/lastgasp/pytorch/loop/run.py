@@ -19,6 +19,7 @@ from lastgasp.events import FaultKind
 from lastgasp.fits import FITS
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.stand import Released
+from lastgasp.origin import is_success
 from lastgasp.pytorch import origin, rng
 from lastgasp.pytorch.io import load_verified
 from lastgasp.pytorch.loop import files
@@ -375,7 +376,7 @@ class Run:
         """The loop raised: have the step saved. Returns when the exception shall go on as it is."""
         if isinstance(error, Released):
             leave(error.outcome)
-        if isinstance(error, SystemExit) and error.code in (None, 0):
+        if is_success(error):
             self.close(goodbye=True)
             return
         kind = _kind_of(error)

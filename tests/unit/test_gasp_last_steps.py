@@ -1,0 +1,229 @@
+"""What the record says of a rank that is gone: the step that it died in, not what was last heard; and how it ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lastgasp.blackbox import BlackBox
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ControlError
+from lastgasp.events import Fault, Incident, decode_incident
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.keeper import BoxKeeper, states
+from lastgasp.gasp.link import Link
+from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.session import Contact, Session
+from lastgasp.topology import Place, data_parallel, host_identity
+from support.fake_controller import TOKEN, FakeController, FakeSource
+from support.switch_job import hello
+from support.waiting import until
+
+
+class Ranks:
+    """Two ranks by their connections alone: what they say is said by the test."""
+
+    def __init__(self, directory: Path, identity: str) -> None:
+        self.directory, self._stack = directory, ExitStack()
+        self.controller = ControllerThread(new_token())
+        self._stack.callback(self.controller.stop)
+        self.controller._controller._identity = identity
+        end = self.controller.endpoint
+        # Rank 0 is on another host: it will be late with its answer, and is not to be killed for that.
+        here = {"host": host_identity(), "pid": os.getpid()}
+        hellos = [hello(0, 2, directory=str(directory)), hello(1, 2, directory=str(directory), **here)]
+        self.links = [self._stack.enter_context(closing(Link(end.address, end.token, one))) for one in hellos]
+
+    def close(self) -> None:
+        """End it all."""
+        self._stack.close()
+
+    def begin(self, rank: int, step: int, box: int = -1) -> None:
+        """Its training begins."""
+        self.links[rank].send(m.Begin(step=step, durable=step, box=box))
+
+    def heard(self, rank: int, step: int) -> None:
+        """A heartbeat, and that it has arrived."""
+        self.links[rank].send(m.Status(step=step, durable=0, tick=1, phase="data"))
+        until(lambda: self.member_step(rank) == step, "the heartbeat to be heard")
+
+    def member_step(self, rank: int) -> int:
+        """As the controller knows."""
+        generation = self.controller._controller.generation
+        member = generation.machine.members.get(rank) if generation is not None else None
+        return -2 if member is None else member.step
+
+    def die(self, rank: int, how: str = "") -> None:
+        """Its process ended; `how` as its launcher says, empty where nobody knows."""
+        if how:
+            self.controller.report_exit(rank, how)
+        else:
+            self.links[rank].close()
+
+    def over(self, *others: int) -> Incident:
+        """The record, once these have answered that they have nothing to save."""
+        self.fault()
+        for rank in others:
+            self.links[rank].send(m.Prepared(recovery=1, step=0, durable=0, usable=True, why="", small=b"", target=-1))
+        path = self.directory / "incidents"
+        until(lambda: path.is_dir() and any(path.glob("*.json")), "the record")
+        [found] = path.glob("*.json")
+        return decode_incident(found.read_bytes())
+
+    def fault(self) -> Fault:
+        """The first one."""
+        generation = self.controller._controller.generation
+        assert generation is not None
+        until(lambda: bool(generation.machine.faults), "the fault to be seen")
+        return generation.machine.faults[0]
+
+
+@contextmanager
+def two_ranks(directory: Path, identity: str = "") -> Iterator[Ranks]:
+    with closing(Ranks(directory, identity or host_identity())) as found:
+        yield found
+
+
+@contextmanager
+def box_at(*steps: int) -> Iterator[BlackBox]:
+    """A black box with the records of these steps; behind them the next step's update has begun."""
+    with closing(BlackBox(64)) as box:
+        for step, settled in [*((step, True) for step in steps), (steps[-1] + 1, False)]:
+            box.begin(step, settled)[:4] = b"mine"
+            box.end(4)
+        yield box
+
+
+# -- which step ------------------------------------------------------------------------------------
+
+
+def test_a_dead_ranks_step_is_that_of_its_black_box(tmp_path: Path) -> None:
+    """Its last heartbeat is half a second old, which is many steps."""
+    with box_at(12, 13) as box, two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3, box.fd)
+        ranks.heard(1, 11)
+        ranks.die(1)
+        assert ranks.fault().step == 13
+
+
+def test_on_another_host_its_launcher_tells_it(tmp_path: Path) -> None:
+    with box_at(12, 13) as box, two_ranks(tmp_path, "another boot:1") as ranks:
+        end, keepers = ranks.controller.endpoint, ranks.controller._controller._keepers
+        with closing(BoxKeeper(end.address, end.token)) as keeper:
+            ranks.begin(1, 3, box.fd)
+            ranks.heard(1, 11)
+            until(lambda: bool(keepers._writers and keeper._boxes), "the launcher to keep the box")
+            ranks.die(1)
+            until(lambda: ranks.fault().step == 13, "the launcher's word")
+
+
+def test_a_box_tells_its_newest_step_first() -> None:
+    with box_at(12, 13) as box:
+        assert list(states(box.fd)) == [13, 12, 14]
+
+
+def test_without_a_box_the_last_heartbeat_counts(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3)
+        ranks.heard(1, 11)
+        ranks.die(1)
+        assert ranks.fault().step == 11
+
+
+def test_what_a_rank_said_itself_is_not_corrected(tmp_path: Path) -> None:
+    with box_at(12, 13) as box, two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3, box.fd)
+        said = Fault(kind="exception", rank=1, cause="ValueError: boom", step=12, seen_ns=1)
+        ranks.links[1].send(m.Report(fault=said))
+        assert ranks.fault() == said
+        ranks.die(1)
+        until(lambda: ranks.member_step(1) == 13, "its end")
+        assert ranks.fault() == said
+
+
+# -- how -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("exited with code 1", "exit"), ("killed by SIGKILL", "killed"), ("", "killed")]
+)
+def test_only_a_signal_kills(tmp_path: Path, how: str, kind: str) -> None:
+    with two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3)
+        until(lambda: ranks.member_step(1) == 3, "its beginning")
+        ranks.die(1, how)
+        assert ranks.fault().kind == kind
+
+
+def test_how_it_ended_may_become_known_later(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3)
+        ranks.die(1)
+        assert ranks.fault().kind == "killed"
+        ranks.controller.report_exit(1, "exited with code 3")
+        until(lambda: ranks.fault().kind == "exit", "the launcher's word")
+        assert ranks.fault().cause.endswith(", exited with code 3")
+
+
+# -- before training -------------------------------------------------------------------------------
+
+
+def test_a_rank_that_ends_while_it_starts_leaves_a_true_record(tmp_path: Path) -> None:
+    """Whatever is on disk: nobody has come so far as to know it."""
+    with two_ranks(tmp_path) as ranks:
+        for rank in range(2):
+            ranks.links[rank].send(m.Status(step=0, durable=0, tick=1, phase="start"))
+        ranks.die(1, "exited with code 1")
+        record = ranks.over(0)
+    assert (record.ending, record.reason) == ("nothing_to_save", "training had not begun")
+    assert [(fault.kind, fault.step) for fault in record.faults] == [("exit", -1)]
+
+
+def test_before_the_first_step_nothing_is_said_to_be_on_disk(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as ranks:
+        for rank in range(2):
+            ranks.begin(rank, 0)
+        until(lambda: (ranks.member_step(0), ranks.member_step(1)) == (0, 0), "both to begin")
+        ranks.die(1)
+        assert ranks.over(0).reason == "no step had been completed"
+
+
+@contextmanager
+def starting(directory: Path) -> Iterator[tuple[FakeController, Session]]:
+    """A rank that has joined and has not begun, and who hears it."""
+    place = Place(rank=1, world_size=2, replicas=data_parallel(2), attempt=0, job="job")
+    with FakeController() as controller:
+        session = Session(GaspConfig.resolve(directory), place, FakeSource(), Contact(controller.address, TOKEN))
+        try:
+            yield controller, session
+        finally:
+            session.close(goodbye=False)
+
+
+def test_what_ends_a_start_is_told_to_the_controller(tmp_path: Path) -> None:
+    with starting(tmp_path) as (controller, session):
+        session.failed_to_start(RuntimeError("iter_0000007: size mismatch"), "exception")
+        fault = controller.hear(m.Report).fault
+        assert (fault.kind, fault.rank, fault.step) == ("exception", 1, -1)
+        assert fault.cause == "RuntimeError: iter_0000007: size mismatch"
+
+
+def test_who_could_not_start_because_of_a_peer_is_no_cause(tmp_path: Path) -> None:
+    with starting(tmp_path) as (controller, session):
+        session.failed_to_start(ControlError("rank 0 is gone"), "exception")
+        assert controller.hear(m.Report).fault.kind == "peer"
+
+
+def test_once_training_has_begun_nothing_is_told(tmp_path: Path) -> None:
+    with starting(tmp_path) as (controller, session):
+        session.begin(3, 3)
+        session.failed_to_start(RuntimeError("later"), "exception")
+        session.note("behind it")
+        said = [controller.next()]
+        while not isinstance(said[-1], m.Noted):
+            said.append(controller.next())
+        assert not [message for message in said if isinstance(message, m.Report)]
