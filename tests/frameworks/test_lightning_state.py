@@ -251,7 +251,8 @@ def test_after_the_update_the_step_is_finished(schedulers: str, nth: int, tmp_pa
     resumed = execute(replace(run, resume_from=faulted.harness.saved))
     # callbacks did not see the end of this batch, and the checkpoint says so
     assert differences(straight.state(), resumed.state()) == [".callbacks[0].batches: 18 != 17"]
-    assert faulted.harness.state.notes
+    [note] = faulted.harness.state.notes
+    assert note.startswith(f"step {nth} was cut short on rank 0 after its update: loggers there")
     assert faulted.harness.saved is not None
     assert torch.load(faulted.harness.saved, weights_only=False)["lastgasp"]["notes"]
 

@@ -24,8 +24,8 @@ from . import messages as m
 log = logging.getLogger("lastgasp.controller")
 
 STRANGERS, STRANGERS_PER_ADDRESS = 4096, 2048
-"""Connections that have proven nothing yet, at the same time. All ranks of a large job come within a second, and one that
-has to go and comes again costs more than its place."""
+"""Connections that have proven nothing yet, at the same time. All ranks of a large job come within a second, and one
+that has to go and comes again costs more than its place."""
 DESCRIPTORS = 65536
 """The soft limit is raised up to this, as far as the hard one allows, once a quarter of it is connections."""
 AT_ONCE = 64

@@ -27,7 +27,7 @@ from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import join_extra, split_extra
 from lastgasp_lightning.metrics import OwnAccumulators, encode_results
-from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of, stateful_callbacks
+from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
 
@@ -241,9 +241,10 @@ class LightningState:
             return self.snapshot is not None
         if not finish_batch(self._trainer, self.watch):
             return False
-        if stateful_callbacks(self._trainer):
-            self._note("callbacks after the one that raised did not see on_train_batch_end of this step")
-        self._capture(self._trainer.fit_loop.epoch_loop.global_step)
+        step = self._trainer.fit_loop.epoch_loop.global_step
+        self._note(f"step {step} was cut short on rank {self._trainer.global_rank} after its update: loggers there, "
+                   "and callbacks after the one that raised, have nothing of it")  # fmt: skip
+        self._capture(step)
         return True
 
     def small(self, step: int) -> bytes | None:
