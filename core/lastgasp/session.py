@@ -351,8 +351,8 @@ class Session:
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """Whatever the training thread is stuck in, the process ends."""
-        # A launcher says it for all ranks, and the training thread of this one where there is none.
-        log.debug("%s", describe(outcome))
+        # A launcher says it for all ranks.
+        log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
         self._sign(ending=outcome.ending, step=outcome.step)
         with self._leaving:
             if self._leave_timer is None and self._patience is not None and not self._ended:

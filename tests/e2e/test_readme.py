@@ -118,7 +118,8 @@ def test_make_targets_exist() -> None:
 
 def test_configuration_is_that_of_the_code() -> None:
     table = {cells[0]: cells for cells in rows(README, "| argument | environment | default ")}
-    arguments = set(inspect.signature(LastGasp.__init__).parameters) - {"self"}
+    parameters = inspect.signature(LastGasp.__init__).parameters.values()
+    arguments = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD} - {"self"}
     assert set(table) == arguments
     fields = {f.name: f.default for f in dataclasses.fields(GaspConfig) if f.name != "directory"}
     marks = {"marks": True, "profiling_dir": "none", "profiling_limit_mb": MarksConfig().limit_mb}

@@ -374,7 +374,7 @@ def test_of_three_ranks_the_odd_one_is_nobodys_replica_and_the_other_two_are(tmp
         job.ranks[1].signal(signal.SIGKILL)
         assert [job.ranks[r].wait_for("save")["step"] for r in (0, 2)] == [1, 1]
         assert [job.ranks[r].code() for r in (0, 2)] == [exitcodes.SAVED] * 2
-    assert job.incident().savers == [0, 2]
+        assert job.incident().savers == [0, 2]
 
 
 def test_ranks_that_hold_the_same_are_saved_from_one_another(tmp_path: Path) -> None:
