@@ -180,8 +180,8 @@ class Controller:
             else:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
-            # A rank that ends is no news here; the machine has its own word on that.
-            say = log.debug if writer in self._by_writer else self._door.log.warning
+            # The end of one that had proven itself is no news here; of a rank the machine has its own word.
+            say = self._door.log.warning if self._door.is_stranger() else log.debug
             say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
             pass  # stop() is closing every connection

@@ -112,6 +112,10 @@ class Doorway:
         if task is not None:
             self._forget(task)
 
+    def is_stranger(self) -> bool:
+        """The connection of the task that calls has proven nothing yet."""
+        return asyncio.current_task() in self._strangers
+
     # -- connections ------------------------------------------------------------------------------
 
     def _accept(self) -> None:
