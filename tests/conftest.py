@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 from support.mindspore.importable import make_importable
@@ -16,3 +20,17 @@ make_importable()
 # Nothing about time: how long an example takes says more of the machine than of the code.
 settings.register_profile("tests", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """What a test has logged may hold bytes that are no text; they would end the whole run on their way to xdist."""
+    return _as_text((yield))
+
+
+def _as_text(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode("utf-8", "backslashreplace").decode()
+    if isinstance(data, dict):
+        return {_as_text(key): _as_text(value) for key, value in data.items()}
+    return type(data)(map(_as_text, data)) if isinstance(data, list | tuple) else data
