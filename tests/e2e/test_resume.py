@@ -104,7 +104,7 @@ def test_all_bad_refuses_and_never_starts_anew_in_silence(tmp_path: Path, eight:
     before = sorted(directory.iterdir())
     done = train(tmp_path, "--no-periodic", "--steps", "2")
     assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
-    assert done.output.count("NoGoodCheckpoint: no checkpoint in") <= 2, "each rank says so once: nobody tried again"
+    assert done.output.count("errors.NoGoodCheckpoint: no checkpoint in") <= 2, "one traceback each: nobody tried again"
     assert "a rank refused to start, and would refuse again" in done.output
     assert "no checkpoint in" in done.output
     assert "step=8.ckpt: " in done.output

@@ -145,7 +145,7 @@ class Ageing:
             except OSError as error:
                 self._warn("stuck", f"an old profiling file could not be removed: {error}. Remove it by hand.")
         if removed:
-            log.info("removed %d profiling files, oldest first: %s is over its limit", len(removed), self._base)
+            log.debug("removed %d profiling files, oldest first: %s is over its limit", len(removed), self._base)
         if not going and self._total > self._limit_mb * _MB and self._limit_mb >= SMALL_MB:
             self._warn(
                 "foreign",
