@@ -167,10 +167,10 @@ def test_an_exit_that_nobody_was_told_of_is_a_fault(tmp_path: Path, trace: Trace
 
 
 def test_a_hung_rank_is_killed_and_the_others_save(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=3, hang=1.0) as job:
+    with begun(tmp_path, world=3, hang=2.0) as job:
         job.step(1)
+        job.ranks[1].signal(signal.SIGSTOP)  # before the others move for the last time
         job.stuck(0, 2)
-        job.ranks[1].signal(signal.SIGSTOP)
         assert job.ranks[1].code() == -signal.SIGKILL
         assert [job.ranks[rank].code() for rank in (0, 2)] == [exitcodes.SAVED] * 2
     assert job.saved() == ["step-1.toy"]

@@ -77,10 +77,10 @@ def test_sigterm_to_one_rank_saves_without_python_handlers_in_the_stuck_main_thr
 
 
 def test_a_stopped_rank_is_found_excluded_and_killed_after_the_save(tmp_path: Path) -> None:
-    with ToyJob(tmp_path, world=3, hang=1.0) as job:
+    with ToyJob(tmp_path, world=3, hang=2.0) as job:
         job.step(1)
+        job.ranks[1].signal(signal.SIGSTOP)  # before the others move for the last time
         job.stuck(0, 2)
-        job.ranks[1].signal(signal.SIGSTOP)
         assert job.ranks[1].code() == -signal.SIGKILL
         assert [job.ranks[r].code() for r in (0, 2)] == [exitcodes.SAVED] * 2
         incident = job.incident()

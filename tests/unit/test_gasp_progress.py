@@ -127,6 +127,7 @@ def test_one_rank_that_moves_keeps_all_quiet() -> None:
         (("backward", "data", "forward"), (2,), (1,), {2}),
         (("start", "backward"), (), (), {0, 1}),
         (("start", "backward", "forward"), (), (), {2}),
+        (("start", "backward", "backward"), (0,), (), {0}),
     ],
 )
 def test_culprits(

@@ -117,7 +117,10 @@ class Progress:
         self._witness = max(started.values(), key=lambda track: track.moved + self._allowed(track))
         if self._in_time(self._witness, now):
             return frozenset()
-        return self._culprits(started, now, stopped) or frozenset(self._tracks)
+        everybody = frozenset(self._tracks)
+        # A rank that was stopped before its first heartbeat of training is to blame like any other.
+        halted = stopped & everybody
+        return halted if halted and halted < everybody else self._culprits(started, now) or everybody
 
     def _in_time(self, track: _Track | None, now: float) -> bool:
         return track is not None and track.phase != "start" and now - track.moved < self._allowed(track)
@@ -140,11 +143,10 @@ class Progress:
         return True
 
     @staticmethod
-    def _culprits(tracks: dict[int, _Track], now: float, stopped: frozenset[int]) -> frozenset[int]:
-        """Stopped processes, else silent ones, else the least advanced that do not wait for a peer; else nobody."""
+    def _culprits(tracks: dict[int, _Track], now: float) -> frozenset[int]:
+        """Silent processes, else those that do not wait for a peer; nobody where that is all of them."""
         everybody = frozenset(tracks)
         for suspects in (
-            stopped & everybody,
             frozenset(r for r, t in tracks.items() if now - t.heard > SILENT),
             frozenset(r for r, t in tracks.items() if t.phase not in _WAITING),
         ):
