@@ -113,7 +113,7 @@ class Timed(LightningModule):
 
 
 class Empty(Callback):
-    """What any callback costs (facts/lightning.md: about 10 us)."""
+    """What any callback costs (docs/facts/lightning.md: about 10 us)."""
 
 
 def measure(options: Options) -> list[Measure]:

@@ -2,7 +2,7 @@
 
 Four plain processes with a controller; the main threads of the peers block in C, as in a collective whose
 peer is gone. The clock of a kill starts just before the signal is sent, that of an exception just before
-the rank reports it. MindIO TFT was measured the same way (facts/mindio_tft.md §17).
+the rank reports it. MindIO TFT was measured the same way (docs/facts/mindio_tft.md §17).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every durable byte: create, write, fsync, rename, directory fsync, and temporary names.
 
-The whole durable commit (fsync, rename, directory fsync) costs 0.45 ms (`facts/limits.md` §4), so it is
+The whole durable commit (fsync, rename, directory fsync) costs 0.45 ms (`docs/facts/limits.md` §4), so it is
 always done.
 """
 

@@ -29,7 +29,7 @@ class BlackBox:
         capacity: greatest payload of one record, bytes.
         slots: how many records are kept. Four hold the settled records of two steps and two unsettled ones.
 
-    All memory is touched here: first touch costs ten times the copy (facts/limits.md §5).
+    All memory is touched here: first touch costs ten times the copy (docs/facts/limits.md §5).
     """
 
     def __init__(self, capacity: int, slots: int = 4) -> None:

@@ -1,4 +1,4 @@
-"""Exit codes of ranks and of the launcher (documented in the README; decision 9 of DESIGN.md)."""
+"""Exit codes of ranks and of the launcher (documented in docs/faults.md)."""
 
 SAVED = 83
 """The step was saved: start the job again and it goes on from there."""

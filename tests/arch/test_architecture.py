@@ -1,4 +1,4 @@
-"""The house of DESIGN.md §2 and the sizes of §5, held by tests."""
+"""The layout of docs/how-it-works.md §11 and the sizes of CONTRIBUTING.md, held by tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks stay in place, or the job stops, whatever MindSpeed does before, after and in between (facts/megatron.md §4).
+"""Hooks stay in place, or the job stops, whatever MindSpeed does before, after and in between (megatron.md §4).
 
 On stand-ins with the signatures of core_v0.12.1 and a patch manager that behaves as MindSpeed's.
 """

@@ -1,4 +1,4 @@
-"""What only MindIO has: order, threads, limits and ends (facts/mindio_tft.md §15), on its stand-in."""
+"""What only MindIO has: order, threads, limits and ends (docs/facts/mindio_tft.md §15), on its stand-in."""
 
 from __future__ import annotations
 

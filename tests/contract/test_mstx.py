@@ -186,7 +186,7 @@ def test_groups_go_where_taskds_tool_looks(
 
 
 def test_mindspores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`mindspore.profiler.mstx` and `mindspore.runtime.current_stream` (facts/mindformers.md §6)."""
+    """`mindspore.profiler.mstx` and `mindspore.runtime.current_stream` (docs/facts/mindformers.md §6)."""
     (tmp_path / "mindspore" / "profiler").mkdir(parents=True)
     (tmp_path / "mindspore" / "__init__.py").touch()
     (tmp_path / "mindspore" / "runtime.py").write_text("def current_stream(): return 'stream'\n")

@@ -59,6 +59,41 @@ def misused(group: click.Group, words: list[str]) -> str:
     return ""
 
 
+_CITED = re.compile(r"\b(?:docs/)?(?:facts/)?([a-z_]+|how-it-works|command-line)\.md(?:`?,? §([\d., §]*\d))?")
+_CODE = [path for folder in ("core", "plugins", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+
+
+def sections(page: Path) -> set[str]:
+    """The numbers of its headings, and of the items of numbered lists below them: 2, 2.1, 16.4."""
+    found, above = set(), ""
+    for line in page.read_text().splitlines():
+        if heading := re.match(r"#+ (\d+(?:\.\d+)?) ", line):
+            above = heading[1]
+            found.add(above)
+        elif item := re.match(r"(\d+)\. ", line):
+            found.add(f"{above}.{item[1]}")
+    return found
+
+
+def test_the_sections_that_the_code_cites_exist() -> None:
+    pages = {path.stem: path for path in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/facts/*.md")]}
+    pages |= {path.stem: path for path in ROOT.glob("docs/facts/*.md")}
+    known = {name: sections(path) for name, path in pages.items()}
+    cited = [(path, found) for path in _CODE for found in _CITED.finditer(path.read_text()) if found[2]]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found[0]}"
+        for path, found in cited
+        if found[1] not in known or not set(re.split(r"[^\d.]+", found[2])) <= known[found[1]]
+    ]
+    assert wrong == []
+    assert len(cited) > 100
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    named = {(path, name) for path in _CODE for name in re.findall(r"docs/[\w./-]+\.md", path.read_text())}
+    assert [f"{path.relative_to(ROOT)}: {name}" for path, name in named if not (ROOT / name).exists()] == []
+
+
 def test_a_wrong_command_would_be_seen() -> None:
     assert misused(main, ["vanish"]) == "no command 'vanish'"
     assert misused(main, ["job", "patch", "--nothing"]) == "no option --nothing"

@@ -273,7 +273,7 @@ def test_a_dynamic_loss_scale_goes_on_as_it_stood(tmp_path: Path, name: str) -> 
 
 @pytest.mark.full
 def test_the_newer_format_of_mindformers(tmp_path: Path) -> None:
-    """`iteration_*` directories, one process: a section `checkpoint:` in the YAML turns them on (facts §5)."""
+    """`iteration_*` directories, one process: a section `checkpoint:` in the YAML turns them on (mindformers.md §5)."""
     new = {"use_legacy_format": False}
     bare, job = (LlamaJob(folder=tmp_path / name, ranks=1, changes=new) for name in ("reference", "faulty"))
     job = replace(job, launcher="run", changes=new | {"lastgasp": {"enable": True, "dir": str(job.folder / "ckpts")}})

@@ -97,7 +97,7 @@ def check(folder: Path, data: Path, last: int, fault: int, *options: str) -> Non
     expected, got = losses(whole), losses(broken)
     assert list(expected) == list(got) == list(range(1, last + 1))
     assert float(expected[last][0]) < float(expected[1][0]) - 0.5, "it learns"
-    averaged = fault + 2  # Megatron's second line after a start is the mean of two iterations (facts/megatron.md §6)
+    averaged = fault + 2  # Megatron's second line after a start is the mean of two iterations (megatron.md §6)
     assert {n: v for n, v in got.items() if n != averaged} == {n: v for n, v in expected.items() if n != averaged}
 
 

@@ -1,4 +1,4 @@
-"""Real MindFormers jobs over damaged checkpoints: they fall back, all ranks to the same step (facts/mindformers.md §5).
+"""Real MindFormers jobs over damaged checkpoints: they fall back, all ranks to the same step (mindformers.md §5).
 
 One job leaves checkpoints of steps 4, 8, 12 and 16; each is damaged in another way, and the next job goes on behind
 the newest that is good, with the losses that it had before.

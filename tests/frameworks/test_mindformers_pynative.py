@@ -1,4 +1,4 @@
-"""The pynative Trainer of MindFormers: the real one of 1.9.0, which trains in one process (facts/mindformers.md §8)."""
+"""The pynative Trainer of MindFormers: the real one of 1.9.0, which trains in one process (mindformers.md §8)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_step_is_saved_and_the_losses_stay_the_same(
 
 @pytest.mark.full
 def test_a_trainer_of_the_shape_of_2_0(tmp_path: Path, expected: dict[tuple[int, int], list[str]]) -> None:
-    """A contract test: 2.0.0 itself needs hyper_parallel, which is on no package index (facts §0)."""
+    """A contract test: 2.0.0 itself needs hyper_parallel, which is on no package index (mindformers.md §0)."""
     struck, fired = job(tmp_path, "2"), tmp_path / "fired"
     done = struck.run(
         {"LASTGASP_FAULT": "kind=exception,rank=0,step=7,phase=forward", "LASTGASP_FAULT_LOG": str(fired)}
@@ -79,7 +79,7 @@ def test_a_trainer_of_the_shape_of_2_0(tmp_path: Path, expected: dict[tuple[int,
 def test_a_damaged_checkpoint_of_the_trainers_own_is_not_trained_on(
     tmp_path: Path, expected: dict[tuple[int, int], list[str]]
 ) -> None:
-    """Today the flipped bit loads without a word (facts §5)."""
+    """Today the flipped bit loads without a word (mindformers.md §5)."""
     struck = job(tmp_path)
     done = struck.run({"LASTGASP_FAULT": "kind=sigkill,rank=0,step=11,phase=step_end"})
     assert done.returncode == -9, done.output[-4000:]

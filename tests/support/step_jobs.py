@@ -162,7 +162,7 @@ def rows_of(found: Range, number: int, device: int) -> Iterator[Row]:
 
 
 def line_of(row: Row) -> str:
-    """A row as TaskD writes it (facts/taskd.md §6)."""
+    """A row as TaskD writes it (docs/facts/taskd.md §6)."""
     owner = row.MsptiObjectId.Pt if row.MsptiObjectId is not None else Owner()
     return (
         f'{{"Kind":{row.Kind},"Flag":{row.Flag},"SourceKind":{row.SourceKind},"Timestamp":{row.Timestamp},"Id":{row.Id},'

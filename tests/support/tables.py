@@ -18,7 +18,7 @@ def acjob_rules() -> str:
     from lastgasp.jobs.acjob.rules import RULES
 
     assert FAMILIES
-    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in _sorted(RULES)]
+    rows = [(f"`{one.id}`", one.severity, one.title, _fact(one.source, "job_yaml")) for one in _sorted(RULES)]
     return _table(("rule", "weight", "what is found", "facts"), rows)
 
 
@@ -44,7 +44,7 @@ def doctor_traps() -> str:
     from lastgasp.doctor.traps import TRAPS, examine
 
     examine(Machine())  # fills the table
-    rows = [(f"`{one.id}`", one.severity, one.title, one.source) for one in _sorted(TRAPS)]
+    rows = [(f"`{one.id}`", one.severity, one.title, _fact(one.source)) for one in _sorted(TRAPS)]
     return _table(("trap", "weight", "what is found", "facts"), rows)
 
 
@@ -73,6 +73,18 @@ def write() -> None:
 
 def _between(name: str) -> re.Pattern[str]:
     return re.compile(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", re.S)
+
+
+def _fact(source: str, page: str = "") -> str:
+    """Where the fact stands, as links: `taskd.md §2, §5`, or `§3` of `page`; other words stay as they are."""
+    parts = []
+    for part in source.split(", "):
+        named = re.match(r"(?:([\w-]+)(?:\.md)? )?§", part)
+        target = named[1] or page if named else part.removesuffix(".md") if part.endswith(".md") else ""
+        page = target or page
+        folder = "" if target == "how-it-works" else "facts/"
+        parts.append(f"[{part}]({folder}{target}.md)" if target else part)
+    return ", ".join(parts)
 
 
 def _sorted(table: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The rules by which TaskD's slow-node tool reads profiling files (facts/taskd.md §7), written anew.
+"""The rules by which TaskD's slow-node tool reads profiling files (docs/facts/taskd.md §7), written anew.
 
 What it takes from a directory is what that tool would: a test that finds its ranges here has files that the tool
 accepts. It is strict where the tool is silently confused.

@@ -64,7 +64,7 @@ def test_what_runs_beside_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_job_whose_workers_wait_for_the_manager_is_refused_without(
     monkeypatch: pytest.MonkeyPatch, restored_environ: None
 ) -> None:
-    """TaskD's agent would start none, and give up after three minutes (facts/taskd.md §2)."""
+    """TaskD's agent would start none, and give up after three minutes (docs/facts/taskd.md §2)."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     with (

@@ -363,8 +363,8 @@ def test_good_machines_have_no_findings(box: Box, make: Step) -> None:
 def test_errors_come_first_and_every_source_is_a_file_of_facts(box: Box) -> None:
     box.set(ring="missing", storage=Storage(error="Permission denied"))
     assert [one.severity for one in examine(box.machine)] == ["error", "warning"]
-    files = "mindformers|torchrun|taskd|mindio_tft|job_yaml|limits|lightning|megatron"
-    assert all(re.match(rf"({files})\.md|DESIGN §", one.source) for one in TRAPS.values())
+    files = "how-it-works|mindformers|torchrun|taskd|mindio_tft|job_yaml|limits|lightning|megatron"
+    assert all(re.match(rf"({files})\.md", one.source) for one in TRAPS.values())
 
 
 def test_cann_that_is_there_and_not_sourced_is_told(box: Box) -> None:

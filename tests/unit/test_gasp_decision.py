@@ -1,4 +1,4 @@
-"""Which step, and who saves it: the rules of DESIGN.md decision 4 for any views of any ranks."""
+"""Which step, and who saves it: the rules of docs/how-it-works.md §10.4 for any views of any ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which iteration Megatron is made to load: every damage of facts/megatron.md §2, on two ranks that agree."""
+"""Which iteration Megatron is made to load: every damage of docs/facts/megatron.md §2, on two ranks that agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a process whose `tft_destroy_processor` hangs (facts/mindio_tft.md §16.1): what Python says stays true."""
+"""The end of a process whose `tft_destroy_processor` hangs (mindio_tft.md §16.1): what Python says stays true."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FIRST = "1795247866"
 
 
 def golden() -> bytes:
-    """The rows of the real worker (facts/taskd_profiling_samples.txt), as a file has them."""
+    """The rows of the real worker (tests/golden/taskd-rows.jsonl), as a file has them."""
     return b"".join(line for line in GOLDEN.read_bytes().splitlines(keepends=True) if not line.startswith(b"#"))
 
 

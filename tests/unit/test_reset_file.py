@@ -15,7 +15,7 @@ START = 1_700_000_000
 
 
 def write(path: Path, **fields: object) -> None:
-    """As MindCluster's device plugin writes it (facts/taskd.md §8)."""
+    """As MindCluster's device plugin writes it (docs/facts/taskd.md §8)."""
     content = {"RankList": [], "UpdateTime": START, "RetryTime": 0, "FaultFlushing": False, "GracefulExit": 0}
     path.write_text(json.dumps(content | fields))
 

@@ -1,8 +1,8 @@
 """Which backend a job gets: the embedded engine, or MindCluster's own packages. Decided here, and only here.
 
 Nothing of `backends.ascend` is imported, and no package of MindCluster either: looking whether they are there costs
-a few look-ups in the file system. (Importing `mindio_ttp` patches torchelastic, facts/mindio_tft.md §1; importing
-`taskd` makes a log directory, facts/taskd.md §1.)
+a few look-ups in the file system. (Importing `mindio_ttp` patches torchelastic, docs/facts/mindio_tft.md §1; importing
+`taskd` makes a log directory, docs/facts/taskd.md §1.)
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def in_taskd_job(choice: Choice, environ: Mapping[str, str]) -> bool:
 
 
 def framework_of_taskd(modules: Mapping[str, object]) -> Literal["pt", "ms"]:
-    """TaskD's name of the framework that this process has loaded (facts/taskd.md §1)."""
+    """TaskD's name of the framework that this process has loaded (docs/facts/taskd.md §1)."""
     return "ms" if "mindspore" in modules else "pt"
 
 

@@ -2,7 +2,7 @@
 
 The writer fills page-aligned buffers of one chunk each; a full buffer is hashed while it is warm in the
 cache and written by a second thread with O_DIRECT. That runs at device speed and does not collapse under
-dirty-page throttling as buffered writes do (`facts/limits.md` §5).
+dirty-page throttling as buffered writes do (`docs/facts/limits.md` §5).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HashingWriter:
     Args:
         fd: descriptor of a new, empty file, open for writing; O_DIRECT or not.
         chunk_size: bytes per chunk digest; a multiple of the page size.
-        sha256: whether to compute SHA-256 too (0.6 s per GB, `facts/limits.md` §3).
+        sha256: whether to compute SHA-256 too (0.6 s per GB, `docs/facts/limits.md` §3).
         disk: where the bytes go; tests give one that fails.
     """
 

@@ -1,7 +1,7 @@
 """A file object that gives out only bytes that have verified.
 
 Other threads read and hash the file ahead of the reader, so that verification and unpickling overlap: both
-are slow for different reasons, the disk and the first touch of fresh memory (`facts/limits.md` §4).
+are slow for different reasons, the disk and the first touch of fresh memory (`docs/facts/limits.md` §4).
 """
 
 from __future__ import annotations

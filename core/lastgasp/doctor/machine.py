@@ -17,7 +17,7 @@ from lastgasp.launch.ascend import prepare
 Ring = Literal["compiled", "missing", "other version", "switched off"]
 MINDIO_ITEMS: Final = ("TTP", "UCE", "ARF", "TSP", "HCCE")
 TFT_ITEMS: Final = (*MINDIO_ITEMS, "TRE", "RSC")
-"""Items of MS_ENABLE_TFT; the first ones drive MindIO (facts/mindformers.md §3)."""
+"""Items of MS_ENABLE_TFT; the first ones drive MindIO (docs/facts/mindformers.md §3)."""
 _LISTENING = "0A"
 
 
@@ -147,7 +147,7 @@ class Machine:
 
     @property
     def tft(self) -> frozenset[str]:
-        """Items of MS_ENABLE_TFT that are on, as MindSpore reads them: plain text (facts/mindformers.md §3)."""
+        """Items of MS_ENABLE_TFT that are on, as MindSpore reads them: plain text (docs/facts/mindformers.md §3)."""
         text = self.env.get("MS_ENABLE_TFT", "")
         return frozenset(one for one in TFT_ITEMS if f"{one}:1" in text)
 
@@ -179,7 +179,7 @@ def under_run(machine: Machine) -> Machine:
 
 
 def is_mindcluster(taskd: Path) -> bool:
-    """Whether a package `taskd` is MindCluster's; PyPI's is a task runner (facts/taskd.md §1)."""
+    """Whether a package `taskd` is MindCluster's; PyPI's is a task runner (docs/facts/taskd.md §1)."""
     return (taskd / "python" / "cython_api").is_dir() and (taskd / "api").is_dir()
 
 

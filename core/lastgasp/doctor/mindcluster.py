@@ -28,16 +28,16 @@ RANGES = {
     "TTP_ACCLINK_CHECK_PERIOD_HOURS": (24, 720, 168),
     "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS": (7, 180, 30),
 }
-"""Least, most and default of MindIO's numbers (facts/mindio_tft.md §4)."""
+"""Least, most and default of MindIO's numbers (docs/facts/mindio_tft.md §4)."""
 _CERTIFICATES = ("TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS", "TTP_ACCLINK_CHECK_PERIOD_HOURS")
 """Days ahead of which a warning is given, and hours between two looks; the first must not be shorter (same section)."""
 TASKD_RANGES = {
     "TASKD_PROCESS_INTERVAL": (100, 1000, "takes 100 ms"),
     "TASKD_REPORT_FAULT_TIMEOUT": (300, 600, "waits without end"),
 }
-"""Least, most and what happens otherwise (facts/taskd.md §2, §5)."""
+"""Least, most and what happens otherwise (docs/facts/taskd.md §2, §5)."""
 SWITCHES = ("CommunicationOperator", "Step", "SaveCheckpoint", "FP", "DataLoader")
-"""The keys of the switch file (facts/taskd.md §6)."""
+"""The keys of the switch file (docs/facts/taskd.md §6)."""
 _SIZES = ("WORLD_SIZE", "MS_WORKER_NUM")
 _NO_WATCHDOG = ("ARF", "TSP", "HCCE")
 

@@ -16,7 +16,7 @@ MINDSPORE_OF: dict[tuple[int, ...], tuple[int, ...]] = {
     (1, 3): (2, 4), (1, 6): (2, 7), (1, 7): (2, 7, 1), (1, 8): (2, 7, 2), (1, 9): (2, 9), (2, 0): (2, 10),
     (2, 1): (2, 11),
 }  # fmt: skip
-"""The MindSpore series that each MindFormers series needs (facts/mindformers.md §0)."""
+"""The MindSpore series that each MindFormers series needs (docs/facts/mindformers.md §0)."""
 NOT_ON_PYPI = ((2, 4), (2, 11))
 FRAMEWORKS = {
     "lightning": "lightning",
@@ -164,7 +164,7 @@ def megatron_series(machine: Machine) -> Iterator[Hit]:
         yield Hit(what, "Run a short job with a fault first (LASTGASP_FAULT), or install 0.19.2.")
 
 
-@trap("backend", "error", "DESIGN §2", "LASTGASP_BACKEND asks for what is not there")
+@trap("backend", "error", "how-it-works.md §6", "LASTGASP_BACKEND asks for what is not there")
 def backend(machine: Machine) -> Iterator[Hit]:
     """The chooser's own word."""
     try:
@@ -174,7 +174,7 @@ def backend(machine: Machine) -> Iterator[Hit]:
         yield Hit(what, error.remedy)
 
 
-@trap("no-framework", "warning", "DESIGN §1", "No framework of any adapter is installed")
+@trap("no-framework", "warning", "how-it-works.md §1", "No framework of any adapter is installed")
 def no_framework(machine: Machine) -> Iterator[Hit]:
     """Perhaps this is another environment than the job's."""
     if not frameworks(machine):

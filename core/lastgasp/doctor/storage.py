@@ -21,7 +21,7 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _NO_BARRIER = ("nobarrier", "barrier=0")
 
 
-@trap("dir-unwritable", "error", "DESIGN §3", "The checkpoint directory cannot be written")
+@trap("dir-unwritable", "error", "how-it-works.md §4", "The checkpoint directory cannot be written")
 def dir_unwritable(machine: Machine) -> Iterator[Hit]:
     """Tried by writing a file."""
     if machine.storage is not None and machine.storage.error:
@@ -30,7 +30,7 @@ def dir_unwritable(machine: Machine) -> Iterator[Hit]:
         yield Hit(what, "Make room there." if full else "Give this user the right to write there, or name another one.")
 
 
-@trap("dir-silent", "error", "DESIGN §3", "The checkpoint directory's file system does not answer")
+@trap("dir-silent", "error", "how-it-works.md §4", "The checkpoint directory's file system does not answer")
 def dir_silent(machine: Machine) -> Iterator[Hit]:
     """A file server that is away."""
     if machine.storage is not None and machine.storage.silent_s:
@@ -46,7 +46,7 @@ def dir_no_fsync(machine: Machine) -> Iterator[Hit]:
         yield Hit(what, "Use a file system with fsync of files and directories.")
 
 
-@trap("dir-volatile", "warning", "DESIGN §3", "Checkpoints do not outlive the pod or the machine")
+@trap("dir-volatile", "warning", "how-it-works.md §4", "Checkpoints do not outlive the pod or the machine")
 def dir_volatile(machine: Machine) -> Iterator[Hit]:
     """Memory, or a container's layer."""
     why = _VOLATILE.get(machine.storage.kind) if machine.storage is not None else None

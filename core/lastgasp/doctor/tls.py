@@ -1,4 +1,4 @@
-"""Traps of MindIO's TLS set-up; its failures end the process (facts/mindio_tft.md §10)."""
+"""Traps of MindIO's TLS set-up; its failures end the process (docs/facts/mindio_tft.md §10)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Trap:
     Attributes:
         id: in findings and in the documentation.
         severity: with an error the job does not start, does not recover, or loses data; a warning costs less.
-        source: where the fact stands, a file of facts/ with its section.
+        source: where the fact stands, a page of docs/facts (or how-it-works.md) with its section.
         title: one line.
         look: yields what is wrong on a machine.
     """

@@ -1,7 +1,7 @@
 """Sees the death of processes on this host within about a millisecond, whatever their memory.
 
 A killed process is marked PF_EXITING in /proc/PID/stat before its memory is freed; sockets, pidfds and
-waitpid only tell afterwards, about 85 ms per GB later (facts/limits.md §7).
+waitpid only tell afterwards, about 85 ms per GB later (docs/facts/limits.md §7).
 """
 
 from __future__ import annotations

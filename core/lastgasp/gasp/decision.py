@@ -63,7 +63,7 @@ Decision = SavePlan | NothingToSave | GiveUp
 
 
 def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -> Decision:
-    """Choose the newest step for which every shard has a live holder (DESIGN.md decision 4).
+    """Choose the newest step for which every shard has a live holder (docs/how-it-works.md §10.4).
 
     Args:
         views: one per rank of the job. Dead ranks do not count for the step.

@@ -2,7 +2,7 @@
 
 What MindIO lacks is added here: the small state of dead ranks, what savers pass to the rank that publishes, the
 incident record, a word to all ranks how the recovery ended, and the end of ranks that hang (MindIO notices only
-processes that are gone, facts/mindio_tft.md §7.1). Where it ends without a checkpoint, or begins none (§16.4-6), this
+processes that are gone, mindio_tft.md §7.1). Where it ends without a checkpoint, or begins none (§16.4-6), this
 one leads after all, as the embedded engine does; what MindIO does to the ranks ten seconds later waits for that.
 """
 
@@ -21,7 +21,7 @@ from .views import why_unusable
 
 PATIENCE = 40.0
 """Seconds from a fault until the leader must have ordered a save: 8 to 12 until it notices, 2 and 5 to look again, and
-half a minute in which ranks reach the step (facts/mindio_tft.md §12)."""
+half a minute in which ranks reach the step (docs/facts/mindio_tft.md §12)."""
 IN_MINDX = "MindIO in TaskD"
 """The leader's name where TaskD decides what is done, which may take as long as it likes."""
 

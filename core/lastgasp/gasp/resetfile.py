@@ -1,4 +1,4 @@
-"""reset.json: MindCluster asks a job to save and leave by `"GracefulExit": 1` in it (facts/taskd.md §8)."""
+"""reset.json: MindCluster asks a job to save and leave by `"GracefulExit": 1` in it (docs/facts/taskd.md §8)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lastgasp import _clock
 log = logging.getLogger("lastgasp")
 
 DEFAULT_PATH = Path("/user/restore/reset/config/reset.json")
-"""Where the job's volume brings it (facts/job_yaml.md §6)."""
+"""Where the job's volume brings it (docs/facts/job_yaml.md §6)."""
 VARIABLE = "LASTGASP_RESET_FILE"
 """Environment variable that names another file."""
 PERIOD = 1.0
-"""Seconds between two looks, as TaskD's (facts/taskd.md §8)."""
+"""Seconds between two looks, as TaskD's (docs/facts/taskd.md §8)."""
 SIZE_LIMIT = 1 << 20
 """Bytes of a file that is read."""
 

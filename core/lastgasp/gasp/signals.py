@@ -1,7 +1,7 @@
-"""SIGTERM, seen while the training thread is stuck in a C++ collective (DESIGN.md decision 15).
+"""SIGTERM, seen while the training thread is stuck in a C++ collective (docs/how-it-works.md §10.14).
 
 The C-level handler writes the signal's number to a wake-up descriptor at once (0.23 ms measured,
-facts/lightning.md); the control thread reads it. A forked child (data-loader worker) gets the default
+docs/facts/lightning.md); the control thread reads it. A forked child (data-loader worker) gets the default
 handler back, or it could neither be terminated nor keep its SIGTERM to itself.
 """
 

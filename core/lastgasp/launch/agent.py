@@ -1,6 +1,6 @@
 """torchrun's agent, extended and not edited: it holds its signals until the survivors have saved.
 
-Built on the overridable methods of LocalElasticAgent (torch 2.13, facts/torchrun.md).
+Built on the overridable methods of LocalElasticAgent (torch 2.13, docs/facts/torchrun.md).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class GaspAgent(LocalElasticAgent):
         """Give the attempt a store of its own.
 
         torch 2.13 reuses the agent's store without a prefix, and the new ranks then read the dead
-        attempt's gloo addresses (facts/megatron.md §3).
+        attempt's gloo addresses (docs/facts/megatron.md §3).
         """
         assert worker_group.master_addr is not None
         key = f"lastgasp/store/{current.number}"

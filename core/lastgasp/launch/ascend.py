@@ -1,7 +1,7 @@
 """What a job on Ascend needs around its processes, decided from the environment; pure but for `look`.
 
-Replaces what the documentation adds to train_start.sh and msrun_launcher.sh (facts/taskd.md §1, §2, §5;
-facts/job_yaml.md §4; facts/mindformers.md §9).
+Replaces what the documentation adds to train_start.sh and msrun_launcher.sh (docs/facts/taskd.md §1, §2, §5;
+docs/facts/job_yaml.md §4; docs/facts/mindformers.md §9).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lastgasp.errors import ConfigError
 PREPARED = "LASTGASP_PREPARED"
 """Set in the environment of a launcher that has been started anew with what `prepare` decided."""
 DEFAULT_TTP_PORT = "8000"
-"""MindCluster's samples have it (facts/job_yaml.md §4)."""
+"""MindCluster's samples have it (docs/facts/job_yaml.md §4)."""
 RETRY = "L0:0, L1:1, L2:1"
-"""HCCL_OP_RETRY_ENABLE for the strategy `retry` (facts/job_yaml.md §8)."""
+"""HCCL_OP_RETRY_ENABLE for the strategy `retry` (docs/facts/job_yaml.md §8)."""
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
 _NEED_MINDIO = ("TTP", "UCE", "ARF", "TSP", "HCCE")
-"""Items of MS_ENABLE_TFT that drive MindIO (facts/mindformers.md §3)."""
+"""Items of MS_ENABLE_TFT that drive MindIO (docs/facts/mindformers.md §3)."""
 _HAND_OVER = (*_NEED_MINDIO, "RSC")
 """Items for which msrun leaves its workers to TaskD (the same section)."""
 
@@ -128,7 +128,7 @@ def _job(env: Mapping[str, str]) -> _Job:
 
 def _is_scheduler(env: Mapping[str, str]) -> bool:
     """Whether this is the pod where msrun's scheduler runs. A scheduler's own pod and the first worker's both have
-    rank 0; only a job of one NPU has none (facts/job_yaml.md §1)."""
+    rank 0; only a job of one NPU has none (docs/facts/job_yaml.md §1)."""
     if env.get("MS_ROLE") == "MS_WORKER" and env.get("MS_WORKER_NUM", "1") != "1":
         return False
     return env.get("MS_ROLE") == "MS_SCHED" or env.get("MS_NODE_RANK", "0") == "0"

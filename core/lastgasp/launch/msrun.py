@@ -1,8 +1,8 @@
 """`lastgasp run --framework mindspore`: msrun in this process, its workers watched and restarted by us.
 
 msrun itself kills the survivors about a second after the first failure. Where TaskD is asked for it leaves that to
-TaskD instead, and calls it in its own process; here the embedded engine answers (facts/taskd.md §8,
-facts/mindformers.md §3). No real TaskD is needed, none is touched.
+TaskD instead, and calls it in its own process; here the embedded engine answers (docs/facts/taskd.md §8,
+docs/facts/mindformers.md §3). No real TaskD is needed, none is touched.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Processes that dead workers have left: multiprocessing's helpers do not end with a parent that was killed.
 
-torch_dist's spawn Manager holds 550 MB for each rank and is still there 40 minutes later (facts/megatron.md §3);
+torch_dist's spawn Manager holds 550 MB for each rank and is still there 40 minutes later (docs/facts/megatron.md §3);
 a forked writer of an async save may still be writing into a checkpoint.
 """
 

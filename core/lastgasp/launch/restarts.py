@@ -8,7 +8,7 @@ from lastgasp import exitcodes
 from lastgasp.launch.framework_verdict import Verdict
 
 DEFAULT_MAX_RESTARTS = 32767
-"""As MindCluster's (facts/taskd.md)."""
+"""As MindCluster's (docs/facts/taskd.md)."""
 BARREN_LIMIT = 3
 START_LIMIT = 2
 """Starts in a row that failed in the same way before any rank had joined."""

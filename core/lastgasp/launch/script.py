@@ -13,7 +13,7 @@ from lastgasp.errors import ConfigError
 def run_script(arguments: Sequence[str], install: Callable[[], object]) -> None:
     """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]` after `install`; what it raises goes on.
 
-    Nothing is imported through `sitecustomize`, where an exception would be printed and ignored (facts/megatron.md §4).
+    Nothing is imported through `sitecustomize`, where an exception would be printed and ignored (megatron.md §4).
 
     Raises:
         ConfigError: there is no script.

@@ -1,6 +1,6 @@
 """The interface of TaskD's agent that msrun calls, in both of its forms, answered in this process.
 
-mindspore 2.8 and later import `taskd.api.taskd_agent_api`, 2.7 the class `MSRunPlugin` (facts/taskd.md §8).
+mindspore 2.8 and later import `taskd.api.taskd_agent_api`, 2.7 the class `MSRunPlugin` (docs/facts/taskd.md §8).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Entry point of the group `torchrun.handlers`: loaded in every torchrun agent, with no flag given.
 
-torch calls `factory` while it imports torch.distributed.elastic.rendezvous (facts/torchrun.md); the agent
+torch calls `factory` while it imports torch.distributed.elastic.rendezvous (docs/facts/torchrun.md); the agent
 class is swapped once torch.distributed.launcher.api has been imported. A job whose ranks do not use
 lastgasp sees no difference.
 """
@@ -19,7 +19,7 @@ import wrapt
 log = logging.getLogger("lastgasp.launch")
 
 TASKD_PATCH = "taskd.python.adaptor.patch"
-"""Once imported, TaskD's agent runs the workers: its manager restarts them (facts/taskd.md §2)."""
+"""Once imported, TaskD's agent runs the workers: its manager restarts them (docs/facts/taskd.md §2)."""
 
 
 def factory() -> Any:

@@ -1,7 +1,7 @@
 """What a checkpoint file of MindSpore tells by itself, read without MindSpore: its parameters, its step, its checksum.
 
 `.ckpt` is a chain of protobuf messages, one or more for each parameter, without an index: a file that was cut between
-two of them is a shorter file of the same format, which MindSpore loads (facts/mindformers.md §5). `.safetensors` has
+two of them is a shorter file of the same format, which MindSpore loads (mindformers.md §5). `.safetensors` has
 an index in front. Only files saved with `crc_check` have a checksum, which MindFormers never sets.
 """
 

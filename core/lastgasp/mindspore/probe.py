@@ -1,7 +1,7 @@
 """What can be said of a checkpoint without a manifest: whether its files are whole, as far as their formats tell.
 
 A flipped bit is not seen, unless the file was saved with `crc_check`. A `.ckpt` that was cut between two parameters is
-a file of the same format, which MindSpore loads (facts/mindformers.md §5): it is told by what others of its kind hold.
+a file of the same format, which MindSpore loads (mindformers.md §5): it is told by what others of its kind hold.
 """
 
 from __future__ import annotations

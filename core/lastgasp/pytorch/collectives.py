@@ -74,7 +74,7 @@ _TYPES = {
 
 
 class CommunicationMarks:
-    """Names of communication ranges: JSON text with the keys that TaskD's reader needs (facts/taskd.md §6).
+    """Names of communication ranges: JSON text with the keys that TaskD's reader needs (docs/facts/taskd.md §6).
 
     Args:
         marks: where ranges go.

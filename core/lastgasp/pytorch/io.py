@@ -21,7 +21,7 @@ def save_verified(obj: object, staged: Staged, relative: str | None = None, **op
     """`torch.save(obj)` into one file of `staged`; durable after `staged.seal()`.
 
     torch's own CRC-32 is left out: it costs 0.5 s per GB, `torch.load` never checks it, and the manifest
-    holds better digests (`facts/limits.md` §5, §6).
+    holds better digests (`docs/facts/limits.md` §5, §6).
 
     Args:
         obj: what to save; relative: the file, as in `Staged.open`; options: for `torch.save`.

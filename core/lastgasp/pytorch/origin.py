@@ -12,7 +12,7 @@ from lastgasp.origin import cause_of, kind_by
 
 __all__ = ["cause_of", "is_about_content", "kind_of"]
 
-# How collectives fail when another rank is gone: gloo (facts/lightning.md, megatron.md §3), NCCL, HCCL, and the store.
+# How collectives fail when another rank is gone: gloo (lightning.md, megatron.md §3), NCCL, HCCL, and the store.
 _PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Timed out waiting|gloo/transport|NCCL|HCCL"
     r"|Socket closed|recvValue failed|Broken pipe|DistNetworkError|DistStoreError"

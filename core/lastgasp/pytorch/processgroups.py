@@ -1,4 +1,4 @@
-"""torch's process groups, as parallel_group.json lists them (facts/taskd.md §6)."""
+"""torch's process groups, as parallel_group.json lists them (docs/facts/taskd.md §6)."""
 
 from __future__ import annotations
 

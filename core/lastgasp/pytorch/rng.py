@@ -1,6 +1,6 @@
 """Random state of a process: Python, numpy, torch and accelerators, captured into raw memory in microseconds.
 
-`random.getstate` costs 8.5 us and `numpy.random.get_state` 32 us (facts/limits.md §8), too much for every step.
+`random.getstate` costs 8.5 us and `numpy.random.get_state` 32 us (docs/facts/limits.md §8), too much for every step.
 Both keep a Mersenne Twister in a C struct; this module copies the struct's memory. At start each address is
 checked against the official getter; where they differ (another Python or numpy), the getter is used instead.
 """

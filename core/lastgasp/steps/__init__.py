@@ -1,4 +1,4 @@
 """Step marks: mark -> ring -> flusher -> file -> report, and the switch that turns them on and off live.
 
-The files are byte-compatible with those of TaskD's profiling worker (facts/taskd.md §6).
+The files are byte-compatible with those of TaskD's profiling worker (docs/facts/taskd.md §6).
 """

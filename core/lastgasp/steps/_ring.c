@@ -1,6 +1,6 @@
 /* The writer of the marks ring (format.py has the layout): a begin and an end per mark, each some 40 ns.
  *
- * Why C: the same in Python costs several times as much (facts/limits.md section 1), and marks surround every
+ * Why C: the same in Python costs several times as much (docs/facts/limits.md §1), and marks surround every
  * step, batch and collective. pyring.py does the same where no compiler was there at install; both pass the
  * same tests.
  *

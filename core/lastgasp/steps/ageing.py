@@ -1,4 +1,4 @@
-"""Keeps the profiling files below `upper_limit_of_disk_in_mb`, as TaskD's documentation promises (facts/taskd.md §6).
+"""Keeps the profiling files below `upper_limit_of_disk_in_mb`, as TaskD's documentation promises (taskd.md §6).
 
 Once a minute each rank adds up what lies under the base. Beyond the limit it removes the oldest of its *own* files,
 in the directories of all jobs: 20 % of them, at least one, and at least its share of what is too much, so that all

@@ -19,7 +19,7 @@ TASKD: Mapping[str, int] = {
     "FP": FORWARD,
     "DataLoader": DATALOADER,
 }
-"""Keys of TaskD's switch file, in its order (facts/taskd.md §6)."""
+"""Keys of TaskD's switch file, in its order (docs/facts/taskd.md §6)."""
 
 BIT_OF_MARK: Mapping[str, int] = {
     "step": STEP,

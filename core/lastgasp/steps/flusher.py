@@ -20,7 +20,7 @@ log = logging.getLogger("lastgasp.steps")
 PERIOD_S = 0.25
 """From mark to disk it takes so long, and the write."""
 SWITCH_PERIOD_S = 1.0
-"""TaskD's own (facts/taskd.md §6)."""
+"""TaskD's own (docs/facts/taskd.md §6)."""
 Poll = Callable[[int], int | None]
 
 

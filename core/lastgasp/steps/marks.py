@@ -16,7 +16,7 @@ from . import format as layout
 from .ring import Name, View
 
 HOST_ONLY = frozenset({"dataloader", "save_checkpoint"})
-"""Names of the domain `default` that make two rows instead of four (facts/taskd.md §6)."""
+"""Names of the domain `default` that make two rows instead of four (docs/facts/taskd.md §6)."""
 KEPT_SLOTS = 16
 """Name slots kept for the `other` of each kind, once the names have run out."""
 OTHER = "other"

@@ -1,4 +1,4 @@
-"""Where the profiling files of a job lie: `<base>/<task>/<rank>` (facts/taskd.md §6)."""
+"""Where the profiling files of a job lie: `<base>/<task>/<rank>` (docs/facts/taskd.md §6)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One rank's profiling directory, `<base>/<task>/<rank>`: whole rows appended to files named by the second.
 
-As TaskD does it (facts/taskd.md §6): directories 0755, files 0644 (less the umask), one write per batch, the file
+As TaskD does it (docs/facts/taskd.md §6): directories 0755, files 0644 (less the umask), one write per batch, the file
 with the largest number is appended to, one beyond 10 MiB is followed by a new one. Beside that nothing is ever left
 half written: a batch that does not fit is taken back, and a file that somebody else's death left with half a row is
 not appended to.

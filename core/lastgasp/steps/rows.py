@@ -1,7 +1,7 @@
-"""The text of the profiling files: what TaskD's worker writes, byte for byte (facts/taskd.md §6, §9).
+"""The text of the profiling files: what TaskD's worker writes, byte for byte (docs/facts/taskd.md §6, §9).
 
 A range without a stream is two rows (host start, host end), one with a stream is four (host start, device start,
-host end, device end), in the order of facts/taskd_profiling_samples.txt. Only the host's start row has the name.
+host end, device end), in the order of tests/golden/taskd-rows.jsonl. Only the host's start row has the name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Origin(NamedTuple):
         pid: of the process that was marked.
         device: number of its device on its host; 0 where there is none.
         wall_offset: ns to add to a monotonic time.
-        stream: stands in the device rows; any constant does (facts/taskd.md §9).
+        stream: stands in the device rows; any constant does (docs/facts/taskd.md §9).
     """
 
     pid: int

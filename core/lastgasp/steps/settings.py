@@ -12,7 +12,7 @@ from lastgasp.errors import ConfigError
 from . import bits
 
 DEFAULT_LIMIT_MB = 5000
-"""TaskD's own default of `upper_limit_of_disk_in_mb` (facts/taskd.md §1)."""
+"""TaskD's own default of `upper_limit_of_disk_in_mb` (docs/facts/taskd.md §1)."""
 
 
 @dataclass(frozen=True, kw_only=True)

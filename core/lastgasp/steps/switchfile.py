@@ -1,4 +1,4 @@
-"""The switch file: TaskD's JSON, read here with one bit for each of its five keys (facts/taskd.md §6).
+"""The switch file: TaskD's JSON, read here with one bit for each of its five keys (docs/facts/taskd.md §6).
 
     {"CommunicationOperator": "off", "Step": "on", "SaveCheckpoint": "on", "FP": "on", "DataLoader": "on"}
 

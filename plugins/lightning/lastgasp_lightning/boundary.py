@@ -21,7 +21,7 @@ class UpdateWatch:
     """Tells when parameters begin to change and when they have changed.
 
     Automatic optimization: `begin` is called by the callback in `on_before_optimizer_step` (torch's own
-    pre-hook fires before the forward pass there, facts/lightning.md); torch's post-hook ends the update.
+    pre-hook fires before the forward pass there, docs/facts/lightning.md); torch's post-hook ends the update.
     Manual optimization: torch's pre-hook begins; the window stays open until `close`, because another
     optimizer may follow.
 

@@ -44,7 +44,7 @@ class AutoLastGasp(Callback):
     """Turns into `LastGasp` when the trainer is set up, or into nothing where the user gave one.
 
     Only then are the user's callbacks known. It leaves the trainer's list in both cases, so that a step
-    costs nothing for it (facts/lightning.md: 10 us for each callback object).
+    costs nothing for it (docs/facts/lightning.md: 10 us for each callback object).
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""The two places where Lightning 2.6 would undo a gasp (facts/lightning.md); each returns its undo."""
+"""The two places where Lightning 2.6 would undo a gasp (docs/facts/lightning.md); each returns its undo."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def is_about_content(error: BaseException) -> bool:
 
 
 def around_load(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """load_checkpoint, whose bare `sys.exit()` becomes an error (facts/megatron.md §2: six of its branches).
+    """load_checkpoint, whose bare `sys.exit()` becomes an error (docs/facts/megatron.md §2: six of its branches).
 
     Raises:
         NotLoaded: Megatron gave up; says what it gave up over.

@@ -32,7 +32,7 @@ class Training:
         self._run: Run | None = None
 
     def hooks(self) -> list[Hook]:
-        """Everything that is wrapped (facts/megatron.md §1)."""
+        """Everything that is wrapped (docs/facts/megatron.md §1)."""
         return [
             Hook(_TRAINING, "setup_model_and_optimizer", self._around_setup, ("checkpointing_context",)),
             Hook(_TRAINING, "train", self._around_train, ("model", "optimizer", "opt_param_scheduler")),

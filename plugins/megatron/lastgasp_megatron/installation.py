@@ -1,4 +1,4 @@
-"""`install()`: put the hooks in place, as late as possible, and keep them there (facts/megatron.md §4).
+"""`install()`: put the hooks in place, as late as possible, and keep them there (docs/facts/megatron.md §4).
 
 Early, as soon as a module is imported: the option parser, and `pretrain` and `initialize_megatron` as triggers.
 Late, when a trigger is called and all of MindSpeed's adaptors have run: everything else.

@@ -1,4 +1,4 @@
-"""MindSpeed's patch manager: hooks are registered with it as wrappers where it is loaded (facts/megatron.md §4, row F).
+"""MindSpeed's patch manager: hooks are registered with it as wrappers where it is loaded (megatron.md §4, row F).
 
 It applies a patch by building `wrapper(...wrapper(replacement or original))` anew and setting it in every module
 that holds the function of before; names that end in `wrapper` stack, all others replace.

@@ -35,7 +35,7 @@ HOMES = (
     "mindspeed_llm.training.arguments",
     "mindspeed_llm.training",
 )
-"""Modules whose function of a hook's name is the hook's, even where it is one of their own (facts/megatron.md §4)."""
+"""Modules whose function of a hook's name is the hook's, even where it is one of their own (megatron.md §4)."""
 
 
 class HookNotPlaced(LastgaspError):

@@ -1,7 +1,7 @@
 """What can be said of a checkpoint without a manifest: whether its files are whole, as far as their formats tell.
 
 Format torch: zip files with a CRC-32 of each record. Format torch_dist: `.metadata` names files and lengths,
-`metadata.json` is written last (facts/megatron.md §2). A flipped bit in torch_dist is not seen.
+`metadata.json` is written last (docs/facts/megatron.md §2). A flipped bit in torch_dist is not seen.
 """
 
 from __future__ import annotations

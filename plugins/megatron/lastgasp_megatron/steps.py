@@ -1,6 +1,6 @@
 """What a step is: one iteration of Megatron's, complete as soon as the inner optimizer's step is done.
 
-The truth is Adam's step (facts/megatron.md §3): between it and the end of the iteration there are collectives, the
+The truth is Adam's step (docs/facts/megatron.md §3): between it and the end of the iteration there are collectives, the
 scheduler and the counters, all of which follow from it.
 """
 

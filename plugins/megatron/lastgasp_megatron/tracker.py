@@ -1,7 +1,7 @@
 """Megatron's tracker file: the iteration that a plain Megatron resumes from.
 
 Megatron writes it with open and write, so a crash leaves it empty, and then ends with exit code 0 when it reads
-it (facts/megatron.md §2).
+it (docs/facts/megatron.md §2).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Training:
     # -- MindFormers ------------------------------------------------------------------------------
 
     def around_trainer(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """`Trainer.train` and `Trainer.finetune`: the last moment to choose what is loaded (facts §2)."""
+        """`Trainer.train` and `Trainer.finetune`: the last moment to choose what is loaded (mindformers.md §2)."""
         config = getattr(args[0], "config", None) if args else None
         options = options_of_config(config) if config is not None else None
         options = _options_of_object(as_list(getattr(args[0], "callbacks", None))) or options
@@ -80,7 +80,7 @@ class Training:
     # -- MindSpore --------------------------------------------------------------------------------
 
     def around_model(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """`Model.train` and `Model.fit`: the callback goes into the list, which must be a real list (facts §3)."""
+        """`Model.train` and `Model.fit`: the callback goes into the list, a real `list` (mindformers.md §3)."""
         arguments = bound(call, args, kwargs)
         arguments["callbacks"] = as_list(arguments.get("callbacks"))
         if self._run is not None:

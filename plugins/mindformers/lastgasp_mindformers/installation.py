@@ -1,4 +1,4 @@
-"""`install()`: wait for MindFormers, and wrap what it takes as soon as somebody turns lastgasp on (facts §10).
+"""`install()`: wait for MindFormers, and wrap what it takes as soon as somebody turns lastgasp on (mindformers.md §10).
 
 Two stages. Waiting: `Trainer.train` and `Trainer.finetune` look at the configuration that they are called with; where
 that asks for nothing, even they are as MindFormers has them while training runs. On: `Model.train` and

@@ -1,6 +1,6 @@
 """Manifests of the checkpoints that MindFormers and MindSpore themselves write: after each save, all ranks together.
 
-Files on disk are made durable, which MindSpore does not do (facts/mindformers.md §5), and read back, so that what is
+Files on disk are made durable, which MindSpore does not do (mindformers.md §5), and read back, so that what is
 proved is what landed there. Each rank reads its own. Nothing here ends a training: without a manifest the older
 checkpoints stand.
 """

@@ -14,7 +14,7 @@ class LoopMarks:
     """Marks `dataloader` from the end of a step to the begin of the next, and each step with the fetch of its data.
 
     With libmspti preloaded MindFormers' MFLossMonitor marks the steps and MindSpore the data loader and its saves
-    (facts/mindformers.md §6); marks of ours would be a second series then.
+    (docs/facts/mindformers.md §6); marks of ours would be a second series then.
 
     Args:
         session: of this rank.

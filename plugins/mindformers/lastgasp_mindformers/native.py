@@ -77,7 +77,7 @@ class Native:
         )
 
     def _appended(self, numbers: Numbers, statistics: Mapping[str, Any]) -> dict[str, Any]:
-        """What CheckpointMonitor adds to the parameters (facts/mindformers.md §5)."""
+        """What CheckpointMonitor adds to the parameters (docs/facts/mindformers.md §5)."""
         given = dict(getattr(self._monitor, "_append_dict", None) or {})
         given.pop("__exception_save__", None)
         given |= {"epoch_num": numbers.epoch, "step_num": numbers.step}

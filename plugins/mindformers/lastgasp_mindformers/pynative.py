@@ -1,4 +1,4 @@
-"""The Trainer of `mindformers.pynative`: what happens around its `train`, and what its callbacks tell (facts §8).
+"""The Trainer of `mindformers.pynative`: what happens around `train`, what its callbacks report (mindformers.md §8).
 
 It has neither `Model.train` nor BaseTrainer, its callbacks hear of no exception, and nobody marks its steps. The state
 is read as in graph mode: by another thread, with the optimizer's two counters (gate.py).

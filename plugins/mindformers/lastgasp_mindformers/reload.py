@@ -1,6 +1,6 @@
 """Which checkpoint a job starts from: all ranks agree on the newest that verifies, before MindFormers reads the step.
 
-MindFormers reads epoch and step long before it loads weights (facts/mindformers.md §2), so the choice is made before
+MindFormers reads epoch and step long before it loads weights (mindformers.md §2), so the choice is made before
 `Trainer.train` begins, and told by MindFormers' own resume options. Plain MindSpore has none: there the caller loads.
 """
 

@@ -316,7 +316,7 @@ def _epoch(params: Any, done: int) -> int:
 
 
 def _loss_scale(outputs: Any) -> float | None:
-    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (facts §5).
+    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (mindformers.md §5).
 
     The network of a user may tell something else there.
     """

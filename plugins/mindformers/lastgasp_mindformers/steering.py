@@ -1,4 +1,4 @@
-"""How MindFormers is told what to load (facts/mindformers.md §2, §5): its own resume options, in both spellings.
+"""How MindFormers is told what to load (docs/facts/mindformers.md §2, §5): its own resume options, in both spellings.
 
 `load_checkpoint` up to 1.8, `checkpoint.load_path` from 1.9 on; arguments of `Trainer.train` and `Trainer.finetune`
 overrule both inside them, so they are set as well.

@@ -36,7 +36,7 @@ def legacy_target(name: LegacyName, ranks: Iterable[int]) -> Target:
 
 
 def iteration_target(step: int, prefix: str | None, parts: Iterable[str]) -> Target:
-    """`iteration_NNNNNNNN` of one process (facts/mindformers.md §5).
+    """`iteration_NNNNNNNN` of one process (docs/facts/mindformers.md §5).
 
     Args:
         prefix: CheckpointMonitor's; parts: "model", and "opt" where the optimizer is saved.

@@ -78,7 +78,7 @@ _TFT = ("TTP:1", "UCE:1", "ARF:1", "HCCE:1")
 def embedded_backend() -> Choice:
     """The embedded engine, unless the user insists on another (`LASTGASP_BACKEND`).
 
-    In a MindSpore job MindIO is driven by MindSpore's own TrainFaultTolerance (facts/mindformers.md §3), which starts
+    In a MindSpore job MindIO is driven by MindSpore's own TrainFaultTolerance (mindformers.md §3), which starts
     its controller and registers its handlers; a second one in the same process would take them away.
     """
     choice = choose_backend()

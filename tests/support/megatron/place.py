@@ -1,7 +1,7 @@
 """Where the real Megatron lies, and how to get it: `python -m support.megatron.place` (from `tests/`) fetches it.
 
 The wheel of megatron-core 0.19.2 holds `megatron.core` and `megatron.training`; it declares Python 3.12 and runs on
-3.11 with the shim of `cpu` (facts/megatron.md §7). It is kept out of site-packages, so that a test without it is one.
+3.11 with the shim of `cpu` (megatron.md §7). It is kept out of site-packages, so that a test without it is one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MAIN, OLD = "1.9.0", "1.6.0"
-"""Versions of mindformers: with mindspore 2.9.0 and 2.7.0 (facts/mindformers.md §0)."""
+"""Versions of mindformers: with mindspore 2.9.0 and 2.7.0 (docs/facts/mindformers.md §0)."""
 VERSIONS = (MAIN, OLD)
 NEEDED = "TESTS_NEED_MINDSPORE"
 """Set by `make test`, which makes them: then a test that would be skipped without MindSpore is an error."""

@@ -1,4 +1,4 @@
-"""Whether TaskD's worker really is there: its functions return True before anything has happened (facts/taskd.md §1).
+"""Whether TaskD's worker really is there: its functions return True before anything has happened (taskd.md §1).
 
 What can be seen from outside: the library of the profiler is loaded, a connection of this process to the pod's proxy
 stands, and one of the pod to the manager: the proxy takes workers in, whether or not its manager lives.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROXY_PORT = 9602
-"""Where the proxy of the pod listens, on loopback (facts/taskd.md §3)."""
+"""Where the proxy of the pod listens, on loopback (docs/facts/taskd.md §3)."""
 MANAGER_PORT = 9601
 """Where the manager listens, on the first pod."""
 _ESTABLISHED = "01"

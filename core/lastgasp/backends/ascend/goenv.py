@@ -1,4 +1,4 @@
-"""What TaskD's Go half sees of the environment: the block that the process was started with (facts/taskd.md §1).
+"""What TaskD's Go half sees of the environment: the block that the process was started with (docs/facts/taskd.md §1).
 
 What Python sets later in `os.environ` reaches TaskD's Python half only; the two then disagree.
 """
@@ -17,7 +17,7 @@ GO_VARIABLES = (
     "LOCAL_PROXY_ENABLE",
     "TASKD_PROCESS_INTERVAL",
 )
-"""Read by libtaskd.so from the block of exec time (facts/taskd.md §1, environment trap)."""
+"""Read by libtaskd.so from the block of exec time (docs/facts/taskd.md §1, environment trap)."""
 
 
 def environment_at_exec(process: Path = Path("/proc/self")) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TaskD's log directory: `import taskd` raises unless it is no symlink and of mode 0750 exactly (facts/taskd.md §1)."""
+"""TaskD's log directory: `import taskd` raises unless it is no symlink and of mode 0750 exactly (taskd.md §1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TaskD's manager without a `manager.py`: what it is told comes from the environment (facts/taskd.md §1, §2)."""
+"""TaskD's manager without a `manager.py`: what it is told comes from the environment (docs/facts/taskd.md §1, §2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .taskd import import_taskd
 log = logging.getLogger("lastgasp")
 
 _SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("MS_WORKER_NUM", "MS_LOCAL_WORKER"))
-"""Ranks of the job and of one pod, as the operator sets them: PyTorch, MindSpore (facts/taskd.md §5)."""
+"""Ranks of the job and of one pod, as the operator sets them: PyTorch, MindSpore (docs/facts/taskd.md §5)."""
 _CLOUD = "of the job's YAML: `lastgasp job patch` adds what is missing"
 
 

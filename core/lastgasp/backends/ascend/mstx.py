@@ -2,7 +2,7 @@
 
 Same names and the same switch as the embedded engine's marks (`lastgasp.steps.marks.Marks`). Written to disk by TaskD,
 not here: `put`, which records a range that is over, has no counterpart in mstx. What the framework itself tells mstx
-is left to it, or TaskD would see it twice. Sources: facts/mindformers.md §6, facts/taskd.md §6.
+is left to it, or TaskD would see it twice. Sources: docs/facts/mindformers.md §6, docs/facts/taskd.md §6.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("lastgasp")
 
 LIBRARY = "libmspti.so"
 LONGEST = 500
-"""Bytes of a name; a row of the profiler's has 999 in all (facts/taskd.md §6)."""
+"""Bytes of a name; a row of the profiler's has 999 in all (docs/facts/taskd.md §6)."""
 _DOMAIN = "default"
 
 

@@ -1,4 +1,4 @@
-"""TaskD's proxy of a pod, in a process of its own, where no agent of TaskD's starts one (facts/taskd.md §1, §3).
+"""TaskD's proxy of a pod, in a process of its own, where no agent of TaskD's starts one (docs/facts/taskd.md §1, §3).
 
 `lastgasp run` starts it beside the workers, which register through it. Without it they never do.
 """

@@ -1,4 +1,4 @@
-"""Workers at TaskD: the registry port on `taskd.api` (facts/taskd.md §1).
+"""Workers at TaskD: the registry port on `taskd.api` (docs/facts/taskd.md §1).
 
 Its functions do not raise: they log and return False, and True means little. So everything is checked before, and
 whether a worker is registered is told by its effects (`evidence`).
@@ -27,14 +27,14 @@ log = logging.getLogger("lastgasp")
 Framework = Literal["pt", "ms"]
 DEFAULT_LIMIT_MB = 5000
 LEAST_LIMIT_MB = 10
-"""Below it TaskD's count cap is 0, and only the first batch is ever written (facts/taskd.md §6)."""
+"""Below it TaskD's count cap is 0, and only the first batch is ever written (docs/facts/taskd.md §6)."""
 REGISTERED_WITHIN = 200.0
 """Seconds until a worker that has not registered is told of: TaskD itself waits up to 180 s for the profiler."""
 LOOK = 1.0
 """Seconds between two looks."""
 _NEEDED: Mapping[Framework, tuple[str, ...]] = {"pt": ("RANK", "LOCAL_WORLD_SIZE"), "ms": ("MS_NODE_RANK",)}
 _STARTED: list[TaskdApi] = []
-"""Whose worker this process has: init once more would run a second set of goroutines (facts/taskd.md §1)."""
+"""Whose worker this process has: init once more would run a second set of goroutines (docs/facts/taskd.md §1)."""
 
 
 class TaskdApi(Protocol):

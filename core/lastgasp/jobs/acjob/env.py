@@ -1,4 +1,4 @@
-"""Rules on variables, ports and start scripts (facts/job_yaml.md §4, §5, §9; facts/taskd.md §5, §8)."""
+"""Rules on variables, ports and start scripts (docs/facts/job_yaml.md §4, §5, §9; docs/facts/taskd.md §5, §8)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def ttp_port_missing(job: Job) -> Iterator[Hit]:
 
 @rule("ttp-port", "error", "§4", "TTP_PORT is no port")
 def ttp_port(job: Job) -> Iterator[Hit]:
-    """MindIO takes 1024 to 65535 (facts/mindio_tft.md §2.1)."""
+    """MindIO takes 1024 to 65535 (docs/facts/mindio_tft.md §2.1)."""
     for replica, _ in _ascend(job):
         env = replica.variable("TTP_PORT")
         if env is not None and not env.unknown and port_number(env.value) is None:

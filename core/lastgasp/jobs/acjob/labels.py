@@ -1,4 +1,4 @@
-"""Rules on labels and annotations, and on strategies that do not go together (facts/job_yaml.md §2, §3, §9)."""
+"""Rules on labels and annotations, and on strategies that do not go together (docs/facts/job_yaml.md §2, §3, §9)."""
 
 from __future__ import annotations
 

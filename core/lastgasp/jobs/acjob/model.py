@@ -12,7 +12,7 @@ LEADERS = {"pytorch": "Master", "mindspore": "Scheduler", "tensorflow": "Chief"}
 """Leader replica type of each framework; the other type is Worker."""
 WORKER = "Worker"
 STRATEGIES = ("retry", "recover-in-place", "recover", "elastic-training", "dump", "exit")
-"""Items of recover-strategy, in ClusterD's order of trying them (facts/job_yaml.md §3)."""
+"""Items of recover-strategy, in ClusterD's order of trying them (docs/facts/job_yaml.md §3)."""
 CONTAINER = "ascend"
 """The only container that the operator looks at."""
 PROFILING = "/user/cluster-info/profiling"

@@ -34,7 +34,7 @@ class Rule:
     Attributes:
         id: in findings and in the documentation.
         severity: an error is refused by the cluster, or does not do what it says; a warning may be meant.
-        source: section of facts/job_yaml.md; `YAML` for what Kubernetes' parser refuses, `CRD` for the schema of
+        source: section of docs/facts/job_yaml.md; `YAML` for what Kubernetes' parser refuses, `CRD` for the schema of
             AscendJob, `operator` and `volcano` for the sources of those two (mind-cluster, commit 22bb3d98).
         title: one line.
         look: what finds it; None where it is found while the file is read.

@@ -1,4 +1,4 @@
-"""Rules on what the operator rejects, and on what Kubernetes does not even take (facts/job_yaml.md §1)."""
+"""Rules on what the operator rejects, and on what Kubernetes does not even take (docs/facts/job_yaml.md §1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ConfigMap that switches step marks of a job on and off (facts/job_yaml.md §6, facts/taskd.md §6)."""
+"""The ConfigMap that switches step marks of a job on and off (docs/facts/job_yaml.md §6, docs/facts/taskd.md §6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on volumes, restarts, scheduling and resources (facts/job_yaml.md §6, §7, §9)."""
+"""Rules on volumes, restarts, scheduling and resources (docs/facts/job_yaml.md §6, §7, §9)."""
 
 from __future__ import annotations
 

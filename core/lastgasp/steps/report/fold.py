@@ -135,7 +135,7 @@ class RankFold:
 
 
 def step_number(name: str) -> int | None:
-    """`step 7`, `Step 4`, `train_step 5` as TaskD's reader takes them; None: no step (facts/taskd.md §7)."""
+    """`step 7`, `Step 4`, `train_step 5` as TaskD's reader takes them; None: no step (docs/facts/taskd.md §7)."""
     words = name.split(maxsplit=2)
     if len(words) < 2 or "step" not in words[0].lower() or not words[1].isdecimal() or len(words[1]) > 18:
         return None
@@ -170,7 +170,7 @@ class _Process:
     def step(self, number: int, found: Range) -> None:
         """A step has ended. The one before it is now complete: late rows of it have come."""
         series = found.name.partition(" ")[0]
-        if series != (self._series or series):  # MindSpore may write two series (facts/mindformers.md §6)
+        if series != (self._series or series):  # MindSpore may write two series (docs/facts/mindformers.md §6)
             return
         self._series = series
         if self._held is not None:

@@ -28,7 +28,7 @@ class Information(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """One entry of parallel_group.json (facts/taskd.md §6)."""
+    """One entry of parallel_group.json (docs/facts/taskd.md §6)."""
 
     group_name: str = ""
     group_rank: int = 0

@@ -10,10 +10,10 @@ import msgspec
 from .rows import Row
 
 HOST_BEGIN, HOST_END, STREAM_BEGIN, STREAM_END = 2, 4, 16, 32
-"""Values of Flag; 1 and 8 are instants, which take no time (facts/taskd.md §6)."""
+"""Values of Flag; 1 and 8 are instants, which take no time (docs/facts/taskd.md §6)."""
 _BEGINS, _ENDS = (HOST_BEGIN, STREAM_BEGIN), (HOST_END, STREAM_END)
 OPEN_MAX = 256
-"""Ids open at once; TaskD's own reader expects about 100 (facts/taskd.md §7). Beyond it the oldest are given up that
+"""Ids open at once; TaskD's own reader expects about 100 (taskd.md §7). Beyond it the oldest are given up that
 only wait for their device's rows; without such ones the oldest of all."""
 PROCESSES_MAX = 4
 """Processes of one rank whose ranges may be open at once: a restart's rows may overlap with recovered ones."""

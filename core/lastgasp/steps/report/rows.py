@@ -23,7 +23,7 @@ class Owner(msgspec.Struct, gc=False):
 
 
 class ObjectId(msgspec.Struct, gc=False):
-    """`MsptiObjectId`; on device rows `Pt` holds the device and the stream (facts/taskd.md §6)."""
+    """`MsptiObjectId`; on device rows `Pt` holds the device and the stream (docs/facts/taskd.md §6)."""
 
     Pt: Owner
 

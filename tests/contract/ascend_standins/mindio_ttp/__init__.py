@@ -1,4 +1,4 @@
-"""Stand-in for MindCluster's `mindio_ttp` 7.3, after facts/mindio_tft.md; written from those notes, not from its code.
+"""Stand-in for MindCluster's `mindio_ttp` 7.3, after mindio_tft.md; written from those notes, not from its code.
 
 It keeps the contract's types, threads, order, blocking and ways to fail, over real sockets between real processes.
 What the real package would refuse, ignore or hang on is also written to the file `MINDIO_STANDIN_VIOLATIONS`, which

@@ -1,4 +1,4 @@
-"""The controller's half: one per job (facts §2.1, §7.1, §8). Framework-free, as the real one."""
+"""The controller's half: one per job (mindio_tft.md §2.1, §7.1, §8). Framework-free, as the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processor's half: one per rank process (facts §2.2, §5, §6, §7.2)."""
+"""The processor's half: one per rank process (mindio_tft.md §2.2, §5, §6, §7.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The window helpers (facts §2.3)."""
+"""The window helpers (mindio_tft.md §2.3)."""
 
 from __future__ import annotations
 

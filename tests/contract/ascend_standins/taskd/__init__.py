@@ -1,4 +1,4 @@
-"""A stand-in of MindCluster's TaskD 7.0.0 for contract tests: what facts/taskd.md says, and nothing more.
+"""A stand-in of MindCluster's TaskD 7.0.0 for contract tests: what docs/facts/taskd.md says, and nothing more.
 
 `violations` collects what the real package would take badly without raising; a test asserts that it is empty.
 """

@@ -23,7 +23,7 @@ def _fits(message: str) -> bool:
 
 def _range_start(message: str, stream: Any = None, domain: str = "default") -> int:
     if not isinstance(message, str) or not message or not _fits(message):
-        raise AssertionError(f"mstx drops {message!r} (facts/taskd.md §6)")
+        raise AssertionError(f"mstx drops {message!r} (docs/facts/taskd.md §6)")
     if stream is not None and stream is not STREAM:
         raise AssertionError(f"{stream!r} is no stream")
     number = next(_ids)

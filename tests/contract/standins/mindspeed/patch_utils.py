@@ -1,4 +1,4 @@
-"""Stand-in for MindSpeed's patch manager: what it does to modules, in our own words (facts/megatron.md §4)."""
+"""Stand-in for MindSpeed's patch manager: what it does to modules, in our own words (docs/facts/megatron.md §4)."""
 
 import importlib
 import sys

@@ -1,6 +1,6 @@
 """The gasp on MindCluster's MindIO TFT (`mindio_ttp`): its controller decides, our StateSource saves and publishes.
 
-Importing this imports nothing of MindCluster; that happens when training begins (facts/mindio_tft.md §15).
+Importing this imports nothing of MindCluster; that happens when training begins (docs/facts/mindio_tft.md §15).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def for_mindspore() -> bool:
 
 
 def load() -> Any:
-    """The processor's half. In torch mode this patches torchelastic (facts/mindio_tft.md §1).
+    """The processor's half. In torch mode this patches torchelastic (docs/facts/mindio_tft.md §1).
 
     Raises:
         ConfigError: it cannot be imported, or lacks what is used of it: another version; names each thing.
@@ -43,7 +43,7 @@ def load() -> Any:
 
 
 def hidden(module: Any, name: str) -> Any:
-    """A function that the package has and does not export (facts/mindio_tft.md §2.2); None where it has not."""
+    """A function that the package has and does not export (docs/facts/mindio_tft.md §2.2); None where it has not."""
     if hasattr(module, name):
         return getattr(module, name)
     try:

@@ -1,4 +1,4 @@
-"""MindIO's controller in a process of ours, outside the ranks: in rank 0 its end would hang all others (facts §16.2).
+"""MindIO's controller in a process of ours, outside the ranks: in rank 0 its end hangs others (mindio_tft.md §16.2).
 
 Rank 0 starts it; it leaves by itself once all ranks have. Besides MindIO's port it has one of its own, on which ranks
 that are told to stop ask for a dump of the healthy job (`tft_notify_controller_dump`): where every rank reported a
@@ -45,7 +45,7 @@ UNUSED_TIMEOUT = 300.0
 LINGER = 5.0
 """Seconds without any rank until it leaves."""
 END_LIMIT = 10.0
-"""Seconds that destroying it gets; 4 to 5 are usual (facts/mindio_tft.md §2.1)."""
+"""Seconds that destroying it gets; 4 to 5 are usual (docs/facts/mindio_tft.md §2.1)."""
 ASK_TIMEOUT = 10.0
 _PERIOD = 0.2
 
@@ -200,7 +200,7 @@ class Once:
 def _start(order: _Order) -> tuple[Any, socket.socket]:
     api: Any = importlib.import_module("mindio_ttp.controller_ttp")
     server = _listen(order.host)
-    # Rank -1: outside the training processes; no local copy, no TLS, as TaskD does it (facts §4).
+    # Rank -1: outside the training processes; no local copy, no TLS, as TaskD does it (mindio_tft.md §4).
     api.tft_init_controller(-1, order.world_size, False, order.arf, order.zit)
     api.tft_start_controller(order.host, order.port, False, "")
     return api, server

@@ -1,4 +1,4 @@
-"""How a rank's end is told to MindIO, which takes every exit that it is not told of for a normal one (facts §16.4)."""
+"""How a rank's end is told to MindIO, which takes exits it is not told of for normal ones (mindio_tft.md §16.4)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DETECTION = 30.0
 """Seconds in which MindIO notices a dead rank (8 to 12) and begins a dump; who only saw a peer die waits as long."""
 
 ARF_FINISH = "ARF FINISH"
-# First match counts; the third column: only where retry is granted (facts §5). A multi-bit error may have come in the
-# middle of an update unless device times prove that it did not, and nobody takes them here: its data count as bad.
+# First match counts; the third column: only where retry is granted (mindio_tft.md §5). A multi-bit error may have come
+# in the middle of an update unless device times prove otherwise, and nobody takes them here: its data count as bad.
 _PATTERNS = (
     ("UCE ERROR", "RS_UCE", True),
     ("HBM MULTI BIT ECC", "RS_UCE_CORRUPTED", True),

@@ -1,4 +1,4 @@
-"""The gasp's backend on MindIO: start-up in the order of facts/mindio_tft.md §15, faults, endings."""
+"""The gasp's backend on MindIO: start-up in the order of docs/facts/mindio_tft.md §15, faults, endings."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class MindioGasp:
         return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._stand.step, seen_ns=now)
 
     def _lead_after_all(self, fault: Fault) -> None:
-        """MindIO saves nothing where the faulty ranks are the only holders, and in other cases (facts §16); we do.
+        """MindIO saves nothing where faulty ranks are the only holders, and in other cases (mindio_tft.md §16); we do.
 
         The training thread and MindIO's may come here, one behind the other.
         """
@@ -316,7 +316,7 @@ class MindioGasp:
     def _leave(self) -> None:
         """MindSpore mode's exit order, or the end that torch mode puts to this process: MindIO has nothing more to do.
 
-        Nobody may have reported a fault, and MindIO may have begun no save (facts §16.4-6): then ours comes first.
+        Nobody may have reported a fault, and MindIO may have begun no save (mindio_tft.md §16): then ours comes first.
         """
         if self._state == "left":
             park()  # training ended well, and what the process does since is no business of MindIO's
@@ -349,7 +349,7 @@ class MindioGasp:
         return run
 
     def _join_in(self) -> None:
-        """A rank that was started anew waits until the others have brought it up to their step (facts §6, ARF)."""
+        """A restarted rank waits until the others have brought it up to their step (mindio_tft.md §6, ARF)."""
         rebooted, self._rebooted = self._rebooted, False
         if rebooted and not self._repaired(exits.ARF_FINISH):
             raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take this rank into the running job")
@@ -376,7 +376,7 @@ class MindioGasp:
             destroy(self._api)
 
     def _together(self) -> bool:
-        """All ranks have come to the end of training. Once one has left, MindIO saves nothing any more (facts §7.1)."""
+        """All ranks have reached the end of training. Once one has left, MindIO saves nothing (mindio_tft.md §7.1)."""
         self._stand.moved("backward")  # to the hang watchdog this rank waits for others
         whole = self._processor.gather("mindio-end", b"", TOGETHER)
         if whole is not None and whole.missing:  # this rank has the last step, whoever is gone

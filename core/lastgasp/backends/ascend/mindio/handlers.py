@@ -1,4 +1,4 @@
-"""What MindIO calls on a rank, mapped to our ports (facts/mindio_tft.md §6).
+"""What MindIO calls on a rank, mapped to our ports (docs/facts/mindio_tft.md §6).
 
 All of it runs on foreign threads: the save on a fresh one, the rest on MindIO's one message thread, while the training
 thread is wherever it is. A handler fails by raising; what is no Exception would leave the controller without an
@@ -31,7 +31,7 @@ log = logging.getLogger("lastgasp")
 CONSULT_TIMEOUT = 15.0
 LOOK = 0.001
 _LOADS = (5, 6)
-"""RT_LOAD_CKPT, RT_LOAD_REBUILD (facts/mindio_tft.md §3)."""
+"""RT_LOAD_CKPT, RT_LOAD_REBUILD (docs/facts/mindio_tft.md §3)."""
 R = TypeVar("R")
 
 

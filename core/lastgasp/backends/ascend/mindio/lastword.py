@@ -1,5 +1,5 @@
 """MindIO ends a process ten seconds after its exit notice, by `os._exit(2)` on a thread of its own, whatever still goes
-on (facts/mindio_tft.md §6, §16.10). Where it made no checkpoint, ours may need longer than that."""
+on (docs/facts/mindio_tft.md §6, §16.10). Where it made no checkpoint, ours may need longer than that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindIO's limits: what the environment must say before `mindio_ttp` is imported (facts/mindio_tft.md §4, §12)."""
+"""MindIO's limits: what the environment must say before `mindio_ttp` is imported (docs/facts/mindio_tft.md §4, §12)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST, MOST, DEFAULT = 30, 1800, 180
 PARKING = 25
 """Seconds that stop and clean may add before a save (5 x 5 s, §7.3)."""
 RATE = 200e6
-"""Bytes a second that a save reaches at least; slow network file systems do (facts/limits.md)."""
+"""Bytes a second that a save reaches at least; slow network file systems do (docs/facts/limits.md)."""
 LOG_PATH = "TTP_LOG_PATH"
 
 

@@ -1,4 +1,4 @@
-"""Our shards as MindIO's replica info (facts/mindio_tft.md §8)."""
+"""Our shards as MindIO's replica info (docs/facts/mindio_tft.md §8)."""
 
 from __future__ import annotations
 

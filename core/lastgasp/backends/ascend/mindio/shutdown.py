@@ -1,4 +1,4 @@
-"""Leaving MindIO at a normal end: its destroy may never return (facts/mindio_tft.md §16.1)."""
+"""Leaving MindIO at a normal end: its destroy may never return (docs/facts/mindio_tft.md §16.1)."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def decide_strategies(asked: str, in_place: bool, taskd: bool, nodes: int, minds
     Args:
         asked: the comma list; empty asks for what the adapter can do without TaskD.
         in_place: the adapter can go on in the same process (ports.InPlace).
-        taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (facts §7.1).
-        nodes: of the job; ARF needs two, since a fault of the controller's own node is none of its (facts §16.13).
+        taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (mindio_tft.md §7.1).
+        nodes: of the job; ARF needs two, since it ignores faults of the controller's own node (mindio_tft.md §16.13).
     """
     words = [word.strip().lower() for word in asked.split(",") if word.strip()]
     wanted = {_NAMES.get(word, word) for word in words} or ({"retry"} if in_place else set())

@@ -1,4 +1,4 @@
-"""What is checked before calls of MindIO that end the process instead of raising (facts/mindio_tft.md §2)."""
+"""What is checked before calls of MindIO that end the process instead of raising (docs/facts/mindio_tft.md §2)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def checked_host(host: str, field: str) -> str:
 
 
 def wait_for_listener(address: Address, seconds: float) -> None:
-    """Return once somebody listens there: `tft_start_processor` ends the process where nobody does (facts §2.2).
+    """Return once somebody listens there: `tft_start_processor` ends the process otherwise (mindio_tft.md §2.2).
 
     Raises:
         DeadlineExceeded: nobody does in time.

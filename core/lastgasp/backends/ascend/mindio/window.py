@@ -1,4 +1,4 @@
-"""The update window: MindIO must know when the state is between two steps (facts/mindio_tft.md §15)."""
+"""The update window: MindIO must know when the state is between two steps (docs/facts/mindio_tft.md §15)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ FORCE_STOP = "FORCE STOP"
 
 
 class Window:
-    """The hot path of one rank, called by the training thread only. About 50 us a step (facts §17: 3 us and 40 us).
+    """The hot path of one rank, called by the training thread only. About 50 us a step (mindio_tft.md §17).
 
     MindIO's word comes first on the way in and last on the way out: what it takes for whole is whole. Between the
     two is local work only, or a peer that dies there keeps this rank inside for ever, and MindIO then saves nothing
-    at all (facts §16.5).
+    at all (mindio_tft.md §16.5).
 
     Args:
         api: `mindio_ttp.framework_ttp`. stand: the status word. limit: seconds to park once a dump has begun.

@@ -1,4 +1,4 @@
-"""Stand-in for megatron.training of core_v0.12.1: its signatures (facts/megatron.md §1), and a log of calls."""
+"""Stand-in for megatron.training of core_v0.12.1: its signatures (docs/facts/megatron.md §1), and a log of calls."""
 
 import megatron.core
 
