@@ -16,18 +16,18 @@ WORKERS ?= -n 3 --dist worksteal
 .DEFAULT_GOAL := help
 # mypy computes while environments are fetched.
 MAKEFLAGS += --jobs=3
-.PHONY: help .venv demo test tests test-fast test-full lint bench clean
+.PHONY: help .venv demo test tests test-fast test-full lint bench wheels clean
 
 help:  ## this list
 	@grep -hE '^[.a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 .venv: $(STAMP)  ## the virtual environment, made once, renewed when what it is made from changes
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py core/lastgasp/steps/_ring.c
+$(STAMP): pyproject.toml plugins/mindformers/pyproject.toml constraints.txt hatch_build.py core/lastgasp/steps/_ring.c
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@# torch first and pinned: resolved together with the rest, pip would fetch the newest torch with CUDA.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' -e plugins/mindformers
 	@touch $@
 
 # 2 MB, kept out of site-packages; the demo does without. The folder has the version in its name.
@@ -73,5 +73,8 @@ test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW)  ## everything, the whole
 bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
 	$(BIN)/python -m benchmarks
 
+wheels:  ## manylinux wheels for the Pythons of this machine, each tried where no compiler is
+	.ci/wheels
+
 clean:  ## remove the environment and what the tests leave
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from lastgasp._version import __version__
 
 ROOT = Path(__file__).parents[2]
 STEPS = Path("lastgasp/steps")
@@ -150,15 +153,41 @@ def test_an_editable_install_builds_beside_the_source_and_removes_what_does_not_
     assert use(tree / "core", tmp_path) == ["lastgasp.steps._ring"]
 
 
+def top_level(wheel: Path) -> set[str]:
+    """Files that it puts right into site-packages."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if "/" not in name}
+
+
+def test_nobody_gets_the_hook_of_mindspore_who_did_not_ask_for_it(tree: Path) -> None:
+    wheel, _ = build(tree, "wheel:standard", CC="false")
+    assert top_level(wheel) == set()
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "mindformers" in name]
+
+
 @pytest.mark.parametrize("kind", ["standard", "editable"])
-def test_an_install_brings_what_waits_for_mindspore(tree: Path, kind: str) -> None:
-    wheel, _ = build(tree, f"wheel:{kind}", CC="false")
-    found = [name for name in zipfile.ZipFile(wheel).namelist() if "/" not in name]
-    assert {"_lastgasp_boot.py", "_lastgasp_boot.pth"} <= set(found)
+def test_the_plugin_brings_what_waits_for_mindspore(tree: Path, kind: str) -> None:
+    wheel, _ = build(tree / "plugins/mindformers", f"wheel:{kind}")
+    found = top_level(wheel)
+    assert {"_lastgasp_boot.py", "_lastgasp_boot.pth"} <= found
     (paths,) = [name for name in found if name.startswith("_editable")] if kind == "editable" else [""]
     assert paths < "_lastgasp_boot.pth", "the way to the plugin is known before"
     if paths:
         assert "plugins/mindformers" in zipfile.ZipFile(wheel).read(paths).decode()
+
+
+def test_the_plugin_has_the_version_of_the_core_and_asks_for_no_other() -> None:
+    files = (ROOT / "plugins/mindformers/pyproject.toml", ROOT / "pyproject.toml")
+    own, main = (tomllib.loads(file.read_text()) for file in files)
+    assert own["project"]["version"] == __version__
+    assert own["project"]["dependencies"] == [f"lastgasp=={__version__}"]
+    assert f"lastgasp-mindformers=={__version__}" in main["project"]["optional-dependencies"]["mindformers"]
+
+
+def test_type_checkers_see_our_annotations(tree: Path) -> None:
+    wheel, _ = build(tree, "wheel:standard", CC="false")
+    packages = ("lastgasp", "lastgasp_lightning", "lastgasp_megatron")
+    assert {f"{package}/py.typed" for package in packages} <= set(zipfile.ZipFile(wheel).namelist())
+    assert (tree / "plugins/mindformers/lastgasp_mindformers/py.typed").exists()
 
 
 def test_a_source_distribution_has_the_source_and_the_hook_but_nothing_built(tree: Path, tmp_path: Path) -> None:
