@@ -414,12 +414,17 @@ def describe(outcome: m.Release) -> str:
     return f"the step could NOT be saved: {outcome.reason}"
 
 
-def leave(outcome: m.Release) -> NoReturn:
+def leave(outcome: m.Release, because: str = "") -> NoReturn:
     """Leave after a recovery: at once where a launcher waits to restart the job, else with a word and the exit code.
+
+    Args:
+        because: what was raised here since a peer is gone; worth a line where no step was saved.
 
     Raises:
         SystemExit: with the exit code of the outcome, where there is no launcher.
     """
+    if because:
+        log.log(logging.DEBUG if outcome.ending == "saved" else logging.WARNING, "a peer is gone (%s)", because)
     if launched():
         leave_now(exit_code(outcome))
     print(f"lastgasp: {describe(outcome)}", flush=True)

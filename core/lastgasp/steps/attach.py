@@ -98,7 +98,7 @@ def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Pa
     options = RecorderOptions(
         rank=place.rank,
         world_size=place.world_size,
-        base=config.directory or profiling_base(run),
+        base=config.directory or profiling_base(run, place.rank),
         task=task_id(started_s),
         mask=config.mask,
         limit_mb=config.limit_mb,

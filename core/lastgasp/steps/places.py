@@ -15,15 +15,17 @@ BASE_VARIABLE = "LASTGASP_PROFILING_DIR"
 TASK_VARIABLE = "MINDX_TASK_ID"
 
 
-def profiling_base(directory: Path) -> Path:
-    """The directory of all jobs' profiling files; which one, and why, is logged once.
+def profiling_base(directory: Path, rank: int) -> Path:
+    """The directory of all jobs' profiling files; which one, and why, is logged once in a job.
 
     Args:
+        rank: who asks; all but the first say only what somebody should look into.
         directory: the run's; where neither the environment (`LASTGASP_PROFILING_DIR`) nor MindCluster gives a
             place, it gets a `profiling`.
     """
     base, reason, problem = _decide(os.environ.get(BASE_VARIABLE, ""), MINDCLUSTER, directory)
-    _say(logging.WARNING if problem else logging.INFO, f"profiling files go to {base} ({reason})")
+    usual = logging.INFO if rank == 0 else logging.DEBUG
+    _say(logging.WARNING if problem else usual, f"profiling files go to {base} ({reason})")
     return base
 
 

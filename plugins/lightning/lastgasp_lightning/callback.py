@@ -255,8 +255,7 @@ class _Run:
         kind = kind_of(exception)
         outcome = self._recover(exception)
         if kind == "peer" and outcome is not None and self.source.place.world_size > 1:
-            log.warning("left the job because a peer is gone (%s)", cause_of(exception))
-            self._leave(outcome)
+            self._leave(outcome, cause_of(exception))
         self.close(goodbye=False)
 
     def _recover(self, exception: BaseException) -> Release | None:
@@ -272,10 +271,10 @@ class _Run:
             stand.broken = ""
         return self.session.fault(kind_of(exception), cause_of(exception))
 
-    def _leave(self, outcome: Release) -> None:
+    def _leave(self, outcome: Release, because: str = "") -> None:
         for logger in self._trainer.loggers:
             logger.finalize("failed")
-        leave(outcome)
+        leave(outcome, because)
 
     def close(self, goodbye: bool) -> None:
         """Undo everything."""

@@ -145,8 +145,7 @@ class Run:
         kind = kind_of(error)
         outcome = self._recover(error)
         if kind == "peer" and self.session.place.world_size > 1:
-            log.warning("left the job because a peer is gone (%s)", cause_of(error))
-            leave(outcome)
+            leave(outcome, cause_of(error))
         self.close(goodbye=False)
 
     def end_early(self, error: BaseException) -> None:

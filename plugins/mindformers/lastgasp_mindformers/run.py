@@ -280,8 +280,7 @@ class Run:
         if outcome.ending == "gave_up" and (why := advice(self.place.world_size)):
             log.error("%s", why)
         if kind == "peer" and self.place.world_size > 1:
-            log.warning("left the job because a peer is gone (%s)", cause_of(error))
-            leave(outcome)
+            leave(outcome, cause_of(error))
         self.close(goodbye=False)
 
     def end_early(self, error: BaseException) -> None:

@@ -382,8 +382,7 @@ class Run:
         kind = _kind_of(error)
         outcome = self._recover(kind, error)
         if kind == "peer" and self.place.world_size > 1:
-            log.warning("left the job because a peer is gone (%s)", origin.cause_of(error))
-            leave(outcome)
+            leave(outcome, origin.cause_of(error))
         self.close(goodbye=False)
 
     def _recover(self, kind: FaultKind, error: BaseException) -> Release:
