@@ -35,6 +35,7 @@ class Choice:
     Attributes:
         unnumbered: `choose` returned a checkpoint that does not say of which fit it is.
         named: it returned the one that the user named, whatever it is of.
+        stood: own digests of all manifests that were there; any other one has been written since training began.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Choice:
         self._config, self._folders, self._layout = config, list(folders), layout
         self._place, self._gather, self._local = place, gather, local
         self._fit, self.unnumbered, self.named = fit, False, False
+        self.stood: frozenset[str] = frozenset()
         self._chosen: Candidate | None = None
 
     def load(
@@ -141,16 +143,22 @@ class Choice:
         if vouched(path, self._layout) and not (verdict := verify(path, self._layout)).ok:
             raise DamagedCheckpoint(str(path), verdict.reasons)
         self.named = True
+        self._list()
         return path
 
     def _agree(self, job: str | None, refused: Collection[Path] = ()) -> Agreement:
-        found = [c for c in candidates(self._folders, self._layout) if c.path not in refused]
+        found = [c for c in self._list() if c.path not in refused]
         if job is not None:
             found = [c for c in found if c.manifest is not None and c.manifest.job == job]
         if self._fit is not None:
             number = self._fit.number
             found = of_fit(found, number) if refused else self._own(found, number)
         return agree(found, self._verify_share, self._gather, self._place.rank, self._place.world_size)
+
+    def _list(self) -> list[Candidate]:
+        found = candidates(self._folders, self._layout)
+        self.stood |= {c.manifest.self_digest for c in found if c.manifest is not None}
+        return found
 
     def _own(self, found: list[Candidate], number: int) -> list[Candidate]:
         own = of_fit(found, number)

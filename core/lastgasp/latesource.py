@@ -42,9 +42,9 @@ class LateSource:
         with self.mark:
             return self._known().save(step, small, reason)
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str | None:
         """As the state says."""
-        self._known().publish(result, parts)
+        return self._known().publish(result, parts)
 
     def discard(self, result: SaveResult) -> None:
         """As the state says."""

@@ -82,14 +82,36 @@ class StateSource(Protocol):
         NotSaveable (the state is not that of `step`).
         """
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str | None:
         """Make the saved checkpoint visible, atomically and durably, manifest last.
 
-        Called on one saver, after all of them have saved; `parts` holds what each of them passed on.
+        Called on one saver, after all of them have saved; `parts` holds what each of them passed on. Where ranks that
+        were cut off have committed this step of this attempt before, theirs is kept: a committed checkpoint is never
+        replaced.
+
+        Returns:
+            What people must know about it, one line for the incident; None or "" where there is nothing.
         """
 
     def discard(self, result: SaveResult) -> None:
         """Remove the temporary files of a save that will not be published. Never raises."""
+
+
+@runtime_checkable
+class Contributor(Protocol):
+    """What a StateSource has besides, where its small state can be added to a checkpoint that others have committed."""
+
+    def contribute(self, step: int, path: str) -> str:
+        """Put this rank's small state of `step` beside the checkpoint at `path`, which is of that step.
+
+        Called on a thread of the engine, in place of `save` and `publish`.
+
+        Returns:
+            What people must know about it, one line; empty where there is nothing to add.
+
+        Raises:
+            OSError: the disk refused.
+        """
 
 
 @runtime_checkable

@@ -152,10 +152,11 @@ class FakeSource:
         self.done.append(f"save {step}")
         return Wrote(f"step-{step}")
 
-    def publish(self, result: object, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: object, parts: Mapping[int, bytes]) -> str | None:
         """As the port says."""
         self._fail()
         self.done.append(f"publish {sorted(parts)}")
+        return None
 
     def discard(self, result: object) -> None:
         """As the port says."""

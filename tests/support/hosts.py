@@ -133,6 +133,11 @@ class Host:
         (folder / "hostname").write_text(name)
         (folder / "resolv.conf").write_text("")
 
+    @property
+    def on(self) -> bool:
+        """It has power."""
+        return self._first is not None
+
     def power_on(self) -> None:
         """Start it, with an empty /dev/shm and its disks as they were."""
         assert self._first is None, f"{self.name} is on"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from lastgasp.checkpoint.manifest import Manifest, read
 from lastgasp.events import Incident, decode_incident
 from support import lean
 from support.hosts import Host, Started
@@ -14,8 +18,12 @@ from support.waiting import until
 
 START = 200.0
 """Seconds in which a job begins to train, on a machine that is loaded by other tests."""
+SOON = 30.0
+"""Seconds; see `saved_soon`."""
 TESTS = Path(__file__).parents[1]
 WORKER = TESTS / "support" / "hosts_worker.py"
+TORCH = TESTS / "support" / "hosts_torch.py"
+_NUMBER = re.compile(r"\d+")
 
 
 class HostsJob:
@@ -62,10 +70,10 @@ class HostsJob:
 
 
 class Told:
-    """What ranks of `hosts_worker.py` have written into a directory."""
+    """What ranks of `hosts_worker.py`, or of `hosts_torch.py`, have written into a directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, checkpoints: str = "step-*.toy") -> None:
+        self.directory, self._checkpoints = directory, checkpoints
 
     def at(self, rank: int, attempt: int) -> int:
         """The step that a rank has completed, -1 where it has none."""
@@ -84,16 +92,68 @@ class Told:
 
     def saved(self) -> list[int]:
         """The steps that are saved."""
-        return sorted(int(path.stem.split("-")[1]) for path in self.directory.glob("step-*.toy"))
+        return sorted(int(_NUMBER.findall(path.stem)[-1]) for path in self.directory.glob(self._checkpoints))
 
     def conflicts(self) -> list[str]:
-        """Different checkpoints of one step; there must be none."""
-        return sorted(path.name for path in self.directory.glob("*.conflict"))
+        """Different states of one step; there must be none."""
+        return sorted(path.name for path in self.directory.glob("*.conflict-*"))
 
     def incidents(self) -> list[Incident]:
         """All records, oldest first."""
         found = [decode_incident(path.read_bytes()) for path in (self.directory / "incidents").glob("*.json")]
         return sorted(found, key=lambda incident: incident.id)
+
+
+class Commits:
+    """Looks at a directory all the time, and remembers every manifest that has ever stood there, by step.
+
+        with Commits(directory) as commits:
+            ...
+        assert commits.replaced() == []
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._over = directory, threading.Event()
+        self._seen: dict[tuple[str, int], str] = {}
+        self._thread = threading.Thread(target=self._watch, name="commits")
+
+    def __enter__(self) -> Commits:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = False
+        while not last:
+            last = self._over.wait(0.005)
+            for path in self._directory.glob("*.manifest.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    key = (path.name, path.stat().st_ino)
+                    if key not in self._seen:
+                        manifest = read(path)
+                        assert isinstance(manifest, Manifest), manifest
+                        self._seen[key] = f"{manifest.step} {manifest.self_digest}"
+
+    @property
+    def steps(self) -> list[int]:
+        """Of all commits."""
+        return sorted(int(one.split()[0]) for one in set(self._seen.values()))
+
+    def replaced(self) -> list[int]:
+        """Steps of which there were two different commits; there must be none."""
+        return sorted({step for step in self.steps if self.steps.count(step) > 1})
+
+
+def saved_soon(incident: Incident, lost_ns: int) -> bool:
+    """Whether the step was durable soon after a host was lost, which the kernels of the others find after 13 s.
+
+    About 14 s on a machine that is quiet; what is excluded here are the minutes that torch and TCP would take alone.
+    """
+    committed = incident.phases.committed
+    return committed is not None and 0 < committed - lost_ns < SOON * 1_000_000_000
 
 
 def expected(steps: int, world: int) -> dict[int, str]:
@@ -105,9 +165,9 @@ def expected(steps: int, world: int) -> dict[int, str]:
     return {rank: f"{steps} {state:x} {one:x}" for rank, one in enumerate(generators)}
 
 
-def ranks_of(host: Host) -> list[int]:
+def ranks_of(host: Host, script: Path = WORKER) -> list[int]:
     """Process ids of the ranks that run on a host."""
-    return [pid for pid, line in host.processes().items() if WORKER.name in line and "lastgasp run" not in line]
+    return [pid for pid, line in host.processes().items() if script.name in line and "lastgasp run" not in line]
 
 
-__all__ = ["WORKER", "HostsJob", "Told", "expected", "ranks_of"]
+__all__ = ["TORCH", "WORKER", "Commits", "HostsJob", "Told", "expected", "ranks_of", "saved_soon"]

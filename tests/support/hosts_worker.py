@@ -44,7 +44,10 @@ class Saved:
 
 
 class Numbers:
-    """The state, and where it is saved: `step-N.toy`; a second, different one of the same step is a `.conflict`."""
+    """The state, and where it is saved: `step-N.toy`; a second one with another state of that step is a `.conflict`.
+
+    As in the adapters the first commit of a step stands, and who comes second adds its generators.
+    """
 
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank, self.directory = rank, directory
@@ -58,6 +61,8 @@ class Numbers:
         if found:
             content = json.loads(found[-1].read_text())
             self.state, self.step = content["state"], content["step"]
+            for more in self.directory.glob(f"{found[-1].name}.more-*"):
+                content["generators"] |= json.loads(more.read_text())["generators"]
             self.generator = content["generators"].get(str(self.rank), self.generator)
         return self.step
 
@@ -84,15 +89,28 @@ class Numbers:
         temp.write_text(json.dumps(content))
         return Saved(str(self.directory / f"step-{step}.toy"), temp, temp.stat().st_size, begun)
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """As the port says."""
         assert isinstance(result, Saved)
+        note = ""
         try:
             os.link(result.temp, result.path)
         except FileExistsError:
-            if Path(result.path).read_bytes() != result.temp.read_bytes():
-                os.link(result.temp, f"{result.path}.{self.rank}.conflict")
+            note = f"{Path(result.path).name} had been committed already"
+            theirs, ours = json.loads(Path(result.path).read_text()), json.loads(result.temp.read_text())
+            kind = "more-" if theirs["state"] == ours["state"] else "conflict-"
+            os.link(result.temp, f"{result.path}.{kind}{self.rank}")
         result.temp.unlink()
+        return note
+
+    def contribute(self, step: int, path: str) -> str:
+        """As `ports.Contributor` says."""
+        if not (own := self.capture(step)):
+            return ""
+        temp = self.directory / f".more-{self.rank}.{os.getpid()}.tmp"
+        temp.write_text(json.dumps({"generators": {str(self.rank): int(own)}}))
+        temp.replace(f"{path}.more-{self.rank}")
+        return f"the generator of rank {self.rank} was added to it"
 
     def discard(self, result: SaveResult) -> None:
         """As the port says."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lastgasp.events import Fault, Phases, decode_incident
+from lastgasp.events import Fault, Incident, Phases, decode_incident
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.alone import Known, recover_alone
 from lastgasp.gasp.generation import new_incident, write_incident
@@ -39,6 +39,13 @@ def cut_off(directory: Path, source: FakeSource) -> m.Release:
     return recover_alone(stand, source, place, hello, FAULT, Known(since_s=1000))
 
 
+def own_record(directory: Path) -> Incident:
+    """What the rank that was cut off has recorded."""
+    records = [decode_incident(path.read_bytes()) for path in (directory / "incidents").iterdir()]
+    [own] = [record for record in records if record.led_by == "rank 1"]
+    return own
+
+
 def test_what_the_others_have_saved_is_kept(tmp_path: Path) -> None:
     """It had put its own file, which lacks the random state of the others, over theirs."""
     of_the_others(tmp_path)
@@ -46,8 +53,7 @@ def test_what_the_others_have_saved_is_kept(tmp_path: Path) -> None:
     outcome = cut_off(tmp_path, source)
     assert (outcome.ending, outcome.step, outcome.path) == ("saved", 3, "/shared/gasp-step=3")
     assert source.done == []
-    records = [decode_incident(path.read_bytes()) for path in (tmp_path / "incidents").iterdir()]
-    [own] = [record for record in records if record.led_by == "rank 1"]
+    own = own_record(tmp_path)
     assert "cut off from the controller" in own.notes[0] and len(own.notes) == 1
 
 
@@ -63,6 +69,59 @@ def test_they_commit_while_it_saves(tmp_path: Path) -> None:
     thread.join(20)
     assert outcome[0].path == "/shared/gasp-step=3"
     assert source.done == ["save 3", "discard"]
+
+
+class Contributing(FakeSource):
+    """A source whose small state can be added to another's checkpoint, and whose publishing keeps what stands."""
+
+    def contribute(self, step: int, path: str) -> str:
+        """As the port says."""
+        self.done.append(f"contribute {step} {path}")
+        self._fail()
+        return "added to it"
+
+    def publish(self, result: object, parts: object) -> str:
+        """As the port says."""
+        self.done.append("publish")
+        return "kept the other's"
+
+
+def test_what_only_this_rank_knows_is_added(tmp_path: Path) -> None:
+    of_the_others(tmp_path)
+    source = Contributing()
+    assert cut_off(tmp_path, source).path == "/shared/gasp-step=3"
+    assert source.done == ["contribute 3 /shared/gasp-step=3"]
+    assert "that one was kept; added to it" in own_record(tmp_path).notes[0]
+
+
+def test_nothing_is_added_to_a_later_step(tmp_path: Path) -> None:
+    of_the_others(tmp_path, step_saved=4)
+    source = Contributing()
+    outcome = cut_off(tmp_path, source)
+    assert (outcome.step, source.done) == (4, [])
+    assert own_record(tmp_path).step_saved == 4
+
+
+def test_an_addition_that_fails_costs_no_outcome(tmp_path: Path) -> None:
+    of_the_others(tmp_path)
+    source = Contributing()
+    source.error = OSError("No space left on device")
+    assert cut_off(tmp_path, source).ending == "saved"
+    assert "No space left on device" in own_record(tmp_path).notes[0]
+
+
+def test_who_saves_at_the_same_time_lets_the_first_commit_stand(tmp_path: Path) -> None:
+    """Publishing finds out, under the lock of the directory; records come a moment after the commit."""
+    source = Contributing()
+    source.gate.clear()
+    thread = threading.Thread(target=cut_off, args=(tmp_path, source))
+    thread.start()
+    assert source.saving.wait(20)
+    of_the_others(tmp_path)
+    source.gate.set()
+    thread.join(20)
+    assert source.done == ["save 3", "publish"]
+    assert "kept the other's" in own_record(tmp_path).notes
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lastgasp import sharing
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.gasp.stand import Stand
 from lastgasp.ports import Gather
@@ -382,3 +384,22 @@ def test_the_rerun_machines_exits_are_a_verdict(code: int, word: str) -> None:
 @pytest.mark.parametrize("error", [SystemExit(None), SystemExit(0), SystemExit(1), SystemExit("16"), RuntimeError(16)])
 def test_other_ends_are_none(error: BaseException) -> None:
     assert verdict_of(error) is None
+
+
+def test_hosts_with_directories_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one host saves would be nowhere to be seen on the other one."""
+    here = threading.local()
+    monkeypatch.setattr(sharing, "host_identity", lambda: here.name)
+    monkeypatch.setattr(sharing, "SEEN_WITHIN", 0.2)
+
+    def body(rank: int, gather: Gather) -> str:
+        here.name = f"host{rank}"
+        own = tmp_path / here.name
+        own.mkdir()
+        args = SimpleNamespace(load=str(own), save=str(own), ckpt_step=None)
+        with pytest.raises(ConfigError) as error:
+            Chooser(args, options_of(args), place(rank), gather).steer()
+        return str(error.value)
+
+    for said in as_ranks(2, body):
+        assert "a directory that all hosts share: rank 1 did not see" in said

@@ -10,10 +10,11 @@ Order of a commit, under the lock of the directory:
 Killed before 3, the old data stands with the old manifest. Killed after it, the new data stands with the
 `.next` manifest, which readers accept when it is the one that the data fits (`pairing`); the next commit
 puts it in place. Killed between the renames of scattered files, the data fits neither, and nothing of that name
-is used. Two processes that commit one name take turns. Of single files the last one wins; of directories and
-scattered files the first, because they cannot be exchanged atomically: the second finds the same step of the
-same job and discards its own, and anything else of that name is refused or, if asked for, moved aside; when the
-second is killed before its own stands there, `put_back` returns what it moved.
+is used. Two processes that commit one name take turns. Of single files the last one wins, unless the first one is
+known to be of the same attempt (`stood`); of directories and scattered files the first, because they cannot be
+exchanged atomically: the second finds the same step of the same job and discards its own, and anything else of that
+name is refused or, if asked for, moved aside; when the second is killed before its own stands there, `put_back`
+returns what it moved.
 
 Files of the framework's own that say what is newest (`markers`) are replaced after the data and before the
 manifest: they never name data that is not there.
@@ -22,7 +23,7 @@ manifest: they never name data that is not there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -39,6 +40,9 @@ from .moving import set_aside
 from .pairing import heal, read_pair
 from .structure import compare
 
+_SAME = ("job", "attempt", "step", "kind", "fit")
+"""What two commits of one step of one attempt have in common."""
+
 
 class Staged:
     """A checkpoint that is being written under temporary names. For one thread at a time.
@@ -52,6 +56,9 @@ class Staged:
         sha256: whether files get a SHA-256 too.
         disk: where the bytes go; tests give one that fails.
 
+    Attributes:
+        kept: after `publish`, whose checkpoint of this step stands there in place of ours, for people; else empty.
+
     Raises:
         OSError: the directory cannot be created.
     """
@@ -62,6 +69,7 @@ class Staged:
         self._writers: dict[str, HashingWriter] = {}
         self._adopted: dict[str, FileEntry] = {}
         self._ended = False
+        self.kept = ""
         self._scattered = not layout.owns(target, target.name)
         make_directory(target.parent)
 
@@ -157,15 +165,25 @@ class Staged:
             self._disk.remove(folder)
 
     def publish(
-        self, provenance: Provenance, *, markers: Mapping[str, bytes] | None = None, aside: bool = False
+        self,
+        provenance: Provenance,
+        *,
+        markers: Mapping[str, bytes] | None = None,
+        aside: bool = False,
+        stood: Collection[str] | None = None,
     ) -> Manifest:
         """Make the checkpoint visible, durably. Seals first. Returns the manifest that now stands there.
+
+        It is another one than ours where somebody else has committed this step before; `kept` tells it then.
 
         Args:
             provenance: what the manifest tells.
             markers: files of the framework's own that name the newest checkpoint: path relative to the target's
                 parent -> content. Replaced atomically, one by one; not part of the checkpoint.
             aside: whether another checkpoint of that name is moved away (to a hidden name) rather than refused.
+            stood: own digests of the manifests that stood here when this attempt of the job began. A single file of
+                this very step and attempt that is none of them is kept, because whoever committed it may be believed
+                already. None replaces any.
 
         Raises:
             CheckpointError: already ended, nothing was written, or another checkpoint stands there.
@@ -181,12 +199,12 @@ class Staged:
         manifest = build(provenance, entries)
         with locked(self.target.parent):
             heal(self.target, self._layout, self._disk)
-            standing = self._standing(manifest, aside)
+            standing = self._standing(manifest, aside, stood)
             if standing is None:
                 self._put_in_place(manifest, markers or {})
             else:  # its writer may have died before it came to them
                 self._mark(markers or {})
-        self._ended = standing is None
+        self._ended, self.kept = standing is None, "" if standing is None else _kept(self.target.name, standing)
         self.discard()
         return standing or manifest
 
@@ -233,13 +251,15 @@ class Staged:
         with contextlib.suppress(OSError):  # nothing of the checkpoint is left in it
             self._disk.remove(self._temp)
 
-    def _standing(self, ours: Manifest, aside: bool) -> Manifest | None:
+    def _standing(self, ours: Manifest, aside: bool, stood: Collection[str] | None) -> Manifest | None:
         """The manifest of what stands there and is what we want to publish already; None when the place is free.
 
         Raises CheckpointError for anything else (or for a file where a directory shall go).
         """
-        if not self._layout.parts(self.target) or not (self.target.is_dir() or self._temp.is_dir()):
+        if not self._layout.parts(self.target):
             return None
+        if not (self.target.is_dir() or self._temp.is_dir()):
+            return None if stood is None else self._of_this_attempt(ours, stood)
         found = read_pair(self.target, self._layout)
         ours_already = isinstance(found, Manifest) and (found.job, found.step) == (ours.job, ours.step)
         if isinstance(found, Manifest) and ours_already and not (self._scattered and self._lacks(found)):
@@ -253,6 +273,13 @@ class Staged:
             f"{self.target} exists and is not step {ours.step} of job {ours.job!r}. A checkpoint of several files "
             "is never overwritten. Save under a name of its own, or move that one away."
         )
+
+    def _of_this_attempt(self, ours: Manifest, stood: Collection[str]) -> Manifest | None:
+        """The manifest of the single file that somebody else of this job has committed since it began; or None."""
+        found = read_pair(self.target, self._layout)
+        if not isinstance(found, Manifest) or found.self_digest in stood or self._lacks(found):
+            return None
+        return found if all(getattr(found, name) == getattr(ours, name) for name in _SAME) else None
 
     def _lacks(self, found: Manifest) -> bool:
         """Whether names and sizes are not those of its manifest."""
@@ -280,3 +307,11 @@ class Staged:
                 "Give the path relative to the directory that holds the checkpoint.",
             )
         return self._temp.joinpath(*parts)
+
+
+def _kept(name: str, standing: Manifest) -> str:
+    by = standing.creator
+    return (
+        f"step {standing.step} had been committed already, by process {by.pid} on {by.host}: {name} is kept as it is, "
+        "and this rank's copy was dropped"
+    )

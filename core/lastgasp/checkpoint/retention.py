@@ -10,6 +10,7 @@ from lastgasp._fs import DISK, fsync_dir, locked, unique_temp
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
 
+from .addenda import remove_orphans
 from .candidates import Candidate, candidates
 from .manifest import Kind
 from .moving import move_parts
@@ -71,6 +72,8 @@ def apply(
         superfluous = to_remove(found, keep, kind, [good]) if good else []
     for candidate in superfluous:
         _remove(candidate.path, layout)
+    for folder in {candidate.path.parent for candidate in superfluous}:
+        remove_orphans(folder)
     return [candidate.path for candidate in superfluous]
 
 

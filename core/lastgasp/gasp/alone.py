@@ -11,7 +11,7 @@ from pathlib import Path
 from lastgasp import _clock
 from lastgasp.errors import Moved
 from lastgasp.events import Fault, Incident
-from lastgasp.ports import SaveResult, StateSource
+from lastgasp.ports import Contributor, SaveResult, StateSource
 from lastgasp.topology import Place
 
 from . import messages as m
@@ -46,11 +46,11 @@ class _Case:
 
 
 class _Settled(Exception):
-    """The controller's side has saved this step; `path` says where."""
+    """The controller's side has saved this step, or a later one; `path` says where."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, step: int, path: str) -> None:
         super().__init__(path)
-        self.path = path
+        self.step, self.path = step, path
 
 
 def recover_alone(
@@ -59,7 +59,8 @@ def recover_alone(
     """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it.
 
     A rank that was cut off asks before it saves, and again before it publishes, whether the controller's side has saved
-    this step: that one holds the random state of more ranks, and is left as it is.
+    this step or a later one. Of one and the same step the first commit stands, whoever made it, and the others add the
+    random state that it lacks.
     """
     known = known or Known()
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
@@ -124,7 +125,7 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool)
     try:
         result = _save(decision, source, case)
     except _Settled as settled:
-        return _as_settled(incident, decision.step, settled.path)
+        return _as_settled(incident, settled, source, decision.step)
     except Exception as error:  # whatever it is, the record tells it
         if isinstance(error, Moved) and not last:
             raise
@@ -137,24 +138,40 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool)
     return _release(incident, decision.step, result.path)
 
 
-def _as_settled(incident: Incident, step: int, path: str) -> m.Release:
-    incident.ending, incident.step_saved, incident.files = "saved", step, [path]
-    incident.notes.append(f"cut off from the controller, whose side had saved step {step} already: that one was kept")
-    log.warning("this rank was cut off, and the others have saved step %d: %s is kept as it is", step, path)
-    return _release(incident, step, path)
+def _as_settled(incident: Incident, settled: _Settled, source: StateSource, step: int) -> m.Release:
+    incident.ending, incident.step_saved, incident.files = "saved", settled.step, [settled.path]
+    added = _contributed(source, step, settled.path) if settled.step == step else ""
+    note = f"cut off from the controller, whose side had saved step {settled.step} already: that one was kept"
+    note += f"; {added}" if added else ""
+    log.warning("%s (%s)", note, settled.path)
+    incident.notes.append(note)
+    return _release(incident, settled.step, settled.path)
+
+
+def _contributed(source: StateSource, step: int, path: str) -> str:
+    if not isinstance(source, Contributor):
+        return ""
+    try:
+        return source.contribute(step, path)
+    except Exception as error:  # an adapter's; the step is saved all the same
+        log.exception("the small state of step %d could not be added to %s", step, path)
+        return m.one_line(error)
 
 
 def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
     incident, fault = case.incident, case.fault
-    if path := case.elsewhere.path(plan.step):
-        raise _Settled(path)
+    if found := case.elsewhere.look(plan.step):
+        raise _Settled(*found)
     small = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
     result = source.save(plan.step, small, f"rank {fault.rank}: {fault.cause}")
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
-    if path := case.elsewhere.path(plan.step):  # they were at it at the same time
+    # They were at it at the same time. A contributor publishes all the same: it sees whose commit was first, and adds.
+    if found := case.elsewhere.look(plan.step + isinstance(source, Contributor)):
         source.discard(result)
-        raise _Settled(path)
-    source.publish(result, {source.rank: result.part})
+        raise _Settled(*found)
+    if note := source.publish(result, {source.rank: result.part}):
+        log.warning("%s", note)
+        incident.notes.append(note)
     incident.phases.committed = _clock.wall_ns()
     return result
 

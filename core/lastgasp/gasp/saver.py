@@ -57,11 +57,14 @@ class Saver:
     def commit(self, order: m.Commit) -> None:
         """Make what was written visible."""
         try:
-            self._source.publish(self._results.pop(order.plan), order.parts)
+            note = self._source.publish(self._results.pop(order.plan), order.parts)
         except BaseException as error:  # as in `save`
             log.exception("the checkpoint could not be published")
             self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
             return
+        if note:
+            log.warning("%s", note)
+            self._send(m.Noted(text=m.encodable(note)))
         self._send(m.Committed(recovery=order.recovery, plan=order.plan))
 
     def discard(self, plan: int) -> None:

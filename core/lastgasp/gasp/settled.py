@@ -34,17 +34,17 @@ class SavedElsewhere:
     attempt: int
     since_s: int | None
 
-    def path(self, step: int) -> str:
-        """The checkpoint of `step`, or of a later one, that the controller of this attempt has had committed; or ''."""
+    def look(self, step: int) -> tuple[int, str] | None:
+        """Step and path of the checkpoint of `step`, or of a later one, that the controller of this attempt has had
+        committed; None where there is none."""
         if self.since_s is None:
-            return ""
+            return None
         try:
             records = sorted((self.directory / "incidents").glob("*.json"), reverse=True)[:LOOK_BACK]
         except OSError:
-            return ""
-        return next(
-            (found.files[0] for found in map(_read, records) if found is not None and self._fits(found, step)), ""
-        )
+            return None
+        fitting = (found for found in map(_read, records) if found is not None and self._fits(found, step))
+        return next(((found.step_saved or 0, found.files[0]) for found in fitting), None)
 
     def _fits(self, found: Incident, step: int) -> bool:
         same = (found.job, found.attempt, found.ending) == (self.job, self.attempt, "saved") and bool(found.files)

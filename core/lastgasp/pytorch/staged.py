@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from lastgasp.checkpoint import Provenance, Staged, World, apply, candidates
+from lastgasp.checkpoint.addenda import add, added
 from lastgasp.checkpoint.manifest import Fit, Kind
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
@@ -23,10 +25,17 @@ log = logging.getLogger("lastgasp")
 
 @dataclass(frozen=True)
 class StagedGasp:
-    """Implements `ports.SaveResult`."""
+    """Implements `ports.SaveResult`.
+
+    Args:
+        stood: the manifests that stood there when this attempt began (`Choice.stood`).
+        small: the small states that it holds, by rank.
+    """
 
     staged: Staged
     provenance: Provenance
+    stood: frozenset[str] | None = None
+    small: Mapping[int, bytes] = field(default_factory=dict)
     part: bytes = b""
 
     @property
@@ -62,19 +71,56 @@ def stage(checkpoint: object, target: Path, layout: Layout, config: GaspConfig) 
     return staged
 
 
-def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place) -> None:
-    """Make it visible; then remove gasps beyond `keep`.
+def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place) -> str:
+    """Make it visible; then remove gasps beyond `keep`. What others of this attempt have committed before is kept.
+
+    Returns:
+        What people must know about it; empty where there is nothing.
 
     Raises:
         OSError: the disk refused.
     """
-    result.staged.publish(result.provenance)
+    result.staged.publish(result.provenance, stood=result.stood)
+    note = result.staged.kept
+    if note:
+        note = f"{note}; {contribute(result.staged.target, layout, result.small)}"
     job = place.job if config.resume == "never" else None
     fit = result.provenance.fit.number if isinstance(result.provenance.fit, Fit) else None
     try:
         apply([config.directory], layout, config.keep, job=job, protected=[Path(result.path)], fit=fit)
     except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
+    return note
+
+
+def contribute(target: Path, layout: Layout, small: Mapping[int, bytes]) -> str:
+    """Add small states to a checkpoint that others of this job have committed. Never raises OSError.
+
+    Returns:
+        What people must know about it.
+    """
+    try:
+        done = bool(small) and add(target, layout, small)
+    except OSError as error:
+        return f"the random state of {ranks_named(small)} could not be added ({error}): a resume will not be bit-equal"
+    if not done:
+        return "no random state could be added to it"
+    return f"the random state of {ranks_named(small)} was added to it"
+
+
+def ranks_named(small: Mapping[int, bytes]) -> str:
+    """These ranks, for people."""
+    ranks = sorted(small)
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def with_added(record: dict[str, Any], path: Path, layout: Layout) -> None:
+    """Complete the small states of a checkpoint's own record by those that were added to it, where it lacks any."""
+    known, more = record.get("small"), added(path, layout)
+    if isinstance(known, dict) and (lacking := {rank: data for rank, data in more.items() if rank not in known}):
+        record["small"] = lacking | known
+        log.info("%s: the random state of %s was added to it after it was saved", path, ranks_named(lacking))
 
 
 @dataclass(frozen=True)

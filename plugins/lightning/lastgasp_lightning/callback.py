@@ -227,6 +227,7 @@ class _Run:
         known = callable(self._users_handler)
         self._mark()
         self.session.register(str(self._trainer.strategy.root_device), versions())
+        self.source.stood = self.chooser.stood
         self.source.alike = self.session.compare_replicas(self.state.digests)
         self.session.begin(step, durable=step if self.chooser.resumed else 0)
         self.session.take_sigterm(self._users_handler if known else None)

@@ -17,7 +17,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.gasp.stand import Stand
 from lastgasp.pytorch.io import load_verified, save_verified
-from lastgasp.pytorch.staged import Writer
+from lastgasp.pytorch.staged import Writer, with_added
 from lastgasp_lightning.source import LAYOUT
 from lastgasp_lightning.state import KEY
 
@@ -114,6 +114,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         found: dict[str, Any] = load_verified(
             Path(path), LAYOUT, map_location=map_location, weights_only=weights_only
         )
+        if isinstance(record := found.get(KEY), dict):
+            with_added(record, Path(path).absolute(), LAYOUT)
         return found
 
     def remove_checkpoint(self, path: str | Path) -> None:

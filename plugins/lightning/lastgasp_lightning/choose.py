@@ -44,11 +44,13 @@ class Chooser:
 
     Attributes:
         resumed: a checkpoint of ours was chosen.
+        stood: the manifests that stood there before (`Choice.stood`).
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
         self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
         self.resumed = False
+        self.stood: frozenset[str] | None = None
 
     def install(self) -> Undo:
         """Wrap `_restore_modules_and_callbacks`, which runs after all `setup` hooks."""
@@ -93,7 +95,9 @@ class Chooser:
             self._tell(choice, path, given)
             load(path)
 
-        return choice.load(restore, bool(given), origin.is_about_content) is not None
+        loaded = choice.load(restore, bool(given), origin.is_about_content)
+        self.stood = choice.stood
+        return loaded is not None
 
     def _tell(self, choice: Choice, path: Path, given: Any) -> None:
         self.resumed = True

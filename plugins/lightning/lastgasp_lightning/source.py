@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from lastgasp.checkpoint import SingleFile
 from lastgasp.checkpoint.samefit import name_of_fit
 from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
-from lastgasp.pytorch.staged import StagedGasp, Writer, publish, stage
+from lastgasp.pytorch.staged import StagedGasp, Writer, contribute, publish, stage
 from lastgasp.replicas import require_alike
 from lastgasp.topology import Place
-from lastgasp_lightning.state import LightningState
+from lastgasp_lightning.state import KEY, LightningState
 
 LAYOUT = SingleFile(".ckpt")
 
@@ -24,6 +25,7 @@ class LightningSource:
         self.writer = Writer("lightning", LAYOUT, place, lambda: state.fit.fit)
         self.rank = place.rank
         self.alike = True
+        self.stood: frozenset[str] | None = None
 
     @property
     def box(self) -> int:
@@ -40,14 +42,20 @@ class LightningSource:
         directory, fit = self._config.directory, name_of_fit(self._state.fit.number())
         checkpoint = self._state.dump(step, small)
         staged = stage(checkpoint, directory / f"gasp-{fit}step={step:08d}.ckpt", LAYOUT, self._config)
-        return StagedGasp(staged, self.writer.provenance(step, "gasp", self.writer.newest(directory)))
+        about = self.writer.provenance(step, "gasp", self.writer.newest(directory))
+        return StagedGasp(staged, about, self.stood, checkpoint[KEY]["small"])
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
-        """Make it visible; then remove gasps beyond `keep`."""
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
+        """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""
         assert isinstance(result, StagedGasp)
-        publish(result, LAYOUT, self._config, self.place)
+        return publish(result, LAYOUT, self._config, self.place)
 
     def discard(self, result: SaveResult) -> None:
         """Remove the temporary file."""
         assert isinstance(result, StagedGasp)
         result.staged.discard()
+
+    def contribute(self, step: int, path: str) -> str:
+        """As `ports.Contributor` says."""
+        own = self.capture(step)
+        return contribute(Path(path), LAYOUT, {self.rank: self._state.kept_of(own)}) if own else ""

@@ -21,6 +21,7 @@ from lastgasp.checkpoint.quarantine import set_aside_unfit
 from lastgasp.checkpoint.trial import Trial
 from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather
+from lastgasp.sharing import require_shared
 from lastgasp.topology import Place
 from lastgasp_megatron.args import Options
 from lastgasp_megatron.exits import is_about_content
@@ -64,8 +65,9 @@ class Chooser:
         Raises:
             NoGoodCheckpoint: there are checkpoints, or a tracker that names one, and none can be trusted.
             DamagedCheckpoint: the one that was asked for by name is damaged.
-            ConfigError: the one that was asked for is not there.
+            ConfigError: the one that was asked for is not there; or each host has a directory of its own.
         """
+        require_shared(self._options.gasp.directory, self._place, self._gather)
         if self._place.rank == 0:
             for folder in self._folders():
                 remove_stale_temps(folder)

@@ -168,7 +168,7 @@ class MegatronSource:
 
     # -- publishing -------------------------------------------------------------------------------
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Bring all savers' files together and make them visible; then the tracker, then remove older gasps."""
         assert isinstance(result, SavedShard)
         staged = result.staged or Staged(result.target, LAYOUT, sha256=self._config.sha256)
@@ -181,6 +181,7 @@ class MegatronSource:
         write_tracker(self._config.directory, result.step)
         self._exchange.close(result.step)
         self._prune(result)
+        return staged.kept
 
     def _prune(self, result: SavedShard) -> None:
         config = self._config

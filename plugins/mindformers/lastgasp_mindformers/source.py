@@ -153,7 +153,7 @@ class MindSporeSource:
 
     # -- publishing -------------------------------------------------------------------------------
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Bring all savers' files together and make them visible, `meta.json` and the manifest last."""
         assert isinstance(result, Saved)
         where = result.where
@@ -174,6 +174,7 @@ class MindSporeSource:
         )
         staged.publish(provenance, markers=where.markers, aside=True)
         self._prune(result.target, where)
+        return staged.kept
 
     def _prune(self, newest: Path, where: Target) -> None:
         config = self._config

@@ -22,6 +22,7 @@ log = logging.getLogger("lastgasp")
 KEY = "lastgasp"
 VERSION = 1
 _LOST = "no random state of rank {} was saved: a resume will not be bit-equal"
+_MISSING = "no random state of rank {} was at hand: unless that rank adds it, a resume will not be bit-equal"
 
 
 def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, ranks: list[int]) -> dict[str, Tensor]:
@@ -61,7 +62,7 @@ def notes_on(smalls: Mapping[int, bytes], place: Place) -> list[str]:
     other = [rank for rank, (_, extra) in known.items() if mine and extra and extra != mine]
     notes = [f"TorchState(extra=...) of ranks {other} differs from that of rank {place.rank}, which all of them will "
              "resume with: it is saved once"] if other else []  # fmt: skip
-    return notes + [_LOST.format(rank) for rank in lost] + [
+    return notes + [_MISSING.format(rank) for rank in lost] + [
         f"rank {rank} ended inside a step that the others completed, and the random numbers that it drew after its "
         "update are unknown: a resume will not be bit-equal"
         for rank in stale
@@ -91,8 +92,10 @@ def small_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[
             "Install the lastgasp that wrote it."
         )
     own = record["small"].get(place.rank)
+    there = {_MISSING.format(rank) for rank in record["small"]}  # it was added later
     for text in record["notes"] if place.rank == 0 else ():
-        log.warning("%s: %s", path, text)
+        if text not in there:
+            log.warning("%s: %s", path, text)
     if record["world_size"] != place.world_size:
         note(f"saved by {record['world_size']} ranks, resumed by {place.world_size}: not bit-equal")
     elif own is None:

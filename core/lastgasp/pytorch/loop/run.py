@@ -36,8 +36,8 @@ from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.window import UpdateWindow
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small
-from lastgasp.pytorch.staged import Writer
+from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small, without_buffers
+from lastgasp.pytorch.staged import Writer, with_added
 from lastgasp.session import Session as Engine
 from lastgasp.session import leave
 from lastgasp.steps.attach import Marking
@@ -118,6 +118,7 @@ class Run:
         where, folders = local(self.place), [config.directory]
         choice = Choice(config, folders, files.LAYOUT, self.place, self.engine.gather, where, fit=self.fit)
         path = choice.load(self._load, about_content=origin.is_about_content)
+        self.source.stood = choice.stood
         if path is not None and choice.unnumbered:
             FITS.resumed_unnumbered(config.directory, path)
         # MindIO counts updates itself, so that a step cannot be left between its updates.
@@ -150,6 +151,7 @@ class Run:
             checkpoint = torch.load(path, map_location="cpu", weights_only=False)
         if not isinstance(checkpoint, dict) or KEY not in checkpoint:
             raise CheckpointMismatch(str(path), ["it was not written by a Session"])
+        with_added(checkpoint[KEY], path, files.LAYOUT)
         self.state.load(checkpoint, str(path))
         self._small, self._returning = self._own_small(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
@@ -360,6 +362,10 @@ class Run:
             self.engine.note(note)
         checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layouts, notes)
         return checkpoint
+
+    def kept_of(self, small: bytes) -> bytes:
+        """What a checkpoint keeps of a rank's small state."""
+        return small if self._per_rank else without_buffers(small)
 
     def _require(self, step: int) -> Snapshot:
         snapshot = self._snapshot

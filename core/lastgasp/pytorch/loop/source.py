@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
 from lastgasp.pytorch.loop import files
-from lastgasp.pytorch.staged import StagedGasp, Writer, publish, stage
+from lastgasp.pytorch.loop.record import KEY
+from lastgasp.pytorch.staged import StagedGasp, Writer, contribute, publish, stage
 from lastgasp.replicas import require_alike
 
 
@@ -18,11 +20,15 @@ class LoopSource:
     Args:
         run: has the state (`run.Run`).
         writer: names who writes.
+
+    Attributes:
+        stood: the manifests that stood there when training began.
     """
 
     def __init__(self, run: Any, config: GaspConfig, writer: Writer) -> None:
         self._run, self._config, self._writer = run, config, writer
         self.rank: int = writer.place.rank
+        self.stood: frozenset[str] | None = None
 
     @property
     def box(self) -> int:
@@ -39,15 +45,24 @@ class LoopSource:
         directory = self._config.directory
         with self._run.marks.saving():
             target = files.gasp_path(directory, step, self._run.fit.number)
-            staged = stage(self._run.dump(step, small), target, files.LAYOUT, self._config)
-        return StagedGasp(staged, self._writer.provenance(step, "gasp", self._writer.newest(directory)))
+            checkpoint = self._run.dump(step, small)
+            staged = stage(checkpoint, target, files.LAYOUT, self._config)
+        about = self._writer.provenance(step, "gasp", self._writer.newest(directory))
+        return StagedGasp(staged, about, self.stood, checkpoint[KEY]["small"])
 
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
-        """Make it visible; then remove gasps beyond `keep`."""
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
+        """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""
         assert isinstance(result, StagedGasp)
-        publish(result, files.LAYOUT, self._config, self._writer.place)
+        return publish(result, files.LAYOUT, self._config, self._writer.place)
 
     def discard(self, result: SaveResult) -> None:
         """Remove the temporary file."""
         assert isinstance(result, StagedGasp)
         result.staged.discard()
+
+    def contribute(self, step: int, path: str) -> str:
+        """As `ports.Contributor` says."""
+        own = self.capture(step)
+        if not own:
+            return ""
+        return contribute(Path(path), files.LAYOUT, {self.rank: self._run.kept_of(own)})
