@@ -126,7 +126,7 @@ class NothingLoads(CheckpointError):
 
     def __init__(self, directory: str, reasons: dict[str, str]) -> None:
         self.directory, self.reasons = directory, reasons
-        listing = "\n  ".join(f"{path}: {why}" for path, why in reasons.items())
+        listing = "\n  ".join(f"{path.removeprefix(f'{directory}/')}: {why}" for path, why in reasons.items())
         super().__init__(
             f"no checkpoint in {directory} loads, and {len(reasons)} of them verify; nothing was moved:\n  {listing}\n"
             "Were the model, the optimizer or the parallel sizes changed? Change them back, give another directory, or "

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from lastgasp.events import FaultKind
 
+_LINE, _LISTED = 300, 600
+"""Characters of a cause: of one line, and with a list below it."""
+
 
 def kind_by(error: BaseException, is_peer: Callable[[BaseException], bool]) -> FaultKind:
     """exit and interrupt by type; peer where `is_peer` says that another rank is gone."""
@@ -22,6 +25,9 @@ def is_success(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> str:
-    """One line: type and the first line of the text."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+    """One line: type and first line of the text, with what follows where that announces it by a colon (`misfits:`)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    told = " ".join(lines) if lines[0].endswith(":") else lines[0][:_LINE]
+    return f"{type(error).__name__}: {told[:_LISTED]}"

@@ -107,6 +107,9 @@ def _check_saved(case: Case, directory: Path, output: str) -> int:
     assert all(verify(c.path, LAYOUT).ok for c in found), where
     step = incident.step_saved if incident.step_saved is not None else SAVE_STEP
     assert case.exact_step in (None, step), where
+    if case.kind == "exception":
+        unlogged = case.moment == "after_update" and case.victim == case.job(directory).ranks - 1
+        assert any("no log has a line of it" in note for note in incident.notes) == unlogged, where
     assert step in [c.step for c in found], where
     assert [p.name for p in directory.iterdir() if ".tmp" in p.name or p.name.startswith(".gasp-")] == []
     return step

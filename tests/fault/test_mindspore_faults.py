@@ -121,6 +121,9 @@ def check(case: Case, folder: Path, kept: dict[tuple[str, int], Losses], ranks: 
         assert incident.ending == "saved", (incident, output)
     assert saved in case.saved and incident.steps_lost == 0, (incident, output)
     assert case.kind != "sigkill" or case.rank not in incident.savers
+    if case.kind == "exception":
+        unlogged = any("their logs, have nothing of it" in note for note in incident.notes)
+        assert unlogged == (case.phase == "after_update"), (incident, output)
     assert saved is not None
     check_losses(job, expected, saved)
 
@@ -284,3 +287,16 @@ def test_the_newer_format_of_mindformers(tmp_path: Path) -> None:
     assert (incident.ending, incident.step_saved) == ("saved", STEP)
     assert (job.checkpoints / f"iteration_{STEP:08d}" / "common.json").exists()
     check_losses(job, bare.losses(), STEP)
+
+
+@pytest.mark.full
+def test_mindformers_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
+    """Each restart would add one step that is worth nothing, and push a good checkpoint out."""
+    bare = llama(tmp_path)
+    nan = {"check_for_nan_in_loss_and_grad": True, "lr_schedule.learning_rate": 1e30, "lr_schedule.lr_end": 1e30}
+    job = replace(bare, changes={**bare.changes, **nan})
+    done = job.run({"LASTGASP_FAULT": ""}, timeout=300)
+    assert done.returncode == 1, done.output[-4000:]
+    assert "stopped with exit code 1: MindFormers found NaN or inf and ends the training" in done.output
+    assert len(job.steps(0)) == 1, "it was started again"
+    assert not incidents(tmp_path), "a verdict is no fault"

@@ -217,6 +217,7 @@ def test_a_gasp_of_another_cut_is_set_aside_and_the_save_before_is_resharded(tmp
     assert {iteration for _, iteration in again.losses()} == {SAVED, SAVED + 1, SAVED + 2}
     assert (again.checkpoints / f"iter_{FAULT:07d}.unfit/mp_rank_01").is_dir()
     assert "holds TP2 PP1 in format torch, and the job asks for TP1 PP1" in done.output
+    assert f"step {SAVED} was resumed from, and {FAULT - SAVED} steps are trained again" in done.output
 
 
 @pytest.mark.full

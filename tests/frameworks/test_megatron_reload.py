@@ -215,6 +215,9 @@ def test_an_exit_of_megatrons_with_code_0_over_a_good_file_is_no_success(tmp_pat
     assert (done.returncode, silent.losses()) == (0, {}), "without lastgasp it looks like a success"
     said = GptJob(folder=tmp_path, flags="--bf16", last=12, launcher="run", launch_options=LAUNCH)
     done = said.run(timeout=LIMIT)
-    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
     assert "NotLoaded: Megatron could not load the checkpoint and wanted to exit with code 0" in done.output
     assert said.losses() == {}
+    [incident] = [decode_incident(path.read_bytes()) for path in (said.checkpoints / "incidents").glob("*.json")]
+    causes = [fault.cause for fault in incident.faults if fault.kind == "exception"]
+    assert causes and all("iter_0000010: " in cause and "NotLoaded" in cause for cause in causes), incident

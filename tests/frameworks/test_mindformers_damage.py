@@ -6,7 +6,9 @@ the newest that is good, with the losses that it had before.
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.checkpoint import candidates, verify
+from lastgasp.cli.manifest import adopt_all
+from lastgasp.events import decode_incident
 from lastgasp.mindspore.content import read_content
 from lastgasp.testing import corrupt
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY
@@ -146,3 +150,46 @@ def test_the_newer_format_truncated_and_flipped(tmp_path: Path) -> None:
     for path in (cut, flipped):
         assert f"{path.parent.name}/{path.name} bytes" in said
     assert len(list(job.checkpoints.glob("iteration_*.corrupt"))) == 2
+
+
+def _reshape(path: Path) -> None:
+    """Turn a weight of a whole safetensors file on its side, as if it were of another network."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    shapes = [told["shape"] for name, told in sorted(header.items()) if name != "__metadata__"]
+    next(shape for shape in shapes if len(shape) == 2 and shape[0] != shape[1]).reverse()
+    told = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    assert len(told) == size
+    path.write_bytes(data[:8] + told + data[8 + size :])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_what_verifies_and_does_not_load_is_passed_over_with_two_ranks(tmp_path: Path) -> None:
+    job = _trained(_job(tmp_path, "safetensors", 2), "safetensors")
+    newest = job.checkpoints / "tiny_rank-2_8.safetensors"
+    LEGACY.manifest_path(newest).unlink()
+    for rank in (0, 1):
+        _reshape(_file(job, 16, rank, "safetensors"))
+    assert next(row.state for row in adopt_all(job.checkpoints)) == "written"
+    said = _goes_on_from(job, 12)
+    assert (job.checkpoints / f"{newest.name}.unfit").is_dir(), said[-4000:]
+    [incident] = [decode_incident(path.read_bytes()) for path in (tmp_path / "output/incidents").glob("*.json")]
+    causes = [fault.cause for fault in incident.faults if fault.kind == "exception"]
+    assert causes and all("DoesNotLoad" in cause and newest.name in cause for cause in causes)
+    assert incident.reason == "training had not begun"
+    assert any("4 steps are trained again" in note for note in incident.notes), incident.notes
+    _refuses_them_all(job)
+
+
+def _refuses_them_all(job: LlamaJob) -> None:
+    """A layer more: MindFormers would load the others, and train on with one that is drawn anew."""
+    for path in (*job.checkpoints.glob("tiny_rank-1_*"), *job.checkpoints.glob("rank_*/tiny_rank_?-1_*")):
+        path.unlink()
+    before, trained = sorted(job.checkpoints.rglob("*.safetensors")), job.losses()
+    deeper = replace(job, changes={**job.changes, "model.model_config.num_layers": 3})
+    done = deeper.run(timeout=300)
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
+    assert "NothingLoads" in done.output and "it is of another network" in done.output
+    assert (sorted(job.checkpoints.rglob("*.safetensors")), deeper.losses()) == (before, trained)

@@ -11,12 +11,13 @@ import pytest
 
 from lastgasp.blackbox import BlackBox
 from lastgasp.config import GaspConfig
-from lastgasp.errors import ControlError
+from lastgasp.errors import ControlError, NothingLoads
 from lastgasp.events import Fault, Incident, decode_incident
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.keeper import BoxKeeper, states
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.origin import cause_of
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel, host_identity
 from support.fake_controller import TOKEN, FakeController, FakeSource
@@ -210,6 +211,23 @@ def test_what_ends_a_start_is_told_to_the_controller(tmp_path: Path) -> None:
         fault = controller.hear(m.Report).fault
         assert (fault.kind, fault.rank, fault.step) == ("exception", 1, -1)
         assert fault.cause == "RuntimeError: iter_0000007: size mismatch"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("\nbad\nand more"), "ValueError: bad"),
+        (ValueError("Error(s) in loading state_dict for GPT:\n\tsize mismatch for w"),
+         "ValueError: Error(s) in loading state_dict for GPT: size mismatch for w"),
+        (NothingLoads("/ckpts", {"/ckpts/iter_0000010": "does not load: KeyError: rng"}),
+         "NothingLoads: no checkpoint in /ckpts loads, and 1 of them verify; nothing was moved: iter_0000010: "
+         "does not load: KeyError: rng"),
+        (KeyError(), "KeyError"),
+    ],
+)  # fmt: skip
+def test_a_cause_holds_what_its_first_line_announces(error: Exception, cause: str) -> None:
+    assert cause_of(error).startswith(cause) and "\n" not in cause_of(error)
+    assert len(cause_of(ValueError(f"{error}:" + "\nx" * 9999))) < 1000
 
 
 def test_who_could_not_start_because_of_a_peer_is_no_cause(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_another_cut_is_told_before_anything_is_loaded(
     assert start(tmp_path, **sizes, lastgasp_keep="3") == 4
     assert names(tmp_path) == {"iter_0000004", "iter_0000006.unfit"}
     assert said in (tmp_path / "iter_0000006.unfit.reason.json").read_text() and said in caplog.text
+    assert "moved to iter_0000006.unfit; step 4 was resumed from, and 2 steps are trained again" in caplog.text
     assert read_tracker(tmp_path).iteration == 4
 
 
@@ -116,15 +117,17 @@ def test_where_every_cut_is_another_nothing_is_moved(tmp_path: Path) -> None:
     assert names(tmp_path) == {"iter_0000004", "iter_0000006"}
 
 
-def test_what_all_ranks_refuse_is_set_aside_and_the_next_is_loaded(tmp_path: Path) -> None:
+def test_what_all_ranks_refuse_is_set_aside_and_the_next_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(tmp_path, 2, *TP1)
     put(tmp_path, 4)
     put(tmp_path, 6, *TP1)
     assert start(tmp_path, refuse(4, 6)) == 2
     assert names(tmp_path) == {"iter_0000002", "iter_0000004.unfit", "iter_0000006.unfit"}
-    assert "ranks 0-1: does not load: RuntimeError: size mismatch in 6" in (
-        tmp_path / "iter_0000006.unfit.reason.json"
-    ).read_text()
+    said = "ranks 0-1: does not load: RuntimeError: size mismatch in 6"
+    assert said in (tmp_path / "iter_0000006.unfit.reason.json").read_text()
+    assert "step 2 was resumed from, and 4 steps are trained again" in caplog.text
 
 
 def test_a_model_that_was_just_changed_costs_no_checkpoint(tmp_path: Path) -> None:

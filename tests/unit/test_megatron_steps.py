@@ -120,6 +120,15 @@ def test_the_weights_of_the_model_are_settled_when_the_outer_step_is_done(loop: 
     assert loop.steps.settled and loop.steps.updated
 
 
+def test_a_step_is_logged_behind_its_end(loop: Loop) -> None:
+    loop.iteration()
+    assert (loop.steps.step, loop.steps.logged) == (1, 0)
+    loop.steps.iteration_begin()
+    assert loop.steps.logged == 1
+    loop.optimizer.step()
+    assert (loop.steps.step, loop.steps.logged) == (2, 1), "what raises here leaves no line of step 2"
+
+
 def test_the_counters_that_follow_are_those_that_were_foretold(loop: Loop) -> None:
     for overflow in (False, True, False):
         loop.iteration(overflow)

@@ -19,10 +19,11 @@ from lastgasp.cli.manifest import adopt_all
 from lastgasp.cli.verify import examine
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, NothingLoads
+from lastgasp.origin import cause_of
 from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers import begun
+from lastgasp_mindformers import begun, unfit
 from lastgasp_mindformers.layouts import (
     ITERATIONS,
     LEGACY,
@@ -35,6 +36,7 @@ from lastgasp_mindformers.layouts import (
 )
 from lastgasp_mindformers.reload import Choice, Chooser
 from lastgasp_mindformers.settings import Options
+from lastgasp_mindformers.unfit import DoesNotLoad, refuse_missing
 from support.checkpoint_kit import Died, DyingDisk, as_ranks
 from support.mindspore_files import boundary, safetensors, state, write
 
@@ -670,3 +672,110 @@ def test_small_states_there_and_back() -> None:
     assert decode_small(encode_small({1: b"b", 0: b"a"})) == {0: b"a", 1: b"b"}
     with pytest.raises(CheckpointError, match="cannot be read"):
         decode_small(b"\xc1")
+
+
+@dataclass
+class Loading:
+    """What MindFormers' load says of a step: the same on every rank, or on some alone."""
+
+    home: Home
+    unfit: tuple[int, ...] = (8,)
+    of: tuple[int, ...] = (0, 1)
+    error: Exception = field(default_factory=lambda: RuntimeError("another shape"))
+    notes: list[str] = field(default_factory=list)
+    wanted: tuple[str, ...] = ()
+
+    def start(self, attempt: int = 0, job: str = "job", counters: bool = False) -> list[int]:
+        """The step that each rank has loaded.
+
+        Args:
+            counters: whether reading step and epoch fails already, long before the load.
+        """
+        options = Options(gasp=GaspConfig.resolve(self.home.path))
+
+        def body(rank: int, gather: Gather) -> int:
+            place = Place(rank=rank, world_size=2, replicas=data_parallel(2), job=job, attempt=attempt)
+            chooser = Chooser(options, place, gather, self.notes.append)
+            chooser.steer({"output_dir": str(self.home.path), "use_parallel": True}, {})
+            resumed = chooser.resumed or 0
+
+            def call() -> int:
+                if resumed in self.unfit and rank in self.of:
+                    raise self.error
+                return resumed
+
+            if counters:
+                chooser.read(call)
+            return int(chooser.load(call, lambda held: refuse_missing(self.wanted, held)))
+
+        return as_ranks(2, body)
+
+    def moved(self) -> list[str]:
+        return sorted(path.name for path in self.home.checkpoints.glob("*.unfit"))
+
+
+@pytest.mark.parametrize("counters", [False, True])
+def test_what_mindformers_cannot_load_is_passed_over_by_the_restart(tmp_path: Path, counters: bool) -> None:
+    job = Loading(Home(tmp_path).fill(2, 4, 6, 8), unfit=(8, 6))
+    for attempt, name in enumerate(("tiny_rank-2_4", "tiny_rank-2_2")):
+        with pytest.raises(DoesNotLoad, match=rf"{name}\.safetensors verifies, .*ranks 0-1: .*another shape") as caught:
+            job.start(attempt, counters=counters)
+        assert caught.value.restart_helps and job.moved() == []
+    assert job.start(2, counters=counters) == [4, 4]
+    assert job.moved() == ["tiny_rank-2_2.safetensors.unfit", "tiny_rank-2_4.safetensors.unfit"]
+    assert "another shape" in (job.home.checkpoints / "tiny_rank-2_4.safetensors.unfit.reason.json").read_text()
+    assert any("tiny_rank-2_4" in note and "step 4 was resumed from, and 4 steps are trained again" in note
+               for note in job.notes)  # fmt: skip
+    assert len(job.notes) == 2 and not (tmp_path / unfit.NAME).exists()
+
+
+def test_where_mindformers_can_load_none_nothing_is_moved_and_the_next_job_tries_them_all(tmp_path: Path) -> None:
+    job = Loading(Home(tmp_path).fill(6, 8), unfit=(6, 8))
+    for attempt in (0, 1):
+        with pytest.raises(DoesNotLoad):
+            job.start(attempt)
+    with pytest.raises(NothingLoads, match="2 of them verify; nothing was moved") as caught:
+        job.start(2)
+    assert not caught.value.restart_helps and "another shape" in cause_of(caught.value) and job.moved() == []
+    job.unfit = ()
+    assert job.start() == [8, 8] and job.notes == []
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_what_another_job_could_not_load_is_tried_again(tmp_path: Path, attempt: int) -> None:
+    job = Loading(Home(tmp_path).fill(6, 8))
+    with pytest.raises(DoesNotLoad):
+        job.start()
+    job.unfit = ()
+    assert job.start(attempt, job="mended") == [8, 8] and job.moved() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "of"), [(RuntimeError("Device memory is not enough"), (0, 1)), (RuntimeError("another shape"), (1,))]
+)
+def test_what_says_nothing_against_a_checkpoint_is_raised_as_it_is(
+    tmp_path: Path, error: Exception, of: tuple[int, ...]
+) -> None:
+    """By all ranks, but not about the content; about the content, but by one rank."""
+    job = Loading(Home(tmp_path).fill(6, 8), error=error, of=of)
+    with pytest.raises((RuntimeError, CheckpointError), match=r"memory|another shape") as caught:
+        job.start()
+    assert not isinstance(caught.value, DoesNotLoad)
+    assert not (tmp_path / unfit.NAME).exists() and job.moved() == []
+
+
+def test_what_lacks_a_parameter_of_this_network_is_not_loaded(tmp_path: Path) -> None:
+    """MindFormers would leave it as it was drawn."""
+    held = next(iter(state(8, 2)))
+    job = Loading(Home(tmp_path).fill(8), unfit=(), wanted=(held,))
+    assert job.start() == [8, 8]
+    job.wanted = (held, "layers.7.weight")
+    with pytest.raises(DoesNotLoad, match=r"another network: 1 parameters are not in it \(layers.7.weight"):
+        job.start()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"job": "job", "refused": 3}'])
+def test_a_word_that_cannot_be_read_refuses_nothing(tmp_path: Path, content: bytes) -> None:
+    job = Loading(Home(tmp_path).fill(8), unfit=())
+    (tmp_path / unfit.NAME).write_bytes(content)
+    assert job.start(1) == [8, 8]

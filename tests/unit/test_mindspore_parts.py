@@ -6,7 +6,7 @@ import msgspec
 import numpy
 import pytest
 
-from lastgasp_mindformers.exits import cause_of, is_success, kind_of
+from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.marks import marked_elsewhere
 from lastgasp_mindformers.small import VERSION, Numbers, SmallState, Statistic, decode
@@ -87,3 +87,19 @@ def test_what_an_exception_says(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind
     assert cause_of(error).startswith(type(error).__name__)
     assert not is_success(error) and is_success(SystemExit(0))
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (ValueError("There is nan in global_norm with value nan, terminate training."), True),  # 1.9.0
+        (ValueError("loss is nan, local_norm is None, global_norm is inf, terminate training."), True),  # 1.6.0
+        (ValueError("loss is nan"), False),
+        (RuntimeError("terminate training."), False),
+        (ValueError(), False),
+    ],
+)
+def test_a_verdict_on_a_result(error: BaseException, ends: bool) -> None:
+    found = verdict_of(error)
+    assert (found is not None) == ends
+    assert found is None or (found.code, str(error) in found.why) == (1, True)

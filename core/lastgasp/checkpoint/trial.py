@@ -80,21 +80,39 @@ class Trial:
                 if self.refused:
                     self._refuse(last)
                 return None
-            last = self._try(candidate, load)
+            last = self.attempt(candidate, load)
             if last is None:
                 return candidate
             _log.warning("%s does not load (%s); the next one is tried", candidate.path, _said(last))
 
-    def set_aside(self, layout_of: Callable[[Path], Layout | None] = lambda path: None) -> list[Path]:
-        """One has been loaded: move those away that were not, for the process that may. Returns where they are."""
+    def set_aside(
+        self,
+        layout_of: Callable[[Path], Layout | None] = lambda path: None,
+        note: Callable[[str], None] = lambda text: _log.warning("%s", text),
+        resumed: int | None = None,
+    ) -> list[Path]:
+        """One has been loaded: move those away that were not, for the process that may.
+
+        Args:
+            layout_of: how a checkpoint lies; note: tells people what was moved and why, one line each.
+            resumed: the step of the one that was loaded, to say how many are trained again.
+
+        Returns:
+            Where they are now.
+        """
         moved = [set_aside_unfit(one, reasons, layout_of(one.path)) for one, reasons in self.refused]
         for (one, reasons), home in zip(self.refused, moved, strict=True):
             where = f"moved to {home.name}" if home is not None else "left where it is"
-            _log.warning("%s verifies, but this job cannot load it: %s; %s", one.path, "; ".join(reasons), where)
+            again = trained_again(one.step, resumed)
+            note(f"{one.path} verifies, but this job cannot load it: {'; '.join(reasons)}; {where}{again}")
         return [home for home in moved if home is not None]
 
-    def _try(self, candidate: Candidate, load: Callable[[Candidate], None]) -> Exception | None:
-        """None: it is loaded on all ranks. An error: on none."""
+    def attempt(self, candidate: Candidate, load: Callable[[Candidate], None]) -> Exception | None:
+        """Have all ranks load one. None: it is loaded on all of them. An error: on none, and `refused` has it.
+
+        Raises:
+            CheckpointError, Exception: as `load`.
+        """
         own: Exception | None = None
         try:
             load(candidate)
@@ -132,6 +150,14 @@ class Trial:
         folder = self.refused[0][0].path.parent
         reasons = {str(one.path): "; ".join(why) for one, why in self.refused}
         raise NothingLoads(str(folder), reasons) from last
+
+
+def trained_again(passed_over: int | None, resumed: int | None) -> str:
+    """What passing over a checkpoint costs, to be put behind a sentence; empty where it costs nothing."""
+    if passed_over is None or resumed is None or passed_over <= resumed:
+        return ""
+    steps = passed_over - resumed
+    return f"; step {resumed} was resumed from, and {steps} step{'s are' if steps > 1 else ' is'} trained again"
 
 
 def _said(error: Exception) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.deathwatch import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
-from lastgasp.launch import orphans
+from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.msrounds import MsRounds
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
@@ -157,7 +157,9 @@ class Watch:
         """Let the survivors save and leave; msrun itself would kill them at once."""
         known: set[int] = set()
         self._progressed = False
-        deadline = _clock.monotonic() + self._rounds.hold_limit()
+        verdict = self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
+        limit = self._rounds.hold_limit() if verdict is None else LEAVE  # then there is nothing worth saving
+        deadline = _clock.monotonic() + limit
         while True:
             for worker in self._workers:
                 code = worker.code()
@@ -171,7 +173,8 @@ class Watch:
             if not self._running() or not self._rounds.in_use() or (over is not None and over > LEAVE):
                 return
             if _clock.monotonic() > deadline:
-                log.error("the survivors did not finish within %g s: ending them", self._rounds.hold_limit())
+                level = logging.ERROR if verdict is None else logging.INFO
+                log.log(level, "the survivors did not finish within %g s: ending them", limit)
                 return
             time.sleep(LOOK)
 

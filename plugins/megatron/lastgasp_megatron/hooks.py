@@ -44,6 +44,7 @@ class Training:
             Hook(_CHECKPOINTING, "ensure_directory_exists", self._around_write),
             Hook(_ASYNC, "maybe_finalize_async_save", self._around_finalize, required=False),
             Hook(_TRAINING, "finalize_model_grads", self._phase("backward"), required=False),
+            Hook(_TRAINING, "training_log", self._around_log, required=False),
             Hook(_TRAINING, "evaluate", self._phase("validation", "data"), required=False),
         ]
 
@@ -125,6 +126,12 @@ class Training:
         if marks is not None:
             marks.step_ends(state.step if state.step > before else None)
         run.moved("data")
+        return result
+
+    def _around_log(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        result = call(*args, **kwargs)
+        if self._run is not None:
+            self._run.state.log_written()
         return result
 
     def _phase(self, phase: Any, after: Any = None) -> Around:

@@ -18,7 +18,7 @@ from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.checkpoint.quarantine import set_aside_unfit
-from lastgasp.checkpoint.trial import Trial
+from lastgasp.checkpoint.trial import Trial, trained_again
 from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather
 from lastgasp.sharing import require_shared
@@ -44,6 +44,7 @@ class Chooser:
 
     Attributes:
         resumed: the iteration that was chosen; 0 where none was.
+        note: tells people what they must know about the choice (`Session.note`).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Chooser:
         self._by_name = False
         self._misfits: dict[Path, tuple[Candidate, str]] = {}
         self.resumed = 0
+        self.note: Callable[[str], None] = lambda text: log.warning("%s", text)
 
     def steer(self) -> None:
         """Choose, and set what Megatron will load.
@@ -116,10 +118,11 @@ class Chooser:
         """Another one was loaded: move away what no rank could load, and what could be seen not to fit."""
         if self._place.rank != 0:
             return
-        self._trial.set_aside()
+        self._trial.set_aside(note=self.note, resumed=self.resumed)
         for candidate, why in self._misfits.values():
-            if (candidate.step or 0) > self.resumed:
-                set_aside_unfit(candidate, [why])
+            again = trained_again(candidate.step, self.resumed)
+            if again and (home := set_aside_unfit(candidate, [why])) is not None:
+                self.note(f"{candidate.path} {why}; moved to {home.name}{again}")
 
     # -- choice -----------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Run:
         self.save_mark = self._source.mark = self.session.mark("save_checkpoint")
         self.marks: MegatronMarks | None = None
         self.chooser = Chooser(args, self.options, place, self.session.gather, _preload(args))
+        self.chooser.note = self.session.note
         self.saver = Saver(args, place.rank, Manifests(place, self.session.gather, self.session.stand))
         self._undo: list[Callable[[], None]] = []
         self.session.register(str(device()), versions())
@@ -161,6 +162,8 @@ class Run:
             stand.broken = f"{cause_of(error)}: raised inside the update, so the state is between two steps"
         if not stand.inside:
             stand.broken = ""
+        if missing := self.state.unlogged:
+            self.session.note(missing)
         outcome = self.session.fault(kind_of(error), cause_of(error))
         if outcome.ending == "gave_up" and self.state.advice:
             log.error("%s", self.state.advice)

@@ -23,6 +23,10 @@ from lastgasp_megatron.topology import advice, shard_of
 log = logging.getLogger("lastgasp")
 
 _FP32 = 4
+_OF_ONE_CUT = (
+    "periodic checkpoints are of format torch_dist and load under other tensor and pipeline parallel sizes; what "
+    "survivors save after a fault is of format torch and does not: before you change the sizes, let a periodic save end"
+)
 
 
 class MegatronState:
@@ -87,8 +91,12 @@ class MegatronState:
     def install(self) -> None:
         """Watch the optimizer, and say once what a lost rank would cost. Idempotent."""
         self._steps.install()
-        if self.advice and self._place.rank == 0:
+        if self._place.rank != 0:
+            return
+        if self.advice:
             log.warning("%s", self.advice)
+        if getattr(self._args, "ckpt_format", "torch") == "torch_dist":
+            log.info("%s", _OF_ONE_CUT)
 
     def undo(self) -> None:
         """Put everything back as it was. Idempotent."""
@@ -116,6 +124,21 @@ class MegatronState:
     def finish_step(self) -> bool:
         """Call when `train` raised. Returns whether the state is that of `step`, and not between two."""
         return not self._steps.inside
+
+    def log_written(self) -> None:
+        """Call after each `training_log` that returned."""
+        self._steps.logged = self._steps.step
+
+    @property
+    def unlogged(self) -> str:
+        """What of a step that is complete Megatron has not logged, for people; empty where nothing is missing.
+
+        Its last rank is the one that prints and writes to TensorBoard.
+        """
+        step, rank = self.step, self._place.rank
+        if self._steps.logged >= step or rank != self._place.world_size - 1:
+            return ""
+        return f"iteration {step} was cut short on rank {rank} after its update: it counts, and no log has a line of it"
 
     def digests(self) -> dict[str, bytes]:
         """Of what all holders of this rank's shard have in common: weights, and its part of the optimizer's state."""

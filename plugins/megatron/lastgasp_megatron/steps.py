@@ -46,6 +46,7 @@ class Steps:
         settled: the model's weights have been copied from the optimizer's since its last update.
         updated: an update was made.
         on_settled: called when the weights have been copied (on a device: when that is issued).
+        logged: the newest step that Megatron has written its line of, or begun another one behind.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Steps:
         self._optimizer = optimizer
         self.inner = inner_of(optimizer)
         self._capture, self._updating, self._step_end = capture, updating, step_end
-        self.step = int(getattr(args, "iteration", 0) or 0)
+        self.step = self.logged = int(getattr(args, "iteration", 0) or 0)
         self.inside = False
         self.settled, self.updated = True, False
         self.on_settled: Undo = _nothing
@@ -94,6 +95,7 @@ class Steps:
             self._step_end(self.step)
         else:
             self._settle(self.step)
+        self.logged = self.step
 
     def iteration_end(self) -> None:
         """`train_step` has returned. One that left the weights alone (loss scale) counts, too."""

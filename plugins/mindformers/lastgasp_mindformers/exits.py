@@ -6,9 +6,10 @@ import re
 
 from lastgasp.checkpoint import trial
 from lastgasp.events import FaultKind
+from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.origin import cause_of, is_success, kind_by
 
-__all__ = ["cause_of", "is_about_content", "is_success", "kind_of"]
+__all__ = ["cause_of", "is_about_content", "is_success", "kind_of", "verdict_of"]
 
 # On CPU a collective whose peer is gone never returns (observed with mindspore 2.9.0); these come from other parts of
 # MindSpore's cluster, and from HCCL on Ascend.
@@ -22,6 +23,13 @@ def is_about_content(error: BaseException) -> bool:
     """Whether an error that came out of loading speaks about the checkpoint: no memory, device or peer is behind it."""
     said = str(error)
     return trial.is_about_content(error) and not _MEMORY.search(said) and not _PEER.search(said)
+
+
+def verdict_of(error: BaseException) -> Verdict | None:
+    """What MindFormers' `check_for_nan_in_loss_and_grad` says behind an update that spoilt the weights; else None."""
+    if not isinstance(error, ValueError) or not str(error).rstrip(". \n").endswith("terminate training"):
+        return None
+    return Verdict(1, f"MindFormers found NaN or inf and ends the training ({cause_of(error)})")
 
 
 def kind_of(error: BaseException) -> FaultKind:

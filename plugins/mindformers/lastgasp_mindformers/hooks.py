@@ -72,10 +72,14 @@ class Training:
 
     def around_process(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """`training_process`: what was chosen must still be what is about to be loaded."""
-        if self._run is not None:
-            config = bound(call, args, kwargs).get("config")
-            self._run.chooser.check(getattr(args[0], "config", None) if config is None else config)
-        return call(*args, **kwargs)
+        if self._run is None:
+            return call(*args, **kwargs)
+        from lastgasp_mindformers.loads import watched
+
+        config, chooser = bound(call, args, kwargs).get("config"), self._run.chooser
+        chooser.check(getattr(args[0], "config", None) if config is None else config)
+        with watched(chooser):
+            return call(*args, **kwargs)
 
     # -- MindSpore --------------------------------------------------------------------------------
 

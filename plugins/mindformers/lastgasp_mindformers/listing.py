@@ -24,7 +24,8 @@ from lastgasp_mindformers.layouts import (
 )
 from lastgasp_mindformers.tracker import read_meta, read_tracker
 
-_ENDINGS = (".ckpt", ".safetensors")
+ENDINGS = (".ckpt", ".safetensors")
+"""Of files with parameters."""
 _NOT_OF_TRAINING = ("strategy", ".corrupt")
 """MindSpore's strategy files end like checkpoints, and tell how those are sharded."""
 
@@ -184,6 +185,6 @@ def _of_training(folder: Path, layout: Layout) -> list[str]:
 def _is_of_training(folder: Path, name: str) -> bool:
     if any(word in name for word in _NOT_OF_TRAINING):
         return False
-    if name.endswith(_ENDINGS):
+    if name.endswith(ENDINGS):
         return (folder / name).is_file()
     return name.startswith("iteration_") and (folder / name).is_dir()

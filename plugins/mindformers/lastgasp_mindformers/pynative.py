@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.stand import Released
+from lastgasp_mindformers import loads
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import ITERATIONS
 from lastgasp_mindformers.monitors import Saved
@@ -50,7 +51,7 @@ def protected(call: Any, trainer: Any, arguments: dict[str, Any], options: Optio
     """
     run = PynativeRun(options, trainer)
     try:
-        with run.callbacks():
+        with run.callbacks(), loads.method_watched(run.chooser, trainer, "_load_checkpoint"):
             result = call(trainer, **run.steered(arguments))
     except BaseException as error:
         end = run.end_with if run.begun else run.end_early
@@ -175,6 +176,7 @@ class PynativeRun(Run):
         if done:
             self._skip(done)
         self.state.begin(self._numbers(self.at(done)) if done else Numbers(step=0, epoch=1, within=0))
+        self._seen = done
         self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
         self.session.take_sigterm()
         self.begun = True

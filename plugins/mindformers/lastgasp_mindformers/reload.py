@@ -17,20 +17,22 @@ import msgspec
 
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, progress_bar, quarantine, verify
-from lastgasp.checkpoint.layout import is_moved_away
 from lastgasp.checkpoint.trial import Trial
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
+from lastgasp.mindspore.content import Unreadable, read_content
 from lastgasp.mindspore.probe import probe
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.exits import is_about_content
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName, decode_small, layout_of, rank_of
-from lastgasp_mindformers.listing import Shelf, shelf_of
+from lastgasp_mindformers.listing import ENDINGS, Shelf, shelf_of
 from lastgasp_mindformers.manifests import SMALL
+from lastgasp_mindformers.named import asked_by, holds_others, owner_of
 from lastgasp_mindformers.steering import Orders, Wish, apply, check, orders_for, wish_of
 from lastgasp_mindformers.strategies import files_of, files_of_context, keep
 from lastgasp_mindformers.tracker import repair_meta, repair_tracker
+from lastgasp_mindformers.unfit import DoesNotLoad, Unfit
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.settings import Options
@@ -63,15 +65,24 @@ class Chooser:
 
     Args:
         gather: the all-gather of the job.
+        note: tells people what they must know about the checkpoint that was chosen (`Session.note`).
 
     Attributes:
         resumed: completed updates of the checkpoint that was chosen; None where none was.
         small: this rank's small state in it; empty where there is none.
     """
 
-    def __init__(self, options: Options, place: Place, gather: Gather) -> None:
-        self._options, self._place, self._gather = options, place, gather
+    def __init__(
+        self,
+        options: Options,
+        place: Place,
+        gather: Gather,
+        note: Callable[[str], None] = lambda text: log.warning("%s", text),
+    ) -> None:
+        self._options, self._place, self._gather, self._note = options, place, gather, note
         self._orders: Orders | None = None
+        self._tried: tuple[Candidate, Shelf] | None = None
+        self._unfit = Unfit(options.gasp.directory, place, gather)
         self.resumed: int | None = None
         self.small = b""
 
@@ -87,10 +98,11 @@ class Chooser:
             NoGoodCheckpoint: there are checkpoints, or markers that name them, and none can be trusted.
             DamagedCheckpoint: the one that was asked for by name is damaged.
             ConfigError: the one that was asked for is not there.
+            NothingLoads: the attempts before this one could load none.
         """
         wish = wish_of(config, arguments)
-        own = wish.load is not None and _holds_others(wish.load)
-        chosen = self._choose(self._shelf(wish), _asked(wish), given=own)
+        own, shelf = wish.load is not None and holds_others(wish.load), self._shelf(wish)
+        chosen = self._untried(shelf, asked_by(wish), own)
         self._orders = self._orders_of(wish, chosen)
         if chosen is not None:
             self._take(chosen)
@@ -106,6 +118,48 @@ class Chooser:
         if self._orders is not None:
             check(self._orders, config)
 
+    def load(self, call: Callable[[], Any], check: Callable[[set[str]], None] = lambda held: None) -> Any:
+        """Have MindFormers load what was chosen; all ranks call it together, and a second time it is a mere call.
+
+        Args:
+            call: of MindFormers.
+            check: raises CheckpointError where the parameters of these names are not those of this training.
+
+        Raises:
+            DoesNotLoad: no rank can; the restart passes it over.
+            CheckpointError: it loads here and not on another rank.
+            Exception: what MindFormers raised, where it is not about the content, or not on all ranks.
+        """
+        if self._tried is None:
+            return call()
+        candidate, shelf = self._tried
+        results: list[Any] = []
+        trial = Trial(self._gather, is_about_content)
+
+        def load(candidate: Candidate) -> None:
+            if held := self._names_in(candidate):
+                check(held)
+            results.append(call())
+
+        error = trial.attempt(candidate, load)
+        if error is not None:
+            [(_, reasons)] = trial.refused
+            self._unfit.add(candidate.path, reasons)
+            raise DoesNotLoad(str(candidate.path), reasons) from error
+        self._tried = None
+        if self._place.rank == 0:
+            trial.refused = self._unfit.among(shelf.all()) if self._unfit.refused else []
+            trial.set_aside(layout_of, self._note, candidate.step)
+        self._unfit.forget()
+        return results[0]
+
+    def read(self, call: Callable[[], Any]) -> Any:
+        """Have MindFormers read step and epoch of what was chosen, before it loads the rest. Raises as `load`."""
+        try:
+            return call()
+        except Exception as error:
+            return self.load(_raising(error))
+
     def _shelf(self, wish: Wish) -> Shelf:
         home = self._options.gasp.directory
         folders = [wish.saves, home / "checkpoint", home]
@@ -120,7 +174,7 @@ class Chooser:
     def _orders_of(self, wish: Wish, chosen: Candidate | None) -> Orders | None:
         """None where MindFormers shall do what the user told it."""
         if chosen is None:
-            foreign = wish.load is not None and _holds_others(wish.load)
+            foreign = wish.load is not None and holds_others(wish.load)
             return Orders("", False) if wish.resume and not foreign else None
         if wish.newer:
             return Orders(str(chosen.path), True, ours=not wish.resume)
@@ -158,7 +212,7 @@ class Chooser:
             self._take(chosen)
             keep(files_of_context(), f"step-{chosen.step}")
             if self._place.rank == 0:
-                trial.set_aside(layout_of)
+                trial.set_aside(layout_of, self._note, chosen.step)
         self._gather("reload/ready", b"")
         return None if chosen is None else self._choice(chosen)
 
@@ -169,9 +223,9 @@ class Chooser:
             directories: that hold such directories, or may.
 
         Raises:
-            NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
+            NoGoodCheckpoint, NothingLoads, DamagedCheckpoint, ConfigError: as `steer`.
         """
-        chosen = self._choose(self._shelf_of([(directory, ITERATIONS) for directory in directories]), None)
+        chosen = self._untried(self._shelf_of([(directory, ITERATIONS) for directory in directories]), None)
         if chosen is not None:
             self._take(chosen)
         self._gather("reload/ready", b"")
@@ -192,7 +246,25 @@ class Chooser:
             raise CheckpointError(f"{chosen.path} has no file for rank {self._place.rank}: {', '.join(sorted(files))}")
         return next(path for name, path in sorted(files.items()) if rank_of(chosen.path, name) is not None)
 
+    def _names_in(self, candidate: Candidate) -> set[str]:
+        """Of the parameters that this rank's files of a checkpoint hold; none where that cannot be told (encrypted)."""
+        files = layout_of(candidate.path).files(candidate.path)
+        own = [path for name, path in files.items() if rank_of(candidate.path, name) in (None, self._place.rank)]
+        try:
+            contents = [read_content(path, checksums=False) for path in own if path.suffix in ENDINGS]
+        except (OSError, Unreadable):
+            return set()
+        return {name for content in contents for name in content.sizes}
+
     # -- choice -----------------------------------------------------------------------------------
+
+    def _untried(self, shelf: Shelf, asked: Path | None, given: bool = False) -> Candidate | None:
+        """As `_choose`, for a framework that loads by itself: without what attempts before this one could not load."""
+        chosen = self._choose(shelf, asked, given, refused=self._unfit.read())
+        if chosen is None and self._unfit.refused:
+            raise self._unfit.nothing_loads()
+        self._tried = None if chosen is None else (chosen, shelf)
+        return chosen
 
     def _choose(
         self, shelf: Shelf, asked: Path | None, given: bool = False, refused: Collection[Path] = ()
@@ -210,7 +282,7 @@ class Chooser:
         self._gather("reload/tidied", b"")  # all ranks must list the same
         resume = self._options.gasp.resume
         if resume not in ("auto", "never"):
-            asked = _owner(Path(resume).absolute(), shelf)
+            asked = owner_of(Path(resume).absolute(), shelf)
         if asked is None:
             agreement = self._agree(shelf, own=resume == "never", refused=refused)
             if agreement.chosen is None and not refused:
@@ -344,54 +416,8 @@ class Chooser:
             return b""
 
 
-def _asked(wish: Wish) -> Path | None:
-    """The one checkpoint that the user named; None where the newest good one is wanted."""
-    if wish.load is None or not wish.resume:
-        return None
-    if wish.load.is_file():
-        monitored = wish.load.parent.name.startswith("rank_")
-        return _named(wish.load, "load_checkpoint") if monitored else None
-    if isinstance(wish.resume, str):
-        own = wish.resume if wish.resume.endswith((".ckpt", ".safetensors")) else f"{wish.resume}.safetensors"
-        return _named(wish.load / "rank_0" / own, "resume_training")
-    return wish.load if wish.newer and wish.load.name.startswith("iteration_") else None
+def _raising(error: Exception) -> Callable[[], Any]:
+    def call() -> Any:
+        raise error
 
-
-def _owner(path: Path, shelf: Shelf) -> Path:
-    """The checkpoint of a path that the user gave for `resume`: its own, or that of one of its files."""
-    for folder, layout in shelf.places:
-        for checkpoint in layout.discover(folder):
-            if path == checkpoint or path in layout.files(checkpoint).values():
-                return checkpoint
-    return _named(path, "resume")
-
-
-def _named(path: Path, field: str) -> Path:
-    """The checkpoint of a path that may be that of one of its files."""
-    directory = path.parent.parent if path.parent.name.startswith("rank_") else path.parent
-    if directory != path.parent:
-        title = LEGACY.title_of(f"{path.parent.name}/{path.name}") or LEGACY.title_of(_of_folder(path))
-        if title is None:
-            raise ConfigError(field, str(path), "a file that CheckpointMonitor wrote", "Give its directory instead.")
-        return directory / title
-    return path
-
-
-def _of_folder(path: Path) -> str:
-    """The same with the rank of its folder, as MindFormers replaces it."""
-    rank = path.parent.name.removeprefix("rank_")
-    head, _, tail = path.name.partition("_rank_")
-    return f"{path.parent.name}/{head}_rank_{rank}{tail.lstrip('0123456789')}"
-
-
-def _holds_others(path: Path) -> bool:
-    """Whether MindFormers may find weights there that are no checkpoints of a training, which it must judge itself."""
-    if not path.is_dir():
-        return path.exists()
-    for entry in path.rglob("*"):
-        relative = entry.relative_to(path)
-        moved = any(part.startswith(".") or is_moved_away(part) for part in relative.parts)
-        known = relative.parts[0].startswith("iteration_") or LEGACY.title_of(relative.as_posix()) is not None
-        if entry.suffix in (".ckpt", ".safetensors") and not moved and not known and entry.is_file():
-            return True
-    return False
+    return call

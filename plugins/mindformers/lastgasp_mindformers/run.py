@@ -14,6 +14,7 @@ import mindspore
 from lastgasp.config import check_writable
 from lastgasp.gasp.stand import Released
 from lastgasp.latesource import LateSource
+from lastgasp.launch import framework_verdict
 from lastgasp.ports import Layout
 from lastgasp.replicas import Digests
 from lastgasp.session import Session, leave
@@ -23,7 +24,7 @@ from lastgasp.undoing import run_all
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of, unknown_yet
-from lastgasp_mindformers.exits import cause_of, is_success, kind_of
+from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import LEGACY, PLAIN
 from lastgasp_mindformers.manifests import Manifests
@@ -75,7 +76,7 @@ class Run:
         contact, backend = connect(place), embedded_backend()
         self.session = Session(options.gasp, place, self._source, contact, marking, backend=backend)
         self._source.mark = self.session.mark("save_checkpoint")
-        self.chooser = Chooser(options, place, self.session.gather)
+        self.chooser = Chooser(options, place, self.session.gather, self.session.note)
         self.manifests = Manifests(
             place,
             self.session.gather,
@@ -87,8 +88,9 @@ class Run:
         self._marks = LoopMarks(self.session)
         self._faults: Any = _faults(place.rank)
         self._small = b""
+        self._seen = 0
         self._dataset: Any = None
-        self._ended = self._saves = self._first = False
+        self._ended = self._saves = self._first = self._left = False
         self.session.register(device(), versions())
 
     # -- start ------------------------------------------------------------------------------------
@@ -109,6 +111,7 @@ class Run:
         global _attached
         given = list(arguments["callbacks"])
         if _attached:
+            self._left = True
             log.warning("this process has trained before: lastgasp protects only its first Model.train")
             # A LastGasp of the first one would speak for a session that is closed.
             return arguments | {"callbacks": [one for one in given if not isinstance(one, LastGasp)]}
@@ -118,6 +121,7 @@ class Run:
         arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}
         ours.run = self
         if left_to_mindspore():
+            self._left = True
             log.warning("MS_ENABLE_TFT: saving after a fault is left to TrainFaultTolerance")
             return arguments
         network = model.train_network
@@ -178,6 +182,7 @@ class Run:
         self._saves = any(is_monitor(callback) for callback in params.list_callback)
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
         self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=within))
+        self._seen = done
         self._compare(unknown_yet if is_broadcast() else self._digests)
         self._first = True
         self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
@@ -237,6 +242,7 @@ class Run:
             self.manifests.step_end(int(before) + int(params.cur_step_num))
             return
         self.state.stop_if_taken(self._saves)
+        self._seen = self.state.numbers.step
         self.manifests.step_end(self.state.numbers.step)
         self.state.others_end()
         self._marks.step_end()
@@ -267,14 +273,20 @@ class Run:
         if self._ended or self.state is None:
             return
         if isinstance(error, Released):
+            self._note_unseen()
             leave(error.outcome)
         self._ended = True
         self.state.others_end()
-        if is_success(error):
+        verdict = verdict_of(error)
+        if verdict is not None:  # what the update has made is worth nothing, and a restart would make it again
+            log.error("%s", verdict)
+            framework_verdict.give(verdict)
+        if verdict is not None or is_success(error):
             self.close(goodbye=True)
             return
         if why := self.state.settle():
             self.session.stand.broken = f"{cause_of(error)}: {why}"
+        self._note_unseen()
         kind = kind_of(error)
         outcome = self.session.fault(kind, cause_of(error))
         if outcome.ending == "gave_up" and (why := advice(self.place.world_size)):
@@ -283,11 +295,21 @@ class Run:
             leave(outcome, cause_of(error))
         self.close(goodbye=False)
 
+    def _note_unseen(self) -> None:
+        assert self.state is not None
+        step = self.state.numbers.step
+        if step > self._seen:
+            self.session.note(f"step {step} was cut short on rank {self.place.rank} after its update: callbacks that "
+                              "did not see its end, and their logs, have nothing of it")  # fmt: skip
+
     def end_early(self, error: BaseException) -> None:
         """Something raised before or after the loop, or what `end_with` has seen goes on."""
         if isinstance(error, Released):
             leave(error.outcome)
-        self.close(goodbye=self._source.inner is None or is_success(error))
+        good = is_success(error) or self._left
+        if not good:
+            self.session.failed_to_start(error, kind_of(error))
+        self.close(goodbye=good)
 
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""

@@ -1,0 +1,96 @@
+"""The functions by which MindFormers' `training_process` loads: while it runs, they are called through the chooser."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import mindspore
+
+from lastgasp_mindformers.topology import left_to_mindspore
+from lastgasp_mindformers.unfit import refuse_missing
+
+if TYPE_CHECKING:
+    from lastgasp_mindformers.reload import Chooser
+
+Loads = Callable[..., Any]
+_MODULE = "mindformers.trainer.base_trainer"
+_CONTENT = ("transform_and_load_checkpoint", "load_checkpoint")
+_COUNTERS = "load_resume_context_from_checkpoint"
+_WHOLE = ("stand_alone", "data_parallel")
+"""Parallel modes in which each rank holds all parameters."""
+
+
+@contextlib.contextmanager
+def watched(chooser: Chooser) -> Iterator[None]:
+    """What a version of MindFormers does not have is left out: there an error of loading goes on as it is."""
+    module = sys.modules.get(_MODULE)
+    if module is None or left_to_mindspore():  # TrainFaultTolerance loads on some ranks only
+        yield
+        return
+    originals = {name: found for name in (*_CONTENT, _COUNTERS) if callable(found := vars(module).get(name))}
+    for name, original in originals.items():
+        setattr(module, name, _reading(chooser, original) if name == _COUNTERS else _loading(chooser, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def method_watched(chooser: Chooser, owner: Any, name: str) -> Iterator[None]:
+    """The same for a method of one object, such as the pynative Trainer's."""
+    original = getattr(owner, name, None)
+    if not callable(original):
+        yield
+        return
+    setattr(owner, name, _loading(chooser, original))
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def _reading(chooser: Chooser, original: Loads) -> Loads:
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return chooser.read(lambda: original(*args, **kwargs))
+
+    return ours
+
+
+def _loading(chooser: Chooser, original: Loads) -> Loads:
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        network = _network(original, args, kwargs)
+        return chooser.load(lambda: original(*args, **kwargs), lambda held: refuse_another(network, held))
+
+    return ours
+
+
+def _network(function: Loads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the call loads into; None where its name is another one."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None
+    return next((given[name] for name in ("network", "model") if hasattr(given.get(name), "trainable_params")), None)
+
+
+def refuse_another(network: Any, held: Collection[str]) -> None:
+    """MindFormers leaves parameters as they are that a checkpoint does not have, and trains on.
+
+    Args:
+        network: what is about to be loaded into; None is not judged, and nothing is where ranks hold different parts.
+        held: names of the parameters in the files of this rank.
+
+    Raises:
+        CheckpointError: there are such parameters.
+    """
+    if network is not None and mindspore.get_auto_parallel_context("parallel_mode") in _WHOLE:
+        refuse_missing((param.name for param in network.trainable_params()), held)

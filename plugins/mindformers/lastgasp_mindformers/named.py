@@ -1,0 +1,64 @@
+"""Which checkpoint is meant by a path that the user has given, and what else lies there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lastgasp.checkpoint.layout import is_moved_away
+from lastgasp.errors import ConfigError
+from lastgasp_mindformers.layouts import LEGACY
+from lastgasp_mindformers.listing import Shelf
+from lastgasp_mindformers.steering import Wish
+
+
+def asked_by(wish: Wish) -> Path | None:
+    """The one checkpoint that the user named; None where the newest good one is wanted."""
+    if wish.load is None or not wish.resume:
+        return None
+    if wish.load.is_file():
+        monitored = wish.load.parent.name.startswith("rank_")
+        return _named(wish.load, "load_checkpoint") if monitored else None
+    if isinstance(wish.resume, str):
+        own = wish.resume if wish.resume.endswith((".ckpt", ".safetensors")) else f"{wish.resume}.safetensors"
+        return _named(wish.load / "rank_0" / own, "resume_training")
+    return wish.load if wish.newer and wish.load.name.startswith("iteration_") else None
+
+
+def owner_of(path: Path, shelf: Shelf) -> Path:
+    """The checkpoint of a path that the user gave for `resume`: its own, or that of one of its files."""
+    for folder, layout in shelf.places:
+        for checkpoint in layout.discover(folder):
+            if path == checkpoint or path in layout.files(checkpoint).values():
+                return checkpoint
+    return _named(path, "resume")
+
+
+def _named(path: Path, field: str) -> Path:
+    """The checkpoint of a path that may be that of one of its files."""
+    directory = path.parent.parent if path.parent.name.startswith("rank_") else path.parent
+    if directory != path.parent:
+        title = LEGACY.title_of(f"{path.parent.name}/{path.name}") or LEGACY.title_of(_of_folder(path))
+        if title is None:
+            raise ConfigError(field, str(path), "a file that CheckpointMonitor wrote", "Give its directory instead.")
+        return directory / title
+    return path
+
+
+def _of_folder(path: Path) -> str:
+    """The same with the rank of its folder, as MindFormers replaces it."""
+    rank = path.parent.name.removeprefix("rank_")
+    head, _, tail = path.name.partition("_rank_")
+    return f"{path.parent.name}/{head}_rank_{rank}{tail.lstrip('0123456789')}"
+
+
+def holds_others(path: Path) -> bool:
+    """Whether MindFormers may find weights there that are no checkpoints of a training, which it must judge itself."""
+    if not path.is_dir():
+        return path.exists()
+    for entry in path.rglob("*"):
+        relative = entry.relative_to(path)
+        moved = any(part.startswith(".") or is_moved_away(part) for part in relative.parts)
+        known = relative.parts[0].startswith("iteration_") or LEGACY.title_of(relative.as_posix()) is not None
+        if entry.suffix in (".ckpt", ".safetensors") and not moved and not known and entry.is_file():
+            return True
+    return False
