@@ -16,7 +16,7 @@ WORKERS ?= -n 3 --dist worksteal
 .DEFAULT_GOAL := help
 # mypy computes while environments are fetched.
 MAKEFLAGS += --jobs=3
-.PHONY: help .venv demo test tests test-fast test-full lint bench wheels clean
+.PHONY: help .venv demo docs test tests test-fast test-full lint bench wheels clean
 
 help:  ## this list
 	@grep -hE '^[.a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,7 +49,10 @@ $(TENSORFLOW): tests/support/tensorflow/requirements.txt tests/support/tensorflo
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
 	$(BIN)/lastgasp demo --out $(OUT)
 
-lint: $(STAMP)  ## ruff, mypy --strict, import contracts
+docs: $(STAMP)  ## README and docs/ as pages in out/site; every link is checked, no network is needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+lint: $(STAMP) docs  ## ruff, mypy --strict, import contracts, links of the documents
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

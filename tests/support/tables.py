@@ -48,7 +48,25 @@ def doctor_traps() -> str:
     return _table(("trap", "weight", "what is found", "facts"), rows)
 
 
+def command_help() -> str:
+    """What each command prints for `--help`, a section for each."""
+    import click
+
+    from lastgasp.cli import COMMANDS, main
+
+    top = click.Context(main, info_name="lastgasp", terminal_width=100, **main.context_settings)
+    todo, found = [(name, command, top) for name in COMMANDS if (command := main.get_command(top, name))], []
+    while todo:
+        name, command, above = todo.pop(0)
+        context = click.Context(command, parent=above, info_name=name, **command.context_settings)
+        found.append(f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n")
+        if isinstance(command, click.Group):
+            todo = [(one, command.commands[one], context) for one in sorted(command.commands)] + todo
+    return "\n".join(["", *found])
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "help": ("command-line.md", command_help),
     "rules": ("ascend-job-yaml.md", acjob_rules),
     "patches": ("ascend-job-yaml.md", acjob_patches),
     "traps": ("doctor.md", doctor_traps),

@@ -1,4 +1,4 @@
-"""Options of the Megatron plugin: the parser's group, the environment, what is refused, and the README's table."""
+"""Options of the Megatron plugin: the parser's group, the environment, what is refused, and the table of its page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lastgasp_megatron.ranks import untried
 from lastgasp_megatron.settings import refuse
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "plugins/megatron/README.md"
+README, PAGE = ROOT / "plugins/megatron/README.md", ROOT / "docs/megatron.md"
 
 
 @pytest.fixture(autouse=True)
@@ -108,10 +108,10 @@ def test_others_are_warned_of(version: str) -> None:
     assert f"megatron-core {version} is not among" in untried(version) and "0.12.1 to 0.19.2" in untried(version)
 
 
-def test_the_readme_names_every_option_and_its_variable() -> None:
+def test_the_page_names_every_option_and_its_variable() -> None:
     actions = add_options(ArgumentParser())._actions
     options = {o for action in actions for o in action.option_strings if o.startswith("--lastgasp-")}
-    rows = re.findall(r"^\| `(--lastgasp-[a-z0-9-]+)` \| `(LASTGASP_[A-Z0-9_]+)` \|", README.read_text(), re.M)
+    rows = re.findall(r"^\| `(--lastgasp-[a-z0-9-]+)` \| `(LASTGASP_[A-Z0-9_]+)` \|", PAGE.read_text(), re.M)
     assert {option for option, _ in rows} == options
     for option, variable in rows:
         assert variable == option.removeprefix("--").upper().replace("-", "_")
@@ -123,7 +123,7 @@ def test_the_readme_names_every_module() -> None:
     assert named == found
 
 
-@pytest.mark.parametrize("path", [README, ROOT / "examples/megatron_gpt/README.md"], ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("path", [README, PAGE, ROOT / "examples/megatron_gpt/README.md"], ids=str)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert target.startswith("https://") or (path.parent / target).exists(), target

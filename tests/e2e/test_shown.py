@@ -1,0 +1,184 @@
+"""Every command and every piece of code that README and docs/ show is run: here, or in the test that is named here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lastgasp.cli import main
+from lastgasp.testing.jobs import run_job
+from support import lean
+from support.acjob import bare
+from support.pages import DOCS, README, ROOT, SHOWN, blocks, shell_lines
+from support.switch_job import job_here
+
+LIMIT = 240.0
+LIGHTNING, LOOP = blocks(README, "python")
+DRILL = 'LASTGASP_FAULT="kind=sigkill,rank=0,step=20,phase=backward" lastgasp run --nproc-per-node 2 train.py'
+START = ["lastgasp run --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2 train.py", "python train.py"]
+"""Shown for a script of Lightning's. Lightning under each of them: tests/support/matrix.py; here the command lines."""
+NEED_A_JOB = ("lastgasp ps", "lastgasp switch")
+ELSEWHERE = {
+    'LASTGASP_FAULT="kind=sigkill,rank=1,step=33,phase=forward" examples/megatron_gpt/run.sh': (
+        "tests/frameworks/test_megatron_example.py"
+    ),
+    "pip install -e '.[lightning,cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
+    "pip install -e '.[mindformers]' -e plugins/mindformers": "tests/unit/test_build_hook.py",
+    "pip install 'lastgasp[cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
+    "LASTGASP=1 LASTGASP_DIR=ckpts python train.py": "tests/e2e/test_resume.py",
+    "python -m benchmarks --quick": "tests/unit/test_benchmarks.py",
+    "python -m benchmarks marks slow": "tests/unit/test_benchmarks.py",
+    "python -m benchmarks --publish": "tests/unit/test_benchmarks.py",
+}
+"""Commands that are not run here -> the test that does; make's are compared with the Makefile."""
+CODE_ELSEWHERE = {
+    "import lastgasp_megatron": "tests/contract/test_megatron_hooks.py",
+    "from lastgasp_mindformers import LastGasp": "tests/frameworks/test_mindspore_callbacks.py",
+    "from lastgasp.tensorflow import newest_good, seal": "tests/frameworks/test_tensorflow_real.py",
+}
+"""How a piece of code begins that needs another environment -> the test that runs the same calls there."""
+PRELUDE = """\
+import os, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+"""
+BORING = "from lightning.pytorch.demos.boring_classes import BoringModel\nmodel = BoringModel()\n"
+"""The user's model, with its data."""
+HERE = {
+    "lightning.md": BORING,
+    "plain-files.md": "model, epoch, step = torch.nn.Linear(2, 1), 1, 10\nos.makedirs('ckpts', exist_ok=True)\n",
+    "plain-loop.md": """\
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+net = torch.nn.Linear(4, 1)
+data = [(torch.full((4,), i / 8.0), torch.ones(1)) for i in range(8)]
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=2, sampler=sampler)
+evaluate = print
+""",
+}
+"""Page -> what its pieces of code find."""
+
+
+def pieces() -> list[tuple[str, str]]:
+    """Page and text of each piece of code that one process can run; the two of the README's are run on their own."""
+    found = {text: page.name for page in SHOWN for text in blocks(page, "python")}
+    return [
+        (page, text)
+        for text, page in found.items()
+        if text != LIGHTNING and not text.lstrip().startswith(tuple(CODE_ELSEWHERE))
+    ]
+
+
+@pytest.fixture
+def bin_of_lean(tmp_path: Path) -> Path:
+    """`python`, `lastgasp` and `torchrun` of the environment that sees Lightning and nothing else."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, module in (("python", ""), ("lastgasp", "-m lastgasp"), ("torchrun", "-m torch.distributed.run")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {lean.python()} {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def shell(line: str, folder: Path, programs: Path) -> None:
+    """Run one of them as a user would, in `folder`.
+
+    Raises:
+        AssertionError: it failed, or left processes.
+    """
+    path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    done = run_job(["bash", "-c", f"cd {folder} && {line}"], folder / "log", timeout=LIMIT, environ=environ)
+    assert done.ok, f"{line}\n{done.output[-4000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_the_drill_and_the_commands_that_look_at_it(
+    tmp_path: Path, bin_of_lean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(PRELUDE + BORING + LIGHTNING)
+    assert DRILL in shell_lines()
+    shell(DRILL, tmp_path, bin_of_lean)
+    [record] = (tmp_path / "ckpts" / "incidents").glob("*.json")
+    incident = json.loads(record.read_text())
+    assert (incident["ending"], incident["step_saved"], incident["steps_lost"]) == ("saved", 20, 0)
+
+    monkeypatch.chdir(tmp_path)
+    for number, line in enumerate(START):  # they take a script of any kind
+        Path("train.py").write_text(f"import os; open(f'started-{number}-' + os.environ.get('RANK', '-'), 'w')")
+        shell(line, tmp_path, bin_of_lean)
+    assert sorted(path.name for path in Path().glob("started-*")) == [
+        "started-0-0", "started-0-1", "started-1-0", "started-1-1", "started-2--",
+    ]  # fmt: skip
+    Path("job.yaml").write_text(bare())
+    for line in in_this_process():
+        command(line)
+
+
+def in_this_process() -> list[str]:
+    """Commands that start no job and need none."""
+    ours = [line for line in shell_lines() if line.startswith("lastgasp ") and line not in START]
+    return [line for line in ours if not line.startswith(NEED_A_JOB)]
+
+
+def command(line: str) -> None:
+    """Run `lastgasp ...` up to the first pipe; what goes on for ever ends after a second."""
+    words = shlex.split(line.partition(" | ")[0])[1:]
+    words += ["--for", "1"] if "--follow" in words else []
+    done = CliRunner().invoke(main, words)
+    # A machine or a job file may have faults: then doctor and check end with 1, and say which.
+    allowed = (0, 1) if words[0] == "doctor" or words[:2] == ["job", "check"] else (0,)
+    assert done.exit_code in allowed, f"{line}\n{done.output[-3000:]}{done.exception!r}"
+    assert done.output.strip(), line
+
+
+def test_the_commands_for_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_RUNTIME_DIR", str(tmp_path / "run"))
+    lines = [line for line in shell_lines() if line.startswith(NEED_A_JOB)]
+    assert len(lines) >= 4
+    for line in lines:
+        with job_here(6):
+            command(line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_piece_of_code_runs(tmp_path: Path, bin_of_lean: Path) -> None:
+    """All in one process, one after the other, each in a folder of its own."""
+    names = []
+    for number, (page, text) in enumerate(pieces()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "piece.py").write_text(PRELUDE + HERE.get(page, "") + text)
+        names.append(str(folder))
+    assert len(names) >= 6
+    run = "import os, runpy, sys\nfor folder in sys.argv[1:]:\n    os.chdir(folder)\n    runpy.run_path('piece.py')\n"
+    (tmp_path / "all.py").write_text(run)
+    shell(f"python all.py {' '.join(names)}", tmp_path, bin_of_lean)
+
+
+def test_nothing_that_is_shown_is_left_out() -> None:
+    known = {*ELSEWHERE, DRILL, *START, *in_this_process()}
+    left = [line for line in shell_lines() if line not in known and not line.startswith((*NEED_A_JOB, "make "))]
+    assert left == []
+    assert set(ELSEWHERE) <= set(shell_lines()), "not shown any more"
+    for name in {*ELSEWHERE.values(), *CODE_ELSEWHERE.values()}:
+        path, _, test = name.partition("::")
+        assert (ROOT / path).is_file() and f"def {test}" in (ROOT / path).read_text(), name
+    shown = [text for page in SHOWN for text in blocks(page, "python")]
+    assert all(any(text.lstrip().startswith(begin) for text in shown) for begin in CODE_ELSEWHERE)
+
+
+def test_the_pages_that_show_code_have_what_it_finds() -> None:
+    assert {page for page in HERE if blocks(DOCS / page, "python")} == set(HERE)
