@@ -20,7 +20,7 @@ def outside() -> dict[Path, str]:
     """File outside of docs/ -> where the site has it."""
     pages = {path: f"examples/{path.parent.name}.md" for path in ROOT.glob("examples/*/README.md")}
     pages |= {ROOT / name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
-    pictures = {path: f"assets/{path.name}" for path in ROOT.glob("assets/*.png")}
+    pictures = {path: f"assets/{path.name}" for path in (ROOT / "assets").iterdir()}
     return pages | pictures
 
 

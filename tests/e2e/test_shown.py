@@ -21,8 +21,6 @@ from support.switch_job import job_here
 LIMIT = 240.0
 LIGHTNING, LOOP = blocks(README, "python")
 DRILL = 'LASTGASP_FAULT="kind=sigkill,rank=0,step=20,phase=backward" lastgasp run --nproc-per-node 2 train.py'
-START = ["lastgasp run --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2 train.py", "python train.py"]
-"""Shown for a script of Lightning's. Lightning under each of them: tests/support/matrix.py; here the command lines."""
 NEED_A_JOB = ("lastgasp ps", "lastgasp switch")
 ELSEWHERE = {
     'LASTGASP_FAULT="kind=sigkill,rank=1,step=33,phase=forward" examples/megatron_gpt/run.sh': (
@@ -32,6 +30,13 @@ ELSEWHERE = {
     "pip install -e '.[mindformers]' -e plugins/mindformers": "tests/unit/test_build_hook.py",
     "pip install 'lastgasp[cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
     "LASTGASP=1 LASTGASP_DIR=ckpts python train.py": "tests/e2e/test_resume.py",
+    "lastgasp run --nproc-per-node 2 train.py": "tests/e2e/test_shown.py::test_the_drill",  # with a fault in front
+    "torchrun --nproc-per-node 2 train.py": "tests/fault/test_launch.py",
+    "python train.py": "tests/e2e/test_shown.py::test_each_piece_of_code_runs",
+    "lastgasp run --dry-run --nproc-per-node 8 train.py": "tests/contract/test_run_ascend.py",
+    "lastgasp run --dry-run --framework megatron --nproc-per-node 8 pretrain_gpt.py --save ckpts --load ckpts": (
+        "tests/contract/test_run_ascend.py"
+    ),
     "python -m benchmarks --quick": "tests/unit/test_benchmarks.py",
     "python -m benchmarks marks slow": "tests/unit/test_benchmarks.py",
     "python -m benchmarks --publish": "tests/unit/test_benchmarks.py",
@@ -115,12 +120,6 @@ def test_the_drill_and_the_commands_that_look_at_it(
     assert (incident["ending"], incident["step_saved"], incident["steps_lost"]) == ("saved", 20, 0)
 
     monkeypatch.chdir(tmp_path)
-    for number, line in enumerate(START):  # they take a script of any kind
-        Path("train.py").write_text(f"import os; open(f'started-{number}-' + os.environ.get('RANK', '-'), 'w')")
-        shell(line, tmp_path, bin_of_lean)
-    assert sorted(path.name for path in Path().glob("started-*")) == [
-        "started-0-0", "started-0-1", "started-1-0", "started-1-1", "started-2--",
-    ]  # fmt: skip
     Path("job.yaml").write_text(bare())
     for line in in_this_process():
         command(line)
@@ -128,7 +127,7 @@ def test_the_drill_and_the_commands_that_look_at_it(
 
 def in_this_process() -> list[str]:
     """Commands that start no job and need none."""
-    ours = [line for line in shell_lines() if line.startswith("lastgasp ") and line not in START]
+    ours = [line for line in shell_lines() if line.startswith("lastgasp ") and line not in ELSEWHERE]
     return [line for line in ours if not line.startswith(NEED_A_JOB)]
 
 
@@ -169,7 +168,7 @@ def test_each_piece_of_code_runs(tmp_path: Path, bin_of_lean: Path) -> None:
 
 
 def test_nothing_that_is_shown_is_left_out() -> None:
-    known = {*ELSEWHERE, DRILL, *START, *in_this_process()}
+    known = {*ELSEWHERE, DRILL, *in_this_process()}
     left = [line for line in shell_lines() if line not in known and not line.startswith((*NEED_A_JOB, "make "))]
     assert left == []
     assert set(ELSEWHERE) <= set(shell_lines()), "not shown any more"
