@@ -65,6 +65,7 @@ def assert_safe(told: Told, before: int) -> None:
 # -- the launcher, or the whole host -----------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_first_hosts_launcher_is_killed(tmp_path: Path) -> None:
     """Its store and its controller go with it. The other host's ranks are told to save; nobody kills them."""
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):

@@ -124,14 +124,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return run
 
 
-def both(kinds: tuple[str, ...] = KINDS) -> pytest.MarkDecorator:
-    """The hand-written loop with every test round, Lightning's with the whole matrix."""
-    marks = {"lightning": pytest.mark.full}
-    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds])
-
-
-@both()
-def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, undisturbed: Reference) -> None:
+@pytest.mark.parametrize(
+    ("kind", "resumed"),
+    [("loop", False), *(pytest.param(kind, True, marks=pytest.mark.full) for kind in KINDS)],
+)
+def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, resumed: bool, undisturbed: Reference) -> None:
     """Both ranks save the same step, without a controller. The second one adds what the first commit lacks."""
     with training(tmp_path, kind) as one:
         step = one.hold()
@@ -142,8 +139,12 @@ def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, undisturb
         one.assert_safe(step)
         assert one.commits.steps == [step]
         assert len(one.additions()) == 1
-        one.again()
-        assert one.told.ends() == undisturbed(kind)
+        assert "the random state of rank 0 was added to it" in one.notes()
+        output = one.job.launchers["hb"].output
+        assert "the job's rendezvous is gone" in output and f"step {step} is safe in" in output
+        if resumed:
+            one.again()
+            assert one.told.ends() == undisturbed(kind)
 
 
 # -- the whole matrix --------------------------------------------------------------------------------

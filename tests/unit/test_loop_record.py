@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from lastgasp.checkpoint import Staged
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
 from lastgasp.pytorch.loop.passes import Fixed, Position, Row, decode, encode, position_only
-from lastgasp.pytorch.loop.record import buffers_of, notes_on
+from lastgasp.pytorch.loop.record import buffers_of, notes_on, record_of, small_of
 from lastgasp.pytorch.small import SmallRecorder
+from lastgasp.pytorch.staged import Writer, contribute, with_added
 from lastgasp.topology import Place
 
 
@@ -113,3 +118,38 @@ def test_what_will_not_be_exact_is_noted(others: Position, says: list[str], reco
     assert len(found) == len(says)
     assert all(text in note for text, note in zip(says, found, strict=True))
     assert "no random state of rank 2" in " ".join(notes_on(smalls, Place(rank=0, world_size=3, replicas=((0, 1, 2),))))
+
+
+def test_what_was_added_to_a_checkpoint_is_as_good_as_saved(
+    tmp_path: Path, recorders: list[SmallRecorder], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 was cut off, and came second."""
+    path = gasp_path(tmp_path, 7)
+    place = Place(rank=0, world_size=2, replicas=((0, 1),))
+    smalls = {rank: small(recorder) for rank, recorder in enumerate(recorders)}
+    with Staged(path, LAYOUT) as staged:
+        staged.open().write(b"the state")
+        staged.publish(Writer("test", LAYOUT, place).provenance(7, "gasp"))
+    record = record_of({0: smalls[0]}, place, True, {}, notes_on({0: smalls[0]}, place))
+    notes: list[str] = []
+    other = replace(place, rank=1)
+    assert small_of(record, other, str(path), notes.append) is None
+    assert notes == ["no random state of rank 1 was saved: a resume will not be bit-equal"]
+    assert contribute(path, LAYOUT, {1: smalls[1]}) == "the random state of rank 1 was added to it"
+    with_added(record, path, LAYOUT)
+    assert record["small"] == smalls
+    caplog.clear()
+    for who in (place, other):
+        assert small_of(record, who, str(path), notes.append) is not None
+    assert (len(notes), caplog.text) == (1, "")
+
+
+def test_what_cannot_be_added_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert contribute(tmp_path / "gone.pt", LAYOUT, {1: b"x"}) == "no random state could be added to it"
+
+    def full(*_: object) -> bool:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("lastgasp.pytorch.staged.add", full)
+    said = contribute(tmp_path / "gone.pt", LAYOUT, {1: b"x", 2: b"y"})
+    assert "ranks 1, 2 could not be added (No space left on device): a resume will not be bit-equal" in said

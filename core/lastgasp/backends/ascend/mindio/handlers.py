@@ -142,7 +142,9 @@ class Handlers:
         parts = {**self._consult(step, None).parts, self.place.rank: result.part}
         if len(parts) != len(self.place.replicas):
             raise NotSaveable(f"{len(parts)} of {len(self.place.replicas)} shards of step {step} are known")
-        self.source.publish(result, parts)
+        if note := self.source.publish(result, parts):
+            log.warning("%s", note)
+            self.processor.tell(m.Noted(text=m.encodable(note)))
         self._published.add(step)
         self.over(m.Ended(ending="saved", step=step, path=result.path, reason=""))
 
