@@ -16,7 +16,7 @@ from support import lean
 from support.hosts import Host, Started
 from support.waiting import until
 
-START = 200.0
+START = 400.0
 """Seconds in which a job begins to train, on a machine that is loaded by other tests."""
 SOON = 30.0
 """Seconds; see `saved_soon`."""
@@ -170,4 +170,4 @@ def ranks_of(host: Host, script: Path = WORKER) -> list[int]:
     return [pid for pid, line in host.processes().items() if script.name in line and "lastgasp run" not in line]
 
 
-__all__ = ["TORCH", "WORKER", "Commits", "HostsJob", "Told", "expected", "ranks_of", "saved_soon"]
+__all__ = ["START", "TORCH", "WORKER", "Commits", "HostsJob", "Told", "expected", "ranks_of", "saved_soon"]

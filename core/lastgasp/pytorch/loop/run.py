@@ -107,7 +107,8 @@ class Run:
         self.alike = True
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
+            self.engine.failed_to_start(error, _kind_of(error))
             self.close(goodbye=False)
             raise
 

@@ -16,6 +16,7 @@ from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.passes import Pass
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.refusal import tell_launcher
 from lastgasp.steps.settings import MarksConfig
 
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class Session:
             ControlError: the controller refused this rank, or is not there.
             UsageError: another session is open in this process.
         """
+        tell_launcher()
         given: dict[str, Any] = dict(options)
         every = integer("every", given.pop("every", 0), 0, "Use 0 for gasps alone.")
         limit = given.pop("max_steps", None)
