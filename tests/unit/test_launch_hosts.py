@@ -186,6 +186,18 @@ def test_starts_that_ranks_have_joined_are_counted_otherwise(used: bool) -> None
     assert not restarts.hopeless
 
 
+def test_a_launcher_without_the_controller_hears_that_its_rank_has_refused(desk: Desk) -> None:
+    """It had left that to the first one, started the rank again, and waited for hosts that had ended with 87."""
+    one = Round(number=0, desk=desk)
+    assert one.progressed()
+    sign(ENTRY)
+    assert not one.progressed(refused=True)
+    sign(Entry(rank=1, pid=7, hold=30.0, directory="ckpts", ending="nothing_to_save", step=0))
+    assert not one.progressed(refused=True)
+    sign(Entry(rank=1, pid=7, hold=30.0, directory="ckpts", ending="saved", step=5))
+    assert one.progressed(refused=True), "the step counts, and the next start may go on from it"
+
+
 # -- another torch ---------------------------------------------------------------------------------
 
 

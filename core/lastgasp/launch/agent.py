@@ -221,7 +221,7 @@ class GaspAgent(LocalElasticAgent):
         assert self._round is not None
         self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
         refused = exitcodes.REFUSED in codes
-        self._restarts.ended(self._round.number, used, self._round.progressed(), refused, codes)
+        self._restarts.ended(self._round.number, used, self._round.progressed(refused), refused, codes)
         if self._restarts.hopeless:
             self._remaining_restarts = 0
         maximum = self._worker_group.spec.max_restarts

@@ -66,9 +66,15 @@ class Round:
         """Seconds since the recovery ended, as far as this node knows."""
         return None if self.controller is None else self.controller.over_for(self.number)
 
-    def progressed(self) -> bool:
-        """A new step was completed; an agent without the controller leaves that judgement to the first."""
-        return self.controller is None or self.controller.progressed(self.number)
+    def progressed(self, refused: bool = False) -> bool:
+        """A new step was completed.
+
+        An agent without the controller leaves that judgement to the first one, unless a rank of its own has `refused`
+        to start and none of them has saved a step.
+        """
+        if self.controller is not None:
+            return self.controller.progressed(self.number)
+        return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
     def event(self) -> str:
         """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""
