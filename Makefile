@@ -23,7 +23,7 @@ help:  ## this list
 
 .venv: $(STAMP)  ## the virtual environment, made once, renewed when what it is made from changes
 
-$(STAMP): pyproject.toml plugins/mindformers/pyproject.toml constraints.txt hatch_build.py core/lastgasp/steps/_ring.c
+$(STAMP): pyproject.toml plugins/mindformers/pyproject.toml constraints.txt hatch_build.py $(wildcard core/lastgasp/*/_*.c)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@# torch first and pinned: resolved together with the rest, pip would fetch the newest torch with CUDA.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch

@@ -1,7 +1,7 @@
-"""Compiles `core/lastgasp/steps/_ring.c` where a wheel or an editable install is built and a C compiler is there.
+"""Compiles the extensions in C where a wheel or an editable install is built and a C compiler is there.
 
-Without one the install goes on, and the marks are written by `pyring.py`: slower, otherwise the same. It is said
-once (`pip install -v` shows it; the first marks of a process say it again), and is never an error.
+Without one the install goes on, and Python does the same: slower, otherwise alike. It is said once (`pip install -v`
+shows it; a process that would have used one says it again), and is never an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGE = "lastgasp/steps"
+SOURCES = ("lastgasp/steps/_ring.c", "lastgasp/pytorch/_copies.c")
+"""The marks' writer, and the copies of random state and buffers."""
 LIMIT = 120.0
 """Seconds that the compiler may take; it needs one."""
 
@@ -30,22 +31,26 @@ class ExtensionHook(BuildHookInterface):  # type: ignore[type-arg]
         """Called by hatchling before each build; `version` is `standard` or `editable`."""
         if self.target_name != "wheel":
             return
-        source = Path(self.root) / "core" / PACKAGE / "_ring.c"
         self._folder = Path(tempfile.mkdtemp(prefix="lastgasp-build-"))
-        library = self._folder / f"_ring{sysconfig.get_config_var('EXT_SUFFIX')}"
-        installed = source.with_name(library.name)
+        reasons = [self._add(Path(source), version, build_data) for source in SOURCES]
+        if any(reasons):
+            self.app.display_info(f"lastgasp: step marks will be written by Python, not by C: {max(reasons)}")
+
+    def _add(self, source: Path, version: str, build_data: dict[str, Any]) -> str:
+        """Compile one; returns why there is none."""
+        library = self._folder / f"{source.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        installed = Path(self.root) / "core" / source.with_name(library.name)
         if version == "editable":
             # What an earlier build has left may not fit the source any more.
             installed.unlink(missing_ok=True)
-        reason = compile_extension(source, library)
-        if reason:
-            self.app.display_info(f"lastgasp: step marks will be written by Python, not by C: {reason}")
-        elif version == "editable":
+        reason = compile_extension(Path(self.root) / "core" / source, library)
+        if not reason and version == "editable":
             shutil.copy2(library, temporary := installed.with_name(f".{installed.name}.{os.getpid()}"))
             temporary.replace(installed)
-        else:
-            build_data["force_include"][str(library)] = f"{PACKAGE}/{library.name}"
+        elif not reason:
+            build_data["force_include"][str(library)] = str(source.with_name(library.name))
             build_data["pure_python"], build_data["infer_tag"] = False, True
+        return reason
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Called by hatchling after each build."""

@@ -4,13 +4,14 @@ The machine alone: 1 000, 10 000 and 100 000 ranks that are only messages; two h
 recovery begins with an order to each rank; each answers; the last answer brings the plan and an order to each saver.
 All that happens in one process, without sockets. Times are CPU times of this process.
 
-Then a real controller with real connections on loopback, made by one other process: how long until all have joined, and
-what it takes of a core and of memory while they send a heartbeat twice a second.
+Then a real controller with real connections on loopback, made by one other process: how long until all have joined
+(the work of both processes), and what it takes of a core and of memory while they send a heartbeat twice a second.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -26,12 +27,14 @@ from lastgasp.gasp.progress import Progress
 from lastgasp.gasp.serve import ControllerThread, new_token
 
 SIZES, RUNS = (1_000, 10_000, 100_000), 5
-CONNECTIONS = 2_000
+CONNECTIONS = (250, 500, 1_000, 2_000)
 WATCHED_FOR = 10.0
 """Seconds of an idle job."""
 CROWD = Path(__file__).with_name("crowd.py")
 ORDERS = 200.0
 """ms at 100 000 ranks."""
+JOINED = 5.0
+"""s for the most connections."""
 
 
 def measure(options: Options) -> list[Measure]:
@@ -48,7 +51,16 @@ def measure(options: Options) -> list[Measure]:
             Measure(name=f"{ranks} ranks: an answer", unit="us", samples=[1e3 * one / ranks for one in answers]),
             Measure(name=f"{ranks} ranks: a heartbeat", unit="us", samples=[heartbeat(ranks) for _ in range(runs)]),
         ]  # fmt: skip
-    return measures + connections(50 if options.quick else CONNECTIONS, 1.0 if options.quick else WATCHED_FOR)
+    crowds, seconds = ((50, 100), 1.0) if options.quick else (CONNECTIONS, WATCHED_FOR)
+    for ranks in crowds:
+        measures += alone(ranks, seconds, JOINED if ranks == crowds[-1] else None)
+    return measures
+
+
+def alone(ranks: int, seconds: float, target: float | None) -> list[Measure]:
+    """`connections` in a process of its own: memory that an earlier crowd has left would be used again."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(connections, (ranks, seconds, target))
 
 
 def machine_of(ranks: int) -> Machine:
@@ -96,7 +108,7 @@ def heartbeat(ranks: int) -> float:
     return (time.process_time() - begun) * 1e6 / ranks
 
 
-def connections(ranks: int, seconds: float) -> list[Measure]:
+def connections(ranks: int, seconds: float, target: float | None) -> list[Measure]:
     """A real controller; its ranks are in another process, on another host as they say."""
     raise_limit(4 * ranks)
     controller = ControllerThread(new_token())
@@ -115,7 +127,7 @@ def connections(ranks: int, seconds: float) -> list[Measure]:
         crowd.wait()
         controller.stop()
     return [
-        Measure(name=f"{ranks} connections: until all have joined", unit="s", samples=[storm], target=5.0),
+        Measure(name=f"{ranks} connections: until all have joined", unit="s", samples=[storm], target=target),
         Measure(name=f"{ranks} connections, idle: CPU of one rank", unit="us/s", samples=[share * 1e6 / ranks]),
         Measure(name=f"{ranks} connections, idle: memory of one rank", unit="kB", samples=[held / ranks / 1e3]),
     ]

@@ -40,8 +40,7 @@ class BlackBox:
         self.slot = 0
         self.payloads: list[memoryview] = []
         self._seq = 0
-        self._turns = [0, 0]
-        self._shared = False
+        self._order: list[list[int]] = [[], list(range(slots))]  # of unsettled and settled records, oldest first
         self._closed = False
         self._map(capacity)
 
@@ -79,20 +78,22 @@ class BlackBox:
                 update that makes `step`.
         """
         self._seq = seq = self._seq + 1
-        self.slot = slot = self._next(settled)
-        header = self._headers[slot]
+        order = self._order[settled] or self._share()
+        slot = order.pop(0)
+        order.append(slot)
+        self.slot, header = slot, self._headers[slot]
         header[_BEGIN] = seq
         header[_STEP] = step
         header[_SETTLED] = settled
         return self.payloads[slot]
 
-    def _next(self, settled: bool) -> int:
-        self._shared = self._shared or not settled
-        self._turns[settled] = turn = self._turns[settled] + 1
-        if not self._shared:
-            return turn % self.slots
-        half = self.slots // 2
-        return turn % half if settled else half + turn % (self.slots - half)
+    def _share(self) -> list[int]:
+        """The oldest slots are for unsettled records from now on."""
+        order = self._order[True]
+        unsettled = order[: self.slots - self.slots // 2]
+        del order[: len(unsettled)]
+        self._order[False] = unsettled
+        return unsettled
 
     def end(self, length: int) -> None:
         """Close the slot that `begin` opened; its record is the first `length` bytes of the payload."""

@@ -17,8 +17,9 @@ import pytest
 from lastgasp._version import __version__
 
 ROOT = Path(__file__).parents[2]
-STEPS = Path("lastgasp/steps")
-LIBRARY = f"_ring{sysconfig.get_config_var('EXT_SUFFIX')}"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+LIBRARIES = [f"lastgasp/pytorch/_copies{SUFFIX}", f"lastgasp/steps/_ring{SUFFIX}"]
+SOURCES = ["lastgasp/pytorch/_copies.c", "lastgasp/steps/_ring.c"]
 USE = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
@@ -85,9 +86,8 @@ def unpacked(wheel: Path) -> Path:
 
 
 def names(wheel: Path) -> list[str]:
-    """Files right in `steps/` in it that are no Python."""
-    found = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
-    return [path.name for path in found if path.parent == STEPS and path.suffix not in (".py", ".pyi")]
+    """Extensions in it."""
+    return sorted(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so"))
 
 
 def test_a_wheel_has_the_extension_and_says_for_what_it_was_built(tree: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_wheel_has_the_extension_and_says_for_what_it_was_built(tree: Path, tm
     wheel, _ = build(tree, "wheel:standard")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert f"-{tag}-{tag}-linux_" in wheel.name
-    assert names(wheel) == [LIBRARY]
+    assert names(wheel) == LIBRARIES
     assert use(unpacked(wheel), tmp_path) == ["lastgasp.steps._ring"]
     assert list(tree.rglob("*.so")) == []
 
@@ -141,15 +141,15 @@ def test_where_the_compiler_of_python_s_own_build_is_not_here_cc_does(
 def test_an_editable_install_builds_beside_the_source_and_removes_what_does_not_fit_any_more(
     tree: Path, tmp_path: Path
 ) -> None:
-    old = tree / "core/lastgasp/steps" / LIBRARY
-    old.write_bytes(b"of an older source")
+    for library in LIBRARIES:
+        (tree / "core" / library).write_bytes(b"of an older source")
     wheel, _ = build(tree, "wheel:editable", CC="false")
-    assert not old.exists()
+    assert list(tree.rglob("*.so*")) == []
     wheel.unlink()
     if not shutil.which(sysconfig.get_config_var("CC").split()[0]):
         pytest.skip("no C compiler")
     build(tree, "wheel:editable")
-    assert [path.name for path in tree.rglob("*.so*")] == [LIBRARY]
+    assert sorted(str(path.relative_to(tree / "core")) for path in tree.rglob("*.so*")) == LIBRARIES
     assert use(tree / "core", tmp_path) == ["lastgasp.steps._ring"]
 
 
@@ -191,22 +191,24 @@ def test_type_checkers_see_our_annotations(tree: Path) -> None:
 
 
 def test_a_source_distribution_has_the_source_and_the_hook_but_nothing_built(tree: Path, tmp_path: Path) -> None:
-    (tree / "core/lastgasp/steps" / LIBRARY).write_bytes(b"")
+    for library in LIBRARIES:
+        (tree / "core" / library).write_bytes(b"")
     archive, _ = build(tree, "sdist")
     shutil.unpack_archive(archive, tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
-    assert (source / "core/lastgasp/steps/_ring.c").exists()
+    assert all((source / "core" / name).exists() for name in SOURCES)
     assert (source / "hatch_build.py").exists()
     assert list(source.rglob("*.so")) == []
 
 
-def test_the_extension_compiles_without_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_extensions_compile_without_a_warning(tmp_path: Path, source: str) -> None:
     compiler = shutil.which(sysconfig.get_config_var("CC").split()[0])
     if not compiler:
         pytest.skip("no C compiler")
     command = [
         compiler, "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-c",
-        f"-I{sysconfig.get_path('include')}", str(ROOT / "core/lastgasp/steps/_ring.c"), "-o", str(tmp_path / "o"),
+        f"-I{sysconfig.get_path('include')}", str(ROOT / "core" / source), "-o", str(tmp_path / "o"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

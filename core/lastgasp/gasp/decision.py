@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -71,20 +72,19 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
         durable: the newest step that a committed checkpoint holds; 0 when there is none and no step
             was completed, since a job that has done nothing has nothing to lose.
     """
-    by_rank = {view.rank: view for view in views}
     holding = {view.rank: view for view in views if view.holds}
-    holders = [[holding[rank] for rank in group if rank in holding] for group in replicas]
+    holders = [[rank for rank in group if rank in holding] for group in replicas]
     reached = _reached(views)
-    step = _newest_common(holders)
+    step = _newest_common(holders, holding)
     if reached <= durable:
         return NothingToSave(step=durable, unused=_unused(views, frozenset()))
     if step is None:
-        reason = _why_not(holders, replicas, by_rank)
+        reason = _why_not(holders, holding, replicas, {view.rank: view for view in views})
         return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
     if step <= durable:
         reason = f"the newest step that can be saved, {step}, is on disk already; " + _behind(views, step)
         return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
-    savers = tuple(_prefer(shard, step) for shard in holders)
+    savers = _savers(holders, holding, step)
     return SavePlan(step=step, savers=savers, unused=_unused(views, frozenset(savers)), lost=max(0, reached - step))
 
 
@@ -94,30 +94,37 @@ def _reached(views: tuple[RankView, ...]) -> int:
     return max(alive or [view.step for view in views], default=-1)
 
 
-def _newest_common(holders: list[list[RankView]]) -> int | None:
-    steps = {h.step for shard in holders for h in shard}
+def _newest_common(holders: list[list[int]], holding: dict[int, RankView]) -> int | None:
+    steps = {holding[rank].step for rank in chain.from_iterable(holders)}
     if len(steps) > 1 or not all(holders):
-        steps = set.intersection(*({h.step for h in shard} for shard in holders))
+        steps = set.intersection(*({holding[rank].step for rank in shard} for shard in holders))
     return max(steps, default=None)
 
 
-def _prefer(holders: list[RankView], step: int) -> int:
-    return min((view.faulty, view.rank) for view in holders if view.step == step)[1]
+def _savers(holders: list[list[int]], holding: dict[int, RankView], step: int) -> tuple[int, ...]:
+    """The first holder of each shard that nothing is against; the first one where there is no such."""
+    if not any(view.faulty or view.step != step for view in holding.values()):
+        return tuple(map(min, holders))  # as a rule, and there may be 100 000 of them
+    return tuple(min(shard, key=lambda rank: _order(holding[rank], step)) for shard in holders)
+
+
+def _order(view: RankView, step: int) -> tuple[bool, bool, int]:
+    return view.step != step, view.faulty, view.rank
 
 
 def _unused(views: tuple[RankView, ...], savers: frozenset[int]) -> tuple[Unused, ...]:
-    return tuple(
-        Unused(rank=v.rank, why=v.why or NOT_NEEDED)
-        for v in sorted(views, key=attrgetter("rank"))
-        if v.rank not in savers
-    )
+    found = [Unused(rank=v.rank, why=v.why or NOT_NEEDED) for v in views if v.rank not in savers]
+    found.sort(key=attrgetter("rank"))
+    return tuple(found)
 
 
-def _why_not(holders: list[list[RankView]], replicas: ReplicaGroups, by_rank: dict[int, RankView]) -> str:
+def _why_not(
+    holders: list[list[int]], holding: dict[int, RankView], replicas: ReplicaGroups, by_rank: dict[int, RankView]
+) -> str:
     empty = [i for i, shard in enumerate(holders) if not shard]
     if not empty:
         return "every shard has a live holder, but not at one common step: " + ", ".join(
-            f"shard {i} at {sorted({h.step for h in shard})}" for i, shard in enumerate(holders)
+            f"shard {i} at {sorted({holding[rank].step for rank in shard})}" for i, shard in enumerate(holders)
         )
     texts = []
     for i in empty:

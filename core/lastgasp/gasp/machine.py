@@ -336,7 +336,8 @@ class Machine:
 
     def _decide(self) -> Decision:
         strangers = sorted(self.members.keys() - range(self.world_size)) if self.members else []
-        views = tuple(map(self._view, (*range(self.world_size), *strangers)))
+        ranks = (*range(self.world_size), *strangers)
+        views = tuple(map(view, ranks, map(self.members.get, ranks)))
         durable = max((member.durable for member in self.members.values()), default=0)
         return decide(views, self.replicas, durable)
 

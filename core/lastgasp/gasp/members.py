@@ -9,7 +9,7 @@ from lastgasp.events import Ending, Fault, Unused
 from . import messages as m
 
 
-@dataclass
+@dataclass(slots=True)
 class Member:
     """What is known about one rank that joined."""
 

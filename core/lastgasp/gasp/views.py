@@ -22,7 +22,8 @@ def view(rank: int, member: Member | None) -> RankView:
     if member is None:
         return RankView(rank=rank, step=-1, holds=False, alive=False, why="never joined")
     prepared = member.prepared
-    if prepared is not None and prepared.usable and member.fault is None and member.failures == 0 and member.here:
+    nothing_against_it = not (member.gone or member.left or member.hung or member.failures or member.fault)
+    if nothing_against_it and prepared is not None and prepared.usable:
         return RankView(rank=rank, step=prepared.step, holds=True)  # almost all of them
     why = why_unusable(member)
     holds = prepared is not None and prepared.usable and not why

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lastgasp.pytorch.compiled import compiled
+
 # Buffers up to this many bytes are copied at every boundary. The fused batch norm changes its statistics without
 # counting it in `_version` (seen with torch 2.13), so that only large buffers (masks, tables) may rely on it.
 _ALWAYS = 1 << 16
@@ -66,22 +68,29 @@ class BufferRecorder:
     @property
     def changed_layout(self) -> bool:
         """Whether a buffer no longer fits the layout."""
+        fast = self._slots[0].fast if self._slots else None
+        if fast is not None and fast.same():
+            return False
         live = self._live()
         if all(map(operator.is_, live, self._objects)):  # a tensor object hardly ever changes its shape
             return False
         self._objects = live
-        return any(t is None or (t.shape, t.dtype, t.device) != s for t, s in zip(live, self._shape, strict=True))
+        changed = any(t is None or (t.shape, t.dtype, t.device) != s for t, s in zip(live, self._shape, strict=True))
+        if not changed:
+            for slot in self._slots:
+                slot.follow()
+        return changed
 
     def bind(self, views: list[memoryview]) -> None:
         """Give one piece of memory per slot, of at least `size` bytes, aligned to 16."""
         offsets = {row[0]: row[3] for row in self.table}
-        live = dict(zip(self.names, self._live(), strict=True))
-        self._slots = [_BufferSlot(live, offsets, view) for view in views]
+        names = dict(zip(self.names, self._where, strict=True))
+        self._slots = [_BufferSlot(names, offsets, view) for view in views]
 
     def capture(self, slot: int, step: int) -> None:
-        """Copy the buffers to `slot`."""
+        """Copy the buffers to `slot`. `changed_layout` was looked at before."""
         if self._where:
-            self._slots[slot].copy(self._live(), step)
+            self._slots[slot].copy(step)
 
     def on_device(self, step: int) -> dict[str, Tensor]:
         """The newest copies of `step` that stand on an accelerator: key in `state_dict` -> tensor."""
@@ -95,29 +104,73 @@ class BufferRecorder:
 class _BufferSlot:
     order_now = 0
 
-    def __init__(self, live: dict[str, Tensor], offsets: dict[str, int], view: memoryview) -> None:
+    def __init__(self, where: dict[str, _Where], offsets: dict[str, int], view: memoryview) -> None:
+        self._where, self._view = list(where.values()), view
+        live = self._live()
         self.targets = [
             _view(view, offsets[name], t.dtype, t.shape) if name in offsets else torch.empty_like(t)
-            for name, t in live.items()
+            for name, t in zip(where, live, strict=True)
         ]
-        self._small = [i for i, t in enumerate(live.values()) if t.numel() * t.element_size() <= _ALWAYS]
+        self._offsets = [offsets.get(name, 0) for name in where]
+        self._small = [i for i, t in enumerate(live) if t.numel() * t.element_size() <= _ALWAYS]
         self._large = [i for i in range(len(live)) if i not in set(self._small)]
-        self._small_targets = [self.targets[i] for i in self._small]
         self._seen: list[tuple[int, int]] = [(-1, -1)] * len(live)
         self.step = self.order = -1
+        self.follow()
 
-    def copy(self, live: list[Tensor], step: int) -> None:
+    def _live(self) -> list[Tensor]:
+        return [holder.get(name) for holder, name in self._where]  # type: ignore[misc]
+
+    def follow(self) -> None:
+        """The buffers are other tensors than before, or have other memory."""
+        live, copies = self._live(), compiled()
+        plain = {i for i in self._small if copies is not None and _plain(live[i], self.targets[i])}
+        rows = tuple(
+            (*self._where[i], t, t.numel(), t.numel() * t.element_size() if i in plain else 0, self._offsets[i])
+            for i, t in enumerate(live)
+        )
+        self.fast: Any = copies.Buffers(self._view, rows) if copies is not None else None
+        self._rest = [i for i in self._small if i not in plain]
+        self._rest_targets = [self.targets[i] for i in self._rest]
+
+    def copy(self, step: int) -> None:
+        """Copy them as they stand."""
+        if self.fast is not None and not self.fast.copy():
+            self.follow()
+            self._by_torch(self._small, [self.targets[i] for i in self._small])
+        elif self._rest:
+            self._by_torch(self._rest, self._rest_targets)
+        if self._large:
+            self._copy_large()
+        _BufferSlot.order_now += 1
+        self.step, self.order = step, _BufferSlot.order_now
+
+    def _by_torch(self, which: list[int], targets: list[Tensor]) -> None:
+        where = self._where
         # detach: cheaper than no_grad, and a buffer may carry a graph
-        if self._small:
-            torch._foreach_copy_(self._small_targets, [live[i].detach() for i in self._small])
+        torch._foreach_copy_(targets, [where[i][0][where[i][1]].detach() for i in which])  # type: ignore[union-attr]
+
+    def _copy_large(self) -> None:
+        live = self._live()
         for i in self._large:
             # id: a buffer may be replaced by another tensor; _version: counts changes in place
             mark = (id(live[i]), live[i]._version)
             if mark != self._seen[i]:
                 self.targets[i].copy_(live[i].detach())
                 self._seen[i] = mark
-        _BufferSlot.order_now += 1
-        self.step, self.order = step, _BufferSlot.order_now
+
+
+def _plain(tensor: Tensor, target: Tensor) -> bool:
+    """Whether its memory, byte for byte, is its value."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and (tensor.dtype, tensor.shape) == (target.dtype, target.shape)
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _view(view: memoryview, at: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:

@@ -22,9 +22,10 @@ from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.undoing import run_all
-from lastgasp_lightning.boundary import reorder
+from lastgasp_lightning.boundary import before_calls, leave_out, reorder
 from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
 from lastgasp_lightning.choose import Chooser
+from lastgasp_lightning.compat import Undo
 from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
@@ -36,6 +37,10 @@ from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import Tuning, is_tuner_run
 
 log = logging.getLogger("lastgasp")
+
+
+_NOT_NEEDED = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+"""Hooks of each step that do nothing here; what must be known in between, patches tell for a tenth of the cost."""
 
 
 class LastGasp(Callback):
@@ -131,22 +136,12 @@ class LastGasp(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on a fault is answered."""
-        if self._run is not None:
-            self._run.begin()
+        run = self._run
+        if run is not None:
+            run.begin()
+            run.skip(leave_out(self, LastGasp, _NOT_NEEDED))
 
     # -- every step -------------------------------------------------------------------------------
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The batch is here."""
-        self._run.moved("forward")  # type: ignore[union-attr]
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """From here on this rank may wait for its peers, and they may make the step without it."""
-        run = self._run
-        run.moved("backward")  # type: ignore[union-attr]
-        run.state.before_backward()  # type: ignore[union-attr]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Parameters are about to change."""
@@ -225,6 +220,9 @@ class _Run:
         """Training starts, or is resumed at the boundary that was restored."""
         step = self._trainer.global_step
         known = callable(self._users_handler)
+        strategy = self._trainer.strategy
+        self._undo.append(before_calls(strategy, "training_step", self._forward))
+        self._undo.append(before_calls(strategy.precision_plugin, "backward", self._backward))
         self._mark()
         self.session.register(str(self._trainer.strategy.root_device), versions())
         self.source.stood = self.chooser.stood
@@ -234,6 +232,19 @@ class _Run:
         self._begun = True
         if self.state.position.workers:
             log.info("a resume restores the order of the samples, not random numbers drawn in DataLoader workers")
+
+    def _forward(self) -> None:
+        """The batch is here."""
+        self.moved("forward")
+
+    def _backward(self) -> None:
+        """From here on this rank may wait for its peers, and they may make the step without it."""
+        self.moved("backward")
+        self.state.before_backward()
+
+    def skip(self, undo: Undo) -> None:
+        """Hooks are left out until the end."""
+        self._undo.append(undo)
 
     def _mark(self) -> None:
         recorder = self.session.recorder

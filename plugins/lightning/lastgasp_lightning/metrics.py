@@ -8,6 +8,7 @@ keep their state themselves and are not covered.
 
 from __future__ import annotations
 
+import operator
 import pickle
 import struct
 from typing import Any
@@ -33,11 +34,26 @@ class OwnAccumulators:
         self._epoch = trainer.fit_loop.epoch_loop
         self._metas: tuple[list[tuple[Any, ...]], bytes] = ([], b"")
         self._last: tuple[list[float], bytes] = ([], b"")
+        self._seen: list[Any] = []
+        self._encoded = b""
 
     def encode(self) -> bytes:
         """As they stand; the same object as before where nothing has changed."""
         results = self._epoch._results
-        metrics = [(k, m) for k, m in results.items() if m.is_tensor and m.meta.sync.group is None] if results else []
+        if not results:
+            return b""
+        # Lightning replaces these tensors at each update, it never changes them alone (result.py, `update`).
+        seen: list[Any] = []
+        for metric in results.values():
+            there = vars(metric).get
+            seen += (metric, there("value"), there("cumulated_batch_size"), there("_forward_cache"),
+                     there("_computed"), metric.has_reset)  # fmt: skip
+        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+            self._encoded, self._seen = self._encode(results), seen
+        return self._encoded
+
+    def _encode(self, results: Any) -> bytes:
+        metrics = [(k, m) for k, m in results.items() if m.is_tensor and m.meta.sync.group is None]
         if not metrics or any(m.value.device.type != "cpu" for _, m in metrics):
             return b""
         values: list[float] = []

@@ -42,7 +42,7 @@ class Snapshotter:
     """Takes snapshots of one trainer. Made when optimizers and schedulers stand (on_fit_start)."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer, self._strategy = trainer, trainer.strategy
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._val = self._epoch.val_loop
@@ -58,12 +58,12 @@ class Snapshotter:
         logs, epoch, results = self._logs, self._epoch, self._epoch._results
         return Snapshot(
             step,
-            [d.copy() for d in self._dicts],
+            [*map(dict.copy, self._dicts)],
             epoch._batches_that_stepped,
             (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
             self._trainer.should_stop and not self._fit._can_stop_early,
-            [c.scheduler.state_dict() for c in self._trainer.lr_scheduler_configs],  # callbacks may exchange them
-            [[_hyperparameters(g) for g in o.param_groups] for o in self._trainer.optimizers],
+            [c.scheduler.state_dict() for c in self._strategy.lr_scheduler_configs],  # callbacks may exchange them
+            [[*map(_hyperparameters, o.param_groups)] for o in self._strategy.optimizers],
             [_metric(key, m) for key, m in results.items()] if results else [],
             logs._callback_metrics.copy(),
             (logs._first_loop_iter, logs._current_fx),

@@ -22,7 +22,7 @@ from lastgasp.pytorch.buckets import BucketLayout
 from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp_lightning import compat
-from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, wrap_batch_end
+from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import join_extra, split_extra
@@ -69,6 +69,8 @@ class LightningState:
         self._trainer, self.fit = trainer, fit
         self._gate = updating
         self._single = trainer.world_size == 1
+        self._steps: dict[str, int] = {}
+        self._batches: dict[str, int] = {}
         self.watch = UpdateWatch(self._before_first_update, self._capture_unsettled, updated)
         self.position = DataPosition(trainer, self._devices(), fit)
         self.snapshot: Snapshot | None = None
@@ -105,9 +107,11 @@ class LightningState:
         self._holder = with_averages(trainer)
         self._recorder = SmallRecorder(self._devices(), self._holder if self._owns_buffers() else None)
         self.watch.install(trainer)
+        epoch = trainer.fit_loop.epoch_loop
+        self._steps, self._batches = steps_of(epoch, self.watch.automatic), vars(epoch.batch_progress.current)
         self._undo = [
             wrap_batch_end(module, self._enter_module_hook, self._leave_module_hook),
-            before_calls(trainer.fit_loop.epoch_loop.val_loop, "run", self.before_side_effects),
+            before_calls(epoch.val_loop, "run", self.before_side_effects),
             before_calls(trainer.fit_loop, "on_advance_end", self.before_side_effects),
         ]
 
@@ -169,7 +173,9 @@ class LightningState:
         self._gate()
 
     def before_backward(self) -> None:
-        """Call in `on_before_backward`: in it the ranks' gradients meet, and the others can make the step alone."""
+        """Call before each backward pass: in it the ranks' gradients meet, and the others can make the step alone."""
+        if self._single:
+            return
         accumulates = self.watch.automatic and self._trainer.accumulate_grad_batches != 1
         if not accumulates or not self._trainer.fit_loop.epoch_loop._should_accumulate():
             self._capture_unsettled()
@@ -177,7 +183,7 @@ class LightningState:
     def _capture_unsettled(self) -> None:
         # Each update counts for one step, that of each optimizer as well; the last one of a batch makes its boundary.
         if not self._single and not self.watch.aside():
-            self._capture_small(self._trainer.fit_loop.epoch_loop.global_step + 1, settled=False)
+            self._capture_small(self._steps["completed"] + 1, settled=False)
 
     def boundary(self) -> int | None:
         """Call in `on_train_batch_end`. Captures the boundary if the batch made an update.
@@ -185,7 +191,7 @@ class LightningState:
         Returns:
             The step captured, or None when only gradients were accumulated.
         """
-        step: int = self._trainer.fit_loop.epoch_loop.global_step
+        step = self._steps["completed"]
         snapshot = self.snapshot
         if snapshot is not None and snapshot.step == step:
             return None
@@ -207,10 +213,11 @@ class LightningState:
     def _capture_small(self, step: int, settled: bool) -> None:
         recorder = self._recorder
         if recorder is not None:
-            position = self.position.record(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-            parts = position, self._accumulators.encode() if not self._single else b""
-            if parts[0] is not self._parts[0] or parts[1] is not self._parts[1]:
-                self._parts, recorder.extra = parts, join_extra(*parts)
+            position = self.position.record(self._batches["ready"])
+            own = self._accumulators.encode() if not self._single else b""
+            parts = self._parts
+            if position is not parts[0] or own is not parts[1]:
+                self._parts, recorder.extra = (position, own), join_extra(position, own)
             recorder.capture(step, settled)
 
     def _enter_module_hook(self) -> None:

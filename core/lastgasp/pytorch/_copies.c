@@ -1,0 +1,455 @@
+/* Copies of a rank's random state and of its buffers, taken at each boundary of a step (rng.py, buffers.py).
+ *
+ * Why C: a step has up to three captures, and each call of torch or ctypes from Python costs as much as the copy
+ * itself. Where no compiler was there at install the same is done in Python; both pass the same tests.
+ *
+ * Everything here runs under the GIL. Addresses come from Python, which has checked at start what stands there.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+#define LAYOUT 1 /* rng.py: _VERSION */
+#define TWISTER 2500
+#define PYTHON_AT 80
+#define NUMPY_AT (PYTHON_AT + 2504)
+#define TORCH_AT (NUMPY_AT + 4096)
+enum { KIND = 1, LENGTH = 2, HAS_PYTHON = 6, HAS_NUMPY = 7, GAUSS_PYTHON = 8, GAUSS_NUMPY = 9 };
+enum { PYTHON = 1, NUMPY = 2, TORCH = 4 };
+
+typedef struct {
+    PyObject *data_ptr, *numel, *gauss_next, *bit_generator;
+} Names;
+
+/* The address of a tensor's data; NULL with an exception set, or, where it has none, without. */
+static void *
+data_of(PyObject *tensor, PyObject *data_ptr)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, data_ptr);
+    if (number == NULL)
+        return NULL;
+    void *address = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+    return address;
+}
+
+/* -------------------------------------------------------------------------------------------------- Random */
+
+typedef struct {
+    PyObject_HEAD
+    Names names;
+    Py_buffer view;
+    PyObject *python;             /* random._inst */
+    const char *python_words;     /* NULL: Python asks for it */
+    PyObject *numpy, *generator;  /* the RandomState, and the bit generator that the address belongs to */
+    const char *numpy_words;      /* NULL: Python asks for it */
+    const int *has_gauss;
+    const double *gauss;
+    PyObject *torch;              /* Generator.get_state, bound */
+    Py_ssize_t torch_bytes;
+} Random;
+
+static bool
+capture_python(const Random *self)
+{
+    if (self->python_words == NULL)
+        return false;
+    int64_t *ints = self->view.buf;
+    double *floats = self->view.buf;
+    PyObject *next = PyObject_GetAttr(self->python, self->names.gauss_next);
+    if (next == NULL)
+        return false;
+    bool there = next != Py_None;
+    double value = there ? PyFloat_AsDouble(next) : 0.0;
+    Py_DECREF(next);
+    if (value == -1.0 && PyErr_Occurred() != NULL)
+        return false;
+    memcpy((char *)self->view.buf + PYTHON_AT, self->python_words, TWISTER);
+    ints[HAS_PYTHON] = there;
+    if (there)
+        floats[GAUSS_PYTHON] = value;
+    return true;
+}
+
+static bool
+capture_numpy(const Random *self)
+{
+    if (self->numpy_words == NULL)
+        return false;
+    PyObject *generator = PyObject_GetAttr(self->numpy, self->names.bit_generator);
+    Py_XDECREF(generator); /* the RandomState holds it */
+    if (generator == NULL || generator != self->generator)
+        return false;
+    int64_t *ints = self->view.buf;
+    memcpy((char *)self->view.buf + NUMPY_AT, self->numpy_words, TWISTER);
+    ints[KIND] = 0;
+    ints[LENGTH] = TWISTER;
+    ints[HAS_NUMPY] = *self->has_gauss;
+    ((double *)self->view.buf)[GAUSS_NUMPY] = *self->gauss;
+    return true;
+}
+
+/* By torch's own getter: the generator's memory is behind a lock of torch's. */
+static bool
+capture_torch(const Random *self)
+{
+    PyObject *state = PyObject_CallNoArgs(self->torch);
+    if (state == NULL)
+        return false;
+    PyObject *count = PyObject_CallMethodNoArgs(state, self->names.numel);
+    bool fits = count != NULL && PyLong_AsSsize_t(count) == self->torch_bytes;
+    Py_XDECREF(count);
+    void *data = fits ? data_of(state, self->names.data_ptr) : NULL;
+    if (data != NULL)
+        memcpy((char *)self->view.buf + TORCH_AT, data, (size_t)self->torch_bytes);
+    Py_DECREF(state);
+    return data != NULL;
+}
+
+static PyObject *
+random_capture(Random *self, PyObject *Py_UNUSED(ignored))
+{
+    if (self->view.buf == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the target of the capture is gone");
+        return NULL;
+    }
+    long missing = 0;
+    missing |= capture_python(self) ? 0 : PYTHON;
+    PyErr_Clear(); /* Python asks in its own way for what is missing, and gets the error */
+    missing |= capture_numpy(self) ? 0 : NUMPY;
+    PyErr_Clear();
+    missing |= capture_torch(self) ? 0 : TORCH;
+    PyErr_Clear();
+    return PyLong_FromLong(missing);
+}
+
+static bool
+intern_names(Names *names)
+{
+    names->data_ptr = PyUnicode_InternFromString("data_ptr");
+    names->numel = PyUnicode_InternFromString("numel");
+    names->gauss_next = PyUnicode_InternFromString("gauss_next");
+    names->bit_generator = PyUnicode_InternFromString("_bit_generator");
+    return names->data_ptr && names->numel && names->gauss_next && names->bit_generator;
+}
+
+static void
+drop_names(Names *names)
+{
+    Py_CLEAR(names->data_ptr);
+    Py_CLEAR(names->numel);
+    Py_CLEAR(names->gauss_next);
+    Py_CLEAR(names->bit_generator);
+}
+
+static PyObject *
+random_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"view", "python", "python_at", "numpy", "generator", "numpy_at", "has_gauss_at",
+                            "gauss_at", "torch", "torch_bytes", NULL};
+    PyObject *view, *python, *numpy, *generator, *torch;
+    Py_ssize_t python_at, numpy_at, has_gauss_at, gauss_at, torch_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnOOnnnOn:Random", names, &view, &python, &python_at, &numpy,
+                                     &generator, &numpy_at, &has_gauss_at, &gauss_at, &torch, &torch_bytes))
+        return NULL;
+    Random *self = (Random *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    if (!intern_names(&self->names) || PyObject_GetBuffer(view, &self->view, PyBUF_WRITABLE) < 0)
+        goto failed;
+    if (torch_bytes < 0 || self->view.len < TORCH_AT + torch_bytes || (uintptr_t)self->view.buf % 8 != 0) {
+        PyErr_SetString(PyExc_ValueError, "the view is too small for a random state, or not aligned to 8");
+        goto failed;
+    }
+    self->python = Py_NewRef(python);
+    self->python_words = (const char *)python_at;
+    self->numpy = Py_NewRef(numpy);
+    self->generator = Py_NewRef(generator);
+    self->numpy_words = (const char *)numpy_at;
+    self->has_gauss = (const int *)has_gauss_at;
+    self->gauss = (const double *)gauss_at;
+    self->torch = Py_NewRef(torch);
+    self->torch_bytes = torch_bytes;
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static int
+random_traverse(Random *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->view.obj);
+    Py_VISIT(self->python);
+    Py_VISIT(self->numpy);
+    Py_VISIT(self->generator);
+    Py_VISIT(self->torch);
+    return 0;
+}
+
+static int
+random_clear(Random *self)
+{
+    PyBuffer_Release(&self->view);
+    self->view.buf = NULL;
+    Py_CLEAR(self->python);
+    Py_CLEAR(self->numpy);
+    Py_CLEAR(self->generator);
+    Py_CLEAR(self->torch);
+    return 0;
+}
+
+static void
+random_dealloc(Random *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    random_clear(self);
+    drop_names(&self->names);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef random_methods[] = {
+    {"capture", (PyCFunction)random_capture, METH_NOARGS,
+     PyDoc_STR("Write the random state into the view; the bits of PYTHON, NUMPY, TORCH that it could not.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot random_slots[] = {
+    {Py_tp_doc, (void *)PyDoc_STR("Random(view, ...): one target of captures of the random state.")},
+    {Py_tp_new, random_new},
+    {Py_tp_dealloc, random_dealloc},
+    {Py_tp_traverse, random_traverse},
+    {Py_tp_clear, random_clear},
+    {Py_tp_methods, random_methods},
+    {0, NULL},
+};
+
+static PyType_Spec random_spec = {
+    .name = "lastgasp.pytorch._copies.Random",
+    .basicsize = sizeof(Random),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = random_slots,
+};
+
+/* ------------------------------------------------------------------------------------------------- Buffers */
+
+typedef struct {
+    PyObject *holder, *name, *tensor;
+    const void *data;
+    Py_ssize_t elements;
+    size_t size, at; /* size 0: only looked at, Python copies it */
+} Entry;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *data_ptr, *numel;
+    Py_buffer view;
+    Py_ssize_t count;
+    Entry *entries;
+} Buffers;
+
+/* Whether each name still stands for the very tensor. */
+static PyObject *
+buffers_same(Buffers *self, PyObject *Py_UNUSED(ignored))
+{
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        const Entry *entry = &self->entries[i];
+        PyObject *tensor = PyDict_GetItemWithError(entry->holder, entry->name);
+        if (tensor == NULL && PyErr_Occurred() != NULL)
+            return NULL;
+        if (tensor != entry->tensor)
+            Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+/* False: a tensor has other memory by now, and what was copied is incomplete. */
+static PyObject *
+buffers_copy(Buffers *self, PyObject *Py_UNUSED(ignored))
+{
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        const Entry *entry = &self->entries[i];
+        if (entry->size == 0)
+            continue;
+        PyObject *count = PyObject_CallMethodNoArgs(entry->tensor, self->numel);
+        if (count == NULL)
+            return NULL;
+        Py_ssize_t elements = PyLong_AsSsize_t(count);
+        Py_DECREF(count);
+        const void *data = data_of(entry->tensor, self->data_ptr);
+        if (PyErr_Occurred() != NULL)
+            return NULL;
+        if (data == NULL || data != entry->data || elements != entry->elements)
+            Py_RETURN_FALSE;
+        memcpy((char *)self->view.buf + entry->at, data, entry->size);
+    }
+    return PyBool_FromLong(self->view.buf != NULL);
+}
+
+static bool
+take_entry(Buffers *self, PyObject *row)
+{
+    Entry entry = {0};
+    PyObject *holder, *name, *tensor;
+    Py_ssize_t size, at;
+    if (!PyArg_ParseTuple(row, "O!UOnnn:Buffers", &PyDict_Type, &holder, &name, &tensor, &entry.elements, &size,
+                          &at))
+        return false;
+    if (size < 0 || at < 0 || at > self->view.len || size > self->view.len - at) {
+        PyErr_SetString(PyExc_ValueError, "a buffer lies outside of the view");
+        return false;
+    }
+    if (size > 0 && (entry.data = data_of(tensor, self->data_ptr)) == NULL) {
+        if (PyErr_Occurred() == NULL)
+            PyErr_SetString(PyExc_ValueError, "a buffer has no memory");
+        return false;
+    }
+    entry.size = (size_t)size;
+    entry.at = (size_t)at;
+    entry.holder = Py_NewRef(holder);
+    entry.name = Py_NewRef(name);
+    entry.tensor = Py_NewRef(tensor);
+    self->entries[self->count++] = entry;
+    return true;
+}
+
+static PyObject *
+buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"view", "entries", NULL};
+    PyObject *view, *rows;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!:Buffers", names, &view, &PyTuple_Type, &rows))
+        return NULL;
+    Buffers *self = (Buffers *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->data_ptr = PyUnicode_InternFromString("data_ptr");
+    self->numel = PyUnicode_InternFromString("numel");
+    if (self->data_ptr == NULL || self->numel == NULL || PyObject_GetBuffer(view, &self->view, PyBUF_WRITABLE) < 0)
+        goto failed;
+    self->entries = PyMem_Calloc((size_t)PyTuple_GET_SIZE(rows) + 1, sizeof(Entry));
+    if (self->entries == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rows); i++)
+        if (!take_entry(self, PyTuple_GET_ITEM(rows, i)))
+            goto failed;
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static int
+buffers_traverse(Buffers *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->view.obj);
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        Py_VISIT(self->entries[i].holder);
+        Py_VISIT(self->entries[i].tensor);
+    }
+    return 0;
+}
+
+static int
+buffers_clear(Buffers *self)
+{
+    while (self->count > 0) {
+        Entry *entry = &self->entries[--self->count];
+        Py_CLEAR(entry->holder);
+        Py_CLEAR(entry->name);
+        Py_CLEAR(entry->tensor);
+    }
+    PyBuffer_Release(&self->view);
+    self->view.buf = NULL;
+    return 0;
+}
+
+static void
+buffers_dealloc(Buffers *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    buffers_clear(self);
+    PyMem_Free(self->entries);
+    Py_CLEAR(self->data_ptr);
+    Py_CLEAR(self->numel);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef buffers_methods[] = {
+    {"same", (PyCFunction)buffers_same, METH_NOARGS,
+     PyDoc_STR("Whether each name still stands for the very tensor that it stood for.")},
+    {"copy", (PyCFunction)buffers_copy, METH_NOARGS,
+     PyDoc_STR("Copy all into the view; False where one has other memory by now. Call it where `same` said yes.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot buffers_slots[] = {
+    {Py_tp_doc, (void *)PyDoc_STR("Buffers(view, ((holder, name, tensor, elements, size, at), ...)): copies of tensors.")},
+    {Py_tp_new, buffers_new},
+    {Py_tp_dealloc, buffers_dealloc},
+    {Py_tp_traverse, buffers_traverse},
+    {Py_tp_clear, buffers_clear},
+    {Py_tp_methods, buffers_methods},
+    {0, NULL},
+};
+
+static PyType_Spec buffers_spec = {
+    .name = "lastgasp.pytorch._copies.Buffers",
+    .basicsize = sizeof(Buffers),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = buffers_slots,
+};
+
+/* -------------------------------------------------------------------------------------------------- module */
+
+static int
+add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return failed;
+}
+
+static int
+module_exec(PyObject *module)
+{
+    if (add_type(module, &random_spec) < 0 || add_type(module, &buffers_spec) < 0)
+        return -1;
+    if (PyModule_AddIntMacro(module, PYTHON) < 0 || PyModule_AddIntMacro(module, NUMPY) < 0
+        || PyModule_AddIntMacro(module, TORCH) < 0)
+        return -1;
+    return PyModule_AddIntMacro(module, LAYOUT);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "lastgasp.pytorch._copies",
+    .m_doc = PyDoc_STR("Copies of the random state and of buffers."),
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC
+PyInit__copies(void)
+{
+    return PyModuleDef_Init(&module_def);
+}
