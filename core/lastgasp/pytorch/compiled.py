@@ -28,6 +28,7 @@ def _load() -> ModuleType | None:
         if module.LAYOUT != LAYOUT:
             raise ImportError(f"it was built for layout {module.LAYOUT}, this is {LAYOUT}")
     except ImportError as error:
-        log.info("each step is captured by Python, which costs some 20 us more: the extension is not there (%s)", error)
+        # the marks' writer, which is built with it, says it to people
+        log.debug("each step is captured by Python, which costs some 20 us more: no extension (%s)", error)
         return None
     return module
