@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import msgspec
+
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.pairing import vouched
 from lastgasp.checkpoint.samefit import differences, number_of, of_fit
 from lastgasp.checkpoint.trial import Trial, is_about_content
+from lastgasp.checkpoint.unknown import all_of_training, unknown
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointMismatch, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather, Layout
@@ -19,6 +22,13 @@ from lastgasp.sharing import require_shared
 from lastgasp.topology import Place
 
 log = logging.getLogger("lastgasp")
+
+_LOST = msgspec.msgpack.Decoder(dict[str, str])
+_LOST_AS_BYTES = msgspec.msgpack.Encoder().encode
+_NOT_UNDERSTOOD = (
+    "Refusing to start from scratch over them. Give lastgasp a directory of its own, move these files away, or give "
+    "resume='never' to start anew and leave them where they are."
+)
 
 
 class Choice:
@@ -106,7 +116,7 @@ class Choice:
             instead: the caller has something else to start from where no checkpoint is good.
 
         Raises:
-            NoGoodCheckpoint: there are some, none is good, and nobody said to start anew.
+            NoGoodCheckpoint: there are some, or other files of training, none is good, and nobody said to start anew.
             DamagedCheckpoint: resume=<path> names a damaged one.
             CheckpointMismatch: the newest of this fit is of another model, optimizer or data.
             ConfigError: resume=<path> names none; or each host has a directory of its own.
@@ -128,7 +138,36 @@ class Choice:
             return self._of_this_fit(agreement.chosen)
         if resume not in ("auto", "never"):
             return self._explicit(Path(resume))  # a restart before this job has saved anything
+        if not instead:
+            self._from_scratch()
         return None
+
+    def _from_scratch(self) -> None:
+        """Say over what training begins anew; refuse it over files of training, unless it was asked for."""
+        if self._fit is not None and self._fit.number:
+            return  # the script has trained before, and what it has saved of that is no loss; `_own` says it
+        folders = ", ".join(map(str, self._folders))
+        if self._config.resume == "never":
+            self._begin_over(folders)
+            return
+        lost = self._seen_by_rank_0()
+        if lost and self._place.attempt == 0:
+            raise NoGoodCheckpoint(folders, lost, _NOT_UNDERSTOOD)
+        if lost and self._place.rank == 0:  # a restart of a job that began without them
+            log.warning("training begins from scratch again: %d files in %s are no checkpoints of lastgasp's (%s)",
+                        len(lost), folders, ", ".join([*lost][:3]))  # fmt: skip
+
+    def _begin_over(self, folders: str) -> None:
+        over = all_of_training(self._folders, self._layout) if self._place.rank == 0 else []
+        if over:
+            log.warning("resume='never': training begins from scratch; %d checkpoints or files of training stay in %s "
+                        "(%s), and a later start with resume='auto' goes on from the newest of all",
+                        len(over), folders, ", ".join(over[:3]))  # fmt: skip
+
+    def _seen_by_rank_0(self) -> dict[str, str]:
+        """The same on every rank: none begins from scratch while another one refuses."""
+        found = unknown(self._folders, self._layout) if self._place.rank == 0 else {}
+        return _LOST.decode(self._gather("choose/unknown", _LOST_AS_BYTES(found))[0])
 
     def _of_this_fit(self, chosen: Candidate) -> Path:
         if self._fit is not None and chosen.manifest is not None:

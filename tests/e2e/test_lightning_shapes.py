@@ -1,8 +1,10 @@
-"""Jobs of the shapes that users' scripts have, killed and resumed bit for bit."""
+"""Jobs of the shapes that users' scripts have, killed and resumed bit for bit; what they logged is that of one run."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from lastgasp.events import decode_incident
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
-from support import lean
+from support import lean, logged
 
 SCRIPT = Path(__file__).parents[1] / "support/lightning_shapes.py"
 LIMIT = 150.0
@@ -19,13 +21,15 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(400)]
 
 COVERING = [("gan", "0,0,6"), ("folds", "1,1,5")]
 """Shape; rank, fit and step of the kill. In the GAN the killed rank's statistics count, in the folds the second fit."""
-REST = [("gan", "1,0,6"), ("folds", "0,0,5"), ("tuner", "1,0,5"), ("workers", "0,0,5"), ("bf16", "0,0,5")]
+REST = [("gan", "1,0,6"), ("folds", "0,0,5"), ("tuner", "1,0,5"), ("workers", "0,0,5"), ("bf16", "0,0,5"),
+        ("fp16", "0,0,5"), ("fp16", "1,0,11"), ("plain", "1,0,5")]  # fmt: skip
 
 
 def run(folder: Path, shape: str, *more: str) -> Path:
     """One job under `lastgasp run`; returns where its final weights stand."""
     folder.mkdir()
-    command = [lean.python(), "-m", "lastgasp", "run", "--nproc-per-node", "2", str(SCRIPT), "--shape", shape]
+    python = sys.executable if importlib.util.find_spec("tensorboard") else lean.python()
+    command = [python, "-m", "lastgasp", "run", "--nproc-per-node", "2", str(SCRIPT), "--shape", shape]
     command += ["--dir", str(folder / "ckpts"), "--final", str(folder / "final.pt"), *more]
     done = run_job(command, folder / "log", timeout=LIMIT, environ=os.environ)
     assert done.ok, done.output[-6000:]
@@ -42,6 +46,11 @@ def check(tmp_path: Path, shape: str, kill: str) -> None:
     step = int(kill.split(",")[2]) + (2 if shape == "gan" else 1)
     assert records[0].step_saved == step
     assert differences(straight, killed) == []
+    for version in range(2 if shape == "folds" else 1):  # the first fold is trained again, as it saves no checkpoint
+        for read, where in ((logged.rows, "logs/table"), (logged.scalars, "logs/board")):
+            assert read(killed.parent / where, version) == read(straight.parent / where, version)
+    versions = logged.versions(killed.parent / "logs/table")
+    assert versions == logged.versions(straight.parent / "logs/table") + (["version_2"] if shape == "folds" else [])
     assert [note for note in records[0].notes if "DataLoader workers" in note] != [] or shape != "workers"
 
 

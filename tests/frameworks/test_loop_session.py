@@ -23,6 +23,7 @@ from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.pytorch.loop.run import IDLE
+from lastgasp.session import Session as Engine
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import taskd_reader
@@ -360,10 +361,13 @@ def test_a_checkpoint_that_does_not_fit_is_set_aside_when_an_older_one_does(tmp_
     assert "extra['best']" in (tmp_path / "own/step=00000002.pt.unfit.reason.json").read_text()
 
 
-def test_where_none_fits_nothing_is_moved(tmp_path: Path) -> None:
+def test_where_none_fits_nothing_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _stepped(tmp_path, TorchState((m := nn.Linear(4, 3)), SGD(m.parameters())), 2)
-    with pytest.raises(NothingLoads, match=r"step=00000002.pt: rank 0: does not load: CheckpointMismatch"):
+    told: list[BaseException] = []
+    monkeypatch.setattr(Engine, "failed_to_start", lambda self, error, kind: told.append(error))
+    with pytest.raises(NothingLoads, match=r"step=00000002.pt: rank 0: does not load: CheckpointMismatch") as raised:
         Session.open(tmp_path, state=_with_best(), marks=False)
+    assert told == [raised.value], "the incident has its text"
     assert sorted(path.name for path in tmp_path.glob("*.pt*") if ".manifest" not in path.name) == [
         "step=00000001.pt", "step=00000002.pt",
     ]  # fmt: skip

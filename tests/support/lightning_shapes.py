@@ -1,5 +1,7 @@
 """Lightning jobs of the shapes that users' scripts have: adversaries, folds, a tuner, workers, mixed precision.
 
+All of them log, into `logs` beside the final weights.
+
 A fault is the script's own where `LASTGASP_FAULT` cannot name the moment: `--kill RANK,FIT,STEP` ends that rank, in the
 first attempt, at the last optimizer's update of the batch that begins at that step of that fit.
 """
@@ -7,6 +9,7 @@ first attempt, at the last optimizer's update of the batch that begins at that s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import random
 import signal
@@ -15,6 +18,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -40,7 +45,7 @@ class Net(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
         self.kill, self.fit, self.lr = kill, fit, 0.01
-        self.begun = 0
+        self.begun, self.armed = 0, True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remember where the batch begins."""
@@ -49,12 +54,14 @@ class Net(LightningModule):
     def due(self) -> bool:
         """Whether this is the moment of the fault."""
         attempt = int(os.environ.get("LASTGASP_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        return self.kill == (self.global_rank, self.fit, self.begun) and attempt == 0
+        return self.armed and self.kill == (self.global_rank, self.fit, self.begun) and attempt == 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         """Squared error on noisy inputs."""
         x, y = batch
-        return ((self.net(x + 0.1 * random.random() * torch.randn_like(x)) - y) ** 2).mean()
+        loss = ((self.net(x + 0.1 * random.random() * torch.randn_like(x)) - y) ** 2).mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
 
     def configure_optimizers(self) -> Any:
         """One that may die."""
@@ -66,8 +73,8 @@ class Net(LightningModule):
 class Gan(Net):
     """As Lightning's own example: two optimizers, toggled, each with a forward pass of its own."""
 
-    def __init__(self, kill: tuple[int, int, int] | None) -> None:
-        super().__init__(kill)
+    def __init__(self, kill: tuple[int, int, int] | None, fit: int = 0) -> None:
+        super().__init__(kill, fit)
         self.automatic_optimization = False
         self.judge = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 
@@ -81,6 +88,7 @@ class Gan(Net):
             made = self.judge(self.net(x + 0.1 * torch.randn_like(x)))
             real = self.judge(y) if wanted == 0.0 else torch.ones_like(made)
             loss = ((made - wanted) ** 2).mean() + ((real - 1.0) ** 2).mean()
+            self.log(f"loss_{wanted:g}", loss)
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -93,10 +101,42 @@ class Gan(Net):
         return [torch.optim.Adam(self.judge.parameters(), lr=self.lr), makes]
 
 
+class Overflowing(Net):
+    """Gradients in half precision that overflow at first: a scaler that begins too high skips these updates."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """A skipped update never comes to the optimizer, so the rank dies here."""
+        if self.due():
+            assert torch.stack([p.grad.isinf().any() | p.grad.isnan().any() for p in self.parameters()]).any()  # type: ignore[union-attr]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """What the scaler has come to."""
+        self.log("scale", self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+
+
+def loggers(folder: Path) -> list[Any]:
+    """Those that can be gone on with; TensorBoard's where it is installed."""
+    board = importlib.util.find_spec("tensorboard") is not None
+    return [CSVLogger(folder / "table"), *([TensorBoardLogger(str(folder / "board"))] if board else [])]
+
+
+def model_of(shape: str, kill: tuple[int, int, int] | None, fit: int) -> Net:
+    """What is trained."""
+    return {"gan": Gan, "fp16": Overflowing}.get(shape, Net)(kill, fit)
+
+
+def precision(shape: str) -> dict[str, Any]:
+    """Lightning takes bfloat16 for half precision on CPUs, unless it is given the plugin."""
+    if shape == "fp16":
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))]}
+    return {"precision": "bf16-mixed" if shape == "bf16" else "32-true"}
+
+
 def main() -> None:
     """Train as `--shape` says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", choices=("plain", "gan", "folds", "tuner", "workers", "bf16"), required=True)
+    parser.add_argument("--shape", choices=("plain", "gan", "folds", "tuner", "workers", "bf16", "fp16"), required=True)
     parser.add_argument("--dir", required=True)
     parser.add_argument("--final", type=Path, required=True)
     parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(","))), default=None)
@@ -108,16 +148,19 @@ def main() -> None:
     strategy = "ddp_find_unused_parameters_true" if args.shape == "gan" else "ddp"
     found = []
     for fit in range(2 if args.shape == "folds" else 1):
-        model = Gan(args.kill) if args.shape == "gan" else Net(args.kill, fit)
+        model = model_of(args.shape, args.kill, fit)
         part = Subset(data, [i for i in range(48) if i % 3 != fit]) if args.shape == "folds" else data
         loader = DataLoader(part, 4, shuffle=True, num_workers=2 if args.shape == "workers" else 0)
         trainer = Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False,
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, enable_progress_bar=False,
+            logger=loggers(args.final.parent / "logs"), log_every_n_steps=1, default_root_dir=args.final.parent,
             enable_model_summary=False, enable_checkpointing=False, callbacks=[LastGasp(args.dir)],
-            precision="bf16-mixed" if args.shape == "bf16" else "32-true",
+            **precision(args.shape),
         )  # fmt: skip
         if args.shape == "tuner":
-            Tuner(trainer).lr_find(model, loader, num_training=10, update_attr=True)
+            model.armed = False
+            Tuner(trainer).lr_find(model, loader, num_training=30, update_attr=True)
+            model.armed = True
         trainer.fit(model, loader)
         found.append(model.state_dict())
     if trainer.is_global_zero:

@@ -14,8 +14,11 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, NothingLoads
 from lastgasp.events import Fault, Incident, decode_incident
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.actions import Note
+from lastgasp.gasp.incidents import Incidents
 from lastgasp.gasp.keeper import BoxKeeper, states
 from lastgasp.gasp.link import Link
+from lastgasp.gasp.records import RecordWriter
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.origin import cause_of
 from lastgasp.session import Contact, Session
@@ -57,6 +60,11 @@ class Ranks:
         generation = self.controller._controller.generation
         member = generation.machine.members.get(rank) if generation is not None else None
         return -2 if member is None else member.step
+
+    def gone(self, rank: int) -> bool:
+        """As the controller knows."""
+        generation = self.controller._controller.generation
+        return generation is not None and bool(generation.machine.members[rank].gone)
 
     def die(self, rank: int, how: str = "") -> None:
         """Its process ended; `how` as its launcher says, empty where nobody knows."""
@@ -182,6 +190,36 @@ def test_a_rank_that_ends_while_it_starts_leaves_a_true_record(tmp_path: Path) -
         record = ranks.over(0)
     assert (record.ending, record.reason) == ("nothing_to_save", "training had not begun")
     assert [(fault.kind, fault.step) for fault in record.faults] == [("exit", -1)]
+
+
+def test_who_raised_while_it_started_is_listed_once(tmp_path: Path) -> None:
+    """Its process ends before the others have answered: with what it raised, and not for another reason."""
+    with two_ranks(tmp_path) as ranks:
+        raised = Fault(kind="exception", rank=1, cause="ValueError: no such file", step=-1, seen_ns=1)
+        ranks.links[1].send(m.Report(fault=raised))
+        ranks.fault()
+        ranks.die(1, "exited with code 1")
+        until(lambda: ranks.gone(1), "its end to be seen")
+        record = ranks.over(0)
+    assert [(fault.kind, fault.rank, fault.cause) for fault in record.faults] == [("exception", 1, raised.cause)]
+    assert (record.ending, record.reason) == ("nothing_to_save", "training had not begun")
+
+
+def test_a_mere_resume_is_no_fault_survived(tmp_path: Path) -> None:
+    """The attempt before could not start, so that it held nothing; only a step that is completed is progress."""
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        incidents.begin(hello(0, 1, attempt=0, directory=str(tmp_path)))
+        incidents.phase(Note(phase="detected"))
+        incidents.phase(Note(phase="released"))
+        second = incidents.begin(hello(0, 1, attempt=1, directory=str(tmp_path)))
+        for message in (m.Begin(step=7, durable=7, box=-1), m.Status(step=7, durable=7, tick=1, phase="data")):
+            second.heard_step(0, message)
+            incidents.reached(7)
+        assert incidents.tally.survived == 0
+        second.heard_step(0, m.Status(step=8, durable=7, tick=2, phase="data"))
+        incidents.reached(8)
+        assert incidents.tally.survived == 1
 
 
 def test_before_the_first_step_nothing_is_said_to_be_on_disk(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lastgasp.gasp import controller as controller_module
 from lastgasp.gasp import deathwatch as deathwatch_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import records as records_module
+from lastgasp.gasp import serve as serve_module
 from lastgasp.gasp.deathwatch import DeathWatch
 from lastgasp.gasp.guard import EVERY, Guard
 from lastgasp.gasp.link import Link
@@ -316,3 +317,26 @@ def test_the_guard_says_it_now_and_then_and_how_often(
         "a look failed; it goes on",
         "a look failed (4 times more since this was said last); it goes on",
     ]
+
+
+def test_a_controller_that_is_behind_holds_no_launcher_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines are for people, and what it must know it hears before any rank that is started behind it."""
+    monkeypatch.setattr(serve_module, "WORDS_TIMEOUT", 0.05)
+    controller, stuck, end = ControllerThread(new_token()), threading.Event(), threading.Event()
+
+    def stall() -> None:
+        stuck.set()
+        end.wait(60.0)
+
+    try:
+        controller._loop.call_soon_threadsafe(stall)
+        assert stuck.wait(20.0)
+        controller.expect(3)
+        assert (controller.event(3), controller.summary("done")) == ("", "")
+        assert controller._controller._expected != 3
+        end.set()
+        until(lambda: controller._controller._expected == 3, "the attempt to be known")
+    finally:
+        end.set()
+        controller.stop()
+    controller.expect(4)  # of no use any more, and no error

@@ -23,6 +23,7 @@ manifest: they never name data that is not there.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -35,10 +36,12 @@ from lastgasp.ports import Layout
 
 from .digest import READ_SIZE, HashingWriter
 from .layout import next_path
-from .manifest import FileEntry, Manifest, Provenance, build, encode
+from .manifest import FileEntry, Manifest, ManifestProblem, Provenance, build, encode, read
 from .moving import set_aside
 from .pairing import heal, read_pair
 from .structure import compare
+
+log = logging.getLogger("lastgasp")
 
 _SAME = ("job", "attempt", "step", "kind", "fit")
 """What two commits of one step of one attempt have in common."""
@@ -232,9 +235,15 @@ class Staged:
         if self._scattered:
             self._scatter(manifest)
         else:
+            self._say_replaced(read(path), manifest.job)
             replace_durably(self._temp, self.target, self._disk)
         self._mark(markers)
         replace_durably(next_path(path), path, self._disk)
+
+    def _say_replaced(self, found: Manifest | ManifestProblem, job: str) -> None:
+        """Name what another job has saved and this one replaces."""
+        if isinstance(found, Manifest) and found.job != job and self.target.is_file():
+            log.warning("%s (step %d of job %s) is replaced by this job's", self.target, found.step, found.job)
 
     def _mark(self, markers: Mapping[str, bytes]) -> None:
         for relative, content in markers.items():

@@ -68,7 +68,7 @@ class Incidents:
         previous = self.previous
         if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
             return
-        if step > self._held_before:
+        if step > self._held_before and self.current is not None and self.current.progressed:
             previous.incident.phases.first_step = _clock.wall_ns()
             self.tally.went_on(previous.incident)
             self._write(previous)

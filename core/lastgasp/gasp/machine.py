@@ -130,6 +130,9 @@ class Machine:
         self.progress.left(rank)
         if self.state == "over":
             return []
+        told = member.fault is not None and member.fault.step < 0 and member.fault.kind == "exception"
+        if told:  # what it raised while it was starting is why it ended
+            return self._after_loss(rank, now)
         fault = Fault(kind=kind, rank=rank, cause=evidence, step=member.step, seen_ns=at_ns)
         return self._fault(fault, now) + self._after_loss(rank, now)
 

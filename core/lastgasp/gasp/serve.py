@@ -28,6 +28,8 @@ log = logging.getLogger("lastgasp.controller")
 
 T = TypeVar("T")
 log = logging.getLogger("lastgasp.controller")
+WORDS_TIMEOUT = 2.0
+"""Seconds that a launcher waits for a line for people."""
 START_TIMEOUT = 30.0
 """Seconds the controller gets to listen."""
 UNUSED_TIMEOUT = 300.0
@@ -72,18 +74,22 @@ class ControllerThread:
             self._end()
             raise
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_TIMEOUT)
+    def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float = START_TIMEOUT) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def _call(self, function: Callable[[], T], seconds: float = START_TIMEOUT) -> T:
         async def run() -> T:
             return function()
 
-        return self._run(run())
+        return self._run(run(), seconds)
 
     def expect(self, attempt: int) -> None:
-        """From now on only ranks of this attempt are let in: it is the launcher that counts."""
-        self._call(lambda: self._controller.expect(attempt))
+        """From now on only ranks of this attempt are let in: it is the launcher that counts. Does not wait.
+
+        No rank that is started behind this can be heard before.
+        """
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._controller.expect, attempt)
 
     def report_exit(self, rank: int, how: str) -> None:
         """Tell it that the process of `rank` ended; does not wait, and does nothing once it is stopped."""
@@ -133,7 +139,7 @@ class ControllerThread:
 
     def _words(self, find: Callable[[], str]) -> str:
         try:
-            return self._call(find) if self._thread.is_alive() else ""
+            return self._call(find, WORDS_TIMEOUT) if self._thread.is_alive() else ""
         except (TimeoutError, RuntimeError) as error:  # a line less, and nothing else
             log.debug("the controller does not answer: %s", error)
             return ""

@@ -27,10 +27,12 @@ from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
 from lastgasp_lightning.choose import Chooser
 from lastgasp_lightning.compat import Undo
 from lastgasp_lightning.faults import kind_of
+from lastgasp_lightning.loggers import LogRecord
+from lastgasp_lightning.logversions import watch_versions
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
 from lastgasp_lightning.ranks import connect, place_of, require_supported, versions
-from lastgasp_lightning.resume import Resume
+from lastgasp_lightning.resume import Resume, logged
 from lastgasp_lightning.source import LightningSource
 from lastgasp_lightning.state import LightningState
 from lastgasp_lightning.thisfit import ThisFit
@@ -87,6 +89,7 @@ class LastGasp(Callback):
         **unknown: Any,
     ) -> None:
         tell_launcher()
+        watch_versions()
         refuse_unknown(unknown, LastGasp.__init__)
         self.config = GaspConfig.resolve(
             dir,
@@ -122,7 +125,7 @@ class LastGasp(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary that the checkpoint stands on."""
         if self._run is not None and not self._run.tuning.active:
-            self._run.resume.install(trainer, checkpoint)
+            self._run.load(checkpoint)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Make Lightning's own checkpoints resumable bit for bit, too."""
@@ -133,6 +136,7 @@ class LastGasp(Callback):
         """Hook the optimizers and the module."""
         if self._run is not None:
             self._run.state.install()
+            self._run.logs.install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on a fault is answered."""
@@ -201,13 +205,16 @@ class _Run:
         self.moved, self.state.say = self.session.moved, self.session.note
         self.tuning = Tuning(trainer, self.session.stand, self.resume.pending)
         self.state.watch.aside = lambda: self.tuning.active
+        self.logs = LogRecord(trainer, config.directory, self.fit.number)
+        self.state.logged = self.logs.mark
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
         self._undo = [no_sigterm_broadcast(trainer), hold_observer(self.session)]
         try:
             self.io = VerifiedCheckpointIO.install(trainer, config, self.source.writer, self.session.stand)
             self.chooser = Chooser(trainer, config, self.source.place, self.session.gather, self.fit)
-            self._undo += [self.io.uninstall, self.chooser.install(), self.tuning.install()]
+            self.chooser.loaded = lambda: self.logs.go_on(self.session.gather)
+            self._undo += [self.io.uninstall, self.chooser.install(), self.tuning.install(), self.logs.uninstall]
             self.state.prepare()
         except BaseException:
             self.close(goodbye=False)
@@ -215,6 +222,11 @@ class _Run:
 
     def _updating(self) -> None:
         self.session.updating()
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Arrange the return to the boundary of `checkpoint`."""
+        if self.resume.install(self._trainer, checkpoint) and self.chooser.same_run:
+            self.logs.hold(logged(checkpoint), checkpoint)
 
     def begin(self) -> None:
         """Training starts, or is resumed at the boundary that was restored."""
@@ -224,6 +236,7 @@ class _Run:
         self._undo.append(before_calls(strategy, "training_step", self._forward))
         self._undo.append(before_calls(strategy.precision_plugin, "backward", self._backward))
         self._mark()
+        self.logs.own()
         self.session.register(str(self._trainer.strategy.root_device), versions())
         self.source.stood = self.chooser.stood
         self.source.alike = self.session.compare_replicas(self.state.digests)

@@ -45,11 +45,14 @@ class Chooser:
     Attributes:
         resumed: a checkpoint of ours was chosen.
         stood: the manifests that stood there before (`Choice.stood`).
+        same_run: and the user did not name it, so that it is the same run that goes on.
+        loaded: called on all ranks once it is loaded.
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
         self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
-        self.resumed = False
+        self.resumed = self.same_run = False
+        self.loaded: Callable[[], None] = lambda: None
         self.stood: frozenset[str] | None = None
 
     def install(self) -> Undo:
@@ -95,12 +98,14 @@ class Chooser:
             self._tell(choice, path, given)
             load(path)
 
-        loaded = choice.load(restore, bool(given), origin.is_about_content)
+        found = choice.load(restore, bool(given), origin.is_about_content) is not None
         self.stood = choice.stood
-        return loaded is not None
+        if found and self.same_run:
+            self.loaded()
+        return found
 
     def _tell(self, choice: Choice, path: Path, given: Any) -> None:
-        self.resumed = True
+        self.resumed, self.same_run = True, not choice.named
         if not choice.named:
             self._fit.resumed(path, choice.unnumbered)
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0

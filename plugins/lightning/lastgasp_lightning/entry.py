@@ -37,6 +37,10 @@ def _wanted() -> list[Callback]:
     value = os.environ.get(ENV_ON, "")
     if value not in _SWITCH:
         raise ConfigError(ENV_ON, value, "1 (on) or 0 (off)", "Set it to 1, or unset it.")
+    if _SWITCH[value]:
+        from .logversions import watch_versions
+
+        watch_versions()
     return [*([AutoLastGasp()] if _SWITCH[value] else []), *fault_callbacks()]
 
 

@@ -1,4 +1,4 @@
-"""What a rank's small state holds of Lightning: its position in the data, and its accumulators of `self.log`."""
+"""What a rank's small state holds of Lightning: place in the data, accumulators of `self.log`, what it has logged."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import struct
 
 _TAIL = struct.Struct("<I8s")
 _MAGIC = b"LGEXTRA2"
+_LONG_TAIL = struct.Struct("<II8s")
+_LONG_MAGIC = b"LGEXTRA3"
 
 
-def join_extra(position: bytes, accumulators: bytes) -> bytes:
-    """Both in one; the position alone, as older versions wrote it, where there are no accumulators."""
+def join_extra(position: bytes, accumulators: bytes, logged: bytes = b"") -> bytes:
+    """All in one; in the oldest form that has room for what there is."""
+    if logged:
+        return position + accumulators + logged + _LONG_TAIL.pack(len(accumulators), len(logged), _LONG_MAGIC)
     return position + accumulators + _TAIL.pack(len(accumulators), _MAGIC) if accumulators else position
 
 
-def split_extra(extra: bytes) -> tuple[bytes, bytes]:
-    """Position and accumulators; the latter empty where an older version wrote, or where there are none."""
+def split_extra(extra: bytes) -> tuple[bytes, bytes, bytes]:
+    """Position, accumulators, and what was logged; empty where an older version wrote, or where there is none."""
+    if extra.endswith(_LONG_MAGIC) and len(extra) >= _LONG_TAIL.size:
+        length, logged, _ = _LONG_TAIL.unpack(extra[-_LONG_TAIL.size :])
+        end = len(extra) - _LONG_TAIL.size
+        return extra[: end - logged - length], extra[end - logged - length : end - logged], extra[end - logged : end]
     if len(extra) < _TAIL.size:
-        return extra, b""
+        return extra, b"", b""
     length, magic = _TAIL.unpack(extra[-_TAIL.size :])
     if magic != _MAGIC:
-        return extra, b""
+        return extra, b"", b""
     end = len(extra) - _TAIL.size
-    return extra[: end - length], extra[end - length : end]
+    return extra[: end - length], extra[end - length : end], b""

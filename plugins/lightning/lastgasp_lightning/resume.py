@@ -64,7 +64,7 @@ class Resume:
         self._small = self._choose_small(trainer, record)
         _to_boundary(checkpoint, record)
         set_found(trainer, record.get("tuned", {}))
-        position, self._own = split_extra(self._small.extra if self._small is not None else b"")
+        position, self._own, _ = split_extra(self._small.extra if self._small is not None else b"")
         self._state.position.resume(position, record["epoch"], record["batch"])
         self._undo.append(restore_layout(trainer, record.get("buckets")))
         self._arrange(trainer)
@@ -133,6 +133,8 @@ class Resume:
             restore_small(self._small, self._state._devices(), with_averages(trainer))
         self._small, self._record = None, {}
         self._state.resumed()
+        if trainer._logger_connector._first_loop_iter is not None:
+            trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
 
     def _restore_metrics(self, trainer: Any, record: dict[str, Any]) -> None:
         logs = trainer._logger_connector
@@ -145,6 +147,12 @@ class Resume:
         logs._first_loop_iter, logs._current_fx = record["logging"]
         if logs._first_loop_iter is not None:
             logs.on_batch_end()
+
+
+def logged(checkpoint: dict[str, Any]) -> bytes:
+    """What rank 0, which logs, had logged at the boundary of `checkpoint`; empty where that is not known."""
+    small = checkpoint.get(KEY, {}).get("small", {}).get(0)
+    return split_extra(decode_small(small).extra)[2] if small is not None else b""
 
 
 def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ class LightningState:
 
     Attributes:
         say: tells people what is not exact (`Session.note`).
+        logged: what this rank's loggers have by now (`LogRecord.mark`).
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class LightningState:
         self._buckets = BucketLayout(lambda: trainer.strategy.model)
         self.notes: list[str] = []
         self.say: Callable[[str], None] = log.warning
+        self.logged: Callable[[], bytes] = bytes
         self._recorder: SmallRecorder | None = None
-        self._parts = b"", b""
+        self._parts = b"", b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: int | None = None
         self._in_module_hook = False
@@ -215,9 +217,10 @@ class LightningState:
         if recorder is not None:
             position = self.position.record(self._batches["ready"])
             own = self._accumulators.encode() if not self._single else b""
+            logged = self.logged()
             parts = self._parts
-            if position is not parts[0] or own is not parts[1]:
-                self._parts, recorder.extra = (position, own), join_extra(position, own)
+            if position is not parts[0] or own is not parts[1] or logged is not parts[2]:
+                self._parts, recorder.extra = (position, own, logged), join_extra(position, own, logged)
             recorder.capture(step, settled)
 
     def _enter_module_hook(self) -> None:
@@ -396,7 +399,7 @@ class LightningState:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = snapshot.stepped
         own = record["small"].get(self._trainer.global_rank)
         if "combined_loader" in fit["state_dict"] and own is not None:
-            position, _ = split_extra(decode_small(own).extra)
+            position = split_extra(decode_small(own).extra)[0]
             fit["state_dict"]["combined_loader"] = self.position.stateful_states(position)
         checkpoint["global_step"] = snapshot.step
         checkpoint["epoch"] = fit["epoch_progress"]["current"]["completed"]

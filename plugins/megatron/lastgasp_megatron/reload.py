@@ -19,6 +19,7 @@ from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.checkpoint.quarantine import set_aside_unfit
 from lastgasp.checkpoint.trial import Trial, trained_again
+from lastgasp.checkpoint.unknown import all_of_training, unknown
 from lastgasp.errors import ConfigError, DamagedCheckpoint, NoGoodCheckpoint, grouped
 from lastgasp.ports import Gather
 from lastgasp.sharing import require_shared
@@ -29,6 +30,7 @@ from lastgasp_megatron.fit import misfit
 from lastgasp_megatron.manifests import LAYOUT
 from lastgasp_megatron.preload import Preload
 from lastgasp_megatron.probe import probe
+from lastgasp_megatron.tracker import NAME as TRACKER
 from lastgasp_megatron.tracker import Tracker, checkpoint_path, read_tracker, write_tracker
 
 log = logging.getLogger("lastgasp")
@@ -142,6 +144,8 @@ class Chooser:
         agreement = self._agree(folders, refused, own=resume == "never")
         if agreement.chosen is None and resume == "auto" and not refused:
             self._refuse_if_lost(agreement, folders)
+        if agreement.chosen is None and resume == "never":
+            self._begin_over(folders)
         return agreement.chosen
 
     @property
@@ -260,8 +264,33 @@ class Chooser:
                 lost[str(folder)] = "its tracker cannot be read, and there is no good iteration to repair it from"
             elif tracker.state != "missing" and not agreement.listed:
                 lost[str(folder)] = f"its tracker names {tracker.name}, and no iteration is there"
+        lost = lost or self._not_understood(folders, agreement)
         if lost:
             raise NoGoodCheckpoint(", ".join(map(str, folders)), lost)
+
+    def _not_understood(self, folders: list[Path], agreement: Agreement) -> dict[str, str]:
+        """Files of training beside what Megatron writes: no directory with such is an empty one. Alike on all ranks."""
+        if agreement.listed:
+            return {}
+        mine = unknown(folders, LAYOUT) if self._place.rank == 0 else {}
+        mine = {path: why for path, why in mine.items() if Path(path).name != TRACKER}
+        found: dict[str, str] = msgspec.msgpack.decode(
+            self._gather("reload/unknown", msgspec.msgpack.encode(mine))[0], type=dict[str, str]
+        )
+        if found and self._place.attempt > 0:  # written by the job itself, which began without them
+            if self._place.rank == 0:
+                log.warning("training begins from scratch again beside files that are no iterations: %s", [*found][:3])
+            return {}
+        return found
+
+    def _begin_over(self, folders: list[Path]) -> None:
+        """Say what lastgasp leaves alone, where the user wants nothing of it."""
+        over = all_of_training(folders, LAYOUT) if self._place.rank == 0 else []
+        if over := [path for path in over if Path(path).name != TRACKER]:
+            log.warning("resume='never': lastgasp uses none of the %d checkpoints or files of training that are there "
+                        "(%s). Megatron loads what the tracker in --load names, unverified, or begins from scratch; "
+                        "a later start with 'auto' goes on from the newest of all",
+                        len(over), ", ".join(over[:3]))  # fmt: skip
 
     # -- steering ---------------------------------------------------------------------------------
 

@@ -108,7 +108,8 @@ class Run:
         try:
             self._start()
         except BaseException as error:
-            self.engine.failed_to_start(error, _kind_of(error))
+            if not is_success(error):
+                self.engine.failed_to_start(error, _kind_of(error))
             self.close(goodbye=False)
             raise
 
