@@ -111,9 +111,10 @@ class Overflowing(Net):
             assert torch.stack([p.grad.isinf().any() | p.grad.isnan().any() for p in self.parameters()]).any()  # type: ignore[union-attr]
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """What the scaler has come to."""
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        """With what the scaler has come to; behind the update a rank that dies in it would not have logged it."""
         self.log("scale", self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx)
 
 
 def loggers(folder: Path) -> list[Any]:
