@@ -56,6 +56,10 @@ def completed(directory: Path, step: int, pace: float) -> None:
     temp.write_text(str(step))
     temp.replace(path)
     time.sleep(pace)
+
+
+def held(directory: Path) -> None:
+    """Between two steps: wait as long as the test wants it."""
     while (directory / "hold").exists():
         time.sleep(0.01)
 
@@ -83,6 +87,7 @@ def loop(directory: Path, steps: int, pace: float) -> None:
             optimizer.step()
             s.updated()
             completed(directory, s.step, pace)
+            held(directory)
     ended(directory, net.module)
 
 
@@ -107,6 +112,9 @@ def lightning(directory: Path, steps: int, pace: float) -> None:
     class Told(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             completed(directory, trainer.global_step, pace)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            held(directory)  # what still runs at the end of a batch belongs to its step
 
     data = DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=1)
     trainer = Trainer(
