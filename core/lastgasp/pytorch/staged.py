@@ -29,7 +29,7 @@ class StagedGasp:
 
     Args:
         stood: the manifests that stood there when this attempt began (`Choice.stood`).
-        small: the small states that it holds, by rank.
+        small: the small states that were at hand, by rank, with all buffers: the checkpoint may have left them out.
     """
 
     staged: Staged

@@ -12,7 +12,7 @@ from lastgasp.ports import SaveResult
 from lastgasp.pytorch.staged import StagedGasp, Writer, contribute, publish, stage
 from lastgasp.replicas import require_alike
 from lastgasp.topology import Place
-from lastgasp_lightning.state import KEY, LightningState
+from lastgasp_lightning.state import LightningState
 
 LAYOUT = SingleFile(".ckpt")
 
@@ -43,7 +43,8 @@ class LightningSource:
         checkpoint = self._state.dump(step, small)
         staged = stage(checkpoint, directory / f"gasp-{fit}step={step:08d}.ckpt", LAYOUT, self._config)
         about = self.writer.provenance(step, "gasp", self.writer.newest(directory))
-        return StagedGasp(staged, about, self.stood, checkpoint[KEY]["small"])
+        own = self.capture(step)
+        return StagedGasp(staged, about, self.stood, {**small, self.rank: own} if own else small)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""
@@ -58,4 +59,4 @@ class LightningSource:
     def contribute(self, step: int, path: str) -> str:
         """As `ports.Contributor` says."""
         own = self.capture(step)
-        return contribute(Path(path), LAYOUT, {self.rank: self._state.kept_of(own)}) if own else ""
+        return contribute(Path(path), LAYOUT, {self.rank: own}) if own else ""

@@ -261,10 +261,6 @@ class LightningState:
         """This rank's encoded small state of `step`, if it is among the last ones."""
         return self.recorder.read(step)
 
-    def kept_of(self, small: bytes) -> bytes:
-        """What a checkpoint keeps of a rank's small state."""
-        return small if self.per_rank_buffers else without_buffers(small)
-
     def dump(self, step: int, small: Mapping[int, bytes] | None = None) -> dict[str, Any]:
         """The native Lightning checkpoint of `step`, plus the key `"lastgasp"`. Enters no collective.
 
@@ -358,7 +354,7 @@ class LightningState:
             "world_size": self._trainer.world_size,
             "epoch": loops["epoch_progress"]["current"]["processed"],
             "batch": batch,
-            "small": {rank: self.kept_of(data) for rank, data in smalls.items()},
+            "small": {r: d if self.per_rank_buffers else without_buffers(d) for r, d in smalls.items()},
             "buffers": self._buffers(snapshot.step, smalls),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,

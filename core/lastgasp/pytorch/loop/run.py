@@ -36,7 +36,7 @@ from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.window import UpdateWindow
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small, without_buffers
+from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small
 from lastgasp.pytorch.staged import Writer, with_added
 from lastgasp.session import Session as Engine
 from lastgasp.session import leave
@@ -174,7 +174,7 @@ class Run:
 
     def _restore_small(self) -> None:
         if self._small is not None:
-            restore_small(self._small, self.state.devices(), self.state.container if self._per_rank else None)
+            restore_small(self._small, self.state.devices(), self.state.container)
 
     def _returned(self) -> None:
         """From here on nothing is put back any more."""
@@ -364,10 +364,6 @@ class Run:
             self.engine.note(note)
         checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layouts, notes)
         return checkpoint
-
-    def kept_of(self, small: bytes) -> bytes:
-        """What a checkpoint keeps of a rank's small state."""
-        return small if self._per_rank else without_buffers(small)
 
     def _require(self, step: int) -> Snapshot:
         snapshot = self._snapshot

@@ -9,7 +9,6 @@ from typing import Any
 from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
 from lastgasp.pytorch.loop import files
-from lastgasp.pytorch.loop.record import KEY
 from lastgasp.pytorch.staged import StagedGasp, Writer, contribute, publish, stage
 from lastgasp.replicas import require_alike
 
@@ -45,10 +44,10 @@ class LoopSource:
         directory = self._config.directory
         with self._run.marks.saving():
             target = files.gasp_path(directory, step, self._run.fit.number)
-            checkpoint = self._run.dump(step, small)
-            staged = stage(checkpoint, target, files.LAYOUT, self._config)
+            staged = stage(self._run.dump(step, small), target, files.LAYOUT, self._config)
         about = self._writer.provenance(step, "gasp", self._writer.newest(directory))
-        return StagedGasp(staged, about, self.stood, checkpoint[KEY]["small"])
+        own = self.capture(step)
+        return StagedGasp(staged, about, self.stood, {**small, self.rank: own} if own else small)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""
@@ -63,6 +62,4 @@ class LoopSource:
     def contribute(self, step: int, path: str) -> str:
         """As `ports.Contributor` says."""
         own = self.capture(step)
-        if not own:
-            return ""
-        return contribute(Path(path), files.LAYOUT, {self.rank: self._run.kept_of(own)})
+        return contribute(Path(path), files.LAYOUT, {self.rank: own}) if own else ""
