@@ -57,6 +57,9 @@ lint: $(STAMP) docs  ## ruff, mypy --strict, import contracts, links of the docu
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A test starts some thousand processes; where this is set, each of them compiles lastgasp, and each worker all tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What is skipped without Megatron or MindSpore must not be skipped where they are fetched.
 test tests test-full: export TESTS_NEED_MEGATRON := 1
 test tests test-full: export TESTS_NEED_MINDSPORE := 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.mindspore.importable import make_importable
-from support.police import leak_police, places_of_its_own, restored_environ
+from support.police import leak_police, places_of_its_own, restored_environ, restored_logging
 
-__all__ = ["leak_police", "places_of_its_own", "restored_environ"]
+__all__ = ["leak_police", "places_of_its_own", "restored_environ", "restored_logging"]
 
 pytest_plugins = ["pytester"]
 
 make_importable()
+
+# Tests and their jobs fill all cores as it is: threads of torch that wait for each other by spinning double what a test
+# costs. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Nothing about time: how long an example takes says more of the machine than of the code.
 settings.register_profile("tests", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -32,7 +32,7 @@ class Start:
 @pytest.fixture(scope="module")
 def starts() -> dict[str, Start]:
     """All orders, run once."""
-    done = subprocess.run([sys.executable, str(ORDERS)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(ORDERS)], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     return {order: Start(**said) for order, said in json.loads(done.stdout).items()}
 

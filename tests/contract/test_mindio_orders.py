@@ -252,7 +252,7 @@ def test_a_memory_error_is_repaired_in_place(tmp_path: Path, trace: Trace) -> No
         for rank in range(2)
     ]
     try:
-        told = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
+        told = [json.loads(process.communicate(timeout=250)[0].splitlines()[-1]) for process in processes]
         assert [process.returncode for process in processes] == [0, 0]
     finally:
         for process in processes:

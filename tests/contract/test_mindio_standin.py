@@ -114,4 +114,4 @@ def run(directory: Path, code: str) -> tuple[Trace, subprocess.CompletedProcess[
     more = {"MINDIO_STANDIN_SCALE": "0.01", "MINDIO_STANDIN_EXIT_WAIT": "0.1"}
     environment = {"PATH": "/usr/bin:/bin"} | TORCH.environment(directory) | more
     command = [sys.executable, "-c", "\n".join(lines)]
-    return Trace(directory), subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return Trace(directory), subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)

@@ -32,7 +32,7 @@ from lastgasp.steps.marks import Marks
 from support.switch_job import job_here
 
 STANDINS = Path(__file__).parent / "ascend_standins"
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds for what happens in another thread."""
 
 

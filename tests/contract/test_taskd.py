@@ -127,7 +127,7 @@ print("trained to the end")
 def test_a_finished_job_ends_well(api: Any, tmp_path: Path) -> None:
     """TaskD's library panics where anybody but its own exit hook closes its network."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "trained to the end\n"), done.stderr
 
 
@@ -250,7 +250,7 @@ def test_a_variable_that_was_set_too_late_is_seen() -> None:
         "print(sorted(set_too_late(environment_at_exec(), os.environ).items()))"
     )
     env = os.environ | {"POD_IP": "10.0.0.1", "MINDX_TASK_ID": "job-1"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250, check=True)
     assert out.stdout.strip() == "[('POD_IP', ('10.0.0.1', '10.0.0.2'))]"
     assert "MINDX_TASK_ID" in goenv.GO_VARIABLES
 
@@ -283,7 +283,7 @@ def test_evidence_of_a_connection_of_this_process_only() -> None:
             assert evidence(port=port).connected
             code = f"from lastgasp.backends.ascend.evidence import *; print(evidence(port={port}))"
             other = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True
             )
             assert "connected=False" in other.stdout
     assert "no TaskD proxy listens" in Evidence(profiler=True, proxy=False, manager=False, connected=False).missing
@@ -445,7 +445,7 @@ def test_torch_calls_taskds_agent_with_an_argument_more(api: Any, tmp_path: Path
         umask=0o077,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         cwd=tmp_path,
     )
     assert done.stdout.splitlines()[-1] == "well", done.stderr

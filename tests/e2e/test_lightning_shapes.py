@@ -15,14 +15,14 @@ from lastgasp.testing.weights import differences
 from support import lean, logged
 
 SCRIPT = Path(__file__).parents[1] / "support/lightning_shapes.py"
-LIMIT = 150.0
+LIMIT = 400.0
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
-COVERING = [("gan", "0,0,6"), ("folds", "1,1,5")]
+COVERING = [("gan", "0,0,6")]
 """Shape; rank, fit and step of the kill. In the GAN the killed rank's statistics count, in the folds the second fit."""
-REST = [("gan", "1,0,6"), ("folds", "0,0,5"), ("tuner", "1,0,5"), ("workers", "0,0,5"), ("bf16", "0,0,5"),
-        ("fp16", "0,0,5"), ("fp16", "1,0,11"), ("plain", "1,0,5")]  # fmt: skip
+REST = [("gan", "1,0,6"), ("folds", "1,1,5"), ("folds", "0,0,5"), ("tuner", "1,0,5"), ("workers", "0,0,5"),
+        ("bf16", "0,0,5"), ("fp16", "0,0,5"), ("fp16", "1,0,11"), ("plain", "1,0,5")]  # fmt: skip
 
 
 def run(folder: Path, shape: str, *more: str) -> Path:

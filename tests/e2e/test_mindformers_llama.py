@@ -21,7 +21,7 @@ LOSS = re.compile(r"step:\[ *(\d+)/ *60\], loss:\[([^/]+)/")
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
 ]
 
@@ -36,7 +36,7 @@ def run(out: Path, **environ: str) -> Finished:
         "OUT": str(out),
     }
     command = [str(EXAMPLE / "run.sh"), f"--master_port={free_port()}"]
-    return run_job(command, out / "log", timeout=250.0, environ=os.environ | own | environ)
+    return run_job(command, out / "log", timeout=400.0, environ=os.environ | own | environ)
 
 
 def losses(out: Path) -> dict[int, set[str]]:
@@ -64,6 +64,7 @@ def killed(out: Path) -> dict[int, set[str]]:
     return found
 
 
+@pytest.mark.full
 def test_killed_it_goes_on_and_learns(tmp_path: Path) -> None:
     assert {len(values) for values in killed(tmp_path / "broken").values()} == {1}, "no step was trained differently"
 

@@ -100,7 +100,7 @@ def best(folder: Path, rank: int) -> Any:
 @pytest.mark.parametrize(
     ("kind", "rank", "step", "phase"),
     [
-        ("sigkill", 0, 33, "backward"),
+        pytest.param("sigkill", 0, 33, "backward", marks=pytest.mark.full),
         pytest.param("sigkill", 1, 60, "forward", marks=pytest.mark.full),
         pytest.param("sigkill", 0, 69, "data", marks=pytest.mark.full),  # between two epochs
         pytest.param("exception", 1, 25, "update", marks=pytest.mark.full),

@@ -24,7 +24,7 @@ STARTERS = {
 def start(name: str) -> None:
     """A rank that dies between starting its controller and joining it; waits for the end of what it writes."""
     command = [sys.executable, "-c", STARTERS[name]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "")
 
 

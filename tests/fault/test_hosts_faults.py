@@ -20,7 +20,7 @@ from support.hosts import Host, needs_hosts, network
 from support.hosts_job import START, WORKER, HostsJob, Told, expected, ranks_of, saved_soon
 from support.waiting import until
 
-LIMIT = 150.0
+LIMIT = 300.0
 """Seconds for a job to end once the fault has happened, on a loaded machine; a lost host is seen after 13."""
 STEPS, PACE = 120, 0.02
 """Of a job, and seconds that each step takes at least."""

@@ -85,7 +85,7 @@ def test_a_keeper_proves_the_token_and_comes_back() -> None:
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_rank_killed_on_the_second_host_costs_no_bit(tmp_path: Path) -> None:
     directory, steps = tmp_path / "d", 30
     with network(tmp_path, "a", "b") as hosts:

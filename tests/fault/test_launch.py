@@ -30,12 +30,12 @@ from support.ports import free_port
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TINY, WORKER = SUPPORT / "train_tiny.py", SUPPORT / "launch_worker.py"
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds for one job with its restarts, on a loaded machine."""
-PATIENCE = 60.0
+PATIENCE = 150.0
 """Seconds that something which must happen may take."""
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(*more: object, ranks: int = 2) -> list[str]:

@@ -22,10 +22,10 @@ from lastgasp.steps.recover import recover_orphans
 from support import marks_worker, taskd_reader
 from support.marks_worker import MOMENTS, PER_TOKEN, options
 
-LIMIT = 60.0
+LIMIT = 200.0
 WORKER = Path(marks_worker.__file__)
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

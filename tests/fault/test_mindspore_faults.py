@@ -149,11 +149,8 @@ def test_rest_of_the_matrix(case: Case, tmp_path: Path, references: dict[tuple[s
     check(case, tmp_path, references)
 
 
-GUIDES = [pytest.param("pangu", id="pangu"),
-          *(pytest.param(name, marks=pytest.mark.full, id=name) for name in ("resnet", "together"))]  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", GUIDES)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pangu", "resnet", "together"])
 def test_the_guides_own_directories(layout: str, tmp_path: Path, references: dict[tuple[str, int], Losses]) -> None:
     """Both ranks die, and nobody can save: the restart goes on from what ModelCheckpoint of all ranks has saved."""
     expected = reference("plain", 2, references, tmp_path)

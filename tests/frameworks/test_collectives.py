@@ -28,7 +28,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-W", "ignore", str(CHILD), str(request.param), str(folder)]
-    job = run_job(command, folder / "log", timeout=110, environ=environ)
+    job = run_job(command, folder / "log", timeout=250, environ=environ)
     assert job.ok, job.output[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 

@@ -28,7 +28,7 @@ def launch(directory: Path, what: str, **extra: str) -> list[int]:
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     if job.returncode and "exitcode  : 7" not in job.stderr:
         pytest.fail(job.stderr[-4000:])

@@ -47,7 +47,7 @@ def incident_of(job: GptJob) -> Incident:
 def file_differences(job: GptJob, one: Path, other: Path) -> list[str]:
     done = subprocess.run(
         [sys.executable, str(COMPARE), str(one), str(other)],
-        env=job.environment(), capture_output=True, text=True, timeout=120, check=False,
+        env=job.environment(), capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

@@ -11,7 +11,7 @@ from support.megatron.job import PIPELINE, TENSOR, TWO_INSTANCES, GptJob
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
 ]
 

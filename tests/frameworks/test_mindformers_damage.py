@@ -1,7 +1,7 @@
 """Real MindFormers jobs over damaged checkpoints: they fall back, all ranks to the same step (mindformers.md §5).
 
-One job leaves checkpoints of steps 4, 8, 12 and 16; each is damaged in another way, and the next job goes on behind
-the newest that is good, with the losses that it had before.
+One job leaves checkpoints of steps 4, 8, 12 and 16, or of others where a rank was killed on the way; each is damaged in
+another way, and the next job goes on behind the newest that is good, with the losses that it had before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from lastgasp.checkpoint import candidates, verify
 from lastgasp.cli.manifest import adopt_all
 from lastgasp.events import decode_incident
 from lastgasp.mindspore.content import read_content
+from lastgasp.steps.report.job import JobReader
+from lastgasp.steps.report.places import locate
 from lastgasp.testing import corrupt
+from lastgasp.testing.faults import read_log
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY
 from support.mindspore import place
 from support.mindspore.job import LlamaJob
@@ -32,7 +35,7 @@ pytestmark = [
 ]
 LIMIT = 400.0
 """Seconds for one job on a loaded machine; 20 on an idle one."""
-EACH_EPOCH, LAST = 8, 16
+EACH_EPOCH, LAST, KILLED = 8, 16, 11
 NAMES = {4: "1_4", 8: "1_8", 12: "2_4", 16: "2_8"}
 
 
@@ -71,21 +74,53 @@ def _file(job: LlamaJob, step: int, rank: int, ext: str) -> Path:
     return job.checkpoints / f"rank_{rank}/tiny_rank_{rank}-{NAMES[step]}.{ext}"
 
 
+def _killed(job: LlamaJob) -> list[str]:
+    """Train, with a rank killed on the way: the step that was saved is resumed, and each step of both has its marks.
+
+    Returns the names of the checkpoints, the newest first; MindFormers counts anew from where it was resumed.
+    """
+    fired = job.folder / "fired"
+    fault = {"LASTGASP_FAULT": f"kind=sigkill,rank=1,step={KILLED},phase=forward", "LASTGASP_FAULT_LOG": str(fired)}
+    done = job.run(fault, timeout=LIMIT)
+    assert done.returncode == 0, done.output[-4000:]
+    assert len(read_log(fired)) == 1
+    found = candidates([job.checkpoints], LEGACY)
+    assert [c.step for c in found] == [16, 15, KILLED, 8, 4], done.output[-4000:]
+    assert all(verify(c.path, LEGACY).ok for c in found)
+    [incident] = [decode_incident(path.read_bytes()) for path in (job.folder / "output/incidents").glob("*.json")]
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", KILLED, 0)
+    for rank in (0, 1):
+        assert job.steps(rank)[-1] == list(range(KILLED + 1, LAST + 1))
+    reader = JobReader(locate(job.folder / "output/profiling"))
+    reader.read()
+    reader.end()
+    ranks = reader.job().ranks
+    assert set(ranks) == {0, 1}
+    for data in ranks.values():
+        assert set(data.table.numbers) == set(range(1, LAST + 1))
+        assert (data.unreadable, data.dropped) == (0, 0)
+        assert all(seconds > 0 for seconds in data.table.times("time"))
+        assert any(seconds > 0 for seconds in data.table.times("data"))
+    return [c.path.name for c in found]
+
+
 @pytest.mark.parametrize("version", [place.MAIN, pytest.param(place.OLD, marks=pytest.mark.full)])
-def test_flipped_truncated_and_missing_with_two_ranks(tmp_path: Path, version: str) -> None:
+def test_killed_then_flipped_truncated_and_missing_with_two_ranks(tmp_path: Path, version: str) -> None:
     if place.missing(version):
         pytest.skip(place.missing(version))
-    job = _trained(_job(tmp_path, "safetensors", 2, version), "safetensors")
-    flipped, cut, missing = (_file(job, step, 1, "safetensors") for step in (16, 12, 8))
+    job = _job(tmp_path, "safetensors", 2, version)
+    names = _killed(job)
+    mine = [job.checkpoints / "rank_1" / name.replace("tiny_rank", "tiny_rank_1", 1) for name in names]
+    flipped, cut, missing = mine[:3]
     corrupt.flip_bit(flipped, flipped.stat().st_size // 2, 3)
     corrupt.truncate(cut, cut.stat().st_size // 2)
     corrupt.drop(missing)
     corrupt.truncate(job.checkpoints / "rank_1" / "meta.json", 9)
-    said = _goes_on_from(job, 4)
+    said = _goes_on_from(job, 8)
     for path in (flipped, cut, missing):
         assert f"rank_1/{path.name} bytes" in said
     moved = sorted(path.name for path in job.checkpoints.glob("*.corrupt"))
-    assert moved == ["tiny_rank-2_4.safetensors.corrupt", "tiny_rank-2_8.safetensors.corrupt"]
+    assert moved == sorted(f"{name}.corrupt" for name in names[:2])
 
 
 def _begin(data: bytes, name: bytes) -> int:

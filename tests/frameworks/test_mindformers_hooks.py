@@ -20,7 +20,7 @@ ALL = ["BaseTrainer.training_process", *PLAIN, *TRIGGERS]
 REGISTRY = "registry.callback.LastGasp"
 RUN_ARGUMENTS = ["callbacks", "epoch", "train_dataset"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def versions(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
@@ -43,7 +43,7 @@ def told(version: str, case: str, folder: Path, flag: str | None = None) -> dict
     environ |= {} if flag is None else {"LASTGASP": flag, "LASTGASP_DIR": str(folder / "d")}
     command = [str(place.python(version)), str(CHILD), case, str(folder)]
     done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     assert len(lines) == 1, done.stdout[-2000:] + done.stderr[-4000:]

@@ -20,7 +20,7 @@ SCRIPT = Path(place.__file__).parent / "callbacks_child.py"
 def test_a_gasp_waits_while_the_framework_may_be_saving(tmp_path: Path) -> None:
     job = Job(folder=tmp_path, ranks=1, version=place.MAIN, script=SCRIPT)
     command = [str(place.python(place.MAIN)), str(SCRIPT), str(tmp_path / "ckpts")]
-    finished = run_job(command, tmp_path / "log", timeout=100, environ=os.environ | job.environment())
+    finished = run_job(command, tmp_path / "log", timeout=250, environ=os.environ | job.environment())
     assert finished.returncode == 0, finished.output
     told = json.loads(finished.output.splitlines()[-1])
     assert told["begins"] == [12, 3, 4], "as CheckpointMonitor names the last step of an epoch"

@@ -33,7 +33,7 @@ def test_what_the_counters_call_whole_is_whole(version: str, tmp_path: Path) -> 
     """Thousands of readings by a second thread, against what the training thread sees at the end of each step."""
     job = Job(folder=tmp_path, ranks=1, version=version, script=SCRIPT)
     command = [str(place.python(version)), str(SCRIPT)]
-    finished = run_job(command, tmp_path / "log", timeout=100, environ=os.environ | job.environment())
+    finished = run_job(command, tmp_path / "log", timeout=250, environ=os.environ | job.environment())
     assert finished.returncode == 0, finished.output
     told = json.loads(finished.output.splitlines()[-1])
     assert told["wrong"] == 0, told

@@ -16,7 +16,7 @@ from support.mindspore.job import Job, LlamaJob
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(450),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
 ]
 STEPS = 16
@@ -45,14 +45,15 @@ def check(marked: Path, ranks: int) -> None:
 def test_plain_mindspore(tmp_path: Path) -> None:
     ckpts = tmp_path / "ckpts"
     job = Job(folder=tmp_path, ranks=1, arguments=["--lastgasp", str(ckpts)])
-    done = job.run(timeout=200)
+    done = job.run(timeout=400)
     assert done.returncode == 0, done.output[-4000:]
     check(ckpts, 1)
 
 
+@pytest.mark.full
 @pytest.mark.fault
 def test_mindformers_with_two_ranks(tmp_path: Path) -> None:
     job = LlamaJob(folder=tmp_path, ranks=2, launcher="run", changes={"lastgasp": {"enable": True}})
-    done = job.run(timeout=200)
+    done = job.run(timeout=400)
     assert done.returncode == 0, done.output[-4000:]
     check(tmp_path / "output", 2)

@@ -289,7 +289,7 @@ def test_without_torch_the_extra_is_named() -> None:
         "try: lastgasp.pytorch.save\n"
         "except MissingExtra as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert "pip install 'lastgasp[pytorch]'" in done.stdout
 
 

@@ -189,7 +189,7 @@ def test_a_repaired_state_file_is_one_for_tensorflow(tmp_path: Path) -> None:
     for step in (1, 2):
         put(folder, step, name="mödel")
     code = "import sys; from lastgasp.tensorflow import newest_good; print(newest_good(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment(), check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment(), check=True, timeout=250)
     assert child("state", folder) == {
         "latest": str(folder / "mödel-2"), "kept": [str(folder / f"mödel-{step}") for step in (1, 2)]
     }  # fmt: skip

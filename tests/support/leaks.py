@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -97,8 +98,11 @@ def clean_up(before: Snapshot, mark: str) -> None:
         signal.set_wakeup_fd(before.wakeup_fd)
     for pid in set(_processes(mark)) - set(before.processes):
         _kill(pid)
-    for path in _shared() - before.shared:
-        Path(path).unlink(missing_ok=True)
+    for path in map(Path, _shared() - before.shared):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _shared() -> frozenset[str]:

@@ -63,11 +63,10 @@ def all_cases() -> list[LoopCase]:
 
 COVERING = (
     LoopCase("sigstop", "data", "last", "torchrun"),
-    LoopCase("sigkill", "after_update", "first", "run", shape="waiting"),
     LoopCase("exception", "before_update", "last", "run", shape="nanogpt"),
 )
-"""What runs with every test round: a rank that hangs, one that dies where others wait for it after its update, and one
-that raises where loops look for NaN, in a loop without loader and epochs."""
+"""What runs with every test round: a rank that hangs, and one that raises where loops look for NaN, in a loop without
+loader and epochs."""
 
 SHAPES = tuple(
     LoopCase("sigkill", moment, rank, launcher, shape=shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -30,6 +31,17 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
     if found:
         leaks.clean_up(before, mark)
         pytest.fail(f"{request.node.nodeid} leaked:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """A command that sets up logging in the tests' process does it for the test that calls it, and for no later one."""
+    logger = logging.getLogger("lastgasp")
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers[:]
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -83,7 +83,7 @@ class JobHere:
 
     def until(self, condition: Callable[[m.Ranks], bool]) -> m.Ranks:
         """The table, once it is as it should be."""
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while not condition(table := self.table()):
             assert time.monotonic() < deadline, table
             time.sleep(0.01)

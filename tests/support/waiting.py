@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 """Seconds that something which must happen may take, on a loaded machine."""
 
 

@@ -246,6 +246,7 @@ def test_ranks_and_settings() -> None:
 
 def test_by_address_and_token(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with job_here(1) as job:
+        shown(job)  # by then its controller has told the name of the job, in a file that it writes anew
         for path in directory.iterdir():
             path.unlink()
         assert run("switch", "comm=on").exit_code == 2

@@ -27,7 +27,7 @@ from lastgasp.steps.report.table import TIMES, Step, StepTable
 from lastgasp.steps.report.verdict import Verdict
 from support.step_jobs import Shape, job_of
 
-SEEDS = range(5)
+SEEDS = range(3)
 Named = list[tuple[int, str]]
 
 

@@ -78,7 +78,7 @@ class GptJob:
         }
         return os.environ | own
 
-    def run(self, environ: Mapping[str, str] | None = None, *, timeout: float = 120.0) -> Finished:
+    def run(self, environ: Mapping[str, str] | None = None, *, timeout: float = 300.0) -> Finished:
         """Run it to its end, or to `timeout` seconds; `environ` is added to its environment."""
         (self.folder / "losses").mkdir(parents=True, exist_ok=True)
         log = self.folder / f"log-{len(list(self.folder.glob('log-*')))}"
