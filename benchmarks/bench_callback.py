@@ -29,7 +29,6 @@ ROUNDS, BLOCK, WARM_UP = 150, 40, 80
 """Blocks of each, steps of a block, and steps before the first one."""
 LIMIT = 300.0
 """Seconds that a fit waits for its turn."""
-TARGET_US = 25.0
 KINDS = ("none", "empty", "lastgasp")
 Times = tuple[list[float], list[float]]
 """CPU and wall time of each block, us per step."""
@@ -41,12 +40,14 @@ class Shape:
 
     name: str
     typical: bool
+    target_us: float
 
 
 SHAPES = (
-    Shape("bare (linear, SGD)", typical=False),
-    Shape("typical (batch norm, AdamW, schedule, self.log)", typical=True),
-)
+    Shape("bare (linear, SGD)", typical=False, target_us=30.0),
+    Shape("typical (batch norm, AdamW, schedule, self.log), captured as in a job of several ranks", typical=True,
+          target_us=40.0),
+)  # fmt: skip
 
 
 @dataclass
@@ -112,6 +113,18 @@ class Timed(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class AsOneOfSeveral(Callback):
+    """Has a lone rank capture what each rank of a larger job captures in a step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """LastGasp stands behind all others, so it begins after this."""
+        (found,) = (cb for cb in trainer.callbacks if isinstance(cb, LastGasp))  # type: ignore[attr-defined]
+        assert found._run is not None
+        found._run.state._single = False
+        # a new list: Lightning is iterating over this one
+        trainer.callbacks = [cb for cb in trainer.callbacks if cb is not self]  # type: ignore[attr-defined]
+
+
 class Empty(Callback):
     """What any callback costs (docs/facts/lightning.md: about 10 us)."""
 
@@ -157,7 +170,8 @@ def fit(shape: Shape, lane: Lane, kind: str, folder: Path, results: Connection) 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
-    callbacks: dict[str, list[Callback]] = {"none": [], "empty": [Empty()], "lastgasp": [LastGasp(folder)]}
+    ours: list[Callback] = [LastGasp(folder), *([AsOneOfSeveral()] if shape.typical else [])]
+    callbacks: dict[str, list[Callback]] = {"none": [], "empty": [Empty()], "lastgasp": ours}
     data = DataLoader(TensorDataset(torch.randn(4 * lane.steps, 4)), batch_size=4, shuffle=True)
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, max_steps=lane.steps, callbacks=callbacks[kind], logger=False,
@@ -172,7 +186,7 @@ def _report(shape: Shape, times: dict[str, Times]) -> list[Measure]:
     samples: list[tuple[str, list[float], float | None]] = [
         ("step without a callback, CPU", none, None),
         ("an empty callback adds, CPU", _more(empty, none), None),
-        ("LastGasp adds, CPU", _more(ours, none), TARGET_US),
+        ("LastGasp adds, CPU", _more(ours, none), shape.target_us),
         ("LastGasp adds, wall", _more(ours_wall, none_wall), None),
     ]
     return [Measure(name=f"{shape.name}: {n}", unit="us", samples=s, target=target) for n, s, target in samples]

@@ -15,7 +15,7 @@ from lastgasp.testing.jobs import Finished, run_job
 ROOT = Path(__file__).parents[2]
 TARGETS = {
     "detect": {50.0, 20.0},
-    "callback": {25.0},
+    "callback": {30.0, 40.0},
     "checkpoint": {1.0, 1.3},
     "restart": {0.5, 0.0},
     "marks": {0.5, 0.05},
