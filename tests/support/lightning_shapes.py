@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,10 @@ from lastgasp_lightning import LastGasp
 class Dying(torch.optim.Adam):
     """Adam that may end its process when it is about to change parameters."""
 
-    when: Any = staticmethod(lambda: False)
+    when: Any = staticmethod(lambda: None)
 
     def _init_group(self, *args: Any, **options: Any) -> Any:
-        if self.when():
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.when()
         return super()._init_group(*args, **options)  # type: ignore[no-untyped-call]
 
 
@@ -46,16 +46,29 @@ class Net(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
         self.kill, self.fit, self.lr = kill, fit, 0.01
-        self.begun, self.armed = 0, True
+        self.begun, self.armed, self.meet = 0, True, Path()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remember where the batch begins."""
         self.begun = self.trainer.global_step
 
     def due(self) -> bool:
-        """Whether this is the moment of the fault."""
+        """Whether this is the moment of the fault, and this rank the one; then the others have all gradients, too."""
         attempt = int(os.environ.get("LASTGASP_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        return self.armed and self.kill == (self.global_rank, self.fit, self.begun) and attempt == 0
+        if not self.armed or self.kill is None or self.kill[1:] != (self.fit, self.begun) or attempt:
+            return False
+        (self.meet / f"passed-{self.global_rank}").touch()
+        if self.kill[0] != self.global_rank:
+            return False
+        end = time.monotonic() + 60.0
+        while len(list(self.meet.glob("passed-*"))) < self.trainer.world_size and time.monotonic() < end:
+            time.sleep(0.01)
+        return True
+
+    def die(self) -> None:
+        """If it is time."""
+        if self.due():
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         """Squared error on noisy inputs."""
@@ -67,7 +80,7 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         """One that may die."""
         optimizer = Dying(self.parameters(), lr=self.lr)
-        optimizer.when = self.due
+        optimizer.when = self.die
         return optimizer
 
 
@@ -98,7 +111,7 @@ class Gan(Net):
     def configure_optimizers(self) -> Any:
         """The second one may die."""
         makes = Dying(self.net.parameters(), lr=self.lr)
-        makes.when = self.due
+        makes.when = self.die
         return [torch.optim.Adam(self.judge.parameters(), lr=self.lr), makes]
 
 
@@ -152,6 +165,7 @@ def main() -> None:
     found = []
     for fit in range(2 if args.shape == "folds" else 1):
         model = model_of(args.shape, args.kill, fit)
+        model.meet = args.final.parent
         part = Subset(data, [i for i in range(48) if i % 3 != fit]) if args.shape == "folds" else data
         loader = DataLoader(part, 4, shuffle=True, num_workers=2 if args.shape == "workers" else 0)
         trainer = Trainer(
