@@ -23,10 +23,12 @@ from mindspore.train import Callback, Model
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import drop_cache, interleave, timed, warm_cache
-from lastgasp.checkpoint import verify
+from lastgasp.checkpoint import candidates, verify
+from lastgasp.topology import Place
 from lastgasp_mindformers import LastGasp
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import LEGACY
+from lastgasp_mindformers.preload import Preload
 
 SKIP = 2
 """First steps of a block that do not count."""
@@ -212,9 +214,15 @@ class _Gasps:
         return ms.load_checkpoint(str(self._file))
 
     def _verify_and_load(self) -> Any:
-        verdict = verify(self._target, LEGACY)
-        assert verdict.ok, verdict
-        return self._load()
+        """As a plain training does: see lastgasp_mindformers.preload."""
+        candidate = next(c for c in candidates([self._target.parent], LEGACY) if c.path == self._target)
+        file = self._target.parent / "rank_0" / self._file.name
+        preload = Preload(lambda *_: file, Place(rank=0, world_size=1, replicas=((0,),)))
+        check = partial(verify, candidate.path, LEGACY, manifest=candidate.manifest)
+        verdict = preload.verdict(candidate, check)
+        loaded = preload.take(file)
+        assert verdict.ok and loaded, verdict
+        return loaded
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ import mindspore
 
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout
+from lastgasp.topology import Place
+from lastgasp_mindformers.preload import FileOf, Preload
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.reload import Chooser
@@ -33,7 +35,13 @@ def load(
     Raises:
         CheckpointError: all are of another network, or bad.
     """
-    choice = chooser.choose_plain(places, lambda path: _into(network, path))
+    made: list[Preload] = []
+
+    def preload(file_of: FileOf, place: Place) -> Preload:
+        made.append(Preload(file_of, place))
+        return made[0]
+
+    choice = chooser.choose_plain(places, lambda path: _into(network, path, made[0].take(path)), preload)
     if choice is None:
         return arguments, b""
     dataset = arguments["train_dataset"]
@@ -43,8 +51,9 @@ def load(
     return arguments | {"initial_epoch": choice.step // size}, choice.small
 
 
-def _into(network: Any, path: Path) -> None:
-    values = mindspore.load_checkpoint(str(path), format=path.suffix[1:])
+def _into(network: Any, path: Path, values: Any) -> None:
+    if values is None:
+        values = mindspore.load_checkpoint(str(path), format=path.suffix[1:])
     missing, _ = mindspore.load_param_into_net(network, values)
     if missing:
         few = ", ".join(sorted(missing)[:3])

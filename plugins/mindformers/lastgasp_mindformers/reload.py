@@ -7,6 +7,7 @@ MindFormers reads epoch and step long before it loads weights (mindformers.md §
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from lastgasp_mindformers.tracker import repair_meta, repair_tracker
 from lastgasp_mindformers.unfit import DoesNotLoad, Unfit
 
 if TYPE_CHECKING:
+    from lastgasp_mindformers.preload import FileOf, Preload
     from lastgasp_mindformers.settings import Options
 
 log = logging.getLogger("lastgasp")
@@ -83,6 +85,7 @@ class Chooser:
         self._orders: Orders | None = None
         self._tried: tuple[Candidate, Shelf] | None = None
         self._unfit = Unfit(options.gasp.directory, place, gather)
+        self._preload: Preload | None = None
         self.resumed: int | None = None
         self.small = b""
 
@@ -188,7 +191,10 @@ class Chooser:
     # -- plain MindSpore --------------------------------------------------------------------------
 
     def choose_plain(
-        self, places: Iterable[tuple[Path, Layout]], into: Callable[[Path], None] = lambda path: None
+        self,
+        places: Iterable[tuple[Path, Layout]],
+        into: Callable[[Path], None] = lambda path: None,
+        preload: Callable[[FileOf, Place], Preload] | None = None,
     ) -> Choice | None:
         """What this rank of a plain training has loaded, by content and not by time stamps; None for a first start.
 
@@ -198,16 +204,19 @@ class Chooser:
             places: directories and how checkpoints lie there, the same on all ranks: those of ModelCheckpoint, and
                 that of LastGasp, where its own lie.
             into: loads a file of this rank; what it raises through is why it does not load.
+            preload: makes what reads it ahead, while it is verified; None: it is verified first.
 
         Raises:
             NothingLoads: there are checkpoints that verify, and none of them loads.
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
         """
         shelf, trial = self._shelf_of(places), Trial(self._gather, is_about_content)
+        self._preload = None if preload is None else preload(self.file_for, self._place)
         chosen = trial.load(
             lambda refused: self._choose(shelf, None, refused=refused),
             lambda candidate: into(self._file_of(candidate)),
         )
+        self._preload = None
         if chosen is not None:
             self._take(chosen)
             keep(files_of_context(), f"step-{chosen.step}")
@@ -237,13 +246,16 @@ class Chooser:
         return Choice(self._file_of(chosen), int(at[0]), int(at[1]), self.resumed, self.small)
 
     def _file_of(self, chosen: Candidate) -> Path:
-        """This rank's file; that of another one where only that has saved what all of them held."""
+        return self.file_for(chosen, self._place.rank)
+
+    def file_for(self, chosen: Candidate, rank: int) -> Path:
+        """A rank's file; that of another one where only that has saved what all of them held."""
         files = dict(layout_of(chosen.path).files(chosen.path))
-        own = next((path for name, path in files.items() if rank_of(chosen.path, name) == self._place.rank), None)
+        own = next((path for name, path in files.items() if rank_of(chosen.path, name) == rank), None)
         if own is not None or chosen.path.name in files:
             return own or files[chosen.path.name]
         if chosen.manifest is None or len(chosen.manifest.world.replica_groups) != 1:
-            raise CheckpointError(f"{chosen.path} has no file for rank {self._place.rank}: {', '.join(sorted(files))}")
+            raise CheckpointError(f"{chosen.path} has no file for rank {rank}: {', '.join(sorted(files))}")
         return next(path for name, path in sorted(files.items()) if rank_of(chosen.path, name) is not None)
 
     def _names_in(self, candidate: Candidate) -> set[str]:
@@ -328,13 +340,19 @@ class Chooser:
         return [dataclasses.replace(c, problem=why) if c.path in late else c for c in found]
 
     def _verify_share(self, candidate: Candidate) -> Verdict:
-        """This rank's part: each byte is read by one rank, as all of them see the same disk."""
+        """This rank's part: each byte is read by one rank, as all of them see the same disk.
+
+        What a rank of a plain training is going to load it verifies itself, while it loads it.
+        """
         share = (self._place.rank, self._place.world_size)
         layout = layout_of(candidate.path)
         if candidate.manifest is None:
             return probe(candidate.path, layout, candidate.step, share)
         with progress_bar(f"verifying {candidate.path.name}") as progress:
-            return verify(candidate.path, layout, manifest=candidate.manifest, share=share, progress=progress)
+            check = functools.partial(
+                verify, candidate.path, layout, manifest=candidate.manifest, share=share, progress=progress
+            )
+            return check() if self._preload is None else self._preload.verdict(candidate, check)
 
     def _report(self, agreement: Agreement) -> None:
         """Say what was not used and why; move away what is proven bad."""
