@@ -42,8 +42,8 @@ $(MINDSPORE): $(wildcard tests/support/mindspore/requirements-*.txt) tests/suppo
 	@touch $@
 
 # One more, of 1.5 GB, for make test-full alone.
-$(TENSORFLOW): tests/support/tensorflow/requirements.txt tests/support/tensorflow/place.py | $(STAMP)
-	cd tests && ../$(BIN)/python -m support.tensorflow.place
+$(TENSORFLOW): tests/support/tf/requirements.txt tests/support/tf/place.py | $(STAMP)
+	cd tests && ../$(BIN)/python -m support.tf.place
 	@touch $@
 
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)

@@ -21,12 +21,12 @@ from lastgasp.tensorflow.layout import LAYOUT
 from lastgasp.tensorflow.statefile import NAME
 from lastgasp.testing import corrupt
 from lastgasp.testing.jobs import Finished, run_job
-from support.tensorflow import place
+from support.tf import place
 from support.tf_files import GOLDEN, put, state_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/tensorflow_resnet/train.py"
-CHILD = ROOT / "tests/support/tensorflow/manager_child.py"
+CHILD = ROOT / "tests/support/tf/manager_child.py"
 LIMIT = 120.0
 
 pytestmark = [

@@ -156,7 +156,6 @@ def main() -> None:
     parser.add_argument("--final", type=Path, required=True)
     parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(","))), default=None)
     args = parser.parse_args()
-    sys.path.remove(str(Path(__file__).parent))  # TensorBoard would take the stand-in there for the real TensorFlow
     torch.set_num_threads(1)
     seed_everything(7 + 1000 * int(os.environ.get("LOCAL_RANK", "0")))
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))

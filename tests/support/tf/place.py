@@ -1,4 +1,4 @@
-"""Where the real TensorFlow lies, and how to get it: `python -m support.tensorflow.place` (from `tests/`) makes it.
+"""Where the real TensorFlow lies, and how to get it: `python -m support.tf.place` (from `tests/`) makes it.
 
 An environment of its own, of the versions in `requirements.txt`; `make test-full` makes it, `make test` does without.
 """
@@ -39,7 +39,7 @@ def missing() -> str:
     """
     if _stamp().exists() or (os.environ.get(INSTEAD) and python().exists()):
         return ""
-    found = f"no tensorflow-cpu {VERSION} in {folder()}: cd tests && python -m support.tensorflow.place"
+    found = f"no tensorflow-cpu {VERSION} in {folder()}: cd tests && python -m support.tf.place"
     if os.environ.get(NEEDED):
         raise RuntimeError(f"{NEEDED} is set, and there is {found}")
     return found
