@@ -13,7 +13,6 @@ import importlib.util
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
