@@ -232,7 +232,9 @@ def test_a_step_that_was_cut_short_behind_its_update_is_logged(straight: Path, t
 def test_a_mark_costs_little_to_keep(tmp_path: Path) -> None:
     """It is made anew only where something was logged; what waits in memory is in it."""
     from lastgasp_lightning.loggers import LogRecord
+    from lastgasp_lightning.logversions import watch_versions
 
+    watch_versions()  # as making a LastGasp does
     logger = CSVLogger(tmp_path)
     trainer = L.Trainer(logger=logger, accelerator="cpu", enable_checkpointing=False)
     record = LogRecord(trainer, tmp_path, lambda: 0)
