@@ -1,4 +1,4 @@
-"""What capturing a boundary costs per step, in us: random state, small state, Lightning's loops.
+"""What capturing a boundary costs per step, in us: random state, auxiliary state, Lightning's loops.
 
 Run: python benchmarks/bench_capture.py
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lastgasp.blackbox import BlackBox
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
+from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.rng import RngRecorder
-from lastgasp.pytorch.small import SmallRecorder
 
 REPEATS, CALLS = 21, 2000
 
@@ -32,24 +32,24 @@ def measure(name: str, call: Callable[[], object]) -> None:
     print(f"{name:48s} median {statistics.median(rounds):7.2f} us   best {min(rounds):7.2f} us")
 
 
-def one_record(box: BlackBox) -> None:
+def one_record(buffer: CrashSafeBuffer) -> None:
     """An empty record."""
-    box.begin(1, True)
-    box.end(8)
+    buffer.begin(1, True)
+    buffer.end(8)
 
 
 def bench_core() -> None:
     recorder = RngRecorder()
-    box = BlackBox(recorder.size)
-    slots = [recorder.bind(payload) for payload in box.payloads]
+    buffer = CrashSafeBuffer(recorder.size)
+    slots = [recorder.bind(payload) for payload in buffer.payloads]
     measure("random state (Python, numpy, torch)", lambda: recorder.capture(slots[0]))
-    measure("black box begin + end", lambda: one_record(box))
-    plain = SmallRecorder()
-    measure("small state, no buffers", lambda: plain.capture(1, settled=True))
+    measure("crash-safe buffer begin + end", lambda: one_record(buffer))
+    plain = AuxRecorder()
+    measure("auxiliary state, no buffers", lambda: plain.capture(1, settled=True))
     for norms in (1, 50):
         module = nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(norms)))
-        small = SmallRecorder(module=module)
-        measure(f"small state, {norms} BatchNorm", lambda small=small: small.capture(1, settled=True))  # type: ignore[misc]
+        aux = AuxRecorder(module=module)
+        measure(f"auxiliary state, {norms} BatchNorm", lambda aux=aux: aux.capture(1, settled=True))  # type: ignore[misc]
 
 
 def bench_lightning() -> None:

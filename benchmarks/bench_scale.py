@@ -69,7 +69,7 @@ def machine_of(ranks: int) -> Machine:
     made = Machine(
         replicas=replicas, world_size=ranks, finish_timeout=10.0, save_timeout=600.0, progress=Progress(limit=0)
     )
-    begin = m.Begin(step=7, durable=0, box=-1)
+    begin = m.Begin(step=7, durable=0, buffer_fd=-1)
     for rank in range(ranks):
         made.joined(rank, 0.0)
         made.said(rank, begin, 0.0)

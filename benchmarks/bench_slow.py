@@ -18,9 +18,9 @@ from pathlib import Path
 from benchmarks.harness import Measure, Options
 from lastgasp.steps.report.job import JobReader
 from lastgasp.steps.report.judge import judge
-from lastgasp.steps.report.places import locate
 from lastgasp.steps.report.sample import samples
 from lastgasp.steps.report.saving import saving_of
+from lastgasp.steps.report.sources import locate
 from lastgasp.steps.report.verdict import Verdict
 
 ROOT = Path(__file__).parent.parent

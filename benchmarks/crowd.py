@@ -66,7 +66,7 @@ async def greeted(address: str, rank: int, ranks: int, groups: bytes) -> asyncio
     if isinstance(welcome, m.Refused) and welcome.reason == m.BUSY:
         raise EOFError(welcome.reason)
     assert isinstance(welcome, m.Welcome), welcome
-    writer.write(m.frame(m.Begin(step=7, durable=0, box=-1)))
+    writer.write(m.frame(m.Begin(step=7, durable=0, buffer_fd=-1)))
     return writer
 
 

@@ -145,12 +145,10 @@ class _Gasps:
         args = get_args()
         args.iteration = ITERATIONS
         self._rank, self._folder = distributed.get_rank(), Path(args.save)
-        place = Place(
-            rank=self._rank, world_size=distributed.get_world_size(), replicas=replicas_of(args), job="bench"
-        )
+        place = Place(rank=self._rank, world_size=distributed.get_world_size(), replicas=replicas_of(args), job="bench")
         self._state = MegatronState(
             args, model, optimizer, scheduler, config=GaspConfig.resolve(self._folder), place=place,
-            updating=lambda: None, step_end=lambda step: None,
+            before_update=lambda: None, step_completed=lambda step: None,
         )  # fmt: skip
         self._state.iteration_begin()
         self._checkpoint = checkpoint_path(self._folder, ITERATIONS)

@@ -69,16 +69,16 @@ class StateSource(Protocol):
         """The global rank."""
 
     @property
-    def box(self) -> int:
-        """File descriptor of the black box that others on this host may open, or -1."""
+    def buffer_fd(self) -> int:
+        """File descriptor of the crash-safe buffer that others on this host may open, or -1."""
 
     def capture(self, step: int) -> bytes:
-        """The small state of this rank (random state, data position) as it stood at the end of `step`."""
+        """The auxiliary state of this rank (random state, data position) as it stood at the end of `step`."""
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SaveResult:
         """Write the state of `step` durably to temporary files; do not publish them.
 
-        `small` maps each rank to its small state, where it could be had. May raise OSError (disk) or
+        `aux` maps each rank to its auxiliary state, where it could be had. May raise OSError (disk) or
         NotSaveable (the state is not that of `step`).
         """
 
@@ -99,10 +99,10 @@ class StateSource(Protocol):
 
 @runtime_checkable
 class Contributor(Protocol):
-    """What a StateSource has besides, where its small state can be added to a checkpoint that others have committed."""
+    """What a StateSource can also have: its auxiliary state can be added to a checkpoint that others committed."""
 
     def contribute(self, step: int, path: str) -> str:
-        """Put this rank's small state of `step` beside the checkpoint at `path`, which is of that step.
+        """Put this rank's auxiliary state of `step` beside the checkpoint at `path`, which is of that step.
 
         Called on a thread of the engine, in place of `save` and `publish`.
 
@@ -143,43 +143,44 @@ class InPlace(Protocol):
         """Wait until the device has done what was queued."""
 
 
-class GaspBackend(Protocol):
+class RecoveryBackend(Protocol):
     """Who notices that a rank is lost, decides which step is saved and by whom, and has it saved.
 
     One per rank, made and held by the Session; the embedded engine is one, MindIO the other. They share the rank's
-    `Stand` (`gasp.stand`), which the training thread writes and the backend closes and releases, and its StateSource,
-    whose methods they call from threads of their own. All methods below are called on the training thread, in this
-    order: `begin` once; per step `updating`, then `step_end`; and one of `fault`, `goodbye` or nothing; `close` last.
+    `RankStatus` (`gasp.rank_status`), which the training thread writes and the backend closes and releases, and its
+    StateSource, whose methods they call from threads of their own. All methods below are called on the training
+    thread, in this order: `training_started` once; per step `before_update`, then `step_completed`; and one of
+    `fault`, `goodbye` or nothing; `close` last.
 
-    An ending is told in `stand.outcome`, and by a call of what the Session gave for that, on any thread.
+    An ending is told in `status.outcome`, and by a call of what the Session gave for that, on any thread.
     """
 
     name: str
     grace: float
     """Seconds that a process has after an ending until the backend ends it; inf where it does not."""
 
-    def begin(self) -> None:
-        """Training begins at `stand.step`; the device is chosen and the process group is up.
+    def training_started(self) -> None:
+        """Training begins at `status.step`; the device is chosen and the process group is up.
 
         Called on every rank, on the main thread, and may wait for the other ranks. After return the death of this
         rank costs no step. Raises ConfigError or ControlError where that cannot be promised.
         """
 
-    def updating(self) -> None:
-        """The next thing is a change of parameters: local work only, until `step_end`.
+    def before_update(self) -> None:
+        """The next thing is a change of parameters: local work only, until `step_completed`.
 
         Waits while a recovery is on. Raises Released once it is over, or RuntimeError ("FORCE STOP") where the
         backend wants the training loop to be left at once; the update must not happen then. A second call before
-        `step_end` is a further optimizer of the same step, and does nothing.
+        `step_completed` is a further optimizer of the same step, and does nothing.
         """
 
-    def step_end(self, step: int) -> None:
+    def step_completed(self, step: int) -> None:
         """`step` is complete and captured. A step may have had no update at all."""
 
     def fault(self, kind: str, cause: str) -> None:
         """Training ended with an exception on this rank (`events.FaultKind`, one line for people).
 
-        Waits for the end of the recovery, for no longer than the save's limits. After return `stand.outcome` is set.
+        Waits for the end of the recovery, for no longer than the save's limits. After return `status.outcome` is set.
         Never raises. With kind `peer` this rank is whole, and stays a holder.
         """
 

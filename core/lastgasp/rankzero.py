@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class RankZero:
-    """Rank 0's values on all ranks of one machine: a `joining.FromRank0`. All ranks make the same calls in order.
+    """Rank 0's values on all ranks of one machine: a `connect.FromRank0`. All ranks make the same calls in order.
 
     Args:
         key: the same on all ranks of the job, and unique on this machine while the job runs.

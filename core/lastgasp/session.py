@@ -13,24 +13,24 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock, logs, narration
-from lastgasp.backends import Choice, choose_backend, framework_of_taskd, in_taskd_job
-from lastgasp.backends.embedded import EmbeddedGasp
+from lastgasp.backends import BackendChoice, choose_backend, framework_of_taskd, in_taskd_job
+from lastgasp.backends.embedded import EmbeddedBackend
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.events import Fault, FaultKind
+from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.alone import Known, recover_alone
-from lastgasp.gasp.generation import GATHER_TIMEOUT
+from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.groups import pack
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
+from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up
 from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.signin import Entry, sign
-from lastgasp.gasp.stand import Stand, exit_code, given_up
+from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
-from lastgasp.origin import cause_of
-from lastgasp.ports import GaspBackend, StateSource
+from lastgasp.ports import RecoveryBackend, StateSource
 from lastgasp.replicas import Digests, compared, computed, needs_comparing
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
@@ -74,8 +74,8 @@ def launched() -> bool:
 class Session:
     """Resilience of one rank, from start-up to the end of training.
 
-    The training thread calls `begin` once, then per step `moved`, `updating` before parameters change and
-    `step_end` after the step's state has been captured; `fault` when training ended with an exception;
+    The training thread calls `training_started` once, then per step `progress`, `before_update` before parameters
+    change and `step_completed` after the step's state has been captured; `fault` when training ended with an exception;
     `close` at a normal end. All of it is local; only `gather` waits for other ranks.
 
     A loop of any kind marks what it does: `with session.mark("forward"):`, and `session.step(n)` where step `n`
@@ -106,11 +106,11 @@ class Session:
         contact: Contact | None,
         marking: Marking | None = None,
         *,
-        backend: Choice | None = None,
+        backend: BackendChoice | None = None,
     ) -> None:
         logs.set_up()
         self.config, self.place, self._source = config, place, source
-        self.stand = Stand()
+        self.status = RankStatus()
         self._notes: list[str] = []
         self._leave_timer: threading.Timer | None = None
         self._leaving, self._ended = threading.Lock(), False
@@ -118,28 +118,29 @@ class Session:
         link = Link(contact.address, contact.token, self._hello()) if contact else None
         self._has_controller = contact is not None
         limits = (config.finish_timeout, config.save_timeout)
-        self._processor = Processor(self.stand, source, link, self._alone, limits, self._schedule_leaving)
+        self._processor = Processor(self.status, source, link, self._uncoordinated, limits, self._schedule_leaving)
         self._sign()
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
         self.backend = backend or choose_backend()
         self._registry, self._registered = self._open_registry(marking), False
-        self._gasp = self._open_gasp(contact)
-        self._patience = min(self._patience or LEAVE_GRACE, self._gasp.grace)
+        self._backend = self._open_gasp(contact)
+        self._patience = min(self._patience or LEAVE_GRACE, self._backend.grace)
         # The hot path: with the embedded engine bound methods of the status word, no extra call in between.
-        self.moved, self.updating, self.step_end = self.stand.moved, self._gasp.updating, self._gasp.step_end
+        self.progress = self.status.progress
+        self.before_update, self.step_completed = self._backend.before_update, self._backend.step_completed
         self._mark(marking)
 
-    def _open_gasp(self, contact: Contact | None) -> GaspBackend:
+    def _open_gasp(self, contact: Contact | None) -> RecoveryBackend:
         """What leads the recoveries; the only place that loads a backend."""
         limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
         log.debug("%s", self.backend.describe())
         if self.backend.backend == "embedded" or self.place.world_size == 1:  # MindIO saves nothing of a lone rank
-            return EmbeddedGasp(self.place.rank, self.stand, self._processor, limit)
-        from lastgasp.backends.ascend.mindio import Control, MindioGasp
+            return EmbeddedBackend(self.place.rank, self.status, self._processor, limit)
+        from lastgasp.backends.ascend.mindio import Control, MindioBackend
 
         host = contact.address.rpartition(":")[0] if contact is not None else "127.0.0.1"
-        control = Control(self.stand, self._processor, self.gather, self._alone, host, leave_now)
-        return MindioGasp(self.config, self.place, self._source, control)
+        control = Control(self.status, self._processor, self.gather, self._uncoordinated, host, leave_now)
+        return MindioBackend(self.config, self.place, self._source, control)
 
     def _open_registry(self, marking: Marking | None) -> WorkerRegistry:
         """Where this worker registers: with TaskD as well, in a job of MindCluster's."""
@@ -195,7 +196,7 @@ class Session:
     # -- start ------------------------------------------------------------------------------------
 
     def compare_replicas(self, digests: Callable[[], Digests]) -> bool:
-        """Find out which ranks are replicas: before `begin`, once the state that training starts from is loaded.
+        """Find out which ranks are replicas: before `training_started`, once the initial state is loaded.
 
         All ranks call it together. Ranks whose digests differ are taken out of each other's group: from then on each
         is the only holder of what it holds, and nobody saves for it. Rank 0 logs that, and it stands in the notes of
@@ -224,26 +225,26 @@ class Session:
         log.log(logging.WARNING if self.place.rank == 0 else logging.INFO, "%s", why)
         self.place = replace(self.place, replicas=groups)
         self._processor.tell(m.Regroup(replicas=groups, why=why))
-        regroup = getattr(self._gasp, "regroup", None)
+        regroup = getattr(self._backend, "regroup", None)
         if regroup is not None:
             regroup(self.place)
         return False
 
-    def begin(self, step: int, durable: int) -> None:
+    def training_started(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
-        self.stand.step, self.stand.durable = step, durable
-        self.step_end = self._first_step_end
-        self._gasp.begin()
+        self.status.step, self.status.durable = step, durable
+        self.step_completed = self._first_step_completed
+        self._backend.training_started()
         if self.place.rank == 0:
             log.info("%s", narration.started(__version__, self.place.world_size, self.backend.brief(),
                                              str(self.config.directory), step))  # fmt: skip
-        self.stand.moved("data")  # the hang watchdog counts from here: starting the backend may take minutes
+        self.status.progress("data")  # the hang watchdog counts from here: starting the backend may take minutes
         self.register()
 
     def register(self, device: str = "", versions: Mapping[str, str] | None = None) -> None:
         """Tell the job's control plane who this worker is; once, and the first call counts.
 
-        Call it after the process group is up and before the first step; `begin` does where nobody has.
+        Call it after the process group is up and before the first step; `training_started` does where nobody has.
 
         Args:
             device: as the framework writes it: cpu, cuda:0.
@@ -253,7 +254,7 @@ class Session:
             self._registered = True
             self._registry.register(card_of_this_process(self.place.rank, device, versions))
 
-    def stand_aside(self) -> None:
+    def defer_to_framework(self) -> None:
         """Somebody else leads the recoveries of this job: its end is no fault any more; `gather` still works."""
         self._processor.goodbye()
 
@@ -261,10 +262,10 @@ class Session:
         """Let `lastgasp switch` turn marks on and off by this function; None: nothing is marked here."""
         self._processor.on_switch = switch
 
-    def _first_step_end(self, step: int) -> None:
+    def _first_step_completed(self, step: int) -> None:
         """Tell at once that the first step is done (the incident before waits for it); then only the hot path."""
-        self._gasp.step_end(step)
-        self.step_end = self._gasp.step_end
+        self._backend.step_completed(step)
+        self.step_completed = self._backend.step_completed
         self._processor.beat_now()
 
     def take_sigterm(self, users: Any = None) -> None:
@@ -319,28 +320,28 @@ class Session:
             # fast restart. In a job of one rank nobody waits for it to end.
             self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
         if self._patience is not None:
-            self._patience = min(self._patience, self._gasp.grace)
-        self._gasp.fault(kind, cause)
-        return self.stand.outcome or given_up("the backend told no outcome")
+            self._patience = min(self._patience, self._backend.grace)
+        self._backend.fault(kind, cause)
+        return self.status.outcome or given_up("the backend told no outcome")
 
     def failed_to_start(self, error: BaseException, kind: FaultKind) -> None:
-        """`error` ends this rank before `begin`: what it says goes into the incident. Does not wait.
+        """`error` ends this rank before `training_started`: what it says goes into the incident. Does not wait.
 
         Let the exception go on behind it. Of no effect once training has begun.
         """
-        if self.stand.phase == "start":
+        if self.status.phase == "start":
             peer = isinstance(error, ControlError | DeadlineExceeded)
-            self._patience = min(OWN_FAULT_GRACE, self._gasp.grace)  # its traceback is worth more than a fast restart
+            self._patience = min(OWN_FAULT_GRACE, self._backend.grace)  # the traceback matters more than a fast restart
             self._processor.not_started("peer" if peer else kind, cause_of(error))
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """`train`, entered again after each fault that was repaired in place (MindIO's retry, where the state can)."""
-        inner = getattr(self._gasp, "protect", None)
+        inner = getattr(self._backend, "protect", None)
         return inner(train) if inner is not None else train
 
-    def _alone(self, fault: Fault) -> m.Release:
+    def _uncoordinated(self, fault: Fault) -> m.Release:
         known = Known(self._notes, self.started_s if self._has_controller else None)
-        return recover_alone(self.stand, self._source, self.place, self._hello(), fault, known)
+        return recover_uncoordinated(self.status, self._source, self.place, self._hello(), fault, known)
 
     def _sign(self, left: bool = False, ending: str = "", step: int = -1) -> None:
         """Tell the launcher of this host, which asks nobody else."""
@@ -372,12 +373,12 @@ class Session:
             self._keep_process()
             self._registry.deregister()
             self._processor.tell(self._processor.status())  # the last step may be younger than the last heartbeat
-            self._gasp.goodbye()
-            if self.stand.outcome is None:
+            self._backend.goodbye()
+            if self.status.outcome is None:
                 self._sign(left=True)
         if self.recorder is not None:
             self.recorder.close()
-        self._gasp.close()
+        self._backend.close()
         self._processor.close(goodbye)
 
     def _leave(self, code: int) -> None:

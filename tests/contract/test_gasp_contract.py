@@ -1,4 +1,4 @@
-"""The contract of ports.GaspBackend on real processes: the same for the embedded engine and for MindIO.
+"""The contract of ports.RecoveryBackend on real processes: the same for the embedded engine and for MindIO.
 
 `pytest -m ascend` runs it on the real `mindio_ttp` where that is installed.
 """
@@ -15,7 +15,7 @@ import pytest
 
 from lastgasp import exitcodes
 from support.engine_job import ToyJob
-from support.gasp_backends import BACKENDS, Backend, Trace, used
+from support.recovery_backends import BACKENDS, Backend, Trace, used
 
 pytestmark = pytest.mark.fault
 
@@ -56,7 +56,7 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, backend: Backend, trace: Tr
         job.ranks[victim].signal(signal.SIGKILL)
         save = job.ranks[survivors[0]].wait_for("save")
         assert save["step"] == 2
-        assert save["small"] == {str(rank): f"rank {rank} step 2" for rank in range(3)}
+        assert save["aux"] == {str(rank): f"rank {rank} step 2" for rank in range(3)}
         assert [job.ranks[rank].code() for rank in survivors] == [exitcodes.SAVED] * 2
         incident = job.incident()
     assert job.saved() == ["step-2.toy"]

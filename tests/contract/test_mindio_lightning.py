@@ -12,8 +12,8 @@ from lastgasp.events import decode_incident
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
-from support.gasp_backends import TORCH, used
 from support.matrix import STEP, Case
+from support.recovery_backends import TORCH, used
 
 LIMIT = 400.0
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]

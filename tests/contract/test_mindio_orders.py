@@ -15,8 +15,8 @@ import pytest
 
 from lastgasp import exitcodes
 from support.engine_job import ToyJob
-from support.gasp_backends import MINDSPORE, SCALE, TORCH, Trace, used
 from support.ports import free_port
+from support.recovery_backends import MINDSPORE, SCALE, TORCH, Trace, used
 
 pytestmark = pytest.mark.fault
 WORKER = Path(__file__).parents[1] / "support" / "in_place_worker.py"

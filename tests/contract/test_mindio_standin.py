@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gasp_backends import TORCH, Trace
+from support.recovery_backends import TORCH, Trace
 
 START = """
 import socket, threading

@@ -90,9 +90,7 @@ def test_a_worker_is_registered_once_and_its_connection_is_seen(api: Any, caplog
     assert api.calls == [("init_taskd_worker", 3, 5000, "pt"), ("start_taskd_worker",)]
 
 
-def test_a_second_training_in_the_process_has_the_same_worker(
-    api: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_training_in_the_process_has_the_same_worker(api: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Another init would run a second set of goroutines."""
     caplog.set_level("INFO", "lastgasp")
     for _ in range(2):
@@ -266,7 +264,7 @@ def test_a_session_registers_its_worker(
         monkeypatch.setenv(name, value)
     place = Place(rank=0, world_size=1, replicas=data_parallel(1))
     session = Session(GaspConfig.resolve(tmp_path), place, ToySource(0, tmp_path, {}), None, Marking())
-    session.begin(0, 0)
+    session.training_started(0, 0)
     session.close()
     expected = [("init_taskd_worker", 0, 5000, "pt"), ("start_taskd_worker",)]
     assert api.calls == (expected if registers else [])

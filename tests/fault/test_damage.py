@@ -37,7 +37,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Checkpoints:
     """Checkpoints of steps 1 and 2; the test spoils the second."""
 
     layout: Layout
@@ -95,10 +95,10 @@ def _flip_in(path: Path, record: str) -> None:
     corrupt.flip_bit(path, offset + size // 2, 3)
 
 
-def _other_manifest(shelf: Shelf, make: Callable[[Path, int, str], Path]) -> None:
-    elsewhere = shelf.new.parent.parent / "elsewhere"
+def _other_manifest(stored: Checkpoints, make: Callable[[Path, int, str], Path]) -> None:
+    elsewhere = stored.new.parent.parent / "elsewhere"
     other = make(elsewhere, 2, "another job")
-    corrupt.copy_over(shelf.layout.manifest_path(other), shelf.manifest)
+    corrupt.copy_over(stored.layout.manifest_path(other), stored.manifest)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Case:
     """A damage, and a piece of the reason that must be given."""
 
     name: str
-    spoil: Callable[[Shelf], object]
+    spoil: Callable[[Checkpoints], object]
     reason: str
     moved: bool = True
     """Whether the content is proven bad, so that it goes to quarantine."""
@@ -149,8 +149,8 @@ FOLDER_CASES = [
 PIECE = scattered_name(1, 2)
 
 
-def _piece(shelf: Shelf, rank: int = 1) -> Path:
-    return shelf.new.parent / scattered_name(rank, 2)
+def _piece(stored: Checkpoints, rank: int = 1) -> Path:
+    return stored.new.parent / scattered_name(rank, 2)
 
 
 SCATTERED_CASES = [
@@ -174,11 +174,11 @@ every_damage = pytest.mark.parametrize(
 )
 
 
-def _shelf(directory: Path, layout: Layout) -> Shelf:
+def _shelf(directory: Path, layout: Layout) -> Checkpoints:
     make = MAKERS[layout.name]
-    shelf = Shelf(layout, make(directory, 1), make(directory, 2))
+    stored = Checkpoints(layout, make(directory, 1), make(directory, 2))
     assert newest_good([directory], layout) == candidates([directory], layout)[0]
-    return shelf
+    return stored
 
 
 def _ranks(directory: Path, layout: Layout) -> list[Agreement]:
@@ -193,65 +193,65 @@ def _ranks(directory: Path, layout: Layout) -> list[Agreement]:
 
 @every_damage
 def test_one_process_takes_the_older_one(tmp_path: Path, layout: Layout, case: Case) -> None:
-    shelf = _shelf(tmp_path / "here", layout)
-    case.spoil(shelf)
+    stored = _shelf(tmp_path / "here", layout)
+    case.spoil(stored)
     chosen = newest_good([tmp_path / "here"], layout)
     assert chosen is not None
-    assert chosen.path == shelf.old
-    home = shelf.new.with_name(shelf.new.name + ".corrupt")
+    assert chosen.path == stored.old
+    home = stored.new.with_name(stored.new.name + ".corrupt")
     assert home.exists() == case.moved
-    assert bool(layout.parts(shelf.new)) == (not case.moved and case.name != "drop")
+    assert bool(layout.parts(stored.new)) == (not case.moved and case.name != "drop")
     if case.moved:
         assert case.reason in home.with_name(home.name + ".reason.json").read_text()
 
 
 @every_damage
 def test_two_ranks_take_the_older_one_and_say_why(tmp_path: Path, layout: Layout, case: Case) -> None:
-    shelf = _shelf(tmp_path / "here", layout)
-    case.spoil(shelf)
+    stored = _shelf(tmp_path / "here", layout)
+    case.spoil(stored)
     for answer in _ranks(tmp_path / "here", layout):
         assert answer.chosen is not None
-        assert answer.chosen.path == shelf.old
-        assert case.reason in "\n".join(answer.rejected[str(shelf.new)])
-        assert [c.path for c in answer.damaged] == ([shelf.new] if case.moved else [])
+        assert answer.chosen.path == stored.old
+        assert case.reason in "\n".join(answer.rejected[str(stored.new)])
+        assert [c.path for c in answer.damaged] == ([stored.new] if case.moved else [])
 
 
 @every_damage
 def test_with_no_other_it_is_an_error_that_moves_nothing(tmp_path: Path, layout: Layout, case: Case) -> None:
-    shelf = _shelf(tmp_path / "here", layout)
-    case.spoil(shelf)
-    for path in [*layout.parts(shelf.old), layout.manifest_path(shelf.old)]:
+    stored = _shelf(tmp_path / "here", layout)
+    case.spoil(stored)
+    for path in [*layout.parts(stored.old), layout.manifest_path(stored.old)]:
         path.rename(tmp_path / path.name)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(NoGoodCheckpoint) as caught:
         newest_good([tmp_path / "here"], layout)
-    assert case.reason in caught.value.reasons[str(shelf.new)]
+    assert case.reason in caught.value.reasons[str(stored.new)]
     assert sorted(tmp_path.rglob("*")) == sorted({*before, *(tmp_path / "here").glob(".lastgasp.lock")})
 
 
 @pytest.mark.parametrize("layout", [FILES, FOLDERS], ids=["files", "folders"])
 def test_leftovers_of_a_crash_do_no_harm(tmp_path: Path, layout: Layout) -> None:
-    shelf = _shelf(tmp_path, layout)
-    unique_temp(shelf.new).write_bytes(b"half a checkpoint")
-    next_path(shelf.manifest).write_bytes(b"{")
+    stored = _shelf(tmp_path, layout)
+    unique_temp(stored.new).write_bytes(b"half a checkpoint")
+    next_path(stored.manifest).write_bytes(b"{")
     next_path(layout.manifest_path(tmp_path / "iter_9")).write_bytes(b"{")
     chosen = newest_good([tmp_path], layout)
     assert chosen is not None
-    assert chosen.path == shelf.new
-    assert [answer.chosen and answer.chosen.path for answer in _ranks(tmp_path, layout)] == [shelf.new] * 2
+    assert chosen.path == stored.new
+    assert [answer.chosen and answer.chosen.path for answer in _ranks(tmp_path, layout)] == [stored.new] * 2
 
 
 def test_swapped_checkpoints_are_both_refused(tmp_path: Path) -> None:
-    shelf = _shelf(tmp_path, FILES)
+    stored = _shelf(tmp_path, FILES)
     oldest = _file(tmp_path, 0)
-    corrupt.swap(shelf.old, shelf.new)
+    corrupt.swap(stored.old, stored.new)
     chosen = newest_good([tmp_path], FILES)
     assert chosen is not None
     assert chosen.path == oldest
 
 
 def test_a_disk_that_fails_on_one_rank_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf, real, fired = _shelf(tmp_path, FOLDERS), digest.hash_range, list[int]()
+    stored, real, fired = _shelf(tmp_path, FOLDERS), digest.hash_range, list[int]()
 
     def fail_on_new(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[str, int]:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(SHARD):
@@ -262,13 +262,13 @@ def test_a_disk_that_fails_on_one_rank_only(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(chunks_module, "hash_range", fail_on_new)
     for answer in _ranks(tmp_path, FOLDERS):
         assert answer.chosen is not None
-        assert answer.chosen.path == shelf.old
-        (reason,) = answer.rejected[str(shelf.new)]
+        assert answer.chosen.path == stored.old
+        (reason,) = answer.rejected[str(stored.new)]
         assert reason.startswith("rank 1: " + SHARD)
         assert "Input/output error" in reason
         assert answer.damaged == ()
     assert fired
     chosen = newest_good([tmp_path], FOLDERS)
     assert chosen is not None
-    assert chosen.path == shelf.old
-    assert shelf.new.exists()
+    assert chosen.path == stored.old
+    assert stored.new.exists()

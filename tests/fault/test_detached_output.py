@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gasp_backends import TORCH, used
+from support.recovery_backends import TORCH, used
 from support.waiting import until
 
 pytestmark = pytest.mark.fault

@@ -30,8 +30,8 @@ def test_killed_rank_while_its_peers_are_stuck(tmp_path: Path, victim: int) -> N
         saver = job.ranks[survivors[0]]
         save = saver.wait_for("save")
         assert save["step"] == 2
-        # The dead rank's random state was rescued from its black box.
-        assert save["small"] == {str(r): f"rank {r} step 2" for r in range(3)}
+        # The dead rank's random state was rescued from its crash-safe buffer.
+        assert save["aux"] == {str(r): f"rank {r} step 2" for r in range(3)}
         assert [job.ranks[r].code() for r in survivors] == [exitcodes.SAVED] * 2
         incident = job.incident()
     assert job.saved() == ["step-2.toy"]
@@ -99,7 +99,7 @@ def test_a_survivor_behind_the_dead_rank_completes_its_step_too(tmp_path: Path) 
         job.ranks[0].tell("step 2")
         save = job.ranks[0].wait_for("save")
         assert save["step"] == 2
-        assert save["small"] == {str(r): f"rank {r} step 2" for r in range(2)}
+        assert save["aux"] == {str(r): f"rank {r} step 2" for r in range(2)}
 
 
 def test_a_survivor_that_cannot_reach_the_dead_ranks_step_saves_its_own(tmp_path: Path) -> None:

@@ -50,12 +50,12 @@ class Training:
         (self.told.directory / "hold").touch()
         last = [-1, -1]
 
-        def stands() -> bool:
+        def on_one_step() -> bool:
             last.append(min(self.told.at(rank, 0) for rank in (0, 1)))
             time.sleep(0.2)
             return last[-1] == last[-2] == last[-3] and self.told.at(0, 0) == self.told.at(1, 0)
 
-        until(stands, "both ranks stand on one step", LIMIT)
+        until(on_one_step, "both ranks stand on one step", LIMIT)
         return last[-1]
 
     def go_on(self) -> None:

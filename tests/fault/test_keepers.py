@@ -13,7 +13,7 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.errors import AuthenticationError
-from lastgasp.gasp.keeper import BoxKeeper, _KeeperLink
+from lastgasp.gasp.keeper import BufferKeeper, _KeeperLink
 from lastgasp.gasp.serve import ControllerThread, new_token
 from support.engine_job import ToyJob
 from support.hosts import needs_hosts, network
@@ -36,7 +36,7 @@ def keeps(job: ToyJob, rank: int) -> None:
     """Wait until the controller knows a launcher of the ranks' host, and has told it of this rank."""
     assert job.thread is not None
     keepers, deadline = job.thread._controller._keepers, time.monotonic() + 30
-    while not (keepers._writers and keepers.has_box(rank)):
+    while not (keepers._writers and keepers.has_buffer(rank)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.2)  # it opens what it was told of, as a matter of microseconds
@@ -45,13 +45,13 @@ def keeps(job: ToyJob, rank: int) -> None:
 def test_what_its_launcher_kept_is_saved(tmp_path: Path) -> None:
     with elsewhere(tmp_path) as job:
         assert job.endpoint is not None
-        with closing(BoxKeeper(job.endpoint.address, job.endpoint.token)):
+        with closing(BufferKeeper(job.endpoint.address, job.endpoint.token)):
             job.step(1)
             job.step(2)
             keeps(job, 1)
             job.stuck(0)
             job.ranks[1].signal(signal.SIGKILL)
-            assert job.ranks[0].wait_for("save")["small"] == {"0": "rank 0 step 2", "1": "rank 1 step 2"}
+            assert job.ranks[0].wait_for("save")["aux"] == {"0": "rank 0 step 2", "1": "rank 1 step 2"}
             assert job.ranks[0].code() == exitcodes.SAVED
         assert job.incident().notes == []
 
@@ -61,7 +61,7 @@ def test_without_one_the_loss_stands_in_the_record(tmp_path: Path) -> None:
         job.step(1)
         job.stuck(0)
         job.ranks[1].signal(signal.SIGKILL)
-        assert job.ranks[0].wait_for("save")["small"] == {"0": "rank 0 step 1"}
+        assert job.ranks[0].wait_for("save")["aux"] == {"0": "rank 0 step 1"}
         assert job.ranks[0].code() == exitcodes.SAVED
         [note] = job.incident().notes
     assert "the random state of rank 1 at step 1 died" in note
@@ -73,7 +73,7 @@ def test_a_keeper_proves_the_token_and_comes_back() -> None:
     try:
         with pytest.raises(AuthenticationError):
             _KeeperLink(end.address, "0" * 64)
-        with closing(BoxKeeper(end.address, end.token)) as keeper:
+        with closing(BufferKeeper(end.address, end.token)) as keeper:
             deadline = time.monotonic() + 30
             while not thread._controller._keepers._writers:
                 assert time.monotonic() < deadline

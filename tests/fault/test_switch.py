@@ -380,7 +380,7 @@ from lastgasp.session import Session
 def ask(*words):
     command = [sys.executable, "-m", "lastgasp", *words, "--json"]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, timeout=250).stdout)
-plain = Session.begin
+plain = Session.training_started
 def begin(self, step, durable):
     plain(self, step, durable)
     self.gather("begun", b"")
@@ -389,7 +389,7 @@ def begin(self, step, durable):
         with open(f"{folder}/seen-{attempt}.json", "w") as file:
             json.dump(seen, file)
     self.gather("seen", b"")
-Session.begin = begin
+Session.training_started = begin
 sys.argv = [sys.argv[0], folder + "/d", "die", "1"]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

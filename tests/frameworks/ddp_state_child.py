@@ -21,7 +21,7 @@ from frameworks.state_rig import Harness, Model, Noisy, Run
 
 
 class DumpAt(Harness):
-    """At the forward pass after `step`, every rank leaves its small state; each rank dumps with all of them."""
+    """At the forward pass after `step`, every rank leaves its auxiliary state; each rank dumps with all of them."""
 
     def __init__(self, run: Run, step: int) -> None:
         super().__init__(run)
@@ -32,9 +32,9 @@ class DumpAt(Harness):
         if moment != "forward" or snapshot is None or snapshot.step != self.at:
             return
         rank, size = self.trainer.global_rank, self.trainer.world_size
-        small = self.state.small(self.at)
-        assert small is not None
-        (self.run.directory / f"small{rank}").write_bytes(small)
+        aux = self.state.aux(self.at)
+        assert aux is not None
+        (self.run.directory / f"small{rank}").write_bytes(aux)
         self.trainer.strategy.barrier()  # the test's own; the dump below enters none
         every = {r: (self.run.directory / f"small{r}").read_bytes() for r in range(size)}
         torch.save(self.state.dump(self.at, every), self.run.directory / f"gasp{rank}.ckpt")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.small import decode_small
+from lastgasp.pytorch.aux_state import decode_aux
 from lastgasp.testing.faults import FaultKit, install, parse_faults
 from lastgasp_lightning import LastGasp
 from lastgasp_lightning.testing import FaultCallback
@@ -35,10 +35,10 @@ class AsOneOfSeveral(L.Callback):
 
 def left_by_a_kill(trainer: Any) -> tuple[dict[str, Tensor], bytes]:
     """Buffers and random state that others find of the step under way, were this rank killed now."""
-    found = gasp_of(trainer)._run.state.small(trainer.global_step + 1)
+    found = gasp_of(trainer)._run.state.aux(trainer.global_step + 1)
     assert found is not None
-    small = decode_small(found)
-    return small.buffers, small.rng.torch
+    aux = decode_aux(found)
+    return aux.buffers, aux.rng.torch
 
 
 def now(module: nn.Module) -> tuple[dict[str, Tensor], bytes]:

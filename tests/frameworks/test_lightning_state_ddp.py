@@ -61,6 +61,6 @@ def test_ddp_resumes_bit_equal(broadcast: str, tmp_path: Path) -> None:
     for rank in range(2):
         launch(tmp_path, f"resume:{tmp_path / f'gasp{rank}.ckpt'}", **environment)
         compare(tmp_path, "resume")
-    # a periodic checkpoint holds every rank's small state too
+    # a periodic checkpoint holds every rank's auxiliary state too
     launch(tmp_path, f"resume:{tmp_path / 'step=4.ckpt'}", **environment)
     compare(tmp_path, "resume")

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from lastgasp import _clock
 from lastgasp.cli import main
 from lastgasp.steps.report.job import Job, JobReader
-from lastgasp.steps.report.places import data_files, locate
-from lastgasp.steps.report.ranges import Range, RangeFold
-from lastgasp.steps.report.rows import RankReader
+from lastgasp.steps.report.records import RankReader
+from lastgasp.steps.report.sources import data_files, locate
+from lastgasp.steps.report.spans import Range, RangeFold
 from lastgasp.testing.jobs import Finished
 from support.megatron import place
 from support.megatron.job import DIST_OPT, PIPELINE, TENSOR, GptJob

@@ -66,9 +66,9 @@ class _Shelves(dict[str, Path]):
         return self[kind]
 
 
-def start(shelf: Path, folder: Path, flags: str, damage: Damage) -> tuple[GptJob, Finished]:
+def start(stored: Path, folder: Path, flags: str, damage: Damage) -> tuple[GptJob, Finished]:
     """A job on a damaged copy."""
-    shutil.copytree(shelf, folder / "ckpt")
+    shutil.copytree(stored, folder / "ckpt")
     damage(folder / "ckpt")
     again = GptJob(folder=folder, flags=flags, last=22, launcher="run", launch_options=LAUNCH)
     return again, again.run(timeout=LIMIT)

@@ -20,7 +20,7 @@ from lastgasp.cli.manifest import adopt_all
 from lastgasp.events import decode_incident
 from lastgasp.mindspore.content import read_content
 from lastgasp.steps.report.job import JobReader
-from lastgasp.steps.report.places import locate
+from lastgasp.steps.report.sources import locate
 from lastgasp.testing import corrupt
 from lastgasp.testing.faults import read_log
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from lastgasp.cli import main
 from lastgasp.steps.report.job import JobReader
-from lastgasp.steps.report.places import locate
+from lastgasp.steps.report.sources import locate
 from support.mindspore import place
 from support.mindspore.job import Job, LlamaJob
 

@@ -93,7 +93,7 @@ def test_a_wrong_step_is_refused(tmp_path: Path, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Checkpoints:
     """Files of steps 1 and 2; the test spoils the second."""
 
     old: Path
@@ -103,17 +103,17 @@ class Shelf:
 @dataclass(frozen=True)
 class Case:
     name: str
-    spoil: Callable[[Shelf], object]
+    spoil: Callable[[Checkpoints], object]
     reason: str
     error: type[Exception] = DamagedCheckpoint
     moved: bool = True
     """Whether the content is proven bad, so that it goes to quarantine."""
 
 
-def _of_another_job(shelf: Shelf) -> None:
-    other = shelf.new.parent.parent / "other" / shelf.new.name
+def _of_another_job(stored: Checkpoints) -> None:
+    other = stored.new.parent.parent / "other" / stored.new.name
     save(state(7), other)
-    corrupt.copy_over(manifest_of(other), manifest_of(shelf.new))
+    corrupt.copy_over(manifest_of(other), manifest_of(stored.new))
 
 
 CASES = [
@@ -136,21 +136,21 @@ CASES = [
 every_damage = pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" ", "-") for case in CASES])
 
 
-def shelf_in(directory: Path) -> Shelf:
-    shelf = Shelf(directory / "epoch_1.pth", directory / "epoch_2.pth")
+def stored_in(directory: Path) -> Checkpoints:
+    stored = Checkpoints(directory / "epoch_1.pth", directory / "epoch_2.pth")
     save(state(0), directory / "epoch_0.pth")
-    save(state(1), shelf.old)
-    save(state(2), shelf.new)
-    return shelf
+    save(state(1), stored.old)
+    save(state(2), stored.new)
+    return stored
 
 
 @every_damage
 def test_nothing_damaged_is_loaded(tmp_path: Path, case: Case) -> None:
-    shelf = shelf_in(tmp_path / "here")
-    case.spoil(shelf)
+    stored = stored_in(tmp_path / "here")
+    case.spoil(stored)
     for mmap in (None, True):
         with pytest.raises(case.error) as caught:
-            load(shelf.new, mmap=mmap)
+            load(stored.new, mmap=mmap)
         if case.error is DamagedCheckpoint:
             assert case.reason in str(caught.value)
             assert "newest_good" in str(caught.value)
@@ -158,30 +158,30 @@ def test_nothing_damaged_is_loaded(tmp_path: Path, case: Case) -> None:
 
 @every_damage
 def test_the_newest_good_one_is_found(tmp_path: Path, case: Case) -> None:
-    shelf = shelf_in(tmp_path / "here")
-    case.spoil(shelf)
+    stored = stored_in(tmp_path / "here")
+    case.spoil(stored)
     left = "epoch_0.pth" if case.name == "swap" else "epoch_1.pth"
-    found = newest_good(shelf.new.parent)
-    assert found == str(shelf.new.with_name(left))
+    found = newest_good(stored.new.parent)
+    assert found == str(stored.new.with_name(left))
     assert same(load(found), int(left[6]))
-    home = shelf.new.with_name("epoch_2.pth.corrupt")
+    home = stored.new.with_name("epoch_2.pth.corrupt")
     assert home.exists() == case.moved
     if case.moved:
         assert case.reason in home.with_name(home.name + ".reason.json").read_text()
-    assert newest_good(shelf.new.parent) == found
+    assert newest_good(stored.new.parent) == found
 
 
 @every_damage
 def test_without_a_good_one_nothing_is_moved_and_nobody_starts_from_scratch(tmp_path: Path, case: Case) -> None:
-    shelf = shelf_in(tmp_path / "here")
-    case.spoil(shelf)
-    for path in (shelf.old, shelf.old.with_name("epoch_0.pth")):
+    stored = stored_in(tmp_path / "here")
+    case.spoil(stored)
+    for path in (stored.old, stored.old.with_name("epoch_0.pth")):
         path.unlink()
         manifest_of(path).unlink()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(NoGoodCheckpoint, match="lastgasp manifest") as caught:
         newest_good(tmp_path / "here")
-    assert case.reason in caught.value.reasons[str(shelf.new)]
+    assert case.reason in caught.value.reasons[str(stored.new)]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from lastgasp.steps.report.job import Job, JobReader
 from lastgasp.steps.report.judge import judge
-from lastgasp.steps.report.places import locate
 from lastgasp.steps.report.sample import samples
 from lastgasp.steps.report.saving import saving_of
+from lastgasp.steps.report.sources import locate
 from lastgasp.testing.jobs import run_job
 from support.slow_job import STEPS, WORLD
 

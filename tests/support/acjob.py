@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lastgasp.jobs.acjob.check import Finding, check_source, source_of
+from lastgasp.jobs.acjob.check import Diagnosis, check_source, source_of
 from lastgasp.jobs.acjob.model import LEADERS
 
 NAME = Path("job.yaml")
@@ -115,6 +115,6 @@ def ready(strategy: str = "dump", framework: str = "pytorch", labels: str = '   
     return head + "".join(_REPLICA.format(type=one, **fields) for one in (LEADERS[framework], "Worker"))
 
 
-def findings(text: str) -> list[Finding]:
+def diagnoses(text: str) -> list[Diagnosis]:
     """What the rules say."""
     return check_source(source_of(NAME, text.encode()))

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from lastgasp import __version__
-from lastgasp.backends.ascend.mindio import gasp
-from lastgasp.blackbox import BlackBox
+from lastgasp.backends.ascend.mindio import backend
 from lastgasp.config import GaspConfig
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import LastgaspError
 from lastgasp.gasp import link, processor
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.gasp.rank_status import Released, exit_code
 from lastgasp.ports import SaveResult
 from lastgasp.session import Contact, Session
 from lastgasp.steps import bits
@@ -65,22 +65,22 @@ class ToySource:
         self.rank, self.directory = rank, directory
         self.save_seconds, self.fail = options.get("save_seconds", 0.0), rank in options.get("failing", [])
         self.until = Path(options["save_until"]) if "save_until" in options else None
-        self._box = BlackBox(64)
-        self.box = self._box.fd
+        self._buffer = CrashSafeBuffer(64)
+        self.buffer_fd = self._buffer.fd
 
     def note(self, step: int) -> None:
-        """Put the small state of `step` into the box."""
+        """Put the auxiliary state of `step` into the box."""
         text = f"rank {self.rank} step {step}".encode()
-        self._box.begin(step, settled=True)[: len(text)] = text
-        self._box.end(len(text))
+        self._buffer.begin(step, settled=True)[: len(text)] = text
+        self._buffer.end(len(text))
 
     def capture(self, step: int) -> bytes:
         """As the port says."""
-        return BlackBox.read(self.box, step) or b""
+        return CrashSafeBuffer.read(self.buffer_fd, step) or b""
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Result:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> Result:
         """As the port says; slow or failing where the test wants it."""
-        say("save", step=step, small={r: s.decode() for r, s in small.items()}, reason=reason)
+        say("save", step=step, aux={r: s.decode() for r, s in aux.items()}, reason=reason)
         if self.fail:
             raise OSError(28, "No space left on device")
         time.sleep(self.save_seconds)
@@ -117,7 +117,7 @@ def main() -> None:
     config = GaspConfig.resolve(directory, **limits)
     vars(processor)["REACH"] = options.get("reach", processor.REACH)
     if "taskd_join" in options:
-        vars(gasp)["JOIN"] = options["taskd_join"]
+        vars(backend)["JOIN"] = options["taskd_join"]
     vars(link)["__version__"] = options.get("version", __version__)
     source = ToySource(rank, directory, options)
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
@@ -129,7 +129,7 @@ def main() -> None:
     session.take_sigterm()
     if "holds" in options:  # what each rank says that it holds
         say("compared", alike=session.compare_replicas(lambda: {"model": options["holds"][rank].encode()}))
-    session.begin(0, 0)
+    session.training_started(0, 0)
     say("ready", pid=os.getpid())
     try:
         for line in sys.stdin:
@@ -148,7 +148,7 @@ def marking(options: dict[str, Any]) -> Marking | None:
 def loop(end: Path, session: Session, source: ToySource) -> None:
     """Steps with one range of each kind, hundreds a second, until `end` is there."""
     assert session.recorder is not None
-    marks, step = session.recorder.marks, session.stand.step
+    marks, step = session.recorder.marks, session.status.step
     collective = marks.define(COLLECTIVE, domain="communication", bit=bits.COMM, stream=True)
     kinds = [marks.mark("dataloader"), marks.mark("forward"), collective, marks.mark("save_checkpoint")]
     while not end.exists():
@@ -157,9 +157,9 @@ def loop(end: Path, session: Session, source: ToySource) -> None:
         for kind in kinds:
             with kind:
                 time.sleep(0.0002)
-        session.updating()
+        session.before_update()
         source.note(step)
-        session.step_end(step)
+        session.step_completed(step)
         marks.step_end()
     say("looped", step=step, written=session.recorder.close(), wall_offset=marks.wall_offset, dropped=marks.dropped)
 
@@ -167,20 +167,20 @@ def loop(end: Path, session: Session, source: ToySource) -> None:
 def obey(words: list[str], session: Session, source: ToySource) -> None:
     """Carry out one line."""
     if words[0] == "step":
-        session.updating()
+        session.before_update()
         source.note(int(words[1]))
-        session.step_end(int(words[1]))
+        session.step_completed(int(words[1]))
         say("stepped", step=int(words[1]))
     elif words[0] == "loop":
         loop(Path(words[1]), session, source)
     elif words[0] == "update":
-        session.updating()
+        session.before_update()
         say("updating")
     elif words[0] == "finish":
         source.note(int(words[1]))
-        session.step_end(int(words[1]))
+        session.step_completed(int(words[1]))
     elif words[0] == "moved":
-        session.moved("backward")
+        session.progress("backward")
     elif words[0] == "gather":
         say("gathered", parts=[p.decode() for p in session.gather(words[1], words[2].encode())])
     elif words[0] == "raise":
@@ -195,7 +195,7 @@ def obey(words: list[str], session: Session, source: ToySource) -> None:
     elif words[0] == "vanish":
         sys.exit(3)
     elif words[0] == "stuck":
-        session.moved("backward")
+        session.progress("backward")
         say("stuck")
         threading.Event().wait()
     elif words[0] == "done":

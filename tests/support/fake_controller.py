@@ -130,7 +130,7 @@ class FakeSource:
     """A state that needs no disk; `gate` holds its saves back, `error` makes everything fail."""
 
     rank = 1
-    box = -1
+    buffer_fd = -1
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -144,7 +144,7 @@ class FakeSource:
         self._fail()
         return f"small {step}".encode()
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Wrote:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> Wrote:
         """As the port says."""
         self.saving.set()
         self.gate.wait(20.0)

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lastgasp.blackbox import BlackBox
 from lastgasp.config import GaspConfig
-from lastgasp.gasp.stand import Released, exit_code
-from lastgasp.joining import contact_of
+from lastgasp.connect import contact_of
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
+from lastgasp.gasp.rank_status import Released, exit_code
 from lastgasp.ports import SaveResult
 from lastgasp.session import Session, leave_now
 from lastgasp.topology import Place, data_parallel
@@ -52,8 +52,8 @@ class Numbers:
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank, self.directory = rank, directory
         self.state, self.generator, self.step = 0, 1000 + rank, 0
-        self._box = BlackBox(64)
-        self.box = self._box.fd
+        self._buffer = CrashSafeBuffer(64)
+        self.buffer_fd = self._buffer.fd
 
     def newest(self) -> int:
         """Load the newest checkpoint; returns its step, 0 without one."""
@@ -72,18 +72,18 @@ class Numbers:
         return self.generator >> 11
 
     def note(self, step: int) -> None:
-        """Put the small state of `step` into the box."""
+        """Put the auxiliary state of `step` into the box."""
         text = str(self.generator).encode()
-        self._box.begin(step, settled=True)[: len(text)] = text
-        self._box.end(len(text))
+        self._buffer.begin(step, settled=True)[: len(text)] = text
+        self._buffer.end(len(text))
 
     def capture(self, step: int) -> bytes:
         """As the port says."""
-        return BlackBox.read(self.box, step) or b""
+        return CrashSafeBuffer.read(self.buffer_fd, step) or b""
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Saved:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> Saved:
         """As the port says."""
-        content = {"step": step, "state": self.state, "generators": {r: int(s) for r, s in sorted(small.items())}}
+        content = {"step": step, "state": self.state, "generators": {r: int(s) for r, s in sorted(aux.items())}}
         temp = self.directory / f".step-{step}.{self.rank}.{os.getpid()}.tmp"
         begun = time.time_ns()
         temp.write_text(json.dumps(content))
@@ -183,7 +183,7 @@ def main() -> None:
     collective = Collective(rank, world, attempt)
     begun = numbers.newest()
     numbers.note(begun)
-    session.begin(begun, begun)
+    session.training_started(begun, begun)
     try:
         for step in range(begun + 1, steps + 1):
             train_step(session, numbers, collective, step)
@@ -199,13 +199,13 @@ def main() -> None:
 
 def train_step(session: Session, numbers: Numbers, collective: Collective, step: int) -> None:
     """Forward and backward, then the update."""
-    session.moved("backward")
+    session.progress("backward")
     whole = collective.sum(numbers.draw())
-    session.updating()
+    session.before_update()
     numbers.state = (numbers.state * 31 + whole) & _MASK
     numbers.step = step
     numbers.note(step)
-    session.step_end(step)
+    session.step_completed(step)
 
 
 if __name__ == "__main__":

@@ -65,11 +65,11 @@ class Repairable(ToySource):
             if self.rank == 0 and self.step == BROKEN_AT and self.entered == 1:
                 self.value, self.broken = -1, True
                 raise RuntimeError("UCE ERROR: on-chip memory")
-            session.updating()
+            session.before_update()
             self.value += 1
             self.note(self.step + 1)
             self.step += 1
-            session.step_end(self.step)
+            session.step_completed(self.step)
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     source = Repairable(rank, directory)
     place = Place(rank=rank, world_size=2, replicas=data_parallel(2))
     session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
-    session.begin(0, 0)
+    session.training_started(0, 0)
     session.protect(source.train)(session)
     session.gather("done", b"")
     session.close()

@@ -6,7 +6,6 @@ train N     steps until N, then ends normally
 die N       rank 1 kills itself after step N, in every attempt; resumes from what was saved
 once N      rank 1 kills itself after step N of the first attempt; the second one ends normally two steps later
 stuck N     N steps, then blocks in C until it is released
-refuse N    refuses to start, as what finds a wrong setting does; N is of no account
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import sys
 import threading
 from pathlib import Path
 
-from lastgasp import exitcodes
 from lastgasp.config import GaspConfig
-from lastgasp.gasp.stand import Released, exit_code
+from lastgasp.gasp.rank_status import Released, exit_code
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.engine_worker import ToySource
@@ -38,16 +36,14 @@ def main() -> None:
     place = Place(rank=rank, world_size=world, replicas=data_parallel(world), attempt=attempt)
     session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
     session.gather("start", b"")
-    if mode == "refuse":
-        sys.exit(exitcodes.REFUSED)
     session.take_sigterm()
     begin = newest(directory)
-    session.begin(begin, begin)
+    session.training_started(begin, begin)
     try:
         for step in range(begin + 1, steps + 1):
-            session.updating()
+            session.before_update()
             source.note(step)
-            session.step_end(step)
+            session.step_completed(step)
         (directory / f"stepped-{rank}-{attempt}").touch()
         finish(session, mode, rank)
     except Released as released:
@@ -64,7 +60,7 @@ def finish(session: Session, mode: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "die":
         session.gather("about to die", b"")
-    session.moved("backward")
+    session.progress("backward")
     threading.Event().wait()
 
 

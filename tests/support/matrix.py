@@ -71,7 +71,7 @@ class Case:
         return 2 if self.moment == "gasp_save" else 1
 
     @property
-    def hopeless(self) -> bool:
+    def should_give_up(self) -> bool:
         """Whether physics forbid a save: of two ranks both are gone, or one is gone and the other torn."""
         if self.world > 2:
             return False

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lastgasp.steps.report.fold import Kinds, RankFold
 from lastgasp.steps.report.job import Job, RankData
-from lastgasp.steps.report.places import Place
-from lastgasp.steps.report.ranges import Range
-from lastgasp.steps.report.rows import ObjectId, Owner, Row
+from lastgasp.steps.report.records import ObjectId, Owner, Row
+from lastgasp.steps.report.sources import Place
+from lastgasp.steps.report.spans import Range
 from lastgasp.steps.report.table import StepTable
 
 EPOCH = 1_795_247_866_000_000_000

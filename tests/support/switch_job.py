@@ -14,8 +14,8 @@ from lastgasp.gasp.groups import pack
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.gasp.stand import Stand
 from lastgasp.jobs.registry import card_of_this_process
 from lastgasp.steps import bits
 from lastgasp.topology import data_parallel
@@ -35,12 +35,12 @@ class RankHere:
     link: Link
     mask: int = bits.DEFAULT_ON
     marked: bool = True
-    stand: Stand = field(default_factory=Stand)
+    status: RankStatus = field(default_factory=RankStatus)
 
     def __post_init__(self) -> None:
         source = FakeSource()
         source.rank = self.rank
-        self.processor = Processor(self.stand, source, self.link, _nobody, (1.0, 5.0), lambda outcome: None)
+        self.processor = Processor(self.status, source, self.link, _nobody, (1.0, 5.0), lambda outcome: None)
         self.processor.on_switch = self.switch if self.marked else None
         self.processor.begin()
         self.processor.register(card_of_this_process(self.rank, "cpu", {"torch": "2.13.0"}))

@@ -38,14 +38,14 @@ def acjob_patches() -> str:
     return _table(("strategy", "labels and annotations", "variables, ports and mounts of every replica type"), rows)
 
 
-def doctor_traps() -> str:
+def doctor_checks() -> str:
     """The traps of `lastgasp doctor`."""
+    from lastgasp.doctor.checks import CHECKS, examine
     from lastgasp.doctor.machine import Machine
-    from lastgasp.doctor.traps import TRAPS, examine
 
     examine(Machine())  # fills the table
-    rows = [(f"`{one.id}`", one.severity, one.title, _fact(one.source)) for one in _sorted(TRAPS)]
-    return _table(("trap", "weight", "what is found", "facts"), rows)
+    rows = [(f"`{one.id}`", one.severity, one.title, _fact(one.source)) for one in _sorted(CHECKS)]
+    return _table(("check", "weight", "what is found", "facts"), rows)
 
 
 def command_help() -> str:
@@ -69,7 +69,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "help": ("command-line.md", command_help),
     "rules": ("ascend-job-yaml.md", acjob_rules),
     "patches": ("ascend-job-yaml.md", acjob_patches),
-    "traps": ("doctor.md", doctor_traps),
+    "checks": ("doctor.md", doctor_checks),
 }
 """Name of the marker -> page, and what makes the table."""
 

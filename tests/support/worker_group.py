@@ -1,4 +1,4 @@
-"""As much of torch's worker group and rendezvous store as `launch.rounds` looks at."""
+"""As much of torch's worker group and rendezvous store as `launch.attempts` looks at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from lastgasp.launch.rounds import Round, Rounds
+from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Store:
         return all(key in self.content for key in keys)
 
 
-def begun(group: Group, *agents: Rounds) -> list[Round]:
+def begun(group: Group, *agents: LaunchAttempts) -> list[LaunchAttempt]:
     """What each agent begins with, the first one first; in torch's order."""
     for rank in [*range(1, len(agents)), 0]:
         agents[rank].offer(group.store, rank, group.group_world_size, "job", fresh_store=True)

@@ -120,7 +120,7 @@ def test_both_give_the_same_patch(form: str, goal: str, monkeypatch: pytest.Monk
     fast = patch(source, goals_of(goal))
     monkeypatch.setattr(tree, "_by_libyaml", lambda text: None)
     slow = patch(source_of(NAME, FORMS[form].encode()), goals_of(goal))
-    assert (fast.after, fast.findings, fast.notes) == (slow.after, slow.findings, slow.notes)
+    assert (fast.after, fast.diagnoses, fast.notes) == (slow.after, slow.diagnoses, slow.notes)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def named(value: object) -> str:
 def test_patched_files_pass_and_a_second_patch_changes_nothing(framework: str, goals: tuple[str, ...]) -> None:
     before = bare(framework)
     once = patched(before, ",".join(goals))
-    assert errors(once.findings) == []
+    assert errors(once.diagnoses) == []
     assert once.after != before
     gone, new = changes(before, once.after)
     assert gone == [] and len(new) > 10
@@ -87,14 +87,14 @@ def test_one_strategy_after_the_other_ends_with_the_last() -> None:
     goals = [one for one in GOALS if one != "grace-exit"]
     for goal in (*goals, *reversed(goals)):
         result = patched(text, goal)
-        assert errors(result.findings) == [], goal
+        assert errors(result.diagnoses) == [], goal
         text = result.after
     assert text.count("POD_IP") == text.count("TTP_PORT") == text.count("taskd-port") == 2
 
 
 def test_dump_is_not_taken_from_a_job_that_saves_by_it() -> None:
     result = patched(patched(bare(), "grace-exit").after, "recover")
-    assert [one.rule for one in errors(result.findings)] == ["grace-exit-dump"]
+    assert [one.rule for one in errors(result.diagnoses)] == ["grace-exit-dump"]
 
 
 def test_to_kubernetes_parser_every_label_annotation_and_variable_is_a_string() -> None:
@@ -117,10 +117,10 @@ def test_a_port_that_is_there_under_another_name_is_not_given_twice() -> None:
             first, f"                - containerPort: {number}\n                  name: {name}\n{first}"
         )
         result = patched(text)
-        assert errors(result.findings) == []
+        assert errors(result.diagnoses) == []
         assert result.after.count(f"containerPort: {number}\n") == 2 and result.after.count(f"name: {name}\n") == 2
     unnamed = patched(bare().replace(first, f"                - containerPort: 9601\n{first}"))
-    assert errors(unnamed.findings) == []
+    assert errors(unnamed.diagnoses) == []
     assert unnamed.after.count("                - containerPort: 9601\n                  name: taskd-port\n") == 2
 
 
@@ -129,7 +129,7 @@ def test_a_port_under_the_others_name_gives_its_number_back() -> None:
                           "containerPort: 8000\n                  name: taskd-port")  # fmt: skip
     after = patched(text).after
     assert "containerPort: 9601\n                  name: taskd-port" in after
-    assert "containerPort: 8000\n                  name: ttp-port" in after and errors(patched(text).findings) == []
+    assert "containerPort: 8000\n                  name: ttp-port" in after and errors(patched(text).diagnoses) == []
 
 
 def test_values_in_quotes_that_must_be_numbers_and_empty_ones_are_put_right() -> None:
@@ -143,7 +143,7 @@ def test_a_value_that_others_repeat_does_not_change_for_them() -> None:
     base = bare()
     text = base.replace("    framework", '    tor-affinity: &off "off"\n    fault-scheduling: *off\n    framework', 1)
     result = patched(text)
-    assert errors(result.findings) == [] and 'tor-affinity: &off "off"\n    fault-scheduling: "grace"' in result.after
+    assert errors(result.diagnoses) == [] and 'tor-affinity: &off "off"\n    fault-scheduling: "grace"' in result.after
     text = base.replace("    framework", '    fault-scheduling: &off "off"\n    tor-affinity: *off\n    framework', 1)
     with pytest.raises(CannotEdit, match=r"line 9: \*off"):
         patched(text)
@@ -151,7 +151,7 @@ def test_a_value_that_others_repeat_does_not_change_for_them() -> None:
         "    framework", "    <<: *common\n    framework"
     )
     result = patched(text)
-    assert errors(result.findings) == [] and result.after.count('fault-scheduling: "off"') == 1
+    assert errors(result.diagnoses) == [] and result.after.count('fault-scheduling: "off"') == 1
     assert patched(result.after).after == result.after
 
 
@@ -171,17 +171,17 @@ def test_a_label_that_the_pods_have_as_well_changes_with_the_jobs() -> None:
         "      template:\n", "      template:\n        metadata: {labels: {fault-scheduling: force}}\n", 1
     )
     result = patched(text)
-    assert errors(result.findings) == [] and result.after.count('fault-scheduling: "grace"') == 2
+    assert errors(result.diagnoses) == [] and result.after.count('fault-scheduling: "grace"') == 2
     once = patched(text.replace("    framework", '    fault-scheduling: "grace"\n    framework', 1))
-    assert errors(once.findings) == [] and "force" not in once.after
+    assert errors(once.diagnoses) == [] and "force" not in once.after
     kept = patched(text.replace("    framework", '    fault-scheduling: "force"\n    framework', 1), "recover")
-    assert errors(kept.findings) == [] and "grace" not in kept.after
+    assert errors(kept.diagnoses) == [] and "grace" not in kept.after
 
 
 def test_a_variable_from_the_pods_fields_gets_no_value_beside_that() -> None:
     text = ready().replace('value: "8000"', "valueFrom: {fieldRef: {fieldPath: metadata.name}}")
     result = patched(text)
-    assert result.after == text and "ttp-port" in {one.rule for one in errors(result.findings)}
+    assert result.after == text and "ttp-port" in {one.rule for one in errors(result.diagnoses)}
 
 
 def test_elastic_training_waits_for_mindx_unless_recover_is_tried_before() -> None:
@@ -231,7 +231,7 @@ def test_wrong_values_are_put_right_and_good_ones_kept() -> None:
 
 def test_an_error_that_no_patch_removes_is_left_in_the_findings() -> None:
     result = patched(bare().replace("image: team/train:1", "image:", 1))
-    assert [one.rule for one in errors(result.findings)] == ["container-image"]
+    assert [one.rule for one in errors(result.diagnoses)] == ["container-image"]
 
 
 def test_a_wrong_reset_mount_and_a_name_that_is_taken() -> None:
@@ -275,7 +275,7 @@ def test_windows_line_ends_and_a_byte_order_mark_stay(tmp_path: Path) -> None:
 
 def test_a_file_without_a_last_newline() -> None:
     result = patched(bare().rstrip("\n"))
-    assert not result.after.endswith("\n") and errors(result.findings) == []
+    assert not result.after.endswith("\n") and errors(result.diagnoses) == []
     assert "No newline at end of file" in result.diff("x")
 
 
@@ -286,14 +286,14 @@ def test_lists_that_stand_below_their_key() -> None:
     out = io.StringIO()
     flattest.dump(flattest.load(text), out)
     result = patched(out.getvalue())
-    assert errors(result.findings) == [] and "\n            - name: POD_IP\n" in result.after
+    assert errors(result.diagnoses) == [] and "\n            - name: POD_IP\n" in result.after
 
 
 def test_json_and_brackets() -> None:
     plain = YAML(typ="safe", pure=True).load(bare())
     for text in (json.dumps(plain), json.dumps(plain, indent=2)):
         result = patched(text, "recover,dump")
-        assert errors(result.findings) == []
+        assert errors(result.diagnoses) == []
         assert json.loads(result.after)["metadata"]["annotations"]["recover-strategy"] == "recover,dump"
         assert patched(result.after, "recover,dump").after == result.after
 
@@ -304,18 +304,18 @@ def test_anchors_aliases_and_merge_keys() -> None:
     alias = text[:begin].replace("      template:\n", "      template: &pod\n")
     alias += "    Worker:\n      replicas: 1\n      restartPolicy: Never\n      template: *pod\n"
     result = patched(alias, "dump,recover")
-    assert errors(result.findings) == [] and result.after.count("POD_IP") == 1
+    assert errors(result.diagnoses) == [] and result.after.count("POD_IP") == 1
     assert patched(result.after, "dump,recover").after == result.after
     merge = text[:begin].replace("    Master:\n", "    Master: &one\n")
     merge += "    Worker:\n      <<: *one\n      replicas: 1   # as many\n"
     result = patched(merge, "recover")
-    assert errors(result.findings) == [] and result.after.count("POD_IP") == 1
+    assert errors(result.diagnoses) == [] and result.after.count("POD_IP") == 1
     shared = text.replace("              env:\n", "              env: &env\n", 1)
     second = shared.index("              env:\n")
     end = shared.index("              command", second)
     shared = shared[:second] + "              env: *env\n" + shared[end:]
     result = patched(shared)
-    assert errors(result.findings) == [] and result.after.count("POD_IP") == 1
+    assert errors(result.diagnoses) == [] and result.after.count("POD_IP") == 1
 
 
 def test_keys_that_hold_nothing_yet() -> None:
@@ -325,7 +325,7 @@ def test_keys_that_hold_nothing_yet() -> None:
     text = text.replace("          volumes:\n            - name: code\n              nfs:\n                server: "
                         "127.0.0.1\n                path: /data/code\n", "          volumes: []\n", 1)  # fmt: skip
     result = patched(text)
-    assert errors(result.findings) == []
+    assert errors(result.diagnoses) == []
     assert "  annotations:   # none yet\n    recover-strategy" in result.after
     assert "# later\n                - containerPort: 9601\n" in result.after
     assert 'volumes: [{name: "reset-config", hostPath: {path: "' in result.after
@@ -342,7 +342,7 @@ def test_of_several_documents_each_job_is_patched_or_the_named_one() -> None:
     other = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: c}\ndata:\n  a: on\n"
     text = f"{other}---\n{bare()}---\n{bare('mindspore').replace('name: llama', 'name: gpt')}...\n"
     result = patched(text)
-    assert errors(result.findings) == [] and result.after.count('recover-strategy: "dump"') == 2
+    assert errors(result.diagnoses) == [] and result.after.count('recover-strategy: "dump"') == 2
     assert result.after.startswith(other) and result.after.endswith("...\n")
     one = patched(text, "dump", "gpt").after
     assert one.count("recover-strategy") == 1 and one.index("recover-strategy") > one.index("name: gpt")
@@ -354,7 +354,7 @@ def test_jobs_in_a_list() -> None:
     inner = "".join(f"    {line}\n" for line in bare().splitlines()[1:])
     text = "apiVersion: v1\nkind: List\nitems:\n  -\n" + inner
     result = patched(text)
-    assert errors(result.findings) == [] and result.after.count("recover-strategy") == 1
+    assert errors(result.diagnoses) == [] and result.after.count("recover-strategy") == 1
 
 
 def test_block_scalars_at_the_end_are_not_lengthened() -> None:
@@ -374,7 +374,7 @@ def test_a_file_of_one_megabyte() -> None:
     text = bare().replace("              env:\n", "              env:\n" + filler, 1)
     assert len(text) > 1_000_000
     result = patched(text)
-    assert errors(result.findings) == []
+    assert errors(result.diagnoses) == []
     diff = result.diff("job.yaml")
     assert diff.count("\n+") > 10 and diff.count("\n-") == 0
 
@@ -399,7 +399,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )  # fmt: skip
 def test_what_cannot_be_read_is_a_finding_and_is_not_patched(text: str, rule: str) -> None:
     result = patched(text)
-    assert rule in {one.rule for one in errors(result.findings)}
+    assert rule in {one.rule for one in errors(result.diagnoses)}
 
 
 def test_other_encodings_are_named() -> None:

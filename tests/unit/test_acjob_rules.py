@@ -11,7 +11,7 @@ import pytest
 from lastgasp.jobs.acjob.check import FAMILIES, check, source_of
 from lastgasp.jobs.acjob.rules import RULES
 from lastgasp.jobs.acjob.switchmap import switch_configmap
-from support.acjob import bare, findings, ready
+from support.acjob import bare, diagnoses, ready
 
 assert FAMILIES
 
@@ -337,13 +337,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_rule_is_found_where_it_is_broken_and_only_there(case: Case) -> None:
-    assert case.rule not in {one.rule for one in findings(case.base)}
+    assert case.rule not in {one.rule for one in diagnoses(case.base)}
     broken = case.base
     for old, new in case.swaps:
         assert old in broken, old
         broken = broken.replace(old, new, 1)
-    found = [one for one in findings(broken) if one.rule == case.rule]
-    assert found, [one.rule for one in findings(broken)]
+    found = [one for one in diagnoses(broken) if one.rule == case.rule]
+    assert found, [one.rule for one in diagnoses(broken)]
     assert {one.severity for one in found} == {RULES[case.rule].severity}
     assert all(one.what and re.search(r"[.?]$", one.fix) for one in found)
     if "HERE" in broken:
@@ -356,12 +356,12 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("text", [bare(), bare("mindspore"), bare("tensorflow"), DUMP, MINDSPORE, ready("retry")])
 def test_good_jobs_have_no_findings(text: str) -> None:
-    assert findings(text) == []
+    assert diagnoses(text) == []
 
 
 @pytest.mark.parametrize("text", [RECOVER.replace(*LIMITED), ELASTIC])
 def test_what_no_edit_can_remove_is_a_warning(text: str) -> None:
-    assert {one.rule for one in findings(text)} == {"rank-0-pod"}
+    assert {one.rule for one in diagnoses(text)} == {"rank-0-pod"}
 
 
 def test_mindspore_on_one_npu_needs_no_scheduler() -> None:
@@ -372,9 +372,9 @@ def test_mindspore_on_one_npu_needs_no_scheduler() -> None:
         .replace("Ascend910: 8", "Ascend910: 1")
         .replace("minAvailable: 2", "minAvailable: 1")
     )
-    assert findings(alone) == []
+    assert diagnoses(alone) == []
     two = alone.replace("Ascend910: 1", "Ascend910: 2")
-    assert [one.rule for one in findings(two)] == ["leader-missing"]
+    assert [one.rule for one in diagnoses(two)] == ["leader-missing"]
 
 
 @pytest.mark.parametrize(
@@ -392,17 +392,17 @@ def test_mindspore_on_one_npu_needs_no_scheduler() -> None:
 def test_what_the_cluster_takes_is_no_finding(swap: tuple[str, str]) -> None:
     base = ready("dump", labels=RETRIES.replace('"3"', '"5"')).replace(*LIMITED)
     text = base.replace(*swap)
-    assert findings(text) == []
+    assert diagnoses(text) == []
 
 
 def test_one_number_may_stand_for_two_protocols() -> None:
     other = "                - {containerPort: 9601, protocol: UDP, name: other}\n"
-    assert findings(DUMP.replace(TASKD, TASKD + other)) == []
+    assert diagnoses(DUMP.replace(TASKD, TASKD + other)) == []
 
 
 def test_a_value_from_a_configmap_is_not_judged() -> None:
     taken = "                  valueFrom: {configMapKeyRef: {name: c, key: k}}\n"
-    assert findings(DUMP.replace('                  value: "8000"\n', taken)) == []
+    assert diagnoses(DUMP.replace('                  value: "8000"\n', taken)) == []
 
 
 def test_the_device_plugin_may_stand_in_another_file() -> None:
@@ -417,5 +417,5 @@ def test_the_device_plugin_may_stand_in_another_file() -> None:
 def test_plain_booleans_of_yaml_1_1_are_seen_in_every_spelling() -> None:
     for word in ("on", "Off", "YES", "no", "true", "False", "y"):
         text = DUMP.replace('fault-scheduling: "grace"', f"fault-scheduling: {word}")
-        assert "value-string" in {one.rule for one in findings(text)}, word
-    assert "value-string" not in {one.rule for one in findings(DUMP.replace('"grace"', "grace"))}
+        assert "value-string" in {one.rule for one in diagnoses(text)}, word
+    assert "value-string" not in {one.rule for one in diagnoses(DUMP.replace('"grace"', "grace"))}

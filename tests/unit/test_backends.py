@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lastgasp import backends
-from lastgasp.backends import Attempt, choose_backend
-from lastgasp.backends.embedded import EmbeddedGasp
+from lastgasp.backends import Probe, choose_backend
+from lastgasp.backends.embedded import EmbeddedBackend
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
 from lastgasp.events import Incident, decode_incident, encode_incident
@@ -24,7 +24,7 @@ SITE = Path("/site")
 MINDIO = {"mindio_ttp": SITE / "mindio_ttp", "torch_npu": SITE / "torch_npu"}
 
 
-def finding(places: dict[str, Path]) -> backends.Find:
+def diagnosis(places: dict[str, Path]) -> backends.Find:
     """An import system that has these."""
     return places.get
 
@@ -39,21 +39,21 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_embedded_looks_for_nothing() -> None:
-    choice = choose_backend({"LASTGASP_BACKEND": "embedded"}, finding(MINDIO))
+    choice = choose_backend({"LASTGASP_BACKEND": "embedded"}, diagnosis(MINDIO))
     assert (choice.backend, choice.attempts) == ("embedded", ())
     assert choice.describe() == "backend embedded (LASTGASP_BACKEND=embedded)"
 
 
 @pytest.mark.parametrize("text", ["", "auto", " AUTO "])
 def test_auto_without_mindio_is_embedded_and_says_what_it_tried(text: str) -> None:
-    choice = choose_backend({"LASTGASP_BACKEND": text}, finding({}))
+    choice = choose_backend({"LASTGASP_BACKEND": text}, diagnosis({}))
     assert choice.backend == "embedded"
     assert [attempt.name for attempt in choice.attempts] == ["mindio_ttp", "taskd"]
     assert "mindio_ttp: not installed" in choice.describe()
 
 
 def test_auto_takes_ascend_where_everything_is_there(cards: Path) -> None:
-    choice = choose_backend({}, finding(MINDIO))
+    choice = choose_backend({}, diagnosis(MINDIO))
     assert choice.backend == "ascend"
     assert [(attempt.name, attempt.found) for attempt in choice.attempts] == [
         ("mindio_ttp", True), ("torch_npu", True), ("NPU", True), ("taskd", False),
@@ -63,13 +63,13 @@ def test_auto_takes_ascend_where_everything_is_there(cards: Path) -> None:
 
 def test_auto_without_a_card_is_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_NPU_DEVICES", tmp_path)
-    choice = choose_backend({}, finding(MINDIO))
+    choice = choose_backend({}, diagnosis(MINDIO))
     assert choice.backend == "embedded"
     assert not choice.found("NPU")
 
 
 def test_ascend_asks_for_no_card() -> None:
-    assert choose_backend({"LASTGASP_BACKEND": "ascend"}, finding(MINDIO)).backend == "ascend"
+    assert choose_backend({"LASTGASP_BACKEND": "ascend"}, diagnosis(MINDIO)).backend == "ascend"
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ def test_ascend_asks_for_no_card() -> None:
 )
 def test_ascend_names_what_is_missing(places: dict[str, Path], env: dict[str, str], missing: str) -> None:
     with pytest.raises(ConfigError, match="LASTGASP_BACKEND='ascend'") as caught:
-        choose_backend({"LASTGASP_BACKEND": "ascend", **env}, finding(places))
+        choose_backend({"LASTGASP_BACKEND": "ascend", **env}, diagnosis(places))
     assert missing in str(caught.value)
 
 
 def test_another_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="one of embedded, ascend, auto"):
-        choose_backend({"LASTGASP_BACKEND": "mindio"}, finding({}))
+        choose_backend({"LASTGASP_BACKEND": "mindio"}, diagnosis({}))
 
 
 def test_the_unrelated_taskd_of_pypi_is_named(tmp_path: Path) -> None:
     (tmp_path / "taskd").mkdir()
-    choice = choose_backend({}, finding({"taskd": tmp_path / "taskd"}))
+    choice = choose_backend({}, diagnosis({"taskd": tmp_path / "taskd"}))
     assert not choice.found("taskd")
     assert "the unrelated project of that name from PyPI" in choice.describe()
 
@@ -101,8 +101,8 @@ def test_the_unrelated_taskd_of_pypi_is_named(tmp_path: Path) -> None:
 def test_the_real_taskd_is_known(tmp_path: Path) -> None:
     for folder in ("api", "python/cython_api"):
         (tmp_path / folder).mkdir(parents=True)
-    choice = choose_backend({}, finding({"taskd": tmp_path}))
-    assert choice.attempts[-1] == Attempt("taskd", True, f"in {tmp_path}")
+    choice = choose_backend({}, diagnosis({"taskd": tmp_path}))
+    assert choice.attempts[-1] == Probe("taskd", True, f"in {tmp_path}")
 
 
 def test_off_ascend_nothing_of_it_is_imported(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ from lastgasp.topology import Place, data_parallel
 from support.fake_controller import FakeSource
 place = Place(rank=0, world_size=1, replicas=data_parallel(1))
 session = Session(GaspConfig.resolve(sys.argv[1]), place, FakeSource(), None)
-session.begin(0, 0)
-session.updating(); session.step_end(1)
+session.training_started(0, 0)
+session.before_update(); session.step_completed(1)
 assert session.fault("exception", "ValueError").ending == "saved"
 session.close()
 print(json.dumps([session.backend.backend, sorted(sys.modules)]))
@@ -160,9 +160,12 @@ def test_with_the_embedded_engine_the_hot_path_is_the_status_words_own(tmp_path:
     place = Place(rank=0, world_size=1, replicas=data_parallel(1))
     session = Session(GaspConfig.resolve(tmp_path), place, FakeSource(), None)
     try:
-        session.begin(0, 0)
-        session.step_end(1)
-        assert (session.updating, session.step_end) == (session.stand.updating, session.stand.step_end)
-        assert isinstance(session._gasp, EmbeddedGasp)
+        session.training_started(0, 0)
+        session.step_completed(1)
+        assert (session.before_update, session.step_completed) == (
+            session.status.before_update,
+            session.status.step_completed,
+        )
+        assert isinstance(session._backend, EmbeddedBackend)
     finally:
         session.close()

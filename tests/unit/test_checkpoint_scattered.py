@@ -24,8 +24,8 @@ from lastgasp.checkpoint import (
 )
 from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manifest
 from lastgasp.checkpoint.layout import next_path
+from lastgasp.checkpoint.manifest_lookup import read_pair
 from lastgasp.checkpoint.moving import aside_in, put_back, set_aside
-from lastgasp.checkpoint.pairing import read_pair
 from lastgasp.errors import CheckpointError, ConfigError
 from lastgasp.ports import Layout
 from lastgasp.testing import corrupt

@@ -60,7 +60,7 @@ def start(directory: Path, load: Load, world_size: int = 2) -> list[Outcome]:
     return as_ranks(world_size, body)
 
 
-def shelf(directory: Path) -> Path:
+def stored(directory: Path) -> Path:
     for step in (3, 5, 7):
         put_folder(directory, step)
     return directory
@@ -79,13 +79,13 @@ def names(directory: Path) -> set[str]:
 
 
 def test_the_newest_loads(tmp_path: Path) -> None:
-    before = names(shelf(tmp_path))
+    before = names(stored(tmp_path))
     assert start(tmp_path, unfit()) == [Outcome(7, [7])] * 2
     assert names(tmp_path) == before
 
 
 def test_what_does_not_load_is_set_aside_with_its_reason_once_another_has_loaded(tmp_path: Path) -> None:
-    assert start(shelf(tmp_path), unfit(7, 5)) == [Outcome(3, [7, 5, 3])] * 2
+    assert start(stored(tmp_path), unfit(7, 5)) == [Outcome(3, [7, 5, 3])] * 2
     assert [c.step for c in candidates([tmp_path], FOLDERS)] == [3]
     for step in (5, 7):
         home = tmp_path / f"iter_{step:07d}.unfit"
@@ -99,7 +99,7 @@ def test_what_does_not_load_is_set_aside_with_its_reason_once_another_has_loaded
 
 
 def test_a_model_that_was_changed_leaves_everything_where_it_is(tmp_path: Path) -> None:
-    before = names(shelf(tmp_path))
+    before = names(stored(tmp_path))
     with pytest.raises(NothingLoads, match=r"3 of them verify; nothing was moved:\n.*iter_0000007: ranks 0-1: "):
         start(tmp_path, unfit(3, 5, 7))
     assert names(tmp_path) == before
@@ -110,7 +110,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 
 def test_an_error_on_some_ranks_only_says_nothing_about_a_checkpoint(tmp_path: Path) -> None:
-    before = names(shelf(tmp_path))
+    before = names(stored(tmp_path))
     seen: dict[int, type[BaseException]] = {}
 
     def load(rank: int, step: int) -> None:
@@ -135,7 +135,7 @@ class OutOfMemory(MemoryError):
 
 @pytest.mark.parametrize("error", [OutOfMemory("no"), OSError(5, "flaky"), ConfigError("a", 1, "b", "c")])
 def test_an_error_of_the_machine_is_raised_at_once(error: Exception, tmp_path: Path) -> None:
-    before, asked = names(shelf(tmp_path)), threading.Event()
+    before, asked = names(stored(tmp_path)), threading.Event()
 
     def gather(tag: str, payload: bytes) -> list[bytes]:
         asked.set()
@@ -151,7 +151,7 @@ def test_an_error_of_the_machine_is_raised_at_once(error: Exception, tmp_path: P
 
 @pytest.mark.parametrize("lost", [ControlError("rank 1 is gone"), DeadlineExceeded("all", 1.0, "Look.")])
 def test_where_the_others_do_not_answer_the_frameworks_own_error_is_raised(lost: Exception, tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
 
     def gather(tag: str, payload: bytes) -> list[bytes]:
         raise lost

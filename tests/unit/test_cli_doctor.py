@@ -26,7 +26,7 @@ def run(*words: str | Path) -> tuple[int, str]:
 
 def test_this_machine_has_no_errors(tmp_path: Path) -> None:
     code, output = run(tmp_path)
-    assert code == 0 and "traps looked for: 0 errors" in output and "backend embedded" in output
+    assert code == 0 and "checks made: 0 errors" in output and "backend embedded" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -34,7 +34,7 @@ def test_json_and_the_code_of_an_error(tmp_path: Path) -> None:
     code, output = run(tmp_path, "--dp-size", "9", "--replicas", "2", "--json")
     said = json.loads(output)
     assert (code, said["version"], said["errors"]) == (1, 1, 1)
-    assert said["findings"][0]["trap"] == "dp-replicas" and said["findings"][0]["fix"]
+    assert said["diagnoses"][0]["check"] == "dp-replicas" and said["diagnoses"][0]["fix"]
     assert said["frameworks"]["torch"].startswith("2.")
 
 
@@ -54,7 +54,7 @@ def test_tls_info_comes_from_a_file(tmp_path: Path) -> None:
     info = tmp_path / "tls"
     info.write_text("tlsCert: /absent/cert.pem; tlsPk: /absent/key.pem\n")
     code, output = run("--tls-info", info, "--json")
-    assert code == 1 and {one["trap"] for one in json.loads(output)["findings"]} >= {
+    assert code == 1 and {one["check"] for one in json.loads(output)["diagnoses"]} >= {
         "tls-items",
         "tls-key",
         "tls-files",
@@ -137,7 +137,7 @@ def test_a_file_or_a_dangling_link_is_no_directory(tmp_path: Path) -> None:
         storage = look.look(str(tmp_path / name), JobFacts()).storage
         assert storage is not None and "file is not a directory" in storage.error
     code, output = run(tmp_path / "link", "--json")
-    assert code == 1 and [one["trap"] for one in json.loads(output)["findings"]].count("dir-unwritable") == 1
+    assert code == 1 and [one["check"] for one in json.loads(output)["diagnoses"]].count("dir-unwritable") == 1
 
 
 def test_a_directory_that_nobody_may_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +188,4 @@ def test_a_file_server_that_is_away_is_not_waited_for(tmp_path: Path, monkeypatc
 def test_odd_bytes_in_the_directorys_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, output = run(tmp_path / os.fsdecode(b"file/\xff"), "--json")
-    assert code == 1 and "\\udcff" in json.loads(output)["findings"][0]["what"]
+    assert code == 1 and "\\udcff" in json.loads(output)["diagnoses"][0]["what"]

@@ -15,7 +15,7 @@ from lastgasp import _fs, cli
 from lastgasp.cli.job import replace
 from lastgasp.errors import ConfigError
 from lastgasp.jobs.acjob.check import read
-from support.acjob import bare, findings, ready
+from support.acjob import bare, diagnoses, ready
 
 
 def run(*words: str | Path) -> Result:
@@ -57,8 +57,8 @@ def test_check_as_json(job: Path, tmp_path: Path) -> None:
     said = json.loads(done.output)
     assert (done.exit_code, said["version"], said["errors"], said["warnings"]) == (1, 1, 1, 0)
     assert [one["file"] for one in said["files"]] == [str(job), str(other)]
-    assert said["files"][0]["findings"] == []
-    first = said["files"][1]["findings"][0]
+    assert said["files"][0]["diagnoses"] == []
+    first = said["files"][1]["diagnoses"][0]
     assert (first["rule"], first["severity"], first["line"], first["job"]) == ("strategy-unknown", "error", 12, "llama")
 
 
@@ -90,7 +90,7 @@ def test_patch_shows_a_difference_and_writes_only_when_told(job: Path) -> None:
     assert job.read_bytes() == before
     done = run("patch", job, "--strategy", "dump", "--write")
     assert done.exit_code == 0 and "written" in done.output
-    assert findings(job.read_text()) == [] and job.stat().st_mode & 0o777 == 0o640
+    assert diagnoses(job.read_text()) == [] and job.stat().st_mode & 0o777 == 0o640
     assert [path.name for path in job.parent.iterdir()] == ["job.yaml"]
     done = run("patch", job, "--strategy", "dump", "--write")
     assert done.exit_code == 0 and "nothing to change" in done.output

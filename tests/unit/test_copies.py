@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lastgasp.pytorch import compiled, rng
-from lastgasp.pytorch.small import SmallRecorder, decode_small
+from lastgasp.pytorch.aux_state import AuxRecorder, decode_aux
 from lastgasp.steps.writer import SWITCH
 
 
@@ -44,18 +44,18 @@ def module() -> Holder:
 
 
 @pytest.fixture
-def recorder(kind: str, module: Holder) -> Iterator[SmallRecorder]:
-    made = SmallRecorder(module=module)
+def recorder(kind: str, module: Holder) -> Iterator[AuxRecorder]:
+    made = AuxRecorder(module=module)
     assert made._rng_slots[0].fast is None if kind == "python" else made._rng_slots[0].fast is not None
     yield made
     made.close()
 
 
-def captured(recorder: SmallRecorder, step: int) -> dict[str, Tensor]:
+def captured(recorder: AuxRecorder, step: int) -> dict[str, Tensor]:
     recorder.capture(step, settled=True)
     data = recorder.read(step)
     assert data is not None
-    return decode_small(data).buffers
+    return decode_aux(data).buffers
 
 
 def in_place(module: Holder) -> None:
@@ -90,7 +90,7 @@ def another_type(module: Holder) -> None:
     "change", [in_place, another_tensor, other_memory, strides, a_graph, another_shape, another_type]
 )
 def test_a_buffer_is_captured_as_it_stands(
-    recorder: SmallRecorder, module: Holder, change: Callable[[Holder], None]
+    recorder: AuxRecorder, module: Holder, change: Callable[[Holder], None]
 ) -> None:
     captured(recorder, 1)
     for step in range(2, 12):  # each slot, more than once
@@ -107,7 +107,7 @@ def test_a_buffer_is_captured_as_it_stands(
 
 def test_a_view_that_is_conjugated_is_not_taken_byte_for_byte(kind: str) -> None:
     module = Holder(torch.tensor([1 + 2j, 3 - 4j]).conj())
-    recorder = SmallRecorder(module=module)
+    recorder = AuxRecorder(module=module)
     assert torch.equal(captured(recorder, 1)["kept"], module.kept.resolve_conj())
     recorder.close()
 
@@ -115,7 +115,7 @@ def test_a_view_that_is_conjugated_is_not_taken_byte_for_byte(kind: str) -> None
 @pytest.mark.parametrize("large", [False, True])
 def test_empty_and_large_buffers(kind: str, large: bool) -> None:
     module = Holder(torch.arange(40_000.0) if large else torch.empty(0, 3))
-    recorder = SmallRecorder(module=module)
+    recorder = AuxRecorder(module=module)
     for step in range(1, 7):
         module.other += 1
         if large and step == 4:
@@ -135,7 +135,7 @@ def test_a_part_that_c_cannot_capture_is_asked_for(kind: str, monkeypatch: pytes
 
 def test_nothing_keeps_the_tensors_once_the_recorder_is_gone(kind: str) -> None:
     module = Holder(torch.arange(4.0))
-    recorder = SmallRecorder(module=module)
+    recorder = AuxRecorder(module=module)
     captured(recorder, 1)
     kept = weakref.ref(module)
     recorder.close()

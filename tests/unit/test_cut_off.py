@@ -11,9 +11,9 @@ import pytest
 
 from lastgasp.events import Fault, Incident, Phases, decode_incident
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.alone import Known, recover_alone
-from lastgasp.gasp.generation import new_incident, write_incident
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.attempt import new_incident, write_incident
+from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO, FakeSource
 
@@ -32,11 +32,11 @@ def of_the_others(directory: Path, **changes: Any) -> None:
 
 def cut_off(directory: Path, source: FakeSource) -> m.Release:
     """The recovery of rank 1 of 2 on its own; its controller had started at second 1000."""
-    stand = Stand()
-    stand.step = 3
+    status = RankStatus()
+    status.step = 3
     place = Place(rank=1, world_size=2, replicas=data_parallel(2))
     hello = msgspec.structs.replace(HELLO, directory=str(directory))
-    return recover_alone(stand, source, place, hello, FAULT, Known(since_s=1000))
+    return recover_uncoordinated(status, source, place, hello, FAULT, Known(since_s=1000))
 
 
 def own_record(directory: Path) -> Incident:
@@ -72,7 +72,7 @@ def test_they_commit_while_it_saves(tmp_path: Path) -> None:
 
 
 class Contributing(FakeSource):
-    """A source whose small state can be added to another's checkpoint, and whose publishing keeps what stands."""
+    """A source whose auxiliary state can be added to another's checkpoint, and whose publishing keeps what stands."""
 
     def contribute(self, step: int, path: str) -> str:
         """As the port says."""

@@ -57,5 +57,5 @@ def test_the_launcher_stops_with_its_code_whatever_progress_was_made(progressed:
     restarts = Restarts(always=False)
     restarts.verdict_of_framework = SAID
     restarts.ended(0, used=True, progressed=progressed)
-    assert (restarts.hopeless, restarts.exit_code) == (True, 16)
+    assert (restarts.should_give_up, restarts.exit_code) == (True, 16)
     assert restarts.verdict.startswith("stopped with exit code 16: the loss is NaN. A restart would not change it")

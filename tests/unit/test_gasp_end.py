@@ -36,7 +36,7 @@ def two_links() -> Iterator[tuple[ControllerThread, list[Link]]]:
         first, second = (Link(end.address, end.token, hello(rank, 2)) for rank in range(2))
         with closing(first), closing(second):
             for link in (first, second):
-                link.send(m.Begin(step=3, durable=3, box=-1))
+                link.send(m.Begin(step=3, durable=3, buffer_fd=-1))
             yield controller, [first, second]
     finally:
         controller.stop()
@@ -44,15 +44,15 @@ def two_links() -> Iterator[tuple[ControllerThread, list[Link]]]:
 
 def faults(controller: ControllerThread) -> list[Fault]:
     """What the controller takes for a fault."""
-    generation = controller._controller.generation
-    assert generation is not None
-    return list(generation.machine.faults)
+    attempt = controller._controller.attempt
+    assert attempt is not None
+    return list(attempt.machine.faults)
 
 
 def member(controller: ControllerThread, rank: int) -> tuple[bool, str]:
     """Whether it has said goodbye, and how it went."""
-    generation = controller._controller.generation
-    found = generation.machine.members.get(rank) if generation is not None else None
+    attempt = controller._controller.attempt
+    found = attempt.machine.members.get(rank) if attempt is not None else None
     return (found.left, found.gone) if found is not None else (False, "")
 
 

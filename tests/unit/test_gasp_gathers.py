@@ -6,16 +6,16 @@ import pytest
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.generation import GATHER_TIMEOUT, Generation
+from lastgasp.gasp.attempt import GATHER_TIMEOUT, Attempt
 from support.switch_job import hello
 
 
-def generation() -> Generation:
+def attempt() -> Attempt:
     """Two ranks that have joined and begun."""
-    made = Generation.of(hello(0, 2))
+    made = Attempt.of(hello(0, 2))
     for rank in range(2):
         made.machine.joined(rank, 0.0)
-        made.machine.said(rank, m.Begin(step=0, durable=0, box=-1), 0.0)
+        made.machine.said(rank, m.Begin(step=0, durable=0, buffer_fd=-1), 0.0)
     return made
 
 
@@ -24,7 +24,7 @@ def reported(kind: FaultKind) -> m.Report:
     return m.Report(fault=Fault(rank=1, kind=kind, cause="disk full", step=4, seen_ns=1))
 
 
-def asked(of: Generation) -> list[str]:
+def asked(of: Attempt) -> list[str]:
     """Rank 0 comes to the gather; what it is told at the next look."""
     assert of.gather(0, m.GatherPart(tag="x", payload=b"")) is None
     since = of.gathers["x"].since
@@ -32,28 +32,28 @@ def asked(of: Generation) -> list[str]:
 
 
 def test_nobody_waits_for_a_rank_that_died_before() -> None:
-    job = generation()
+    job = attempt()
     job.machine.gone(1, "process died", "killed", 1, 0.0)
     assert asked(job) == ["rank 1 is gone: process died"]
     assert not job.gathers
 
 
 def test_a_rank_that_stands_aside_is_waited_for() -> None:
-    """It has said goodbye because somebody else leads the recoveries, and gathers still (`Session.stand_aside`)."""
-    job = generation()
+    """It said goodbye because the framework leads the recoveries, and still gathers (`defer_to_framework`)."""
+    job = attempt()
     job.machine.said(1, m.Goodbye(), 0.0)
     assert asked(job) == []
 
 
 @pytest.mark.parametrize(("kind", "told"), [("exception", ["rank 1 has stopped: disk full"]), ("sigterm", [])])
 def test_a_rank_that_raised_is_not_waited_for_one_told_to_stop_is(kind: FaultKind, told: list[str]) -> None:
-    job = generation()
+    job = attempt()
     job.machine.said(1, reported(kind), 0.0)
     assert asked(job) == told
 
 
 def test_a_rank_that_is_late_is_waited_for() -> None:
-    job = generation()
+    job = attempt()
     assert asked(job) == []
     since = job.gathers["x"].since
     assert [answer.missing for _, answer in job.failed_gathers(since + GATHER_TIMEOUT)] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lastgasp.errors import ControlError, ProtocolError
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.generation import Generation
+from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.groups import MOST, MOST_UNPACKED, pack, unpack
 from lastgasp.topology import ReplicaGroups, data_parallel
 from support.switch_job import hello
@@ -79,7 +79,7 @@ def test_anything_else_is_no_groups(nonsense: bytes) -> None:
 
 
 def test_ranks_that_disagree_are_told_what_each_of_them_says() -> None:
-    job = Generation.of(hello(0, 4))
+    job = Attempt.of(hello(0, 4))
     other = msgspec.structs.replace(hello(1, 4), replicas=pack(((0, 2), (1, 3))))
     assert job.disagreement(other).startswith("replicas=((0, 2), (1, 3)) on rank 1, but ((0, 1, 2, 3),) on rank 0: ")
     same = msgspec.structs.replace(hello(1, 4), replicas=zlib.compress(zlib.decompress(pack(data_parallel(4))), 0))
@@ -87,7 +87,7 @@ def test_ranks_that_disagree_are_told_what_each_of_them_says() -> None:
 
 
 def test_many_ranks_that_disagree_are_told_so_in_one_line() -> None:
-    job = Generation.of(hello(0, MANY))
+    job = Attempt.of(hello(0, MANY))
     other = msgspec.structs.replace(hello(1, MANY), replicas=pack(tuple((rank,) for rank in range(MANY))))
     why = job.disagreement(other)
     assert "100000 groups (" in why and "1 groups (" in why

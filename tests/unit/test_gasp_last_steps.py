@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from lastgasp.blackbox import BlackBox
 from lastgasp.config import GaspConfig
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import ControlError, NothingLoads
 from lastgasp.events import Fault, Incident, decode_incident
+from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Note
+from lastgasp.gasp.actions import RecordPhase
 from lastgasp.gasp.incidents import Incidents
-from lastgasp.gasp.keeper import BoxKeeper, states
+from lastgasp.gasp.keeper import BufferKeeper, states
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.records import RecordWriter
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.origin import cause_of
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel, host_identity
 from support.fake_controller import TOKEN, FakeController, FakeSource
@@ -46,9 +46,9 @@ class Ranks:
         """End it all."""
         self._stack.close()
 
-    def begin(self, rank: int, step: int, box: int = -1) -> None:
+    def begin(self, rank: int, step: int, buffer_fd: int = -1) -> None:
         """Its training begins."""
-        self.links[rank].send(m.Begin(step=step, durable=step, box=box))
+        self.links[rank].send(m.Begin(step=step, durable=step, buffer_fd=buffer_fd))
 
     def heard(self, rank: int, step: int) -> None:
         """A heartbeat, and that it has arrived."""
@@ -57,14 +57,14 @@ class Ranks:
 
     def member_step(self, rank: int) -> int:
         """As the controller knows."""
-        generation = self.controller._controller.generation
-        member = generation.machine.members.get(rank) if generation is not None else None
+        attempt = self.controller._controller.attempt
+        member = attempt.machine.members.get(rank) if attempt is not None else None
         return -2 if member is None else member.step
 
     def gone(self, rank: int) -> bool:
         """As the controller knows."""
-        generation = self.controller._controller.generation
-        return generation is not None and bool(generation.machine.members[rank].gone)
+        attempt = self.controller._controller.attempt
+        return attempt is not None and bool(attempt.machine.members[rank].gone)
 
     def die(self, rank: int, how: str = "") -> None:
         """Its process ended; `how` as its launcher says, empty where nobody knows."""
@@ -77,7 +77,7 @@ class Ranks:
         """The record, once these have answered that they have nothing to save."""
         self.fault()
         for rank in others:
-            self.links[rank].send(m.Prepared(recovery=1, step=0, durable=0, usable=True, why="", small=b"", target=-1))
+            self.links[rank].send(m.Prepared(recovery=1, step=0, durable=0, usable=True, why="", aux=b"", target=-1))
         path = self.directory / "incidents"
         until(lambda: path.is_dir() and any(path.glob("*.json")), "the record")
         [found] = path.glob("*.json")
@@ -85,10 +85,10 @@ class Ranks:
 
     def fault(self) -> Fault:
         """The first one."""
-        generation = self.controller._controller.generation
-        assert generation is not None
-        until(lambda: bool(generation.machine.faults), "the fault to be seen")
-        return generation.machine.faults[0]
+        attempt = self.controller._controller.attempt
+        assert attempt is not None
+        until(lambda: bool(attempt.machine.faults), "the fault to be seen")
+        return attempt.machine.faults[0]
 
 
 @contextmanager
@@ -98,41 +98,41 @@ def two_ranks(directory: Path, identity: str = "") -> Iterator[Ranks]:
 
 
 @contextmanager
-def box_at(*steps: int) -> Iterator[BlackBox]:
-    """A black box with the records of these steps; behind them the next step's update has begun."""
-    with closing(BlackBox(64)) as box:
+def buffer_at(*steps: int) -> Iterator[CrashSafeBuffer]:
+    """A buffer with the records of these steps; behind them the next step's update has begun."""
+    with closing(CrashSafeBuffer(64)) as buffer:
         for step, settled in [*((step, True) for step in steps), (steps[-1] + 1, False)]:
-            box.begin(step, settled)[:4] = b"mine"
-            box.end(4)
-        yield box
+            buffer.begin(step, settled)[:4] = b"mine"
+            buffer.end(4)
+        yield buffer
 
 
 # -- which step ------------------------------------------------------------------------------------
 
 
-def test_a_dead_ranks_step_is_that_of_its_black_box(tmp_path: Path) -> None:
+def test_a_dead_ranks_step_is_that_of_its_buffer(tmp_path: Path) -> None:
     """Its last heartbeat is half a second old, which is many steps."""
-    with box_at(12, 13) as box, two_ranks(tmp_path) as ranks:
-        ranks.begin(1, 3, box.fd)
+    with buffer_at(12, 13) as buffer, two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3, buffer.fd)
         ranks.heard(1, 11)
         ranks.die(1)
         assert ranks.fault().step == 13
 
 
 def test_on_another_host_its_launcher_tells_it(tmp_path: Path) -> None:
-    with box_at(12, 13) as box, two_ranks(tmp_path, "another boot:1") as ranks:
+    with buffer_at(12, 13) as buffer, two_ranks(tmp_path, "another boot:1") as ranks:
         end, keepers = ranks.controller.endpoint, ranks.controller._controller._keepers
-        with closing(BoxKeeper(end.address, end.token)) as keeper:
-            ranks.begin(1, 3, box.fd)
+        with closing(BufferKeeper(end.address, end.token)) as keeper:
+            ranks.begin(1, 3, buffer.fd)
             ranks.heard(1, 11)
-            until(lambda: bool(keepers._writers and keeper._boxes), "the launcher to keep the box")
+            until(lambda: bool(keepers._writers and keeper._buffers), "the launcher to keep the buffer")
             ranks.die(1)
             until(lambda: ranks.fault().step == 13, "the launcher's word")
 
 
 def test_a_box_tells_its_newest_step_first() -> None:
-    with box_at(12, 13) as box:
-        assert list(states(box.fd)) == [13, 12, 14]
+    with buffer_at(12, 13) as buffer:
+        assert list(states(buffer.fd)) == [13, 12, 14]
 
 
 def test_without_a_box_the_last_heartbeat_counts(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_without_a_box_the_last_heartbeat_counts(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_said_itself_is_not_corrected(tmp_path: Path) -> None:
-    with box_at(12, 13) as box, two_ranks(tmp_path) as ranks:
-        ranks.begin(1, 3, box.fd)
+    with buffer_at(12, 13) as buffer, two_ranks(tmp_path) as ranks:
+        ranks.begin(1, 3, buffer.fd)
         said = Fault(kind="exception", rank=1, cause="ValueError: boom", step=12, seen_ns=1)
         ranks.links[1].send(m.Report(fault=said))
         assert ranks.fault() == said
@@ -210,10 +210,10 @@ def test_a_mere_resume_is_no_fault_survived(tmp_path: Path) -> None:
     with closing(RecordWriter()) as writer:
         incidents = Incidents(writer)
         incidents.begin(hello(0, 1, attempt=0, directory=str(tmp_path)))
-        incidents.phase(Note(phase="detected"))
-        incidents.phase(Note(phase="released"))
+        incidents.phase(RecordPhase(phase="detected"))
+        incidents.phase(RecordPhase(phase="released"))
         second = incidents.begin(hello(0, 1, attempt=1, directory=str(tmp_path)))
-        for message in (m.Begin(step=7, durable=7, box=-1), m.Status(step=7, durable=7, tick=1, phase="data")):
+        for message in (m.Begin(step=7, durable=7, buffer_fd=-1), m.Status(step=7, durable=7, tick=1, phase="data")):
             second.heard_step(0, message)
             incidents.reached(7)
         assert incidents.tally.survived == 0
@@ -276,7 +276,7 @@ def test_who_could_not_start_because_of_a_peer_is_no_cause(tmp_path: Path) -> No
 
 def test_once_training_has_begun_nothing_is_told(tmp_path: Path) -> None:
     with starting(tmp_path) as (controller, session):
-        session.begin(3, 3)
+        session.training_started(3, 3)
         session.failed_to_start(RuntimeError("later"), "exception")
         session.note("behind it")
         said = [controller.next()]

@@ -18,10 +18,10 @@ from lastgasp.cli.run import with_defaults
 from lastgasp.errors import ConfigError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
-from lastgasp.gasp.generation import Generation
-from lastgasp.launch import rounds as rounds_module
+from lastgasp.gasp.attempt import Attempt
+from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch.agent import GaspAgent
-from lastgasp.launch.rounds import Round, Rounds
+from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 from lastgasp.session import Contact
 from support.fake_controller import HELLO
 from support.worker_group import Group, Store, begun
@@ -95,18 +95,18 @@ def test_help_lists_the_exit_codes_without_importing_torch() -> None:
 # -- where the controller listens ------------------------------------------------------------------
 
 
-def begin(rounds: Rounds, group: Group, others: Sequence[Rounds] = ()) -> dict[str, str]:
+def begin(attempts: LaunchAttempts, group: Group, others: Sequence[LaunchAttempts] = ()) -> dict[str, str]:
     """The workers' environment of the next round, of this agent or, where there are others, of all of them."""
-    return begun(group, rounds, *others)[0].environment
+    return begun(group, attempts, *others)[0].environment
 
 
 def test_rounds_keep_their_controller_and_count() -> None:
-    rounds = Rounds()
+    attempts = LaunchAttempts()
     try:
-        first, second = begin(rounds, Group()), begin(rounds, Group())
+        first, second = begin(attempts, Group()), begin(attempts, Group())
     finally:
-        assert rounds.close() == ""
-        assert rounds.close() == ""
+        assert attempts.close() == ""
+        assert attempts.close() == ""
     assert first["LASTGASP_CONTROLLER"] == second["LASTGASP_CONTROLLER"]
     assert (first["LASTGASP_ATTEMPT"], second["LASTGASP_ATTEMPT"]) == ("0", "1")
     assert first["LASTGASP_LAUNCHER"] == "torchrun"
@@ -116,13 +116,13 @@ def test_rounds_keep_their_controller_and_count() -> None:
 @pytest.fixture
 def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's connections are of this machine alone."""
-    monkeypatch.setattr(rounds_module, "own_address", lambda port: "127.0.0.1")
+    monkeypatch.setattr(attempts_module, "own_address", lambda port: "127.0.0.1")
     monkeypatch.setattr(Store, "port", 1, raising=False)
 
 
 @pytest.mark.usefixtures("own_network")
 def test_other_nodes_learn_of_it_through_the_store() -> None:
-    first, second = Rounds(), Rounds()
+    first, second = LaunchAttempts(), LaunchAttempts()
     try:
         ours, theirs = begun(Group(group_world_size=2), first, second)
     finally:
@@ -138,12 +138,12 @@ def test_other_nodes_learn_of_it_through_the_store() -> None:
 @pytest.mark.parametrize("late", [0, 1])
 def test_an_agent_that_replaces_another_takes_the_others_count(late: int) -> None:
     """Also where it becomes the first: an attempt that had a number before would be refused, or read old addresses."""
-    agents, group = [Rounds(), Rounds()], Group(group_world_size=2)
+    agents, group = [LaunchAttempts(), LaunchAttempts()], Group(group_world_size=2)
     replaced = agents[late]
     try:
         for _ in range(3):
             begun(replace(group, store=Store()), *agents)
-        agents[late] = Rounds()
+        agents[late] = LaunchAttempts()
         numbers = [current.number for current in begun(replace(group, store=Store()), *agents)]
     finally:
         for agent in (*agents, replaced):
@@ -153,10 +153,10 @@ def test_an_agent_that_replaces_another_takes_the_others_count(late: int) -> Non
 
 def test_several_nodes_without_an_address_are_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:
     """A job without lastgasp hears nothing; its ranks refuse with the reason, if they use it."""
-    rounds = Rounds()
+    attempts = LaunchAttempts()
     with caplog.at_level(logging.DEBUG):
-        found = begin(rounds, Group(group_world_size=1 + 1), [Rounds()])
-    assert rounds.close() == ""
+        found = begin(attempts, Group(group_world_size=1 + 1), [LaunchAttempts()])
+    assert attempts.close() == ""
     assert caplog.text == ""
     assert "spans 2 nodes" in found["LASTGASP_NO_CONTROLLER"] and "set LASTGASP_BIND" in found["LASTGASP_NO_CONTROLLER"]
     assert not found["LASTGASP_CONTROLLER"] and "LASTGASP_TOKEN" not in found
@@ -164,7 +164,7 @@ def test_several_nodes_without_an_address_are_none_of_our_business(caplog: pytes
 
 def test_a_first_node_without_lastgasp_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     """torch's own exchange comes behind ours: what is not in the store then will not come."""
-    second, group = Rounds(), Group(group_world_size=2, group_rank=1, store=Store())
+    second, group = LaunchAttempts(), Group(group_world_size=2, group_rank=1, store=Store())
     second.offer(group.store, 1, 2, "job", fresh_store=True)
     with caplog.at_level(logging.DEBUG):
         found = second.begin(group, "job", fresh_store=True)  # type: ignore[arg-type]
@@ -177,9 +177,9 @@ def test_an_address_that_is_not_ours_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LASTGASP_BIND", "192.0.2.1")
     monkeypatch.setenv("LASTGASP_LAUNCHER", "run")
     with pytest.raises(ConfigError, match=r"LASTGASP_BIND='192\.0\.2\.1' is not allowed: expected an address of this"):
-        begin(Rounds(), Group(group_world_size=2), [Rounds()])
+        begin(LaunchAttempts(), Group(group_world_size=2), [LaunchAttempts()])
     monkeypatch.delenv("LASTGASP_LAUNCHER")
-    found = begin(Rounds(), Group(group_world_size=2), [Rounds()])
+    found = begin(LaunchAttempts(), Group(group_world_size=2), [LaunchAttempts()])
     assert "192.0.2.1" in found["LASTGASP_NO_CONTROLLER"], "a job under torchrun may have no rank that asks for it"
 
 
@@ -211,8 +211,8 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     """Whenever torch's own poll finds the dead worker, it closes; that is where the hold stands."""
     log: list[str] = []
     agent = GaspAgent.__new__(GaspAgent)
-    agent._rounds, agent._round = Rounds(), Round(number=0)
-    monkeypatch.setattr(Round, "in_use", lambda self: used)
+    agent._attempts, agent._attempt = LaunchAttempts(), LaunchAttempt(number=0)
+    monkeypatch.setattr(LaunchAttempt, "in_use", lambda self: used)
     monkeypatch.setattr(agent, "_pcontext", Context(log), raising=False)
     monkeypatch.setattr(agent, "_allow_restarts", lambda group: log.append("restarts"))
     monkeypatch.setattr(agent, "_hold", lambda group: log.append("hold"))
@@ -236,17 +236,17 @@ def status(step: int) -> m.Status:
 
 def test_an_attempt_that_resumes_and_fails_made_no_progress() -> None:
     """Heartbeats from before the Begin are at step 0, whatever the job resumes from."""
-    generation = Generation.of(msgspec.structs.replace(HELLO))
-    generation.heard_step(0, status(0))
-    generation.heard_step(0, m.Begin(step=3, durable=3, box=-1))
-    generation.heard_step(0, status(3))
-    generation.heard_step(1, status(0))
-    assert not generation.progressed
-    generation.heard_step(0, status(4))
-    assert generation.progressed
+    attempt = Attempt.of(msgspec.structs.replace(HELLO))
+    attempt.heard_step(0, status(0))
+    attempt.heard_step(0, m.Begin(step=3, durable=3, buffer_fd=-1))
+    attempt.heard_step(0, status(3))
+    attempt.heard_step(1, status(0))
+    assert not attempt.progressed
+    attempt.heard_step(0, status(4))
+    assert attempt.progressed
 
 
 def test_an_attempt_without_a_begin_made_none() -> None:
-    generation = Generation.of(HELLO)
-    generation.heard_step(0, status(7))
-    assert not generation.progressed
+    attempt = Attempt.of(HELLO)
+    attempt.heard_step(0, status(7))
+    assert not attempt.progressed

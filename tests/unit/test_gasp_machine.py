@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, Note
+from lastgasp.gasp.actions import Action, Kill, RecordPhase
 from lastgasp.gasp.machine import GO_ON_TRIES, MARGIN, Machine
 from lastgasp.gasp.progress import Progress
 from lastgasp.gasp.views import SAVE_TRIES
@@ -90,7 +90,7 @@ class Referee:
 
     def check(self, action: Action) -> None:
         """One action."""
-        if isinstance(action, Note):
+        if isinstance(action, RecordPhase):
             self.notes.append(action.phase)
         elif isinstance(action, Kill):
             member = self.machine.members[action.rank]
@@ -203,7 +203,7 @@ def message(referee: Referee, name: str, args: list[Any]) -> m.FromRank:
     recovery, plan = referee.plan
     rank = args[0]
     if name == "begin":
-        return m.Begin(step=args[1], durable=args[2], box=-1)
+        return m.Begin(step=args[1], durable=args[2], buffer_fd=-1)
     if name == "status":
         referee.tick_count += 1
         return m.Status(step=args[1], durable=args[2], tick=referee.tick_count, phase="backward")

@@ -36,14 +36,14 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.Welcome(mac=MAC, started_s=1_700_000_000),
     m.Refused(reason="wrong token"),
-    m.Begin(step=3, durable=2, box=-1),
+    m.Begin(step=3, durable=2, buffer_fd=-1),
     m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),
     m.Entered(recovery=1, step=5),
-    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", small=b"rng", target=4),
-    m.Save(recovery=1, plan=2, step=4, small={0: b"a", 3: b"b"}, reason="rank 1: process 7 died"),
+    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", aux=b"rng", target=4),
+    m.Save(recovery=1, plan=2, step=4, aux={0: b"a", 3: b"b"}, reason="rank 1: process 7 died"),
     m.Saved(recovery=1, plan=2, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part"),
     m.SaveFailed(recovery=1, plan=2, why="OSError: disk full"),
     m.Commit(recovery=1, plan=2, parts={0: b"part"}),
@@ -61,7 +61,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Consult(
         step=4, saved=m.Saved(recovery=0, plan=4, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part")
     ),
-    m.Consulted(step=4, small={0: b"a"}, parts={1: b"part"}),
+    m.Consulted(step=4, aux={0: b"a"}, parts={1: b"part"}),
     m.Ended(ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
     m.Noted(text="random augmentation in workers is not repeated"),
     m.Operator(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC),
@@ -75,7 +75,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.AskSwitch(ranks=(0, 3), on=1, off=16, wait=5.0),
     m.Keeper(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, host="boot:1"),
-    m.Keep(rank=3, pid=77, box=9),
+    m.Keep(rank=3, pid=77, buffer_fd=9),
     m.AskKept(rank=3),
     m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next")),
     m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
@@ -136,7 +136,7 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
     results = st.builds(SwitchResult, rank=BOUNDS, mask=st.none() | BOUNDS)
     more: dict[str, Any] = {
         "replicas": st.binary() if kind is m.Hello else st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),
-        "small": st.dictionaries(BOUNDS, st.binary()) if kind in (m.Save, m.Consulted) else st.binary(),
+        "aux": st.dictionaries(BOUNDS, st.binary()) if kind in (m.Save, m.Consulted) else st.binary(),
         "parts": st.dictionaries(BOUNDS, st.binary())
         if kind in (m.Commit, m.Consulted)
         else st.lists(st.binary()).map(tuple),

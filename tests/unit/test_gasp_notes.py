@@ -11,7 +11,7 @@ import pytest
 
 from lastgasp.config import GaspConfig
 from lastgasp.events import Incident, decode_incident
-from lastgasp.gasp.actions import Note
+from lastgasp.gasp.actions import RecordPhase
 from lastgasp.gasp.incidents import Incidents
 from lastgasp.gasp.notes import LONGEST, MORE, MOST, add_note
 from lastgasp.gasp.records import RecordWriter
@@ -34,8 +34,8 @@ class Book:
 
     def recover(self) -> None:
         """A recovery of it, from its beginning to its end."""
-        self.incidents.phase(Note(phase="detected"))
-        self.incidents.phase(Note(phase="released"))
+        self.incidents.phase(RecordPhase(phase="detected"))
+        self.incidents.phase(RecordPhase(phase="released"))
 
     def read(self) -> list[Incident]:
         """What is on disk, oldest first."""
@@ -52,9 +52,9 @@ def test_each_note_goes_to_the_incident_that_it_belongs_to(tmp_path: Path) -> No
     with closing(Book(tmp_path)) as book:
         book.attempt(0)
         book.incidents.note("before any fault")
-        book.incidents.phase(Note(phase="detected"))
+        book.incidents.phase(RecordPhase(phase="detected"))
         book.incidents.note("while it is saved")
-        book.incidents.phase(Note(phase="released"))
+        book.incidents.phase(RecordPhase(phase="released"))
         book.incidents.note("behind it")
         book.attempt(1)
         book.incidents.note("from the restarted job")
@@ -105,7 +105,7 @@ def test_without_a_controller_they_stand_in_the_log_and_in_the_ranks_own_inciden
     place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=0, job="job")
     session = Session(GaspConfig.resolve(tmp_path), place, FakeSource(), None)
     try:
-        session.begin(3, 2)
+        session.training_started(3, 2)
         caplog.set_level(logging.WARNING, "lastgasp")
         session.note("not restored")
         session.note("not restored")

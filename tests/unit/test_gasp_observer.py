@@ -8,7 +8,7 @@ import pytest
 
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, Note, Send
+from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send
 from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.observer import IN_MINDX, PATIENCE, Observer
 from lastgasp.gasp.progress import Progress
@@ -24,7 +24,7 @@ def job(world: int = 3, leader: str = "MindIO") -> Observer:
     observer = Observer.following(machine, leader)
     for rank in range(world):
         assert observer.joined(rank, 0.0) == []
-        observer.said(rank, m.Begin(step=0, durable=0, box=-1), 0.0)
+        observer.said(rank, m.Begin(step=0, durable=0, buffer_fd=-1), 0.0)
         observer.said(rank, m.Status(step=4, durable=0, tick=1, phase="data"), 0.0)
     return observer
 
@@ -36,7 +36,7 @@ def sent(actions: list[Action], kind: type[M]) -> dict[int, M]:
 
 def test_a_death_orders_nothing() -> None:
     observer = job()
-    assert observer.gone(1, "killed", "killed", 7, 1.0) == [Note(phase="detected")]
+    assert observer.gone(1, "killed", "killed", 7, 1.0) == [RecordPhase(phase="detected")]
     assert observer.state == "preparing"
     assert observer.tick(1.0 + PATIENCE - 0.1, 8, frozenset()) == []
 
@@ -44,7 +44,7 @@ def test_a_death_orders_nothing() -> None:
 def test_what_savers_pass_on_reaches_who_publishes_and_all_are_released() -> None:
     observer = job()
     observer.gone(1, "killed", "killed", 7, 1.0)
-    assert Note(phase="agreed") in observer.said(0, m.Consult(step=4), 2.0)
+    assert RecordPhase(phase="agreed") in observer.said(0, m.Consult(step=4), 2.0)
     observer.said(0, m.Consult(step=4, saved=SAVED), 3.0)
     assert sent(observer.said(2, m.Consult(step=4), 3.0), m.Consulted)[2].parts == {0: b"p"}
     actions = observer.said(2, m.Ended(ending="saved", step=4, path="/c/4", reason=""), 4.0)
@@ -98,7 +98,7 @@ def test_all_gone_without_a_word_is_on_record() -> None:
     observer = job(world=2)
     observer.gone(1, "killed", "killed", 7, 1.0)
     actions = observer.gone(0, "exit code 2", "killed", 8, 2.0)
-    assert Note(phase="released") in actions
+    assert RecordPhase(phase="released") in actions
     assert (observer.outcome.ending, observer.state) == ("gave_up", "over")
     assert "MindIO ended all ranks" in observer.outcome.reason
 

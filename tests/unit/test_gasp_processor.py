@@ -30,18 +30,18 @@ from lastgasp.gasp import hostloss
 from lastgasp.gasp import link as link_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
-from lastgasp.gasp.alone import recover_alone
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.gasp.stand import Released, Stand
+from lastgasp.gasp.uncoordinated import recover_uncoordinated
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO, TOKEN, FakeController, FakeSource
 
 FAULT = Fault(kind="exception", rank=1, cause="ValueError: boom", step=3, seen_ns=1)
 PREPARE = m.Prepare(recovery=1, faults=(FAULT,))
-SAVE = m.Save(recovery=1, plan=1, step=3, small={}, reason="because")
+SAVE = m.Save(recovery=1, plan=1, step=3, aux={}, reason="because")
 RELEASE = m.Release(recovery=1, ending="saved", step=3, path="p", reason="")
 
 
@@ -51,17 +51,19 @@ class Rank:
 
     controller: FakeController
     link: Link
-    stand: Stand = field(default_factory=Stand)
+    status: RankStatus = field(default_factory=RankStatus)
     source: FakeSource = field(default_factory=FakeSource)
-    alone: list[Fault] = field(default_factory=list)
+    uncoordinated: list[Fault] = field(default_factory=list)
     over: list[m.Release] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stand.step = 3
-        self.processor = Processor(self.stand, self.source, self.link, self._alone, (1.0, 5.0), self.over.append)
+        self.status.step = 3
+        self.processor = Processor(
+            self.status, self.source, self.link, self._uncoordinated, (1.0, 5.0), self.over.append
+        )
 
-    def _alone(self, fault: Fault) -> m.Release:
-        self.alone.append(fault)
+    def _uncoordinated(self, fault: Fault) -> m.Release:
+        self.uncoordinated.append(fault)
         return RELEASE
 
 
@@ -116,7 +118,7 @@ def test_refused(
 def test_what_comes_with_the_greeting_is_heard_at_once() -> None:
     """A rank that joins in the middle of a recovery, or behind it, is told so together with its welcome."""
     with connected(behind=m.frame(RELEASE)) as rank:
-        until(lambda: rank.stand.outcome is not None, 3.0)
+        until(lambda: rank.status.outcome is not None, 3.0)
         assert rank.over == [RELEASE]
 
 
@@ -177,7 +179,7 @@ def test_a_whole_recovery() -> None:
         assert rank.controller.hear(m.Begin).step == 3
         rank.controller.say(PREPARE)
         assert rank.controller.hear(m.Prepared) == m.Prepared(
-            recovery=1, step=3, durable=0, usable=True, small=b"small 3", target=-1
+            recovery=1, step=3, durable=0, usable=True, aux=b"small 3", target=-1
         )
         rank.controller.say(SAVE)
         assert rank.controller.hear(m.Saved).part == b"part"
@@ -186,27 +188,27 @@ def test_a_whole_recovery() -> None:
         rank.controller.say(RELEASE)
         until(lambda: rank.over == [RELEASE])
     assert rank.source.done == ["save 3", "publish [1]"]
-    assert rank.alone == []
+    assert rank.uncoordinated == []
 
 
 def test_on_the_controllers_host_the_small_state_does_not_travel() -> None:
     with connected(host=HELLO.host) as rank:
         rank.controller.say(PREPARE)
-        assert rank.controller.hear(m.Prepared).small == b""
+        assert rank.controller.hear(m.Prepared).aux == b""
 
 
 def test_a_rank_inside_its_update_answers_when_it_is_out_of_it() -> None:
     with connected() as rank:
-        rank.stand.updating()
+        rank.status.before_update()
         rank.controller.say(PREPARE)
-        until(lambda: rank.stand.held)
-        rank.stand.step_end(4)
+        until(lambda: rank.status.held)
+        rank.status.step_completed(4)
         assert rank.controller.hear(m.Prepared).step == 4
 
 
 def test_a_rank_that_stays_inside_says_so() -> None:
     with connected() as rank:
-        rank.stand.updating()
+        rank.status.before_update()
         rank.controller.say(PREPARE)
         answer = rank.controller.hear(m.Prepared)
         assert (answer.usable, answer.why) == (False, "still inside its update after 1 s")
@@ -217,10 +219,10 @@ def test_a_small_state_that_cannot_be_had_does_not_cost_the_step() -> None:
         rank.source.error = RuntimeError("no device")
         rank.controller.say(PREPARE)
         answer = rank.controller.hear(m.Prepared)
-        assert (answer.usable, answer.small) == (True, b"")
+        assert (answer.usable, answer.aux) == (True, b"")
         rank.source.error = None
         rank.controller.say(PREPARE)  # the thread lives
-        assert rank.controller.hear(m.Prepared).small == b"small 3"
+        assert rank.controller.hear(m.Prepared).aux == b"small 3"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), SystemExit(3), OSError(2, "none", "a\udcff")])
@@ -240,9 +242,9 @@ def test_a_state_that_went_on_while_it_was_saved_is_told_anew() -> None:
         assert rank.controller.hear(m.Prepared).step == 3
 
         def look() -> None:
-            rank.stand.step = 4
+            rank.status.step = 4
 
-        rank.stand.look = look
+        rank.status.look = look
         rank.source.error = Moved("step 4 began")
         rank.controller.say(SAVE)
         answer = rank.controller.hear(m.Prepared)
@@ -255,7 +257,7 @@ def test_the_stand_knows_whether_all_training_threads_go_on(kinds: tuple[FaultKi
         faults = tuple(msgspec.structs.replace(FAULT, kind=kind) for kind in kinds)
         rank.controller.say(m.Prepare(recovery=1, faults=faults))
         rank.controller.hear(m.Prepared)
-        assert rank.stand.all_run is expected
+        assert rank.status.all_run is expected
 
 
 TOLD = m.Prepare(recovery=1, faults=(msgspec.structs.replace(FAULT, kind="sigterm"),), target=3)
@@ -264,59 +266,59 @@ TOLD = m.Prepare(recovery=1, faults=(msgspec.structs.replace(FAULT, kind="sigter
 def test_where_no_rank_has_stopped_a_step_that_was_begun_is_told_before_it_is_over() -> None:
     """It may be in a collective of that step, and the others held before it."""
     with connected() as rank:
-        rank.stand.updating()
+        rank.status.before_update()
         rank.controller.say(TOLD)
         assert rank.controller.hear(m.Entered) == m.Entered(recovery=1, step=4)
         rank.controller.say(msgspec.structs.replace(TOLD, target=4))
-        until(lambda: rank.stand.since > 0)
-        rank.stand.step_end(4)
+        until(lambda: rank.status.since > 0)
+        rank.status.step_completed(4)
         assert rank.controller.hear(m.Prepared).step == 4
 
 
 def test_a_rank_that_was_told_to_stop_itself_goes_on_to_a_step_that_others_have_begun() -> None:
-    with connected() as rank, training(rank.stand) as thread:
+    with connected() as rank, training(rank.status) as thread:
         rank.processor.report(msgspec.structs.replace(FAULT, kind="sigterm"))
         rank.controller.hear(m.Report)
         rank.controller.say(TOLD)
         assert rank.controller.hear(m.Prepared).step == 3
         thread.start()
-        until(lambda: rank.stand.parked)
+        until(lambda: rank.status.at_gate)
         rank.controller.say(msgspec.structs.replace(TOLD, target=4))
         assert rank.controller.hear(m.Prepared).step == 4
-        until(lambda: rank.stand.parked)
-        assert rank.stand.step == 4
+        until(lambda: rank.status.at_gate)
+        assert rank.status.step == 4
 
 
 @contextmanager
-def training(stand: Stand) -> Iterator[threading.Thread]:
+def training(status: RankStatus) -> Iterator[threading.Thread]:
     """A thread that makes steps until it is told to leave."""
 
     def train() -> None:
         with suppress(Released):
             while True:
-                stand.updating()
-                stand.step_end(stand.begun)
+                status.before_update()
+                status.step_completed(status.begun)
 
     thread = threading.Thread(target=train)
     try:
         yield thread
     finally:
-        stand.release(RELEASE)
+        status.release(RELEASE)
         thread.join(20.0)
 
 
 @pytest.mark.parametrize("raised", [True, False])
 def test_a_rank_that_does_not_reach_a_step_in_time_cannot_make_it_later(raised: bool) -> None:
     """It has told which step it holds, and that is saved."""
-    with connected() as rank, training(rank.stand) as thread:
+    with connected() as rank, training(rank.status) as thread:
         if raised:
             rank.processor.report(FAULT)
             rank.controller.hear(m.Report)
         rank.controller.say(msgspec.structs.replace(PREPARE, target=4))
         assert rank.controller.hear(m.Prepared).step == 3
         thread.start()
-        until(lambda: rank.stand.parked)
-        assert rank.stand.step == 3
+        until(lambda: rank.status.at_gate)
+        assert rank.status.step == 3
 
 
 def test_a_save_that_was_called_off_removes_what_it_wrote() -> None:
@@ -360,7 +362,7 @@ def test_a_controller_that_has_stopped_answering_is_given_up(monkeypatch: pytest
         rank.controller.hear(m.Report)
         until(lambda: rank.over == [RELEASE])
         assert not rank.processor.led
-    assert rank.alone == [FAULT]
+    assert rank.uncoordinated == [FAULT]
 
 
 def test_a_controller_that_answers_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +378,7 @@ def test_a_controller_that_answers_in_time_is_kept(monkeypatch: pytest.MonkeyPat
         assert rank.processor.led
         rank.source.gate.set()
         rank.controller.hear(m.Saved)
-    assert rank.alone == []
+    assert rank.uncoordinated == []
 
 
 @pytest.mark.parametrize("first", ["lost", "reported"])
@@ -385,7 +387,7 @@ def test_one_recovery_alone_however_it_is_noticed(first: str) -> None:
         if first == "lost":
             rank.controller.hang_up()
             until(lambda: not rank.processor.led)
-            assert rank.alone == []  # no fault so far: training goes on
+            assert rank.uncoordinated == []  # no fault so far: training goes on
             rank.processor.report(FAULT)
         else:
             rank.processor.report(FAULT)
@@ -393,7 +395,7 @@ def test_one_recovery_alone_however_it_is_noticed(first: str) -> None:
             rank.controller.hang_up()
         until(lambda: len(rank.over) == 1)
         rank.processor.report(FAULT)
-    assert rank.alone == [FAULT]
+    assert rank.uncoordinated == [FAULT]
     assert rank.over == [RELEASE]
 
 
@@ -408,7 +410,7 @@ def test_a_report_that_fails_to_go_out_begins_one_recovery(monkeypatch: pytest.M
         rank.processor.report(FAULT)
         until(lambda: bool(rank.over))
         rank.processor.close(goodbye=False)
-    assert rank.alone == [FAULT]
+    assert rank.uncoordinated == [FAULT]
 
 
 def test_a_controller_lost_in_the_middle_of_a_recovery() -> None:
@@ -417,14 +419,14 @@ def test_a_controller_lost_in_the_middle_of_a_recovery() -> None:
         rank.controller.hear(m.Prepared)
         rank.controller.hang_up()
         until(lambda: bool(rank.over))
-    assert [fault.kind for fault in rank.alone] == ["lost"]
+    assert [fault.kind for fault in rank.uncoordinated] == ["lost"]
 
 
 @pytest.mark.parametrize(
     ("error", "alone"), [(TimeoutError(110, "Connection timed out"), True), (EOFError("gone"), False)]
 )
 def test_a_rank_that_waits_for_a_host_that_has_vanished_saves_alone(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, alone: bool
+    monkeypatch: pytest.MonkeyPatch, error: Exception, uncoordinated: bool
 ) -> None:
     """Nobody else would tell it: its collective waits for ranks of that host. A launcher that ends is no such thing."""
     monkeypatch.setattr(hostloss, "LOST_AFTER", 0.3)
@@ -433,15 +435,15 @@ def test_a_rank_that_waits_for_a_host_that_has_vanished_saves_alone(
         raise error
 
     with connected() as rank:
-        rank.stand.moved("backward")
+        rank.status.progress("backward")
         monkeypatch.setattr(rank.link, "receive", broken)
         rank.controller.say(RELEASE)
         until(lambda: not rank.processor.led)
-        if alone:
+        if uncoordinated:
             until(lambda: bool(rank.over))
         else:
             time.sleep(1)
-    assert [fault.kind for fault in rank.alone] == (["lost"] if alone else [])
+    assert [fault.kind for fault in rank.uncoordinated] == (["lost"] if uncoordinated else [])
 
 
 def test_a_training_thread_that_moves_on_is_left_alone() -> None:
@@ -462,17 +464,17 @@ def test_noise_from_the_controller_counts_as_its_loss() -> None:
         until(lambda: not rank.processor.led)
 
 
-def alone(directory: Path, source: FakeSource, step: int = 3) -> m.Release:
+def uncoordinated(directory: Path, source: FakeSource, step: int = 3) -> m.Release:
     """The recovery of rank 1 of 2 on its own."""
-    stand = Stand()
-    stand.step = step
+    status = RankStatus()
+    status.step = step
     place = Place(rank=1, world_size=2, replicas=data_parallel(2))
-    return recover_alone(stand, source, place, msgspec.structs.replace(HELLO, directory=str(directory)), FAULT)
+    return recover_uncoordinated(status, source, place, msgspec.structs.replace(HELLO, directory=str(directory)), FAULT)
 
 
 def test_alone_saves_and_says_so(tmp_path: Path) -> None:
     source = FakeSource()
-    assert alone(tmp_path, source).ending == "saved"
+    assert uncoordinated(tmp_path, source).ending == "saved"
     assert source.done == ["save 3", "publish [1]"]
     [record] = (tmp_path / "incidents").iterdir()
     incident = decode_incident(record.read_bytes())
@@ -482,14 +484,14 @@ def test_alone_saves_and_says_so(tmp_path: Path) -> None:
 
 def test_alone_a_record_that_cannot_be_written_does_not_spoil_the_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert alone(tmp_path / "file", FakeSource()).ending == "saved"
+    assert uncoordinated(tmp_path / "file", FakeSource()).ending == "saved"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), TypeError("a bug"), OSError(2, "none", "a\udcff")])
 def test_alone_a_failed_save_is_on_record(tmp_path: Path, error: Exception) -> None:
     source = FakeSource()
     source.error = error
-    outcome = alone(tmp_path, source)
+    outcome = uncoordinated(tmp_path, source)
     assert (outcome.ending, type(error).__name__ in outcome.reason) == ("gave_up", True)
     [record] = (tmp_path / "incidents").iterdir()
     assert decode_incident(record.read_bytes()).steps_lost == 1
@@ -497,7 +499,7 @@ def test_alone_a_failed_save_is_on_record(tmp_path: Path, error: Exception) -> N
 
 def test_alone_with_nothing_new(tmp_path: Path) -> None:
     source = FakeSource()
-    assert alone(tmp_path, source, step=0).ending == "nothing_to_save"
+    assert uncoordinated(tmp_path, source, step=0).ending == "nothing_to_save"
     assert source.done == []
 
 
@@ -508,7 +510,7 @@ def test_a_session_takes_any_text_for_a_cause(tmp_path: Path) -> None:
     place = Place(rank=0, world_size=1, replicas=data_parallel(1))
     session = Session(GaspConfig.resolve(tmp_path), place, source, None)
     try:
-        session.begin(2, 0)
+        session.training_started(2, 0)
         assert session.fault("exception", "no such file: \udcff").ending == "saved"
     finally:
         session.close(goodbye=False)
@@ -527,7 +529,7 @@ def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
             source.rank = rank
             place = Place(rank=rank, world_size=2, replicas=data_parallel(2), job="aside")
             sessions.append(Session(GaspConfig.resolve(tmp_path), place, source, contact))
-            sessions[-1].stand_aside()
+            sessions[-1].defer_to_framework()
         told: list[list[bytes]] = []
         other = threading.Thread(target=lambda: told.append(sessions[1].gather("tag", b"1")))
         other.start()
@@ -535,7 +537,7 @@ def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
         other.join(20.0)
         assert told == [[b"0", b"1"]]
         sessions[1].close(goodbye=False)
-        assert not sessions[0].stand.held
+        assert not sessions[0].status.held
         sessions[0].close(goodbye=True)
     finally:
         controller.stop()
@@ -544,29 +546,29 @@ def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
 
 def test_the_end_is_told_before_the_training_thread_goes_on() -> None:
     """It may end the process, and what was not told by then never is."""
-    stand, seen = Stand(), list[m.Release | None]()
+    status, seen = RankStatus(), list[m.Release | None]()
 
     def told(outcome: m.Release) -> None:
-        seen.append(stand.outcome)
+        seen.append(status.outcome)
 
-    processor = Processor(stand, FakeSource(), None, lambda fault: RELEASE, (1.0, 5.0), told)
+    processor = Processor(status, FakeSource(), None, lambda fault: RELEASE, (1.0, 5.0), told)
     try:
         processor.over(RELEASE)
     finally:
         processor.close(goodbye=False)
     assert seen == [None]
-    assert stand.outcome == RELEASE
+    assert status.outcome == RELEASE
 
 
 def test_a_word_that_cannot_be_told_holds_nobody_up() -> None:
     def broken(outcome: m.Release) -> None:
         raise OSError("stderr is gone")
 
-    stand = Stand()
-    processor = Processor(stand, FakeSource(), None, lambda fault: RELEASE, (1.0, 5.0), broken)
+    status = RankStatus()
+    processor = Processor(status, FakeSource(), None, lambda fault: RELEASE, (1.0, 5.0), broken)
     try:
         with pytest.raises(OSError, match="stderr is gone"):
             processor.over(RELEASE)
     finally:
         processor.close(goodbye=False)
-    assert stand.outcome == RELEASE
+    assert status.outcome == RELEASE

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgasp.backends.embedded import EmbeddedGasp
+from lastgasp.backends.embedded import EmbeddedBackend
 from lastgasp.config import GaspConfig
 from lastgasp.gasp.messages import Phase, Status
 from lastgasp.gasp.progress import (
@@ -183,15 +183,13 @@ def test_ranks_that_left_or_never_came_are_nobodys_business() -> None:
     assert job.stall(10.0) == NOBODY
 
 
-def test_the_start_of_the_backend_is_no_part_of_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_start_of_the_backend_is_no_part_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MindIO's takes seconds to minutes; a fixed hang timeout, which a user takes for steps, must not fire in it."""
     phases: list[str] = []
-    monkeypatch.setattr(EmbeddedGasp, "begin", lambda backend: phases.append(backend._stand.phase))
+    monkeypatch.setattr(EmbeddedBackend, "training_started", lambda backend: phases.append(backend._status.phase))
     place = Place(rank=0, world_size=1, replicas=data_parallel(1))
     session = Session(GaspConfig.resolve(tmp_path, hang_timeout=1.0), place, ToySource(0, tmp_path, {}), None)
-    session.begin(0, 0)
-    phases.append(session.stand.phase)
+    session.training_started(0, 0)
+    phases.append(session.status.phase)
     session.close()
     assert phases == ["start", "data"]

@@ -12,7 +12,7 @@ import pytest
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import Send
-from lastgasp.gasp.generation import Generation
+from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.progress import Progress
 from lastgasp.topology import ReplicaGroups
@@ -38,7 +38,7 @@ class Job:
         )
         for rank in range(world):
             self.machine.joined(rank, 0.0)
-            self.machine.said(rank, m.Begin(step=7, durable=0, box=-1), 0.0)
+            self.machine.said(rank, m.Begin(step=7, durable=0, buffer_fd=-1), 0.0)
 
     def beat(self, now: float) -> None:
         """Every rank sends its heartbeat, and has made progress."""
@@ -154,12 +154,12 @@ def test_looks_while_a_job_starts_or_saves_cost_the_same_for_any_number_of_ranks
 
 def test_a_gather_that_waits_costs_nothing_per_look() -> None:
     def waiting(world: int) -> Callable[[], object]:
-        generation = Generation.of(hello(0, world))
+        attempt = Attempt.of(hello(0, world))
         for rank in range(world - 1):
-            generation.machine.joined(rank, 0.0)
-            assert generation.gather(rank, m.GatherPart(tag="start", payload=b"")) is None
-        since = generation.gathers["start"].since
-        return lambda: [generation.failed_gathers(since + 1.0) for _ in range(50)]
+            attempt.machine.joined(rank, 0.0)
+            assert attempt.gather(rank, m.GatherPart(tag="start", payload=b"")) is None
+        since = attempt.gathers["start"].since
+        return lambda: [attempt.failed_gathers(since + 1.0) for _ in range(50)]
 
     assert growth(waiting) <= SLACK
 

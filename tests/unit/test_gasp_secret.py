@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from lastgasp import joining
+from lastgasp import connect
 from lastgasp.errors import AuthenticationError, ConfigError, ControlError
 from lastgasp.gasp import signin
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.secret import FILE, INSECURE, TOKEN, UNCOORDINATED, Secret, token_from_environment
 from lastgasp.gasp.serve import Endpoint
+from lastgasp.launch.attempts import LaunchAttempts
 from lastgasp.launch.main import require_secret
 from lastgasp.launch.notice import Notice
-from lastgasp.launch.rounds import Rounds
 from lastgasp.session import Contact
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO
@@ -41,11 +41,11 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def first_and_second(store: Store, second: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Environments of the ranks of two nodes; the second node's own variables are `second`."""
     monkeypatch.setenv("LASTGASP_BIND", "127.0.0.1")
-    one = Rounds()
+    one = LaunchAttempts()
     monkeypatch.delenv(TOKEN, raising=False)
     for name, value in second.items():
         monkeypatch.setenv(name, value)
-    two = Rounds()
+    two = LaunchAttempts()
     for current in begun(Group(group_world_size=2, store=store), one, two):
         yield {name: value for name, value in current.environment.items() if name != signin.VARIABLE}
     one.close()
@@ -74,17 +74,17 @@ def test_all_that_stands_in_the_store_lets_nobody_in(monkeypatch: pytest.MonkeyP
 
 def test_the_attempt_is_the_launchers_even_of_one_who_knows_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
-    rounds = Rounds()
+    attempts = LaunchAttempts()
     try:
-        address = rounds.begin(Group(), "job").environment["LASTGASP_CONTROLLER"]  # type: ignore[arg-type]
-        token = rounds.begin(Group(), "job").environment[TOKEN]  # type: ignore[arg-type]
+        address = attempts.begin(Group(), "job").environment["LASTGASP_CONTROLLER"]  # type: ignore[arg-type]
+        token = attempts.begin(Group(), "job").environment[TOKEN]  # type: ignore[arg-type]
         for wrong in (0, 2, 99):
             with pytest.raises(ControlError, match=f"attempt {wrong} is not the one that runs"):
                 Link(address, token, msgspec.structs.replace(HELLO, attempt=wrong))
         with closing(Link(address, token, msgspec.structs.replace(HELLO, attempt=1))):
             pass
     finally:
-        rounds.close()
+        attempts.close()
 
 
 def test_a_forged_notice_leads_ranks_to_nobody(
@@ -95,10 +95,10 @@ def test_a_forged_notice_leads_ranks_to_nobody(
     forged = Notice("127.0.0.1:1", "known-to-the-stranger", "job", 7)
     store = Store()
     store.set("lastgasp/notice/0", msgspec.json.encode(forged).decode())
-    rounds = Rounds()
+    attempts = LaunchAttempts()
     with caplog.at_level(logging.WARNING):
-        found = rounds.begin(Group(group_world_size=2, group_rank=1, store=store), "job")  # type: ignore[arg-type]
-        rounds.close()
+        found = attempts.begin(Group(group_world_size=2, group_rank=1, store=store), "job")  # type: ignore[arg-type]
+        attempts.close()
     assert found.environment[TOKEN] == SECRET
     assert "does not know this node's secret" in caplog.text
 
@@ -155,13 +155,13 @@ def rank_of_two(rank: int, told: list[Any]) -> Contact | None:
             told.append(value)
         return told[-1]
 
-    return joining.contact_of(place, "this job spans 2 nodes", from_rank_0)
+    return connect.contact_of(place, "this job spans 2 nodes", from_rank_0)
 
 
 def test_rank_0_passes_on_what_all_know_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LASTGASP_BIND", "127.0.0.1")
     monkeypatch.setenv(TOKEN, SECRET)
-    monkeypatch.setattr(joining, "start_detached", lambda host, token: Endpoint(host, 1, token))
+    monkeypatch.setattr(connect, "start_detached", lambda host, token: Endpoint(host, 1, token))
     told: list[Any] = []
     assert rank_of_two(0, told) == rank_of_two(1, told) == Contact("127.0.0.1:1", SECRET)
     assert SECRET not in str(told)

@@ -53,8 +53,8 @@ def test_a_job_whose_ranks_have_not_come_yet() -> None:
 
 def test_each_rank_is_shown_with_its_card_and_its_last_heartbeat() -> None:
     with job_here(3, joined=2) as job:
-        job.ranks[1].stand.step_end(7)
-        job.ranks[1].stand.moved("data")
+        job.ranks[1].status.step_completed(7)
+        job.ranks[1].status.progress("data")
         job.ranks[1].mask = COMM
         job.ranks[1].processor.beat_now()
         table = job.until(lambda t: t.rows[1].step == 7 and t.rows[0].marks is not None)

@@ -16,16 +16,16 @@ import pytest
 from lastgasp import _fs
 from lastgasp.events import decode_incident
 from lastgasp.gasp import controller as controller_module
-from lastgasp.gasp import deathwatch as deathwatch_module
 from lastgasp.gasp import messages as m
+from lastgasp.gasp import process_monitor as process_monitor_module
 from lastgasp.gasp import records as records_module
 from lastgasp.gasp import serve as serve_module
-from lastgasp.gasp.deathwatch import DeathWatch
 from lastgasp.gasp.guard import EVERY, Guard
 from lastgasp.gasp.link import Link
+from lastgasp.gasp.process_monitor import ProcessMonitor
 from lastgasp.gasp.processor import Processor
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.gasp.stand import Stand
 from support.engine_job import held
 from support.fake_controller import FakeController, FakeSource
 from support.switch_job import hello, job_here
@@ -58,7 +58,7 @@ def recover(controller: ControllerThread, directory: Path) -> None:
     links = [Link(end.address, end.token, hello(rank, 2, directory=str(directory))) for rank in range(2)]
     try:
         for link in links:
-            link.send(m.Begin(step=3, durable=3, box=-1))
+            link.send(m.Begin(step=3, durable=3, buffer_fd=-1))
         links[1].close()
         answer_until_released(links[0])
     finally:
@@ -93,7 +93,7 @@ def test_a_disk_that_hangs_holds_up_neither_orders_nor_the_launchers_questions(
         assert controller.last_ending(0) == "nothing_to_save"
         end = controller.endpoint
         second = Link(end.address, end.token, hello(0, 2, attempt=1, directory=str(tmp_path)))
-        second.send(m.Begin(step=3, durable=3, box=-1))
+        second.send(m.Begin(step=3, durable=3, buffer_fd=-1))
         until(lambda: any("the job goes on" in record.message for record in caplog.records), "a line about the disk")
         second.close()
         controller.stop()
@@ -144,30 +144,30 @@ def test_a_controller_that_cannot_be_stopped_does_not_fail_the_launcher(
 
 
 @contextmanager
-def rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeController, Processor, Stand]]:
+def rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeController, Processor, RankStatus]]:
     """A control thread whose adapter raises at every look; even what ends a thread."""
-    stand = Stand()
-    stand.step = 3
+    status = RankStatus()
+    status.step = 3
 
     def look() -> None:
         raise SystemExit("the adapter's graph is gone")
 
-    stand.look = look
+    status.look = look
     with FakeController() as controller:
         link = controller.link()
 
-        def alone(fault: object) -> m.Release:
+        def uncoordinated(fault: object) -> m.Release:
             raise AssertionError("the controller is there")
 
-        processor = Processor(stand, FakeSource(), link, alone, (0.3, 5.0), lambda outcome: None)
+        processor = Processor(status, FakeSource(), link, uncoordinated, (0.3, 5.0), lambda outcome: None)
         try:
-            yield controller, processor, stand
+            yield controller, processor, status
         finally:
             processor.close(goodbye=False)
 
 
 def test_an_adapter_that_raises_costs_its_state_and_not_the_control_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    with rank_that_fails(monkeypatch) as (controller, processor, stand):
+    with rank_that_fails(monkeypatch) as (controller, processor, status):
         processor.term.install()
         controller.say(m.Prepare(recovery=1, faults=(), target=3))
         answer = controller.hear(m.Prepared)
@@ -176,7 +176,7 @@ def test_an_adapter_that_raises_costs_its_state_and_not_the_control_thread(monke
         os.kill(os.getpid(), signal.SIGTERM)
         assert controller.hear(m.Report).fault.kind == "sigterm"
         controller.say(m.Release(recovery=1, ending="gave_up", step=-1, path="", reason="nobody"))
-        until(lambda: stand.outcome is not None, "the release to be heard")
+        until(lambda: status.outcome is not None, "the release to be heard")
 
 
 def test_orders_that_fail_do_not_end_the_control_thread(
@@ -198,8 +198,8 @@ def test_orders_that_fail_do_not_end_the_control_thread(
 
 def test_a_capture_that_cannot_be_sent_costs_the_state_and_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not answer counts as hung, and is killed."""
-    with rank_that_fails(monkeypatch) as (controller, processor, stand):
-        stand.look = lambda: None
+    with rank_that_fails(monkeypatch) as (controller, processor, status):
+        status.look = lambda: None
         monkeypatch.setattr(processor._source, "capture", lambda step: object())
         controller.say(m.Prepare(recovery=1, faults=(), target=3))
         answer = controller.hear(m.Prepared)
@@ -212,35 +212,35 @@ def test_the_controllers_deadlines_are_kept_whatever_a_look_raises(
 ) -> None:
     """A process may be gone between two system calls of the watch; a gather ends in time nevertheless."""
 
-    def gone(watch: DeathWatch, rank: int) -> str:
+    def gone(watch: ProcessMonitor, rank: int) -> str:
         raise ProcessLookupError(3, "No such process")
 
     with job_here(2) as job:
-        generation = job.controller._controller.generation
-        assert generation is not None
-        generation.over_since = time.monotonic()
-        monkeypatch.setattr(DeathWatch, "exit_status", gone)
-        monkeypatch.setattr(DeathWatch, "stopped", lambda watch: gone(watch, 0))
+        attempt = job.controller._controller.attempt
+        assert attempt is not None
+        attempt.over_since = time.monotonic()
+        monkeypatch.setattr(ProcessMonitor, "exit_status", gone)
+        monkeypatch.setattr(ProcessMonitor, "stopped", lambda watch: gone(watch, 0))
         job.controller._controller.incidents._unexplained = {1}
         until(lambda: job.controller._controller._guard.count > 3, "the looks to fail")
         assert job.ranks[0].processor.gather("x", b"", 0.0) is None
-        until(lambda: "x" in generation.gathers, "the gather to be open")
-        generation.gathers["x"].since -= 1000.0
-        until(lambda: not generation.gathers, "the gather to end")
-        generation.over_since = None
+        until(lambda: "x" in attempt.gathers, "the gather to be open")
+        attempt.gathers["x"].since -= 1000.0
+        until(lambda: not attempt.gathers, "the gather to end")
+        attempt.over_since = None
     told = [record for record in caplog.records if "a look at how ranks ended failed" in record.message]
     assert len(told) == 1
 
 
 def test_a_message_that_cannot_be_handled_costs_itself_and_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_here(2) as job:
-        generation = job.controller._controller.generation
-        assert generation is not None
+        attempt = job.controller._controller.attempt
+        assert attempt is not None
 
         def fail(rank: int, message: m.Begin | m.Status | m.Prepared) -> None:
             raise KeyError(rank)
 
-        monkeypatch.setattr(generation, "heard_step", fail)
+        monkeypatch.setattr(attempt, "heard_step", fail)
         until(lambda: job.controller._controller._guard.count > 2, "the heartbeats to fail")
         assert {row.state for row in job.table().rows} == {"running"}
 
@@ -248,7 +248,7 @@ def test_a_message_that_cannot_be_handled_costs_itself_and_not_the_rank(monkeypa
 def test_the_watch_of_processes_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process's file says must not hide the death of another."""
     dead: list[int] = []
-    fields = deathwatch_module._fields
+    fields = process_monitor_module._fields
 
     def broken(stat: int) -> list[bytes] | None:
         if stat == first:
@@ -259,11 +259,11 @@ def test_the_watch_of_processes_lives_on(monkeypatch: pytest.MonkeyPatch) -> Non
     if child == 0:
         signal.pause()
         os._exit(0)
-    watch = DeathWatch(lambda rank, evidence, at: dead.append(rank))
+    watch = ProcessMonitor(lambda rank, evidence, at: dead.append(rank))
     try:
         watch.watch(0, os.getpid())
         first = watch._watched[0].stat
-        monkeypatch.setattr(deathwatch_module, "_fields", broken)
+        monkeypatch.setattr(process_monitor_module, "_fields", broken)
         watch.watch(1, child)
         os.kill(child, signal.SIGKILL)
         until(lambda: dead == [1], "the death of the child")
@@ -276,7 +276,7 @@ def test_a_process_that_is_gone_meanwhile_is_no_error_when_it_is_killed(monkeypa
     def gone(pid: int, number: int) -> None:
         raise ProcessLookupError(3, "No such process")
 
-    watch = DeathWatch(lambda rank, evidence, at: None)
+    watch = ProcessMonitor(lambda rank, evidence, at: None)
     watch.watch(0, os.getpid())
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", gone)
@@ -292,7 +292,7 @@ def test_a_process_that_cannot_be_watched_is_told_of(
     def full(*args: object, **kwargs: object) -> int:
         raise OSError(24, "Too many open files")
 
-    watch = DeathWatch(lambda rank, evidence, at: None)
+    watch = ProcessMonitor(lambda rank, evidence, at: None)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         watch.watch(0, os.getpid())

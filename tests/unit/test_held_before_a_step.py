@@ -12,11 +12,11 @@ import pytest
 
 from lastgasp.config import GaspConfig
 from lastgasp.events import Fault, Incident, decode_incident
+from lastgasp.gasp.rank_status import Released
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.gasp.stand import Released
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
-from lastgasp_mindformers.small import Numbers, SmallRecorder
+from lastgasp_mindformers.aux_state import AuxRecorder, Numbers
 from lastgasp_mindformers.state import MindSporeState
 from support.fake_controller import FakeSource
 
@@ -48,14 +48,14 @@ class Rank:
         self.session = Session(config, place, self.source, contact)
         self.state = MindSporeState(
             self,
-            cast(SmallRecorder, self),
-            self.session.stand,
-            updating=self.session.updating,
-            step_end=lambda step: self.session.step_end(step),
+            cast(AuxRecorder, self),
+            self.session.status,
+            before_update=self.session.before_update,
+            step_completed=lambda step: self.session.step_completed(step),
             finish=LIMIT,
         )
         self.state.begin(Numbers(4, 1, 4))
-        self.session.begin(4, 0)
+        self.session.training_started(4, 0)
 
     def capture(self, numbers: Numbers) -> None:
         """Nothing is kept."""
@@ -115,15 +115,15 @@ def test_a_rank_that_was_held_lets_the_other_one_end_its_step(
         events[0][0].set()
         assert events[0][1].wait(LIMIT), "rank 0 is in the graph of step 5"
         ranks[told].told_to_stop()
-        while not all(rank.session.stand.held for rank in ranks):
+        while not all(rank.session.status.held for rank in ranks):
             assert all(thread.is_alive() for thread in threads)
         events[1][0].set()  # rank 1 comes to the gate of step 5, which was closed
-        outcomes = [rank.session.stand.wait_over(LIMIT / 2) for rank in ranks]
+        outcomes = [rank.session.status.wait_over(LIMIT / 2) for rank in ranks]
         graph.together.abort()
         for thread in threads:
             thread.join(LIMIT)
         assert [outcome.step if outcome else None for outcome in outcomes] == [5, 5]
-        assert [rank.session.stand.step for rank in ranks] == [5, 5]
+        assert [rank.session.status.step for rank in ranks] == [5, 5]
     (record,) = (tmp_path / "incidents").iterdir()
     incident: Incident = decode_incident(record.read_bytes())
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 5, 0)

@@ -15,7 +15,7 @@ from lastgasp import __version__
 from lastgasp.config import GaspConfig
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.processor import Processor
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
@@ -39,7 +39,7 @@ def embedded() -> Iterator[tuple[FakeController, Processor]]:
     """A control thread and who it talks to."""
     with ConfirmingController() as controller:
         limits = (1.0, 5.0)
-        processor = Processor(Stand(), FakeSource(), controller.link(), _nobody, limits, lambda outcome: None)
+        processor = Processor(RankStatus(), FakeSource(), controller.link(), _nobody, limits, lambda outcome: None)
         try:
             yield controller, processor
         finally:
@@ -88,7 +88,7 @@ def session(tmp_path: Path) -> Iterator[tuple[FakeController, Session]]:
 def test_a_session_registers_when_training_begins(session: tuple[FakeController, Session]) -> None:
     controller, rank = session
     assert rank.started_s == STARTED_S
-    rank.begin(3, 3)
+    rank.training_started(3, 3)
     controller.hear(m.Begin)
     card = controller.hear(m.Register).card
     assert (card.rank, card.pid, card.device) == (1, os.getpid(), "")
@@ -100,7 +100,7 @@ def test_a_session_registers_when_training_begins(session: tuple[FakeController,
 def test_what_the_adapter_says_comes_first(session: tuple[FakeController, Session]) -> None:
     controller, rank = session
     rank.register("cuda:0", {"torch": "2.13.0"})
-    rank.begin(0, 0)
+    rank.training_started(0, 0)
     card = controller.hear(m.Register).card
     assert (card.device, card.versions["torch"]) == ("cuda:0", "2.13.0")
     controller.hear(m.Begin)

@@ -24,11 +24,11 @@ from lastgasp.gasp.lifeline import LOST_AFTER
 from lastgasp.gasp.signin import VARIABLE, Desk, Entry, sign
 from lastgasp.launch import forward, torchrun_hook
 from lastgasp.launch.agent import lost_rendezvous
+from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.lastword import LastWord, last_word
 from lastgasp.launch.missing import Waiting
 from lastgasp.launch.restarts import Restarts
-from lastgasp.launch.rounds import Round
 from lastgasp.launch.stores import guard_connections, own_address
 
 ENTRY = Entry(rank=1, pid=7, hold=30.0, directory="ckpts")
@@ -46,7 +46,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 def test_a_launcher_knows_its_ranks_without_asking_anybody(desk: Desk) -> None:
-    here = Round(number=0, desk=desk)
+    here = LaunchAttempt(number=0, desk=desk)
     assert not here.in_use(), "a job without lastgasp"
     sign(ENTRY)
     assert here.in_use() and here.hold_limit() == 30.0
@@ -171,11 +171,11 @@ def test_the_end_without_the_others_says_what_is_safe() -> None:
 def test_two_starts_that_fail_alike_are_enough() -> None:
     restarts = Restarts(always=True)
     restarts.ended(0, used=False, progressed=False, how=frozenset({2}))
-    assert not restarts.hopeless
+    assert not restarts.should_give_up
     restarts.ended(1, used=False, progressed=False, how=frozenset({1}))
-    assert not restarts.hopeless, "they failed otherwise"
+    assert not restarts.should_give_up, "they failed otherwise"
     restarts.ended(2, used=False, progressed=False, how=frozenset({1}))
-    assert restarts.hopeless and "2 starts in a row failed in the same way (exit code 1)" in restarts.verdict
+    assert restarts.should_give_up and "2 starts in a row failed in the same way (exit code 1)" in restarts.verdict
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -183,12 +183,12 @@ def test_starts_that_ranks_have_joined_are_counted_otherwise(used: bool) -> None
     restarts = Restarts(always=used)
     for attempt in range(3):
         restarts.ended(attempt, used=used, progressed=False, how=frozenset({1}))
-    assert not restarts.hopeless
+    assert not restarts.should_give_up
 
 
 def test_a_launcher_without_the_controller_hears_that_its_rank_has_refused(desk: Desk) -> None:
     """It had left that to the first one, started the rank again, and waited for hosts that had ended with 87."""
-    one = Round(number=0, desk=desk)
+    one = LaunchAttempt(number=0, desk=desk)
     assert one.progressed()
     sign(ENTRY)
     assert not one.progressed(refused=True)

@@ -12,46 +12,46 @@ from torch import nn
 
 from lastgasp.checkpoint import Staged
 from lastgasp.errors import CheckpointError
+from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.data_position import Fixed, Position, Row, decode, encode, position_only
 from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
-from lastgasp.pytorch.loop.passes import Fixed, Position, Row, decode, encode, position_only
-from lastgasp.pytorch.loop.record import buffers_of, notes_on, record_of, small_of
-from lastgasp.pytorch.small import SmallRecorder
+from lastgasp.pytorch.loop.record import aux_of, buffers_of, notes_on, record_of
 from lastgasp.pytorch.staged import Writer, contribute, with_added
 from lastgasp.topology import Place
 
 
 @pytest.fixture
-def recorders() -> Iterator[list[SmallRecorder]]:
+def recorders() -> Iterator[list[AuxRecorder]]:
     """Two ranks, whose buffers differ."""
     found = []
     for rank in range(2):
         module = nn.BatchNorm1d(2)
         assert module.running_mean is not None
         module.running_mean.fill_(float(rank))
-        found.append(SmallRecorder((), module))
+        found.append(AuxRecorder((), module))
         found[-1].capture(7, settled=True)
     yield found
     for recorder in found:
         recorder.close()
 
 
-def small(recorder: SmallRecorder) -> bytes:
+def aux(recorder: AuxRecorder) -> bytes:
     """Of step 7."""
     data = recorder.read(7)
     assert data is not None
     return data
 
 
-def test_buffers_are_those_of_rank_0_where_they_are_at_hand(recorders: list[SmallRecorder]) -> None:
-    smalls = {rank: small(recorder) for rank, recorder in enumerate(recorders)}
-    assert buffers_of(7, smalls, recorders[1], [0, 1])["running_mean"].tolist() == [0.0, 0.0]
-    del smalls[0]  # rank 0 died on a host that nobody can reach
-    assert buffers_of(7, smalls, recorders[1], [0, 1])["running_mean"].tolist() == [1.0, 1.0]
+def test_buffers_are_those_of_rank_0_where_they_are_at_hand(recorders: list[AuxRecorder]) -> None:
+    aux_states = {rank: aux(recorder) for rank, recorder in enumerate(recorders)}
+    assert buffers_of(7, aux_states, recorders[1], [0, 1])["running_mean"].tolist() == [0.0, 0.0]
+    del aux_states[0]  # rank 0 died on a host that nobody can reach
+    assert buffers_of(7, aux_states, recorders[1], [0, 1])["running_mean"].tolist() == [1.0, 1.0]
     assert buffers_of(7, {}, recorders[1], [0, 1]) == {}
 
 
-def test_whether_random_numbers_were_drawn(recorders: list[SmallRecorder]) -> None:
+def test_whether_random_numbers_were_drawn(recorders: list[AuxRecorder]) -> None:
     one = recorders[0]
     one.capture(8, settled=False)
     one.capture(8, settled=True)
@@ -93,8 +93,8 @@ def test_copies_are_those_of_the_moment_they_were_taken() -> None:
     assert copies.nbytes == sum(t.numel() * 4 for t in model.parameters()) * 3 + 2 * 4
 
 
-def shared(recorder: SmallRecorder, position: Position) -> bytes:
-    """A small state with that position."""
+def shared(recorder: AuxRecorder, position: Position) -> bytes:
+    """A auxiliary state with that position."""
     recorder.extra = encode(position, b"\x90")
     recorder.capture(9, settled=True)
     data = recorder.read(9)
@@ -111,36 +111,38 @@ def shared(recorder: SmallRecorder, position: Position) -> bytes:
     ],
     ids=["whole", "stale", "extra"],
 )
-def test_what_will_not_be_exact_is_noted(others: Position, says: list[str], recorders: list[SmallRecorder]) -> None:
-    smalls = {0: shared(recorders[0], Position(extra=b"mine")), 1: shared(recorders[1], others)}
+def test_what_will_not_be_exact_is_noted(others: Position, says: list[str], recorders: list[AuxRecorder]) -> None:
+    aux_states = {0: shared(recorders[0], Position(extra=b"mine")), 1: shared(recorders[1], others)}
     place = Place(rank=0, world_size=2, replicas=((0, 1),))
-    found = notes_on(smalls, place)
+    found = notes_on(aux_states, place)
     assert len(found) == len(says)
     assert all(text in note for text, note in zip(says, found, strict=True))
-    assert "no random state of rank 2" in " ".join(notes_on(smalls, Place(rank=0, world_size=3, replicas=((0, 1, 2),))))
+    assert "no random state of rank 2" in " ".join(
+        notes_on(aux_states, Place(rank=0, world_size=3, replicas=((0, 1, 2),)))
+    )
 
 
 def test_what_was_added_to_a_checkpoint_is_as_good_as_saved(
-    tmp_path: Path, recorders: list[SmallRecorder], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, recorders: list[AuxRecorder], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 1 was cut off, and came second."""
     path = gasp_path(tmp_path, 7)
     place = Place(rank=0, world_size=2, replicas=((0, 1),))
-    smalls = {rank: small(recorder) for rank, recorder in enumerate(recorders)}
+    aux_states = {rank: aux(recorder) for rank, recorder in enumerate(recorders)}
     with Staged(path, LAYOUT) as staged:
         staged.open().write(b"the state")
         staged.publish(Writer("test", LAYOUT, place).provenance(7, "gasp"))
-    record = record_of({0: smalls[0]}, place, True, {}, notes_on({0: smalls[0]}, place))
+    record = record_of({0: aux_states[0]}, place, True, {}, notes_on({0: aux_states[0]}, place))
     notes: list[str] = []
     other = replace(place, rank=1)
-    assert small_of(record, other, str(path), notes.append) is None
+    assert aux_of(record, other, str(path), notes.append) is None
     assert notes == ["no random state of rank 1 was saved: a resume will not be bit-equal"]
-    assert contribute(path, LAYOUT, {1: smalls[1]}) == "the random state of rank 1 was added to it"
+    assert contribute(path, LAYOUT, {1: aux_states[1]}) == "the random state of rank 1 was added to it"
     with_added(record, path, LAYOUT)
-    assert record["small"] == smalls
+    assert record["small"] == aux_states
     caplog.clear()
     for who in (place, other):
-        assert small_of(record, who, str(path), notes.append) is not None
+        assert aux_of(record, who, str(path), notes.append) is not None
     assert (len(notes), caplog.text) == (1, "")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lastgasp import refusal
+from lastgasp import startup_refusal
 from lastgasp.errors import ConfigError, NoGoodCheckpoint
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.session import Session as Engine
@@ -19,12 +19,12 @@ def test_its_launcher_will_not_try_again(tmp_path: Path, monkeypatch: pytest.Mon
     """Where a launcher of ours is there, an uncaught refusal ends the process with 87."""
     monkeypatch.setenv("LASTGASP_LAUNCHER", "1")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(refusal, "_before", None)
-    monkeypatch.setattr(refusal.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(startup_refusal, "_before", None)
+    monkeypatch.setattr(startup_refusal.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError) as error:
         Session.open(tmp_path, state="none")  # type: ignore[arg-type]
-    assert sys.excepthook is refusal._hook
-    assert refusal.is_refusal(error.value)
+    assert sys.excepthook is startup_refusal._hook
+    assert startup_refusal.is_refusal(error.value)
 
 
 def test_the_incident_says_why_it_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

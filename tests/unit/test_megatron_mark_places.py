@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[
 
 from torch.distributed import distributed_c10d  # noqa: E402
 
+from lastgasp.deferred_source import DeferredSource  # noqa: E402
 from lastgasp.errors import NotSaveable  # noqa: E402
-from lastgasp.latesource import LateSource  # noqa: E402
 from lastgasp.steps import bits  # noqa: E402
 from lastgasp.steps.marks import Marks  # noqa: E402
 from lastgasp_megatron.communication import MegatronCommunication  # noqa: E402
@@ -222,12 +222,12 @@ def test_what_torch_keeps_elsewhere_is_said_once_and_stops_nothing(
 
 
 def test_the_gasps_save_is_marked_and_without_a_state_refused(marks: Marks) -> None:
-    source = LateSource(0)
+    source = DeferredSource(0)
     source.mark = marks.mark("save_checkpoint")
     with pytest.raises(NotSaveable):
         source.save(3, {}, "x")
     before = marks.head
-    inner: Any = SimpleNamespace(save=lambda step, small, reason: (step, reason))
+    inner: Any = SimpleNamespace(save=lambda step, aux, reason: (step, reason))
     source.inner = inner
     assert source.save(3, {}, "x") == (3, "x")  # type: ignore[comparison-overlap]
     assert marks.head == before + 1

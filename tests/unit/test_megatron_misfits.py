@@ -18,7 +18,7 @@ from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import NotLoaded, around_load, is_about_content
 from lastgasp_megatron.merge import merged
 from lastgasp_megatron.own_part import load_own_part, without_gloo
-from lastgasp_megatron.reload import Chooser
+from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.shards import slice_of
 from lastgasp_megatron.tracker import read_tracker
 from support.checkpoint_kit import FOLDERS, as_ranks, provenance
@@ -46,8 +46,8 @@ def start(directory: Path, load: Load = lambda rank, step: None, **given: Any) -
         values = {"load": str(directory), "save": str(directory), "ckpt_step": None} | given
         args = SimpleNamespace(**values)
         place = Place(rank=rank, world_size=2, replicas=data_parallel(2), job="job")
-        chooser = Chooser(args, options_of(args), place, gather)
-        chooser.steer()
+        selector = MegatronSelector(args, options_of(args), place, gather)
+        selector.steer()
 
         def load_checkpoint() -> int | None:
             step = args.ckpt_step
@@ -57,8 +57,8 @@ def start(directory: Path, load: Load = lambda rank, step: None, **given: Any) -
                 load(rank, step)
             return None if step is None else int(step)
 
-        loaded: int | None = chooser.load(lambda: around_load(load_checkpoint, (), {}))
-        chooser.done()
+        loaded: int | None = selector.load(lambda: around_load(load_checkpoint, (), {}))
+        selector.done()
         assert args.ckpt_step == values["ckpt_step"]
         return loaded
 

@@ -18,7 +18,7 @@ from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.preload import Preload
-from lastgasp_megatron.reload import Chooser
+from lastgasp_megatron.reload import MegatronSelector
 from support.checkpoint_kit import FOLDERS, as_ranks, provenance
 
 
@@ -133,7 +133,7 @@ def choose(directory: Path, **given: Any) -> tuple[int | None, list[Preload]]:
         values = {"load": str(directory), "save": str(directory), "ckpt_step": None} | given
         args = SimpleNamespace(**values)
         place = Place(rank=rank, world_size=2, replicas=data_parallel(2), job="job")
-        Chooser(args, options_of(args), place, gather, loads[rank]).steer()
+        MegatronSelector(args, options_of(args), place, gather, loads[rank]).steer()
         return cast("int | None", args.ckpt_step)
 
     first, second = as_ranks(2, body)

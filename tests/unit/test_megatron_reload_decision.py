@@ -16,14 +16,14 @@ import pytest
 
 from lastgasp import sharing
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import NotLoaded, around_load, verdict_of
 from lastgasp_megatron.manifests import Manifests
-from lastgasp_megatron.reload import Chooser
+from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.save import Saver
 from lastgasp_megatron.tracker import NAME, Tracker, checkpoint_path, read_tracker
 from support.checkpoint_kit import as_ranks
@@ -63,16 +63,16 @@ def track(directory: Path, step: object) -> None:
 
 def commit(directory: Path, step: int, job: str = "job") -> None:
     """What both ranks do after a save."""
-    stands = [Stand(), Stand()]
+    statuses = [RankStatus(), RankStatus()]
 
     def body(rank: int, gather: Gather) -> bool:
-        return Manifests(place(rank, job=job), gather, stands[rank]).commit(directory, step)
+        return Manifests(place(rank, job=job), gather, statuses[rank]).commit(directory, step)
 
     assert as_ranks(2, body) == [True, True]
-    assert [stand.durable for stand in stands] == [step, step]
+    assert [status.durable for status in statuses] == [step, step]
 
 
-def shelf(directory: Path, write: Callable[[Path, int], Path] = write_torch, manifests: bool = True) -> Path:
+def stored(directory: Path, write: Callable[[Path, int], Path] = write_torch, manifests: bool = True) -> Path:
     """Iterations 10 and 20; the tracker says 20."""
     for step in (10, 20):
         write(directory, step)
@@ -98,10 +98,10 @@ def choose(directory: Path, attempt: int = 0, job: str = "job", **given: Any) ->
 
     def body(rank: int, gather: Gather) -> Chosen:
         args = SimpleNamespace(**{"load": str(directory), "save": str(directory), "ckpt_step": None} | given)
-        chooser = Chooser(args, options_of(args), place(rank, attempt, job), gather)
-        chooser.steer()
-        said = Chosen(args.load, args.ckpt_step, chooser.resumed, getattr(args, "finetune", False))
-        chooser.done()
+        selector = MegatronSelector(args, options_of(args), place(rank, attempt, job), gather)
+        selector.steer()
+        said = Chosen(args.load, args.ckpt_step, selector.resumed, getattr(args, "finetune", False))
+        selector.done()
         assert args.ckpt_step == given.get("ckpt_step")
         return said
 
@@ -163,7 +163,7 @@ CASES = [
 def test_every_damage_leads_to_the_newest_good_iteration(
     write: Callable[[Path, int], Path], name: str, damage: Damage, step: int, manifests: bool, tmp_path: Path
 ) -> None:
-    shelf(tmp_path, write, manifests)
+    stored(tmp_path, write, manifests)
     damage(tmp_path)
     chosen = choose(tmp_path)
     assert (chosen.load, chosen.ckpt_step, chosen.resumed) == (str(tmp_path), step, step)
@@ -171,14 +171,14 @@ def test_every_damage_leads_to_the_newest_good_iteration(
 
 
 def test_undamaged_the_newest_is_loaded_and_the_tracker_left_alone(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     before = (tmp_path / NAME).stat().st_mtime_ns
     assert choose(tmp_path).ckpt_step == 20
     assert (tmp_path / NAME).stat().st_mtime_ns == before
 
 
 def test_proven_damage_is_moved_away_with_its_reason(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     corrupt.flip_bit(model(tmp_path), 9000, 3)
     choose(tmp_path)
     assert (tmp_path / "iter_0000020.corrupt").is_dir()
@@ -186,7 +186,7 @@ def test_proven_damage_is_moved_away_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_nothing_good_is_an_error_that_lists_each(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     for path in tmp_path.glob("iter_*/mp_rank_00/model_optim_rng.pt"):
         corrupt.truncate(path, 100)
     with pytest.raises(NoGoodCheckpoint) as caught:
@@ -207,13 +207,13 @@ def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_without_load_the_newest_in_save_is_loaded(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     chosen = choose(tmp_path, load=None)
     assert (chosen.load, chosen.ckpt_step) == (str(tmp_path), 20)
 
 
 def test_a_save_that_was_not_finished_is_not_loaded(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     write_torch(tmp_path, 30)
     assert choose(tmp_path).ckpt_step == 20
 
@@ -221,13 +221,13 @@ def test_a_save_that_was_not_finished_is_not_loaded(tmp_path: Path) -> None:
 def test_a_checkpoint_without_manifest_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf(tmp_path, manifests=False)
+    stored(tmp_path, manifests=False)
     assert choose(tmp_path).ckpt_step == 20
     assert "has no manifest" in caplog.text and "lastgasp manifest" in caplog.text
 
 
 def test_require_manifest_refuses_it(tmp_path: Path) -> None:
-    shelf(tmp_path, manifests=False)
+    stored(tmp_path, manifests=False)
     with pytest.raises(NoGoodCheckpoint):
         choose(tmp_path, lastgasp_require_manifest=True)
     commit(tmp_path, 10)
@@ -238,7 +238,7 @@ def test_require_manifest_refuses_it(tmp_path: Path) -> None:
 
 
 def test_ckpt_step_is_verified_and_leaves_the_tracker_alone(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     chosen = choose(tmp_path, ckpt_step=10)
     assert (chosen.ckpt_step, chosen.tracker.iteration) == (10, 20)
     corrupt.flip_bit(model(tmp_path), 9000, 3)
@@ -249,13 +249,13 @@ def test_ckpt_step_is_verified_and_leaves_the_tracker_alone(tmp_path: Path) -> N
 
 
 def test_resume_names_a_path(tmp_path: Path) -> None:
-    shelf(tmp_path / "a")
+    stored(tmp_path / "a")
     chosen = choose(tmp_path / "b", lastgasp_resume=str(tmp_path / "a/iter_0000010"))
     assert (chosen.load, chosen.ckpt_step) == (str(tmp_path / "a"), 10)
 
 
 def test_a_restart_goes_on_from_what_the_job_has_saved(tmp_path: Path) -> None:
-    shelf(tmp_path / "old")
+    stored(tmp_path / "old")
     write_torch(tmp_path / "new", 5)
     commit(tmp_path / "new", 5)
     given: dict[str, Any] = {"load": str(tmp_path / "old"), "save": str(tmp_path / "new"), "finetune": True}
@@ -268,7 +268,7 @@ def test_a_restart_goes_on_from_what_the_job_has_saved(tmp_path: Path) -> None:
 
 
 def test_resume_never_takes_only_what_this_job_has_saved(tmp_path: Path) -> None:
-    shelf(tmp_path)
+    stored(tmp_path)
     assert choose(tmp_path, lastgasp_resume="never", job="another").ckpt_step is None
     assert choose(tmp_path, lastgasp_resume="never").ckpt_step == 20
 
@@ -282,13 +282,13 @@ def test_a_release_checkpoint_is_megatrons_own_business(tmp_path: Path) -> None:
 # -- saves -----------------------------------------------------------------------------------------
 
 
-def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[Stand]]:
+def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[RankStatus]]:
     """A save by both ranks, of which rank 0 writes files and tracker as Megatron does."""
-    stands, savers = [Stand(), Stand()], dict[int, Saver]()
+    statuses, savers = [RankStatus(), RankStatus()], dict[int, Saver]()
 
     def body(rank: int, gather: Gather) -> None:
         args = SimpleNamespace(**{"save": str(directory)} | given)
-        saver = savers[rank] = Saver(args, rank, Manifests(place(rank), gather, stands[rank]))
+        saver = savers[rank] = Saver(args, rank, Manifests(place(rank), gather, statuses[rank]))
 
         def save_checkpoint(iteration: int, model: Any, release: bool = False) -> None:
             name = saver.tracker(str(directory / NAME))
@@ -303,12 +303,12 @@ def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[S
         saver.save(save_checkpoint, (step, None), {})
 
     as_ranks(2, body)
-    return [savers[0], savers[1]], stands
+    return [savers[0], savers[1]], statuses
 
 
 def test_a_save_is_followed_by_manifest_and_tracker_and_leaves_no_temporary(tmp_path: Path) -> None:
-    _, stands = _save(tmp_path, 10)
-    assert [stand.durable for stand in stands] == [10, 10]
+    _, statuses = _save(tmp_path, 10)
+    assert [status.durable for status in statuses] == [10, 10]
     assert read_tracker(tmp_path) == Tracker("iteration", 10)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lastgasp.lock") == [
         "iter_0000010",
@@ -326,7 +326,7 @@ def test_manifests_of_removed_checkpoints_go_with_the_next_save(tmp_path: Path) 
 
 def test_a_save_that_raises_leaves_the_tracker_and_no_temporary(tmp_path: Path) -> None:
     track(tmp_path, 10)
-    saver = Saver(SimpleNamespace(save=str(tmp_path)), 0, Manifests(place(0), lambda *_: [], Stand()))
+    saver = Saver(SimpleNamespace(save=str(tmp_path)), 0, Manifests(place(0), lambda *_: [], RankStatus()))
 
     def save_checkpoint(iteration: int, model: Any) -> None:
         Path(saver.tracker(str(tmp_path / NAME))).write_text("")
@@ -339,14 +339,14 @@ def test_a_save_that_raises_leaves_the_tracker_and_no_temporary(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_read_back_leaves_no_manifest_on_any_rank(tmp_path: Path) -> None:
-    path, stand = write_torch(tmp_path, 10), [Stand(), Stand()]
+    path, status = write_torch(tmp_path, 10), [RankStatus(), RankStatus()]
     (path / "dangling.pt").symlink_to("nowhere")
 
     def body(rank: int, gather: Gather) -> bool:
-        return Manifests(place(rank), gather, stand[rank]).commit(tmp_path, 10)
+        return Manifests(place(rank), gather, status[rank]).commit(tmp_path, 10)
 
     assert as_ranks(2, body) == [False, False]
-    assert [s.durable for s in stand] == [0, 0]
+    assert [s.durable for s in status] == [0, 0]
     assert not list(tmp_path.glob("*.manifest.json"))
 
 
@@ -398,7 +398,7 @@ def test_hosts_with_directories_of_their_own_are_refused(tmp_path: Path, monkeyp
         own.mkdir()
         args = SimpleNamespace(load=str(own), save=str(own), ckpt_step=None)
         with pytest.raises(ConfigError) as error:
-            Chooser(args, options_of(args), place(rank), gather).steer()
+            MegatronSelector(args, options_of(args), place(rank), gather).steer()
         return str(error.value)
 
     for said in as_ranks(2, body):

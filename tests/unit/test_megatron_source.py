@@ -38,7 +38,7 @@ class Composer:
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
-    def compose(self, boundary: Boundary, weights: Any, small: Any) -> dict[str, Any]:
+    def compose(self, boundary: Boundary, weights: Any, aux: Any) -> dict[str, Any]:
         self.meanwhile()
         return {"iteration": boundary.step}
 

@@ -69,8 +69,8 @@ class Loop:
         self.steps = Steps(
             self.args, self.optimizer, self.scheduler,
             capture=lambda step, settled: self.said.append(f"capture {step}{'' if settled else ' before'}"),
-            updating=lambda: self.said.append("updating"),
-            step_end=lambda step: self.said.append(f"end {step}"),
+            before_update=lambda: self.said.append("updating"),
+            step_completed=lambda step: self.said.append(f"end {step}"),
         )  # fmt: skip
         self.steps.install()
 

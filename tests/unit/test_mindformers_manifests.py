@@ -11,11 +11,11 @@ import pytest
 
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.errors import ConfigError, ControlError
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, decode_small
-from lastgasp_mindformers.manifests import SMALL, Manifests
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, decode_aux
+from lastgasp_mindformers.manifests import AUX_SUFFIX, Manifests
 from lastgasp_mindformers.monitors import searched
 from support.checkpoint_kit import as_ranks
 from support.mindspore_files import state, write
@@ -62,15 +62,15 @@ class CheckpointMonitor(ModelCheckpoint):
 class Ranks:
     """Runs a body on each rank, with its manifests."""
 
-    def __init__(self, number: int = 2, small: bool = True) -> None:
-        self.number, self.small = number, small
-        self.stands = [Stand() for _ in range(number)]
+    def __init__(self, number: int = 2, aux: bool = True) -> None:
+        self.number, self.aux = number, aux
+        self.statuses = [RankStatus() for _ in range(number)]
 
     def run(self, body: Callable[[int, Manifests], Any]) -> list[Any]:
         def each(rank: int, gather: Gather) -> Any:
             place = Place(rank=rank, world_size=self.number, replicas=data_parallel(self.number), job="job")
-            small = (lambda step: f"{rank} at {step}".encode()) if self.small else None
-            return body(rank, Manifests(place, gather, self.stands[rank], small=small))
+            aux = (lambda step: f"{rank} at {step}".encode()) if self.aux else None
+            return body(rank, Manifests(place, gather, self.statuses[rank], aux=aux))
 
         return as_ranks(self.number, each)
 
@@ -99,11 +99,11 @@ def test_the_files_of_all_ranks_and_their_random_state(tmp_path: Path) -> None:
     assert sorted(LEGACY.files(path)) == [
         "rank_0/tiny_rank_0-1_2.safetensors", "rank_1/tiny_rank_1-1_2.safetensors", f"{path.name}.small",
     ]  # fmt: skip
-    assert decode_small((tmp_path / "checkpoint" / f"{path.name}.small").read_bytes()) == {0: b"0 at 2", 1: b"1 at 2"}
+    assert decode_aux((tmp_path / "checkpoint" / f"{path.name}.small").read_bytes()) == {0: b"0 at 2", 1: b"1 at 2"}
     (candidate,) = candidates([tmp_path / "checkpoint"], LEGACY)
     assert candidate.manifest is not None
     assert (candidate.manifest.kind, candidate.manifest.step, candidate.manifest.world.world_size) == ("periodic", 2, 2)
-    assert [stand.durable for stand in ranks.stands] == [2, 2]
+    assert [status.durable for status in ranks.statuses] == [2, 2]
 
 
 def test_the_number_in_the_names_becomes_the_same_on_all_ranks(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_ranks_that_save_under_different_names_get_no_manifest(
     ranks.run(body)
     assert "save under different names" in caplog.text
     assert list((tmp_path / "checkpoint").glob("*.manifest.json")) == []
-    assert [stand.durable for stand in ranks.stands] == [0, 0]
+    assert [status.durable for status in ranks.statuses] == [0, 0]
 
 
 def test_a_rank_that_is_gone_costs_the_manifest_and_not_the_training(
@@ -194,7 +194,7 @@ def test_a_rank_that_is_gone_costs_the_manifest_and_not_the_training(
         return [payload, payload]
 
     place = Place(rank=0, world_size=2, replicas=data_parallel(2), job="job")
-    manifests, monitor = Manifests(place, gather, Stand()), CheckpointMonitor(0, tmp_path)
+    manifests, monitor = Manifests(place, gather, RankStatus()), CheckpointMonitor(0, tmp_path)
     manifests.bind([monitor])
     gone = True
     monitor.save(2, "1_2", "safetensors")
@@ -217,7 +217,7 @@ def test_the_newer_format(tmp_path: Path) -> None:
 
     Ranks(1).run(body)
     path = _only(tmp_path / "checkpoint", ITERATIONS)
-    assert decode_small((path / SMALL).read_bytes()) == {0: b"0 at 4"}
+    assert decode_aux((path / AUX_SUFFIX).read_bytes()) == {0: b"0 at 4"}
 
 
 def test_plain_modelcheckpoints(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_the_guides_layouts(tmp_path: Path, guide: str, again: int) -> None:
     path = _only(directory, layout)
     assert path.name == title.replace("-", "_1-" if again else "-")
     assert len(layout.files(path)) == 3, "two ranks and their random state"
-    assert [stand.durable for stand in ranks.stands] == [2, 2]
+    assert [status.durable for status in ranks.statuses] == [2, 2]
     assert sorted(finished) == [0, 1]
 
 
@@ -306,7 +306,7 @@ def test_only_rank_0_saves(tmp_path: Path) -> None:
 
     ranks.run(body)
     assert sorted(PLAIN.files(_only(tmp_path, PLAIN))) == ["net-1_2.ckpt"]
-    assert [stand.durable for stand in ranks.stands] == [2, 0]
+    assert [status.durable for status in ranks.statuses] == [2, 0]
 
 
 def test_saves_by_the_clock_are_not_the_same_on_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

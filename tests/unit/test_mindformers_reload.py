@@ -19,7 +19,7 @@ from lastgasp.cli.manifest import adopt_all
 from lastgasp.cli.verify import examine
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, NothingLoads
-from lastgasp.origin import cause_of
+from lastgasp.exception_origin import cause_of
 from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
@@ -29,12 +29,12 @@ from lastgasp_mindformers.layouts import (
     LEGACY,
     PLAIN,
     LegacyName,
-    decode_small,
-    encode_small,
+    decode_aux,
+    encode_aux,
     layout_of,
     place_of,
 )
-from lastgasp_mindformers.reload import Choice, Chooser
+from lastgasp_mindformers.reload import MindFormersSelector, Selected
 from lastgasp_mindformers.settings import Options
 from lastgasp_mindformers.unfit import DoesNotLoad, refuse_missing
 from support.checkpoint_kit import Died, DyingDisk, as_ranks
@@ -86,7 +86,7 @@ class Home:
         return self.checkpoints / self.names[step].file(rank)
 
     def steer(self, config: dict[str, Any] | None = None, **given: Any) -> list[dict[str, Any]]:
-        """What each rank's configuration is afterwards; `chooser` and `arguments` are added to it."""
+        """What each rank's configuration is afterwards; `selector` and `arguments` are added to it."""
         job = given.pop("job", "second")
         attempt, arguments = given.pop("attempt", 0), given.pop("arguments", {})
         attempts = {name: given.pop(name) for name in ("attempts", "require_manifest") if name in given}
@@ -95,12 +95,12 @@ class Home:
             options = Options(gasp=GaspConfig.resolve(self.path, **given), **attempts)
             everyone = data_parallel(self.ranks)
             place = Place(rank=rank, world_size=self.ranks, replicas=everyone, job=job, attempt=attempt)
-            chooser = Chooser(options, place, gather)
+            selector = MindFormersSelector(options, place, gather)
             own = {"output_dir": str(self.path), "use_parallel": self.ranks > 1} | (config or {})
             called = dict(arguments)
-            chooser.steer(own, called)
-            chooser.check(own)
-            return own | {"chooser": chooser, "arguments": called}
+            selector.steer(own, called)
+            selector.check(own)
+            return own | {"selector": selector, "arguments": called}
 
         return as_ranks(self.ranks, body)
 
@@ -108,7 +108,7 @@ class Home:
         """All ranks load that step, by MindFormers' own options."""
         found = self.steer(**given)
         for rank, config in enumerate(found):
-            assert config["chooser"].resumed == step
+            assert config["selector"].resumed == step
             if step is not None:
                 assert config["load_checkpoint"] == str(self.checkpoints)
                 assert config["resume_training"] == self.names[step].base(rank)
@@ -161,7 +161,7 @@ def test_each_damage_falls_back(tmp_path: Path, row: str, ext: str, crc: bool, r
         home.went_on_from(6)
     else:
         (config,) = home.steer()
-        assert config["chooser"].resumed == 6
+        assert config["selector"].resumed == 6
         if ext == "ckpt":
             assert config["load_checkpoint"] == str(home.checkpoints)
             assert config["resume_training"] == "tiny_rank_0-2_2.ckpt"
@@ -212,7 +212,7 @@ def test_a_first_start_begins_from_scratch(tmp_path: Path, how: str, resume: boo
     for config in home.steer({"load_checkpoint": given, "resume_training": resume}):
         assert not config["load_checkpoint"]
         assert not config["resume_training"]
-        assert config["chooser"].resumed is None
+        assert config["selector"].resumed is None
 
 
 def test_only_bad_ones_are_an_error_that_moves_nothing(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def _gasp(directory: Path, name: LegacyName, disk: DyingDisk) -> None:
     with contextlib.suppress(Died), Staged(directory / name.name, LEGACY, disk=disk) as staged:
         for rank in (0, 1):
             staged.open(name.file(rank)).write(safetensors(state(3, 1)))
-        staged.open(name.small).write(encode_small({0: b"0"}))
+        staged.open(name.aux).write(encode_aux({0: b"0"}))
         staged.publish(Provenance(format="mindformers", step=3, kind="gasp", job="x"))
 
 
@@ -257,7 +257,7 @@ def test_a_first_gasp_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
     home, name, whole = Home(tmp_path), LegacyName("tiny", 1, 3, "safetensors"), DyingDisk()
     _gasp(tmp_path / "elsewhere", name, whole)
     renames = [number for number, call in enumerate(whole.log) if call == "rename"]
-    _gasp(home.checkpoints, name, DyingDisk(renames[3]))  # of the manifest, of the ranks' files, of the small state
+    _gasp(home.checkpoints, name, DyingDisk(renames[3]))  # of the manifest, of the ranks' files, of the auxiliary state
     assert sorted(LEGACY.files(home.checkpoints / name.name)) == [name.file(0), name.file(1)]
     with pytest.raises(NoGoodCheckpoint):
         home.steer()
@@ -269,19 +269,19 @@ def test_the_folder_of_a_rank_that_was_lost_is(tmp_path: Path) -> None:
     """Three whole checkpoints, as a job without lastgasp left them, and the disk of one rank is gone."""
     home = Home(tmp_path, manifests=False).fill(4, 6, 8)
     shutil.rmtree(home.checkpoints / "rank_1")
-    for wish in ({}, {"load_checkpoint": str(home.checkpoints), "resume_training": True}):
+    for request in ({}, {"load_checkpoint": str(home.checkpoints), "resume_training": True}):
         with pytest.raises(NoGoodCheckpoint, match="no file of rank 1"):
-            home.steer(wish)
+            home.steer(request)
     home.went_on_from(None, resume="never")
 
 
 def test_a_job_that_has_saved_may_not_begin_from_scratch_again(tmp_path: Path) -> None:
     home = Home(tmp_path, manifests=False)
     home.went_on_from(None)
-    assert begun.stands(tmp_path)
+    assert begun.exists(tmp_path)
     home.fill(4)
     home.went_on_from(4)
-    assert not begun.stands(tmp_path)
+    assert not begun.exists(tmp_path)
     shutil.rmtree(home.checkpoints / "rank_1")
     with pytest.raises(NoGoodCheckpoint, match="no file of rank 1"):
         home.steer()
@@ -337,28 +337,28 @@ def test_gasp_with_the_random_state_of_each_rank(tmp_path: Path) -> None:
         data = write(tmp_path / "made.safetensors", state(7, 2)).read_bytes()
         staged.open(name.file(0)).write(data)
         staged.link(name.file(1), name.file(0))
-        staged.open(name.small).write(encode_small({0: b"zero", 1: b"one"}))
+        staged.open(name.aux).write(encode_aux({0: b"zero", 1: b"one"}))
         about = Provenance(format="mindformers", step=7, kind="gasp", job="x",
                            world=World(world_size=2, replica_groups=((0, 1),)))  # fmt: skip
         staged.publish(about, markers=name.markers(range(2)))
     found = home.went_on_from(7)
-    assert [config["chooser"].small for config in found] == [b"zero", b"one"]
-    corrupt.flip_bit(home.checkpoints / name.small, -1)
-    assert [config["chooser"].small for config in home.went_on_from(4)] == [b"", b""]
+    assert [config["selector"].aux for config in found] == [b"zero", b"one"]
+    corrupt.flip_bit(home.checkpoints / name.aux, -1)
+    assert [config["selector"].aux for config in home.went_on_from(4)] == [b"", b""]
 
 
 def test_a_wish_of_the_user_counts_at_the_first_start(tmp_path: Path) -> None:
     home = Home(tmp_path).fill(4, 8)
-    wish = {"load_checkpoint": str(home.checkpoints), "resume_training": home.names[4].base(0)}
-    home.went_on_from(4, config=wish)
+    request = {"load_checkpoint": str(home.checkpoints), "resume_training": home.names[4].base(0)}
+    home.went_on_from(4, config=request)
     home.went_on_from(4, resume=str(home.file(4, 0)))
     home.went_on_from(4, resume=str(home.checkpoints / home.names[4].name))
     home.job = "second"
     home.fill(6)
-    home.went_on_from(6, config=wish, attempt=1)
+    home.went_on_from(6, config=request, attempt=1)
     corrupt.flip_bit(home.file(4), 3000)
     with pytest.raises(DamagedCheckpoint, match="rank_1/tiny_rank_1-1_4"):
-        home.steer(wish)
+        home.steer(request)
     with pytest.raises(ConfigError, match="resume"):
         home.steer({"load_checkpoint": str(home.checkpoints), "resume_training": "tiny_rank_0-9_9"})
 
@@ -374,12 +374,12 @@ def test_never_is_for_what_was_there_before_this_job(tmp_path: Path) -> None:
 def test_weights_to_begin_with_stay_the_users(tmp_path: Path) -> None:
     home = Home(tmp_path / "out")
     weights = write(tmp_path / "pretrained" / "model.safetensors", state(100, 9)).parent
-    wish = {"load_checkpoint": str(weights), "resume_training": False, "auto_trans_ckpt": True}
-    for config in home.steer(wish):
+    request = {"load_checkpoint": str(weights), "resume_training": False, "auto_trans_ckpt": True}
+    for config in home.steer(request):
         assert (config["load_checkpoint"], config["auto_trans_ckpt"]) == (str(weights), True)
         assert config["arguments"] == {}
     home.fill(4)
-    for config in home.went_on_from(4, config=wish, arguments={"finetune_checkpoint": str(weights)}):
+    for config in home.went_on_from(4, config=request, arguments={"finetune_checkpoint": str(weights)}):
         assert config["auto_trans_ckpt"] is False
         assert config["arguments"]["finetune_checkpoint"] is False
 
@@ -387,8 +387,8 @@ def test_weights_to_begin_with_stay_the_users(tmp_path: Path) -> None:
 def test_weights_that_training_shall_resume_from_are_left_to_mindformers(tmp_path: Path) -> None:
     home = Home(tmp_path / "out")
     unified = write(tmp_path / "unified" / "hyper_param.safetensors", state(100, 9)).parent
-    wish = {"load_checkpoint": str(unified), "resume_training": True}
-    for config in home.steer(wish):
+    request = {"load_checkpoint": str(unified), "resume_training": True}
+    for config in home.steer(request):
         assert (config["load_checkpoint"], config["resume_training"]) == (str(unified), True)
 
 
@@ -414,9 +414,9 @@ def test_what_was_decided_must_stand(tmp_path: Path) -> None:
     (config, _) = home.steer()
     config["load_checkpoint"] = "elsewhere"
     with pytest.raises(ConfigError, match="load_checkpoint"):
-        config["chooser"].check(config)
+        config["selector"].check(config)
     with pytest.raises(ConfigError, match="elsewhere"):
-        config["chooser"].check(config | {"checkpoint": {"load_path": "elsewhere"}})
+        config["selector"].check(config | {"checkpoint": {"load_path": "elsewhere"}})
 
 
 # -- the newer format -----------------------------------------------------------------------------
@@ -441,8 +441,8 @@ def test_the_newer_format(tmp_path: Path, row: str, manifests: bool, section: bo
     old, new = _iteration(home, 4), _iteration(home, 8)
     ROWS[row](new / "tiny-model-0000000-0000001.safetensors")
     unseen = not manifests and row in ("one bit flipped", "missing")
-    wish: dict[str, Any] = {"checkpoint": {"prefix": "tiny"}} if section else {"use_legacy_format": False}
-    (config,) = home.steer(wish)
+    request: dict[str, Any] = {"checkpoint": {"prefix": "tiny"}} if section else {"use_legacy_format": False}
+    (config,) = home.steer(request)
     expected = new if unseen else old
     assert config["load_checkpoint"] == str(expected)
     assert config["resume_training"] is True
@@ -458,9 +458,9 @@ def test_a_first_iteration_that_was_not_finished_is_no_loss(tmp_path: Path) -> N
     home.steer({"use_legacy_format": False})
     _iteration(home, 4)
     (home.checkpoints / "latest_checkpointed_iteration.txt").unlink()
-    wish = {"use_legacy_format": False, "resume_training": True, "load_checkpoint": str(home.checkpoints)}
-    (config,) = home.steer(wish)
-    assert config["chooser"].resumed is None
+    request = {"use_legacy_format": False, "resume_training": True, "load_checkpoint": str(home.checkpoints)}
+    (config,) = home.steer(request)
+    assert config["selector"].resumed is None
     assert not config["load_checkpoint"]
 
 
@@ -475,17 +475,17 @@ def test_an_iteration_that_was_not_finished(tmp_path: Path) -> None:
 # -- plain MindSpore ------------------------------------------------------------------------------
 
 
-def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: Any) -> list[Choice | None]:
+def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: Any) -> list[Selected | None]:
     """By ModelCheckpoints of these directories and prefixes, of each rank, beside LastGasp(directory)."""
     place = place_of([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
     own: list[tuple[Path, Layout]] = [(directory, LEGACY)]
     replicas, into = given.pop("replicas", None), given.pop("into", lambda path: None)
     places = [*own, (directory, PLAIN) if place is None else (place.directory, place.layout)]
 
-    def body(rank: int, gather: Gather) -> Choice | None:
+    def body(rank: int, gather: Gather) -> Selected | None:
         options = Options(gasp=GaspConfig.resolve(directory, **given))
         place = Place(rank=rank, world_size=ranks, replicas=replicas or data_parallel(ranks), job="x")
-        return Chooser(options, place, gather).choose_plain(places, into)
+        return MindFormersSelector(options, place, gather).choose_plain(places, into)
 
     return as_ranks(ranks, body)
 
@@ -495,7 +495,7 @@ def test_plain_the_newest_by_content_and_not_by_time(tmp_path: Path) -> None:
     write(tmp_path / "net-3_2.ckpt", state(10, 3))
     write(tmp_path / "net-1_4.ckpt", state(4, 1))  # the newest by its time
     (choice,) = _plain(tmp_path)
-    assert choice == Choice(tmp_path / "net-3_2.ckpt", 3, 2, 10, b"")
+    assert choice == Selected(tmp_path / "net-3_2.ckpt", 3, 2, 10, b"")
     corrupt.truncate(tmp_path / "net-3_2.ckpt", 2000)
     (choice,) = _plain(tmp_path)
     assert choice is not None
@@ -507,7 +507,7 @@ def test_plain_breakpoints_count_for_what_they_hold(tmp_path: Path) -> None:
     write(tmp_path / "net-1_4.ckpt", state(4, 1))
     write(tmp_path / "net-2_3_breakpoint.ckpt", state(6, 2))
     (choice,) = _plain(tmp_path)
-    assert choice == Choice(tmp_path / "net-2_3_breakpoint.ckpt", 2, 3, 6, b"")
+    assert choice == Selected(tmp_path / "net-2_3_breakpoint.ckpt", 2, 3, 6, b"")
     first, second = _plain(tmp_path, 2)
     assert first == second == choice
     for rank in (0, 1):
@@ -521,10 +521,10 @@ def test_plain_a_damaged_file_and_its_small_state_move_together(tmp_path: Path) 
     home = Home(tmp_path, 1)
     for step in (4, 8):
         write(tmp_path / f"net-1_{step}.ckpt", state(step, 1))
-        (tmp_path / f"net-1_{step}.ckpt.small").write_bytes(encode_small({0: b"small"}))
+        (tmp_path / f"net-1_{step}.ckpt.small").write_bytes(encode_aux({0: b"small"}))
         home.adopt(tmp_path / f"net-1_{step}.ckpt", PLAIN, step)
     corrupt.flip_bit(tmp_path / "net-1_8.ckpt", 3000)
-    assert _plain(tmp_path) == [Choice(tmp_path / "net-1_4.ckpt", 1, 4, 4, b"small")]
+    assert _plain(tmp_path) == [Selected(tmp_path / "net-1_4.ckpt", 1, 4, 4, b"small")]
     moved = sorted(path.name for path in (tmp_path / "net-1_8.ckpt.corrupt").iterdir())
     assert moved == ["net-1_8.ckpt", "net-1_8.ckpt.small"]
 
@@ -661,7 +661,7 @@ def test_names_there_and_back(again: str) -> None:
     assert name == LegacyName("my_rank_net", 3, 2, "ckpt", again)
     assert name.file(5) == f"rank_5/my_rank_net_rank_5{again}-3_2.ckpt"
     assert LegacyName.parse(name.name) == name
-    assert LEGACY.title_of(name.file(5)) == LEGACY.title_of(name.small) == name.name
+    assert LEGACY.title_of(name.file(5)) == LEGACY.title_of(name.aux) == name.name
     assert layout_of(Path(name.name)) is LEGACY
     assert LegacyName.parse("net-3_2.ckpt") is None
     with pytest.raises(CheckpointError, match="names no rank"):
@@ -669,9 +669,9 @@ def test_names_there_and_back(again: str) -> None:
 
 
 def test_small_states_there_and_back() -> None:
-    assert decode_small(encode_small({1: b"b", 0: b"a"})) == {0: b"a", 1: b"b"}
+    assert decode_aux(encode_aux({1: b"b", 0: b"a"})) == {0: b"a", 1: b"b"}
     with pytest.raises(CheckpointError, match="cannot be read"):
-        decode_small(b"\xc1")
+        decode_aux(b"\xc1")
 
 
 @dataclass
@@ -695,9 +695,9 @@ class Loading:
 
         def body(rank: int, gather: Gather) -> int:
             place = Place(rank=rank, world_size=2, replicas=data_parallel(2), job=job, attempt=attempt)
-            chooser = Chooser(options, place, gather, self.notes.append)
-            chooser.steer({"output_dir": str(self.home.path), "use_parallel": True}, {})
-            resumed = chooser.resumed or 0
+            selector = MindFormersSelector(options, place, gather, self.notes.append)
+            selector.steer({"output_dir": str(self.home.path), "use_parallel": True}, {})
+            resumed = selector.resumed or 0
 
             def call() -> int:
                 if resumed in self.unfit and rank in self.of:
@@ -705,8 +705,8 @@ class Loading:
                 return resumed
 
             if counters:
-                chooser.read(call)
-            return int(chooser.load(call, lambda held: refuse_missing(self.wanted, held)))
+                selector.read(call)
+            return int(selector.load(call, lambda held: refuse_missing(self.wanted, held)))
 
         return as_ranks(2, body)
 

@@ -22,7 +22,7 @@ from lastgasp.backends.ascend.mindio.strategies import decide_strategies
 from lastgasp.backends.ascend.mindio.window import Window
 from lastgasp.errors import ConfigError, DeadlineExceeded
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released, Stand
+from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.gasp.starter import Starter
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
 
@@ -258,45 +258,45 @@ class FakeWindow:
 
 
 def test_the_window_of_a_step() -> None:
-    fake, stand = FakeWindow(), Stand()
-    window = Window(fake, stand, 1.0)
-    window.updating()
-    assert stand.inside
-    window.updating()  # a second optimizer of the same step
-    window.step_end(7)
-    assert (stand.step, stand.inside) == (7, False)
+    fake, status = FakeWindow(), RankStatus()
+    window = Window(fake, status, 1.0)
+    window.before_update()
+    assert status.inside
+    window.before_update()  # a second optimizer of the same step
+    window.step_completed(7)
+    assert (status.step, status.inside) == (7, False)
     assert fake.calls == [("start", -1), ("end", 7), ("pause", 7)]
 
 
 def test_a_step_without_an_update_counts_for_mindio_too() -> None:
-    fake, stand = FakeWindow(), Stand()
-    Window(fake, stand, 1.0).step_end(8)
+    fake, status = FakeWindow(), RankStatus()
+    Window(fake, status, 1.0).step_completed(8)
     assert fake.calls == [("start", -1), ("end", 8), ("pause", 8)]
 
 
 def test_force_stop_leaves_the_state_whole() -> None:
-    stand = Stand()
+    status = RankStatus()
     with pytest.raises(RuntimeError, match="FORCE STOP"):
-        Window(FakeWindow(RuntimeError("FORCE STOP. x")), stand, 1.0).updating()
-    assert not stand.inside
+        Window(FakeWindow(RuntimeError("FORCE STOP. x")), status, 1.0).before_update()
+    assert not status.inside
 
 
 def test_once_a_dump_has_begun_the_training_thread_parks_until_it_is_over() -> None:
-    stand = Stand()
-    stand.release(Release(recovery=0, ending="saved", step=3, path="p", reason=""))
+    status = RankStatus()
+    status.release(Release(recovery=0, ending="saved", step=3, path="p", reason=""))
     with pytest.raises(Released):
-        Window(FakeWindow(Exception("error num:1")), stand, 5.0).updating()
-    assert not stand.inside
+        Window(FakeWindow(Exception("error num:1")), status, 5.0).before_update()
+    assert not status.inside
 
 
 def test_a_step_without_an_update_parks_too_once_a_dump_has_begun() -> None:
     """Else the rank would stand on a step that MindIO has not ordered, and could not save."""
-    stand = Stand()
-    stand.step_end(6)
-    stand.release(Release(recovery=0, ending="saved", step=6, path="p", reason=""))
+    status = RankStatus()
+    status.step_completed(6)
+    status.release(Release(recovery=0, ending="saved", step=6, path="p", reason=""))
     with pytest.raises(Released):
-        Window(FakeWindow(Exception("error num:1")), stand, 5.0).step_end(7)
-    assert (stand.step, stand.inside) == (6, False)
+        Window(FakeWindow(Exception("error num:1")), status, 5.0).step_completed(7)
+    assert (status.step, status.inside) == (6, False)
 
 
 # -- the end ---------------------------------------------------------------------------------------

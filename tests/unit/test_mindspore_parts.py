@@ -6,17 +6,17 @@ import msgspec
 import numpy
 import pytest
 
+from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic, decode
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.marks import marked_elsewhere
-from lastgasp_mindformers.small import VERSION, Numbers, SmallState, Statistic, decode
 from lastgasp_mindformers.targets import iteration_target, legacy_target
 
 
-def small(version: int = VERSION) -> SmallState:
-    """A small state with one statistic."""
+def aux(version: int = VERSION) -> AuxState:
+    """A auxiliary state with one statistic."""
     mean = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
-    return SmallState(
+    return AuxState(
         version=version,
         numbers=Numbers(step=11, epoch=2, within=3, loss_scale=1024.0),
         python=b"p",
@@ -27,8 +27,8 @@ def small(version: int = VERSION) -> SmallState:
 
 
 def test_a_small_state_comes_back() -> None:
-    state = decode(msgspec.msgpack.encode(small()))
-    assert state == small()
+    state = decode(msgspec.msgpack.encode(aux()))
+    assert state == aux()
     (mean,) = state.statistics
     array = mean.array()
     assert (array.dtype, array.tolist()) == (numpy.float32, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
@@ -36,9 +36,9 @@ def test_a_small_state_comes_back() -> None:
     assert mean.array()[0, 0] == 0.0
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", msgspec.msgpack.encode(small(version=VERSION + 1))])
+@pytest.mark.parametrize("data", [b"", b"\x00", msgspec.msgpack.encode(aux(version=VERSION + 1))])
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="small state"):
+    with pytest.raises(ValueError, match="auxiliary state"):
         decode(data)
 
 
@@ -57,7 +57,7 @@ def test_a_directory_checkpoint_holds_everything() -> None:
     assert where.files == {
         0: ("iteration_00000011/model-0000000-0000001.safetensors", "iteration_00000011/common.json")
     }
-    assert where.small.startswith("iteration_00000011/")
+    assert where.aux.startswith("iteration_00000011/")
     assert where.markers == {"latest_checkpointed_iteration.txt": b"11"}
 
 

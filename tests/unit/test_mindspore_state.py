@@ -16,10 +16,10 @@ from lastgasp import _clock
 from lastgasp.config import GaspConfig
 from lastgasp.errors import Moved, NotSaveable
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released, Stand
+from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.topology import Place, data_parallel
+from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, loss_scale
 from lastgasp_mindformers.layouts import LEGACY, LegacyName
-from lastgasp_mindformers.small import Numbers, SmallRecorder, loss_scale
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
@@ -67,28 +67,28 @@ class Rank:
     """A rank at step 4, in the graph of step 5."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, readable: bool = True) -> None:
-        self.now, self.stand, self.gate, self.small = 100.0, Stand(), Gate(), Small()
+        self.now, self.status, self.gate, self.aux = 100.0, RankStatus(), Gate(), Small()
         monkeypatch.setattr(_clock, "monotonic", lambda: self.now)
         self.state = MindSporeState(
             self.gate,
-            cast(SmallRecorder, self.small),
-            self.stand,
-            updating=self.stand.updating,
-            step_end=self.stand.step_end,
+            cast(AuxRecorder, self.aux),
+            self.status,
+            before_update=self.status.before_update,
+            step_completed=self.status.step_completed,
             finish=FINISH,
             readable=readable,
         )
         self.state.begin(numbers(4))
-        self.stand.step = 4
+        self.status.step = 4
         self.state.step_begin(numbers(5))
 
     def look(self, after: float = 0.0) -> tuple[int, bool]:
         """What the control thread finds in a recovery, some time later."""
-        if not self.stand.held:
-            self.stand.hold(1.0)
+        if not self.status.held:
+            self.status.hold(1.0)
         self.now += after
-        self.stand.look()
-        return self.stand.step, not self.stand.whole
+        self.status.look()
+        return self.status.step, not self.status.whole
 
 
 @pytest.fixture
@@ -101,11 +101,11 @@ def test_a_rank_in_python_stands_where_it_says(rank: Rank) -> None:
     rank.gate.counters = (5, 5)
     rank.state.step_end(numbers(5))
     assert rank.look() == (5, False)
-    assert rank.small.steps == [4, 5]
+    assert rank.aux.steps == [4, 5]
 
 
 def test_a_rank_that_waits_for_a_dead_peer_holds_its_last_step(rank: Rank) -> None:
-    rank.stand.hold(1.0)
+    rank.status.hold(1.0)
     assert rank.look() == (4, True)
     assert rank.look(after=2 * SETTLE) == (4, False)
     assert rank.state.stands_on(4) == ""
@@ -123,16 +123,16 @@ def test_a_graph_that_is_done_but_stuck_behind_counts(rank: Rank) -> None:
     rank.gate.counters = (5, 5)
     assert rank.look() == (4, True)
     assert rank.look(after=2 * SETTLE) == (5, False)
-    rank.stand.release(SAVED)
+    rank.status.release(SAVED)
     with pytest.raises(Released):  # it came out after all, and others must not save what the gasp saves
         rank.state.step_end(numbers(5), saves=True)
-    assert rank.small.steps == [4, 5]
+    assert rank.aux.steps == [4, 5]
 
 
 def test_a_graph_that_is_done_is_waited_for_where_all_ranks_run(rank: Rank) -> None:
     """It is late, not stuck: behind it the framework may save this very step, and other ranks do so already."""
     rank.gate.counters = (5, 5)
-    rank.stand.hold(1.0, all_run=True)
+    rank.status.hold(1.0, all_run=True)
     assert rank.look(after=2 * SETTLE) == (4, True)
     rank.state.step_end(numbers(5), saves=True)
     assert rank.look() == (5, True)
@@ -142,10 +142,10 @@ def test_a_graph_that_is_done_is_waited_for_where_all_ranks_run(rank: Rank) -> N
 
 def test_a_graph_that_ends_after_all_stops_before_anybody_saves_its_step(rank: Rank) -> None:
     """Step 4 was told to be what this rank holds; a gasp of step 5 follows, under the name of a save of step 5."""
-    rank.stand.hold(1.0)
+    rank.status.hold(1.0)
     assert rank.look(after=2 * SETTLE) == (4, False)
     rank.gate.counters = (5, 5)
-    rank.stand.release(SAVED)
+    rank.status.release(SAVED)
     original = rank.state.stop_if_taken
 
     def stop(saves: bool) -> None:
@@ -159,9 +159,9 @@ def test_a_graph_that_ends_after_all_stops_before_anybody_saves_its_step(rank: R
 
 
 def test_a_rank_that_was_told_to_go_on_does_so(rank: Rank) -> None:
-    rank.stand.hold(1.0)
+    rank.status.hold(1.0)
     assert rank.look(after=2 * SETTLE) == (4, False)
-    rank.stand.hold(1.0, target=6)
+    rank.status.hold(1.0, target=6)
     rank.gate.counters = (5, 5)
     rank.state.step_end(numbers(5), saves=True)
     assert rank.look() == (5, True), "others may save step 5, as ever"
@@ -174,7 +174,7 @@ def test_a_step_that_is_being_completed_is_waited_for(rank: Rank) -> None:
     """The control thread looks in the middle of it, and does not wait."""
     rank.gate.counters = (5, 5)
     seen: list[tuple[int, bool]] = []
-    rank.small.capture = lambda numbers: seen.append(in_a_thread(rank.look))  # type: ignore[method-assign]
+    rank.aux.capture = lambda numbers: seen.append(in_a_thread(rank.look))  # type: ignore[method-assign]
     rank.state.step_end(numbers(5))
     assert seen == [(4, True)]
 
@@ -186,7 +186,7 @@ def in_a_thread(call: Callable[[], tuple[int, bool]]) -> tuple[int, bool]:
 
 
 def test_where_all_ranks_go_on_the_step_is_waited_for(rank: Rank) -> None:
-    rank.stand.hold(1.0, all_run=True)
+    rank.status.hold(1.0, all_run=True)
     rank.look()
     assert rank.look(after=FINISH * PATIENCE - 0.1) == (4, True)
     assert rank.look(after=0.2) == (4, False)
@@ -207,13 +207,13 @@ def test_an_exception_out_of_the_graph(rank: Rank, counters: tuple[int, int], wh
     rank.gate.counters = counters
     told = rank.state.settle()
     assert why in told and bool(why) == bool(told)
-    assert rank.stand.step == step
+    assert rank.status.step == step
 
 
 def test_no_graph_runs_behind_a_closed_gate(rank: Rank) -> None:
     rank.state.step_end(numbers(5))
-    rank.stand.hold(1.0)
-    rank.stand.release(SAVED)
+    rank.status.hold(1.0)
+    rank.status.release(SAVED)
     with pytest.raises(Released):
         rank.state.step_begin(numbers(6))
     assert rank.look() == (5, False)
@@ -223,16 +223,16 @@ def test_a_look_right_before_the_gate_does_not_open_it(rank: Rank) -> None:
     """The control thread takes a rank for one in its graph that is only about to ask whether it may begin it."""
     rank.gate.counters = (5, 5)
     rank.state.step_end(numbers(5))
-    rank.stand.hold(1.0, all_run=True)
-    rank.stand.release(SAVED)
-    original = rank.state._updating
+    rank.status.hold(1.0, all_run=True)
+    rank.status.release(SAVED)
+    original = rank.state._before_update
     looks: list[tuple[int, bool]] = []
 
-    def updating() -> None:
+    def before_update() -> None:
         looks.append(rank.look())
         original()
 
-    rank.state._updating = updating
+    rank.state._before_update = before_update
     with pytest.raises(Released):
         rank.state.step_begin(numbers(6))
     assert looks == [(5, True)], "the control thread did not come in between"
@@ -246,12 +246,12 @@ def test_a_rank_that_is_parked_before_the_graph_holds_its_step_at_once(
     rank = Rank(monkeypatch, readable=readable)
     rank.gate.counters = (5, 5)
     rank.state.step_end(numbers(5))
-    rank.stand.hold(30.0, all_run=True)
+    rank.status.hold(30.0, all_run=True)
     with coming_to_the_gate(rank) as thread:
         assert rank.look() == (5, False)
         assert rank.state.stands_on(5) == ""
-        rank.stand.hold(30.0, target=6, all_run=True)
-        assert rank.stand.inside
+        rank.status.hold(30.0, target=6, all_run=True)
+        assert rank.status.inside
         thread.join(30.0)
         assert rank.look() == (5, True), "it is in the graph of step 6 now"
         rank.gate.counters = (6, 6)
@@ -270,19 +270,19 @@ def coming_to_the_gate(rank: Rank) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        while not rank.stand.parked:
+        while not rank.status.at_gate:
             assert thread.is_alive()
         yield thread
     finally:
-        rank.stand.release(SAVED)
+        rank.status.release(SAVED)
         thread.join(30.0)
 
 
 def test_each_recovery_has_the_whole_time(rank: Rank) -> None:
     """An order to go on further counts from its own beginning."""
-    rank.stand.hold(1.0)
+    rank.status.hold(1.0)
     assert rank.look(after=2 * SETTLE) == (4, False)
-    rank.stand.hold(1.0)
+    rank.status.hold(1.0)
     assert rank.look() == (4, True)
     assert rank.look(after=2 * SETTLE) == (4, False)
 
@@ -306,8 +306,8 @@ def test_a_step_that_ends_while_it_is_looked_at_is_not_the_old_one(rank: Rank) -
 
 def test_the_step_that_the_graph_has_made_is_not_the_one_that_comes_behind(rank: Rank) -> None:
     """The training thread comes to the next gate while the control thread looks."""
-    rank.stand.hold(1.0)
-    rank.stand.release(SAVED)
+    rank.status.hold(1.0)
+    rank.status.release(SAVED)
     rank.look()
     rank.now += 2 * SETTLE
     original = rank.gate.read
@@ -319,18 +319,18 @@ def test_the_step_that_the_graph_has_made_is_not_the_one_that_comes_behind(rank:
         return 5, 5
 
     rank.gate.read = overtaken  # type: ignore[method-assign]
-    rank.stand.look()
-    assert rank.stand.step == 5, "step 6 has not run"
+    rank.status.look()
+    assert rank.status.step == 5, "step 6 has not run"
 
 
 def test_a_save_of_the_framework_is_waited_for(rank: Rank) -> None:
     """It has the name that the gasp has, and MindSpore removes what it finds under it."""
     rank.gate.counters = (5, 5)
     rank.state.step_end(numbers(5), saves=True)
-    rank.stand.hold(1.0)
+    rank.status.hold(1.0)
     assert rank.look() == (5, True)
     rank.state.others_end()
-    rank.stand.release(SAVED)
+    rank.status.release(SAVED)
     with pytest.raises(Released):  # the gate is not passed
         rank.state.step_begin(numbers(6))
     assert rank.look() == (5, False)
@@ -342,7 +342,7 @@ def test_a_callback_that_does_not_end_is_not_waited_for_to_the_end(rank: Rank) -
     rank.state.step_end(numbers(5), saves=True)
     assert rank.look() == (5, True)
     assert rank.look(after=FINISH * PATIENCE) == (5, False)
-    rank.stand.release(SAVED)
+    rank.status.release(SAVED)
     with pytest.raises(Released):  # before it makes a manifest for what the gasp has put in its place
         rank.state.stop_if_taken(True)
 

@@ -10,18 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from lastgasp import exitcodes
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.gasp.cards import JobState, RankRow, RankState
 from lastgasp.gasp.messages import Ranks
-from lastgasp.gasp.serve import ControllerThread
-from lastgasp.launch import msrounds, msrun
-from lastgasp.launch.msrounds import MsRounds, Plan, plan, quiet
+from lastgasp.launch import msattempts, msrun
+from lastgasp.launch.msattempts import MsAttempts, Plan, plan, quiet
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
-from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.taskdagent import Agent, serving
-from support.ports import free_port
 
 START = ["-m", "lastgasp_mindformers.start"]
 
@@ -199,7 +195,7 @@ def test_the_launcher_of_mindspore_jobs_imports_no_torch() -> None:
 def test_ranks_must_be_known_on_several_nodes() -> None:
     args = SimpleNamespace(worker_num=2, local_worker_num=1, master_addr="a", master_port=1, node_rank=-1)
     with pytest.raises(ConfigError, match="--node_rank"):
-        MsRounds.of(args, True)
+        MsAttempts.of(args, True)
 
 
 def never() -> bool:
@@ -208,49 +204,17 @@ def never() -> bool:
 
 
 def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(msrounds, "LED", 0.2)
-    first = MsRounds(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
+    monkeypatch.setattr(msattempts, "LED", 0.2)
+    first = MsAttempts(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
     found = first.begin()
     port = int(found["LASTGASP_CONTROLLER"].rpartition(":")[2])
-    second = MsRounds(Plan(job="j", host="127.0.0.1", port=port, token="t", here=False, several=True))
+    second = MsAttempts(Plan(job="j", host="127.0.0.1", port=port, token="t", here=False, several=True))
     assert second.begin() == found, "the ranks of both nodes find the same"
     assert [first.wait_quiet([0], never), second.wait_quiet([1], never), second.close()] == [True, True, ""]
     assert (first.in_use(), second.in_use()) == (False, True)
     assert first.close() == "" == first.close()
     assert not second.wait_quiet([1], never)
     assert second.wait_quiet([1], lambda: True), "told to stop, it does not wait"
-
-
-@pytest.mark.parametrize(
-    ("codes", "wanted"),
-    [
-        ({1, -9}, True),
-        ({exitcodes.SAVED, None}, True),
-        ({exitcodes.REFUSED}, False),
-        ({exitcodes.REFUSED, exitcodes.NOTHING_TO_SAVE, None}, False),
-        ({exitcodes.REFUSED, exitcodes.SAVED}, True),
-    ],
-)
-def test_a_node_without_the_controller_hears_that_its_rank_has_refused(codes: set[int | None], wanted: bool) -> None:
-    """It had left that to the first one, and started the rank again, which refused again."""
-    one = MsRounds(Plan(job="j", host="127.0.0.1", port=free_port(), token="t", here=False, several=True))
-    one.begin()
-    assert one.progressed(codes) is wanted
-    restarts = Restarts(always=True)
-    restarts.ended(one.number, one.in_use(), one.progressed(codes), exitcodes.REFUSED in codes, frozenset({87}))
-    assert restarts.hopeless is not wanted
-    one.close()
-
-
-def test_progress_is_not_forgotten_when_another_node_starts_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = MsRounds(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
-    first.begin()
-    found = [False, True, False, False]
-    monkeypatch.setattr(ControllerThread, "progressed", lambda self, attempt: found.pop(0))
-    assert [first.progressed({None}) for _ in range(3)] == [False, True, True]
-    first.begin()
-    assert not first.progressed({exitcodes.SAVED}), "an attempt of its own"
-    first.close()
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgasp.steps.report import sample as sample_module
-from lastgasp.steps.report.excesses import LATER_SHARE, MIN_SHARE, Excess
 from lastgasp.steps.report.job import Group, Job
 from lastgasp.steps.report.judge import CAP_OF_TWO, MIN_STEPS, confidence_of, judge
 from lastgasp.steps.report.lateness import lateness, synchronising
-from lastgasp.steps.report.robust import change_point, excess, median, quantile, scale, standing
+from lastgasp.steps.report.robust_stats import change_point, median, quantile, scale, slowdown, standing
 from lastgasp.steps.report.sample import COVERAGE, samples
 from lastgasp.steps.report.saving import saving_of
+from lastgasp.steps.report.slowdowns import LATER_SHARE, MIN_SHARE, Slowdown
 from lastgasp.steps.report.table import TIMES, Step, StepTable
 from lastgasp.steps.report.verdict import Verdict
 from support.step_jobs import Shape, job_of
@@ -332,7 +332,7 @@ VALUES = st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=30)
 @given(VALUES)
 def test_excess_and_standing_by_brute_force(values: list[float]) -> None:
     others = [[other for at, other in enumerate(values) if at != place] for place in range(len(values))]
-    assert excess(values) == [value - statistics.median(rest) for value, rest in zip(values, others, strict=True)]
+    assert slowdown(values) == [value - statistics.median(rest) for value, rest in zip(values, others, strict=True)]
     assert standing(values) == pytest.approx(
         [
             sum(1.0 if other < value else 0.5 if other == value else 0.0 for other in rest) / len(rest)
@@ -373,8 +373,8 @@ def test_the_place_of_a_change(before: int, after: int, seed: int) -> None:
     assert change_point(values, (before + after) // 2 + 1) is None
 
 
-def _at(**change: float) -> Excess:
-    least = Excess(0, 1.0, MIN_SHARE, single=1.0, certainty=4.0, standing=0.7, largest=1.0, steady=1.0, blocks=24)
+def _at(**change: float) -> Slowdown:
+    least = Slowdown(0, 1.0, MIN_SHARE, single=1.0, certainty=4.0, standing=0.7, largest=1.0, steady=1.0, blocks=24)
     return replace(least, **change)  # type: ignore[arg-type]
 
 

@@ -22,14 +22,14 @@ from lastgasp.steps.report import svg
 from lastgasp.steps.report.job import Information, Job, JobReader
 from lastgasp.steps.report.live import Watch, follow
 from lastgasp.steps.report.page import render_page
-from lastgasp.steps.report.places import locate
-from lastgasp.steps.report.ranges import Range
+from lastgasp.steps.report.phrasing import conclusion, headline, ms, numbers, percent
 from lastgasp.steps.report.sample import samples
+from lastgasp.steps.report.sources import locate
+from lastgasp.steps.report.spans import Range
 from lastgasp.steps.report.summary import PHASES, VERSION, Report, Times, summarise
 from lastgasp.steps.report.table import Step, StepTable
 from lastgasp.steps.report.tables import render
 from lastgasp.steps.report.trace import THREADS, write_trace
-from lastgasp.steps.report.words import conclusion, headline, ms, numbers, percent
 from support.step_jobs import COLLECTIVE, EPOCH, Shape, job_of, lines_of, simulate, write
 
 EVIL = """<script>alert("1")</script>&'\""""

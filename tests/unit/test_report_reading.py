@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgasp.errors import ConfigError
-from lastgasp.steps.report import rows as rows_module
+from lastgasp.steps.report import records as records_module
 from lastgasp.steps.report.job import Job, JobReader
-from lastgasp.steps.report.places import locate
-from lastgasp.steps.report.ranges import OPEN_MAX, PROCESSES_MAX, Range, RangeFold
-from lastgasp.steps.report.rows import RankReader, Row
+from lastgasp.steps.report.records import RankReader, Row
+from lastgasp.steps.report.sources import locate
+from lastgasp.steps.report.spans import OPEN_MAX, PROCESSES_MAX, Range, RangeFold
 from support.step_jobs import COLLECTIVE, EPOCH, Shape, line_of, lines_of, rows_of, simulate, write
 
 GOLDEN = Path(__file__).parents[1] / "golden/taskd-rows.jsonl"
@@ -152,7 +152,7 @@ def test_a_file_that_grows_anywhere_reads_like_a_whole_one(
     content = golden()
     directory = rank_of(tmp_path_factory.mktemp("grows"), content[:cut])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "PIECE", piece)
+        patch.setattr(records_module, "PIECE", piece)
         reader = RankReader(directory)
         first = read(reader)
         assert len(first) == content[:cut].count(b"\n")
@@ -179,8 +179,8 @@ def test_a_last_line_that_was_cut_off_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "PIECE", 1000)
-    monkeypatch.setattr(rows_module, "LONGEST_LINE", 5000)
+    monkeypatch.setattr(records_module, "PIECE", 1000)
+    monkeypatch.setattr(records_module, "LONGEST_LINE", 5000)
     reader = RankReader(rank_of(tmp_path, b"x" * 100_000 + b"\n" + golden()))
     longest = 0
     for _ in reader.read(lambda nbytes: None):
@@ -223,13 +223,13 @@ def test_a_file_is_never_held_in_memory(tmp_path: Path) -> None:
             tracemalloc.stop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "PIECE", 1 << 16)
+        patch.setattr(records_module, "PIECE", 1 << 16)
         peak(small)  # imports
         assert peak(large) - peak(small) < 11 * len(text) / 30
 
 
 def test_progress_goes_from_nothing_to_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "PIECE", 5000)
+    monkeypatch.setattr(records_module, "PIECE", 5000)
     write(Shape(ranks=3, steps=20), 1, tmp_path / "task")
     told: list[tuple[int, int]] = []
     reader = JobReader(locate(tmp_path))

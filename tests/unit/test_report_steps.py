@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lastgasp.steps.report import fold as fold_module
 from lastgasp.steps.report import table as table_module
 from lastgasp.steps.report.fold import Kinds, RankFold, covered, overlap, step_number
-from lastgasp.steps.report.ranges import Range
+from lastgasp.steps.report.spans import Range
 from lastgasp.steps.report.table import ALL_STEPS_MAX, STEPS_MAX, STEPS_MIN, TIMES, Step, StepTable, limits
 from support.step_jobs import COLLECTIVE, EPOCH, rows_of
 

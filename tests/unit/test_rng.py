@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.small import SmallRecorder, decode_small, restore_small, without_buffers
+from lastgasp.pytorch.aux_state import AuxRecorder, decode_aux, restore_aux, without_buffers
 
 DRAWS = {
     "python": lambda: random.random(),
@@ -74,7 +74,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 def test_small_state_keeps_buffers_and_extra() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    recorder = SmallRecorder(module=module, extra_room=64)
+    recorder = AuxRecorder(module=module, extra_room=64)
     recorder.extra = b"position"
     module(torch.randn(4, 3))
     wanted = {k: v.clone() for k, v in module.state_dict().items() if "running" in k or "num" in k}
@@ -82,36 +82,36 @@ def test_small_state_keeps_buffers_and_extra() -> None:
     module(torch.randn(4, 3))
     data = recorder.read(1)
     assert data is not None
-    state = decode_small(data)
+    state = decode_aux(data)
     assert state.extra == b"position"
     assert state.buffers.keys() == wanted.keys()
     assert all(torch.equal(state.buffers[k], wanted[k]) for k in wanted)
-    stripped = decode_small(without_buffers(data))
+    stripped = decode_aux(without_buffers(data))
     assert (stripped.extra, stripped.buffers, stripped.rng.torch) == (b"position", {}, state.rng.torch)
-    restore_small(state, module=module)
+    restore_aux(state, module=module)
     assert all(torch.equal(module.state_dict()[k], wanted[k]) for k in wanted)
     recorder.close()
 
 
 def test_extra_may_outgrow_its_room() -> None:
-    recorder = SmallRecorder(extra_room=64)
+    recorder = AuxRecorder(extra_room=64)
     for step, size in enumerate([10, 64, 5000, 20], start=1):
         recorder.extra = bytes([step]) * size
         recorder.capture(step, settled=True)
         data = recorder.read(step)
         assert data is not None
-        assert decode_small(data).extra == recorder.extra
+        assert decode_aux(data).extra == recorder.extra
     recorder.close()
 
 
 def test_a_buffer_that_changes_its_shape_is_followed() -> None:
     module = nn.Module()
     module.register_buffer("count", torch.zeros(2))
-    recorder = SmallRecorder(module=module)
+    recorder = AuxRecorder(module=module)
     recorder.capture(1, settled=True)
     module.count = torch.arange(5.0)
     recorder.capture(2, settled=True)
     data = recorder.read(2)
     assert data is not None
-    assert torch.equal(decode_small(data).buffers["count"], torch.arange(5.0))
+    assert torch.equal(decode_aux(data).buffers["count"], torch.arange(5.0))
     recorder.close()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgasp.steps import ageing
-from lastgasp.steps.ageing import PERIOD_S, Aged, Ageing, doomed, file_max
+from lastgasp.steps.ageing import PERIOD_S, Aged, Ageing, file_max, to_delete
 from lastgasp.steps.rankfiles import FILE_MAX
 
 MB = 1 << 20
@@ -47,20 +47,20 @@ def aged(count: int, size: int = MB) -> list[Aged]:
 
 def test_at_the_limit_nothing_goes_and_a_byte_more_takes_the_oldest_fifth() -> None:
     files = aged(14)
-    assert doomed(files, total=10 * MB, limit=10 * MB, writing=None) == []
-    assert doomed(files, total=10 * MB + 1, limit=10 * MB, writing=None) == files[:2]
-    assert doomed(files[::-1], total=10 * MB + 1, limit=10 * MB, writing=files[0].path) == files[1:3]
+    assert to_delete(files, total=10 * MB, limit=10 * MB, writing=None) == []
+    assert to_delete(files, total=10 * MB + 1, limit=10 * MB, writing=None) == files[:2]
+    assert to_delete(files[::-1], total=10 * MB + 1, limit=10 * MB, writing=files[0].path) == files[1:3]
 
 
 def test_few_files_lose_one() -> None:
     files = aged(3)
-    assert doomed(files, total=10 * MB + 1, limit=10 * MB, writing=files[2].path) == files[:1]
+    assert to_delete(files, total=10 * MB + 1, limit=10 * MB, writing=files[2].path) == files[:1]
 
 
 def test_more_goes_where_a_fifth_would_not_do() -> None:
     files = aged(10)
     # This rank has 10 of the 40 MB; 20 are too much, of which its share is 5.
-    assert doomed(files, total=40 * MB, limit=20 * MB, writing=None) == files[:5]
+    assert to_delete(files, total=40 * MB, limit=20 * MB, writing=None) == files[:5]
 
 
 @given(
@@ -76,7 +76,7 @@ def test_all_ranks_together_come_below_the_limit_and_keep_what_they_write(
     left = 0
     for files in ranks:
         writing = files[-1].path if files else None
-        gone = doomed(files, total, limit, writing)
+        gone = to_delete(files, total, limit, writing)
         assert all(file.path != writing for file in gone)
         assert gone == files[: len(gone)]
         left += (len(files) - len(gone)) * size

@@ -28,7 +28,7 @@ from support.tf_files import GOLDEN, put, state_of, write
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Checkpoints:
     """Checkpoints 10, 20 and 30, the last of two shards, as a manager leaves them; the test spoils the last."""
 
     folder: Path
@@ -59,11 +59,11 @@ class Shelf:
         return found
 
 
-def shelf_in(folder: Path) -> Shelf:
+def stored_in(folder: Path) -> Checkpoints:
     for step in (10, 20, 30):
         put(folder, step, shards=2)
     state_of(folder, 10, 20, 30)
-    return Shelf(folder)
+    return Checkpoints(folder)
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class Case:
     """A damage, and a piece of the reason that must be given."""
 
     name: str
-    spoil: Callable[[Shelf], object]
+    spoil: Callable[[Checkpoints], object]
     reason: str
     moved: bool = True
     """Whether the content is proven bad, so that it goes to quarantine."""
 
 
-def _of_another_job(shelf: Shelf) -> None:
-    elsewhere = shelf.folder.parent / "elsewhere"
+def _of_another_job(stored: Checkpoints) -> None:
+    elsewhere = stored.folder.parent / "elsewhere"
     write(elsewhere / "ckpt-30", {"w0": [1.0] * 2002, "w1": [2.0] * 2002}, 2)
     seal(elsewhere / "ckpt-30")
-    corrupt.copy_over(elsewhere / "ckpt-30.manifest.json", shelf.manifest)
+    corrupt.copy_over(elsewhere / "ckpt-30.manifest.json", stored.manifest)
 
 
-def _drop_all(shelf: Shelf) -> None:
-    for path in LAYOUT.parts(shelf.new):
+def _drop_all(stored: Checkpoints) -> None:
+    for path in LAYOUT.parts(stored.new):
         corrupt.drop(path)
 
 
@@ -121,39 +121,39 @@ every_damage = pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" "
 def test_the_older_one_is_returned_and_the_state_file_names_it(
     tmp_path: Path, case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = shelf_in(tmp_path / "here")
-    case.spoil(shelf)
-    assert newest_good(shelf.folder) == str(shelf.old)
-    assert shelf.state == State("ckpt-20", ("ckpt-10", "ckpt-20"), (1e9 + 10, 1e9 + 20), 1e9)
-    home = shelf.folder / "ckpt-30.corrupt"
+    stored = stored_in(tmp_path / "here")
+    case.spoil(stored)
+    assert newest_good(stored.folder) == str(stored.old)
+    assert stored.state == State("ckpt-20", ("ckpt-10", "ckpt-20"), (1e9 + 10, 1e9 + 20), 1e9)
+    home = stored.folder / "ckpt-30.corrupt"
     assert home.is_dir() == case.moved
-    assert f"{shelf.new} is not used" in caplog.text and case.reason in caplog.text
+    assert f"{stored.new} is not used" in caplog.text and case.reason in caplog.text
     if case.moved:
-        assert case.reason in (shelf.folder / "ckpt-30.corrupt.reason.json").read_text()
-        assert not LAYOUT.parts(shelf.new)
-    assert newest_good(shelf.folder) == str(shelf.old)
-    assert shelf.state.latest == "ckpt-20"
+        assert case.reason in (stored.folder / "ckpt-30.corrupt.reason.json").read_text()
+        assert not LAYOUT.parts(stored.new)
+    assert newest_good(stored.folder) == str(stored.old)
+    assert stored.state.latest == "ckpt-20"
 
 
 @every_damage
 def test_without_a_good_one_nothing_changes(tmp_path: Path, case: Case) -> None:
-    shelf = shelf_in(tmp_path / "here")
-    case.spoil(shelf)
+    stored = stored_in(tmp_path / "here")
+    case.spoil(stored)
     for step in (10, 20):
-        for path in (*LAYOUT.parts(shelf.folder / f"ckpt-{step}"), shelf.folder / f"ckpt-{step}.manifest.json"):
+        for path in (*LAYOUT.parts(stored.folder / f"ckpt-{step}"), stored.folder / f"ckpt-{step}.manifest.json"):
             path.unlink()
     before = {path: path.read_bytes() if path.is_file() else b"" for path in sorted(tmp_path.rglob("*"))}
     with pytest.raises(NoGoodCheckpoint, match="move them and the file `checkpoint` away") as caught:
-        newest_good(shelf.folder)
-    assert case.reason in caught.value.reasons[str(shelf.new)]
+        newest_good(stored.folder)
+    assert case.reason in caught.value.reasons[str(stored.new)]
     assert {path: path.read_bytes() if path.is_file() else b"" for path in sorted(tmp_path.rglob("*"))} == before
 
 
 def test_without_quarantine_nothing_is_moved(tmp_path: Path) -> None:
-    shelf = shelf_in(tmp_path)
-    corrupt.flip_bit(shelf.index, 20)
-    assert newest_good(shelf.folder, quarantine=False) == str(shelf.old)
-    assert shelf.index.exists() and shelf.state.latest == "ckpt-20"
+    stored = stored_in(tmp_path)
+    corrupt.flip_bit(stored.index, 20)
+    assert newest_good(stored.folder, quarantine=False) == str(stored.old)
+    assert stored.index.exists() and stored.state.latest == "ckpt-20"
 
 
 def _absolute(folder: Path) -> None:
@@ -177,58 +177,58 @@ STATES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", STATES)
 def test_the_state_file_is_repaired(tmp_path: Path, kind: str) -> None:
-    shelf = shelf_in(tmp_path / "here")
+    stored = stored_in(tmp_path / "here")
     (tmp_path / "elsewhere").mkdir()
     if kind == "from another folder":
         _absolute(tmp_path / "elsewhere")
-        corrupt.copy_over(tmp_path / "elsewhere" / NAME, shelf.folder / NAME)
+        corrupt.copy_over(tmp_path / "elsewhere" / NAME, stored.folder / NAME)
     else:
-        STATES[kind](shelf.folder)
-    assert newest_good(shelf.folder) == str(shelf.new)
+        STATES[kind](stored.folder)
+    assert newest_good(stored.folder) == str(stored.new)
     if kind == "a directory":  # cannot be replaced: said, and the prefix is right all the same
         return
-    state = shelf.state
+    state = stored.state
     assert state.latest == "ckpt-30"
     assert state.kept[-1] == "ckpt-30"
     assert set(state.kept) <= {"ckpt-10", "ckpt-20", "ckpt-30"}
     if kind in ("dropped", "empty", "cut", "zeroed", "no text"):
         assert state.kept == ("ckpt-10", "ckpt-20", "ckpt-30")
         assert len(state.times) == 3 and min(state.times) > 1e9 and state.preserved == min(state.times)
-    before = (shelf.folder / NAME).read_bytes()
-    assert newest_good(shelf.folder) == str(shelf.new)
-    assert (shelf.folder / NAME).read_bytes() == before
+    before = (stored.folder / NAME).read_bytes()
+    assert newest_good(stored.folder) == str(stored.new)
+    assert (stored.folder / NAME).read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", ["as it is", "absolute"])
 def test_a_right_state_file_is_left_alone(tmp_path: Path, kind: str) -> None:
-    shelf = shelf_in(tmp_path)
+    stored = stored_in(tmp_path)
     if kind == "absolute":
         _absolute(tmp_path)
-    before = (shelf.folder / NAME).stat()
-    assert newest_good(shelf.folder) == str(shelf.new)
-    assert (shelf.folder / NAME).stat() == before
+    before = (stored.folder / NAME).stat()
+    assert newest_good(stored.folder) == str(stored.new)
+    assert (stored.folder / NAME).stat() == before
 
 
 def test_what_a_manager_keeps_for_ever_is_not_given_back_to_it(tmp_path: Path) -> None:
-    shelf = shelf_in(tmp_path)
+    stored = stored_in(tmp_path)
     state_of(tmp_path, 20, 40)  # 10 is not listed: kept for ever
-    assert newest_good(shelf.folder) == str(shelf.new)
-    assert shelf.state.kept == ("ckpt-20", "ckpt-30")
+    assert newest_good(stored.folder) == str(stored.new)
+    assert stored.state.kept == ("ckpt-20", "ckpt-30")
 
 
 def test_a_state_file_that_cannot_be_written_does_not_stop_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf, asked = shelf_in(tmp_path), list[Path]()
-    corrupt.drop(shelf.folder / NAME)
+    stored, asked = stored_in(tmp_path), list[Path]()
+    corrupt.drop(stored.folder / NAME)
 
     def refuse(path: Path, data: bytes) -> None:
         asked.append(path)
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(prefixes, "write_atomically", refuse)
-    assert newest_good(shelf.folder) == str(shelf.new)
-    assert asked == [shelf.folder / NAME]
+    assert newest_good(stored.folder) == str(stored.new)
+    assert asked == [stored.folder / NAME]
     assert "could not be repaired" in caplog.text
 
 
@@ -281,13 +281,13 @@ def test_seal_returns_what_it_was_given_and_takes_a_step(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("kind", ["index", "shard", "short", "foreign total", "nothing"])
 def test_seal_refuses_what_is_not_whole(tmp_path: Path, kind: str) -> None:
     prefix = put(tmp_path, 30, shards=2, sealed=False)
-    shelf = Shelf(tmp_path)
+    stored = Checkpoints(tmp_path)
     if kind == "index":
-        corrupt.drop(shelf.index)
+        corrupt.drop(stored.index)
     elif kind == "shard":
-        corrupt.drop(shelf.shard(0))
+        corrupt.drop(stored.shard(0))
     elif kind == "short":
-        corrupt.truncate(shelf.shard(1), 8000)
+        corrupt.truncate(stored.shard(1), 8000)
     elif kind == "foreign total":
         (tmp_path / "ckpt-30.data-00000-of-00003").write_bytes(b"")
     else:
@@ -443,23 +443,23 @@ def run(command: str, directory: Path) -> tuple[int, dict[str, tuple[str, str]]]
 
 
 def test_the_commands_know_them(tmp_path: Path) -> None:
-    shelf = shelf_in(tmp_path)
+    stored = stored_in(tmp_path)
     put(tmp_path, 40, sealed=False)
-    os.unlink(shelf.manifest)
+    os.unlink(stored.manifest)
     assert run("verify", tmp_path)[1]["ckpt-40"] == ("no manifest", "")
     states = {name: state for name, (state, _) in run("manifest", tmp_path)[1].items()}
     assert states == {"ckpt-40": "written", "ckpt-30": "written", "ckpt-20": "present", "ckpt-10": "present"}
     assert run("verify", tmp_path)[0] == 0
-    corrupt.flip_bit(shelf.shard(1), 99)
+    corrupt.flip_bit(stored.shard(1), 99)
     assert run("verify", tmp_path)[1]["ckpt-30"] == ("damaged", "")
 
 
 @pytest.mark.parametrize("case", CASES[:5] + CASES[7:9] + CASES[10:12], ids=lambda case: case.name.replace(" ", "-"))
 def test_the_command_refuses_those_that_are_not_whole(tmp_path: Path, case: Case) -> None:
-    shelf = shelf_in(tmp_path)
-    os.unlink(shelf.manifest)
-    case.spoil(shelf)
+    stored = stored_in(tmp_path)
+    os.unlink(stored.manifest)
+    case.spoil(stored)
     code, rows = run("manifest", tmp_path)
     assert (code, rows["ckpt-30"][0]) == (1, "refused")
     assert rows["ckpt-30"][1]
-    assert not shelf.manifest.exists()
+    assert not stored.manifest.exists()

@@ -11,9 +11,9 @@ import pytest
 from lastgasp.checkpoint import DirectoryLayout, SingleFile
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.unknown import all_of_training, unknown
-from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig
 from lastgasp.errors import NoGoodCheckpoint
+from lastgasp.selection import CheckpointSelector
 from lastgasp.topology import Place, data_parallel
 
 LAYOUT = SingleFile(".ckpt")
@@ -53,13 +53,13 @@ def test_other_layouts_are_each_others_unknowns(tmp_path: Path) -> None:
     assert len(all_of_training([tmp_path], LAYOUT)) == 2
 
 
-def choice(folder: Path, resume: str = "auto", attempt: int = 0, fit: int | None = None) -> Choice:
+def choice(folder: Path, resume: str = "auto", attempt: int = 0, fit: int | None = None) -> CheckpointSelector:
     place = dataclasses.replace(
         Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=0), attempt=attempt
     )
     config = GaspConfig.resolve(folder, resume=resume)
     number = Fit(number=fit) if fit is not None else None
-    return Choice(config, [folder], LAYOUT, place, lambda tag, payload: [payload], (0, 1), fit=number)
+    return CheckpointSelector(config, [folder], LAYOUT, place, lambda tag, payload: [payload], (0, 1), fit=number)
 
 
 def test_a_start_from_scratch_over_them_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ Find = Callable[[str], Path | None]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Probe:
     """One thing that was looked for.
 
     Args:
@@ -38,7 +38,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """What was chosen, and why; for the log, the incident record and `lastgasp doctor`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Choice:
 
     backend: str
     wanted: str
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[Probe, ...] = ()
 
     def found(self, name: str) -> bool:
         """Whether `mindio_ttp`, `taskd`, ... is there."""
@@ -70,7 +70,7 @@ class Choice:
         return f"backend {self.backend} ({VARIABLE}={self.wanted}{'; ' if tried else ''}{tried})"
 
 
-def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None = None) -> Choice:
+def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None = None) -> BackendChoice:
     """Choose by `LASTGASP_BACKEND`: embedded, ascend, or auto (the default), which takes ascend where it is there.
 
     Args:
@@ -84,10 +84,10 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
     if wanted not in WANTED:
         raise ConfigError(VARIABLE, env.get(VARIABLE), f"one of {', '.join(WANTED)}", "Leave it out to have it chosen.")
     if wanted == "embedded":
-        return Choice("embedded", wanted)
+        return BackendChoice("embedded", wanted)
     attempts = _look(env, find or _installed, devices=wanted == "auto")
     needed = [attempt for attempt in attempts if attempt.name != "taskd"]
-    choice = Choice("ascend" if all(attempt.found for attempt in needed) else "embedded", wanted, attempts)
+    choice = BackendChoice("ascend" if all(attempt.found for attempt in needed) else "embedded", wanted, attempts)
     if wanted == "ascend" and choice.backend != "ascend":
         missing = "; ".join(f"{attempt.name}: {attempt.why}" for attempt in needed if not attempt.found)
         raise ConfigError(
@@ -96,7 +96,7 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
     return choice
 
 
-def in_taskd_job(choice: Choice, environ: Mapping[str, str]) -> bool:
+def in_taskd_job(choice: BackendChoice, environ: Mapping[str, str]) -> bool:
     """Whether workers register with TaskD: it is there, nobody has asked for `embedded`, and this is a job of its."""
     return choice.found("taskd") and bool(environ.get("MINDX_TASK_ID"))
 
@@ -106,7 +106,7 @@ def framework_of_taskd(modules: Mapping[str, object]) -> Literal["pt", "ms"]:
     return "ms" if "mindspore" in modules else "pt"
 
 
-def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Attempt, ...]:
+def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Probe, ...]:
     attempts = [_package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")]
     if not attempts[0].found:
         return (*attempts, _taskd(find))  # the usual case: three look-ups and no more
@@ -119,27 +119,27 @@ def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Attempt, .
     return (*attempts, _taskd(find))
 
 
-def _package(name: str, find: Find, what: str) -> Attempt:
+def _package(name: str, find: Find, what: str) -> Probe:
     place = find(name)
-    return Attempt(name, True, f"in {place}") if place is not None else Attempt(name, False, f"not installed ({what})")
+    return Probe(name, True, f"in {place}") if place is not None else Probe(name, False, f"not installed ({what})")
 
 
-def _npu() -> Attempt:
+def _npu() -> Probe:
     cards = sorted(path.name for path in _NPU_DEVICES.glob("davinci[0-9]*"))
     if cards:
-        return Attempt("NPU", True, f"{len(cards)} in {_NPU_DEVICES}")
-    return Attempt("NPU", False, f"no {_NPU_DEVICES}/davinci* here ({VARIABLE}=ascend goes on without looking)")
+        return Probe("NPU", True, f"{len(cards)} in {_NPU_DEVICES}")
+    return Probe("NPU", False, f"no {_NPU_DEVICES}/davinci* here ({VARIABLE}=ascend goes on without looking)")
 
 
-def _taskd(find: Find) -> Attempt:
+def _taskd(find: Find) -> Probe:
     """PyPI has a `taskd` that has nothing to do with MindCluster (a task runner); only the real one counts."""
     place = find("taskd")
     if place is None:
-        return Attempt("taskd", False, "not installed")
+        return Probe("taskd", False, "not installed")
     if not (place / "python" / "cython_api").is_dir() or not (place / "api").is_dir():
         why = f"in {place} is the unrelated project of that name from PyPI, not MindCluster's: uninstall it"
-        return Attempt("taskd", False, why)
-    return Attempt("taskd", True, f"in {place}")
+        return Probe("taskd", False, why)
+    return Probe("taskd", True, f"in {place}")
 
 
 def _installed(name: str) -> Path | None:

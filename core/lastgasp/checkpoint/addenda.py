@@ -1,7 +1,7 @@
 """What ranks knew of a step that somebody else had committed before them: it is put beside that checkpoint.
 
-After a cut both sides save the step that they stand on, each with the small states (random state, data position) of
-the ranks that it could reach. The first commit stands, and the second one adds its small states in a hidden file of
+After a cut both sides save the step that they stand on, each with the auxiliary states (random state, data position) of
+the ranks that it could reach. The first commit stands, and the second one adds its auxiliary states in a hidden file of
 its own, `.NAME.more-PID-RANDOM`, bound to that very commit. A resume puts all of them together.
 """
 
@@ -21,7 +21,7 @@ from lastgasp._fs import DISK, read_bounded, unique_temp, write_atomically
 from lastgasp.ports import Layout
 
 from .manifest import Manifest
-from .pairing import read_pair
+from .manifest_lookup import read_pair
 
 log = logging.getLogger("lastgasp")
 
@@ -36,11 +36,11 @@ class _Addendum(msgspec.Struct, frozen=True, array_like=True):
     version: int
     of: str
     """The own digest of the manifest that it belongs to."""
-    small: dict[int, bytes]
+    aux: dict[int, bytes]
 
 
-def add(checkpoint: Path, layout: Layout, small: Mapping[int, bytes]) -> bool:
-    """Put small states beside a checkpoint that somebody else has committed.
+def add(checkpoint: Path, layout: Layout, aux: Mapping[int, bytes]) -> bool:
+    """Put auxiliary states beside a checkpoint that somebody else has committed.
 
     Returns:
         False where it has no manifest to be bound to.
@@ -51,14 +51,14 @@ def add(checkpoint: Path, layout: Layout, small: Mapping[int, bytes]) -> bool:
     manifest = read_pair(checkpoint, layout)
     if not isinstance(manifest, Manifest):
         return False
-    body = msgspec.msgpack.encode(_Addendum(VERSION, manifest.self_digest, dict(small)))
+    body = msgspec.msgpack.encode(_Addendum(VERSION, manifest.self_digest, dict(aux)))
     tail = unique_temp(checkpoint).name.rpartition(".tmp-")[2]
     write_atomically(checkpoint.with_name(f".{checkpoint.name}.more-{tail}"), _digest(body) + body)
     return True
 
 
 def added(checkpoint: Path, layout: Layout) -> dict[int, bytes]:
-    """The small states of ranks that were put beside a checkpoint; what is not whole or of another commit is left out.
+    """The auxiliary states put beside a checkpoint; what is incomplete or of another commit is left out.
 
     Never raises for what is on disk.
     """
@@ -66,12 +66,12 @@ def added(checkpoint: Path, layout: Layout) -> dict[int, bytes]:
     if not found:
         return {}
     manifest = read_pair(checkpoint, layout)
-    small: dict[int, bytes] = {}
+    aux: dict[int, bytes] = {}
     for path in found if isinstance(manifest, Manifest) else ():
         one = _read(path)
         if one is not None and isinstance(manifest, Manifest) and one.of == manifest.self_digest:
-            small |= one.small
-    return small
+            aux |= one.aux
+    return aux
 
 
 def remove_orphans(directory: Path) -> None:

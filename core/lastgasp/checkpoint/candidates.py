@@ -11,7 +11,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.ports import Layout
 
 from .manifest import Manifest, ManifestProblem
-from .pairing import read_pair
+from .manifest_lookup import read_pair
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from lastgasp.ports import Layout
 from .digest import READ_SIZE, HashingWriter
 from .layout import next_path
 from .manifest import FileEntry, Manifest, ManifestProblem, Provenance, build, encode, read
+from .manifest_lookup import heal, read_pair
 from .moving import set_aside
-from .pairing import heal, read_pair
 from .structure import compare
 
 log = logging.getLogger("lastgasp")

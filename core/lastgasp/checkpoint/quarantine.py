@@ -17,8 +17,8 @@ from lastgasp.ports import Layout
 from .candidates import Candidate
 from .layout import MANIFEST_SUFFIX, NEXT_SUFFIX
 from .manifest import Manifest, read
+from .manifest_lookup import names_only
 from .moving import move_parts
-from .pairing import names_only
 
 _log = logging.getLogger("lastgasp")
 

@@ -18,7 +18,7 @@ from lastgasp.ports import Layout
 
 from .chunks import Chunk, ChunkReader, chunks_of
 from .manifest import FileEntry, ManifestProblem
-from .pairing import read_pair
+from .manifest_lookup import read_pair
 from .structure import compare, size_damage
 from .verdict import Damage, of_manifest
 

@@ -10,7 +10,7 @@ from lastgasp.ports import Layout
 
 from .chunks import Checked, Chunk, ChunkReader, chunks_of
 from .manifest import Manifest, ManifestProblem
-from .pairing import read_pair
+from .manifest_lookup import read_pair
 from .structure import compare
 from .verdict import Damage, Verdict, of_manifest
 

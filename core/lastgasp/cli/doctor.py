@@ -11,10 +11,10 @@ import msgspec
 from rich.table import Table
 
 from lastgasp.backends import choose_backend
+from lastgasp.doctor.checks import CHECKS, Diagnosis, examine, printable
 from lastgasp.doctor.look import look
 from lastgasp.doctor.machine import JobFacts, Machine
 from lastgasp.doctor.software import frameworks
-from lastgasp.doctor.traps import TRAPS, Finding, examine, printable
 from lastgasp.errors import ConfigError
 
 from ._console import console, counted, escape
@@ -46,7 +46,7 @@ class Report(msgspec.Struct, frozen=True):
     """Which one a job would get here, and why."""
     frameworks: dict[str, str]
     """What is installed, with versions."""
-    findings: list[Finding]
+    diagnoses: list[Diagnosis]
     errors: int
     warnings: int
     version: int = 1
@@ -85,9 +85,9 @@ def doctor(
 
 def report_of(machine: Machine) -> Report:
     """Everything about a machine."""
-    findings = examine(machine)
-    errors = sum(one.severity == "error" for one in findings)
-    return Report(_backend(machine), frameworks(machine), findings, errors, len(findings) - errors)
+    diagnoses = examine(machine)
+    errors = sum(one.severity == "error" for one in diagnoses)
+    return Report(_backend(machine), frameworks(machine), diagnoses, errors, len(diagnoses) - errors)
 
 
 def _backend(machine: Machine) -> str:
@@ -101,10 +101,10 @@ def _print(report: Report) -> None:
     out = console()
     found = ", ".join(f"{name} {version}" for name, version in report.frameworks.items()) or "none"
     out.print(f"{escape(report.backend)}\nframeworks: {escape(found)}")
-    if report.findings:
-        table = Table("", "what is wrong, and what to do", "trap", title_justify="left")
-        for one in report.findings:
+    if report.diagnoses:
+        table = Table("", "what is wrong, and what to do", "check", title_justify="left")
+        for one in report.diagnoses:
             text = f"{escape(one.what)}\n[dim]{escape(one.fix)}[/]"
-            table.add_row(f"[{_STYLE[one.severity]}]{one.severity}[/]", text, one.trap)
+            table.add_row(f"[{_STYLE[one.severity]}]{one.severity}[/]", text, one.check)
         out.print(table)
-    out.print(f"{len(TRAPS)} traps looked for: {counted(report.errors, report.warnings)}")
+    out.print(f"{len(CHECKS)} checks made: {counted(report.errors, report.warnings)}")

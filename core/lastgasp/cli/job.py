@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lastgasp import _fs
 from lastgasp.errors import ConfigError, LastgaspError
-from lastgasp.jobs.acjob.check import Finding, Source, errors, read
+from lastgasp.jobs.acjob.check import Diagnosis, Source, errors, read
 from lastgasp.jobs.acjob.check import check as check_all
 from lastgasp.jobs.acjob.patch import GOALS, Patched, goals_of
 from lastgasp.jobs.acjob.patch import patch as patch_one
@@ -85,7 +85,7 @@ class FileReport(msgspec.Struct, frozen=True):
     """One file of a check."""
 
     file: str
-    findings: list[Finding]
+    diagnoses: list[Diagnosis]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -109,13 +109,13 @@ def job() -> None:
 def check(files: tuple[Path, ...], as_json: bool) -> None:
     """Look for what MindCluster rejects, ignores or silently does otherwise, each with line and fix."""
     found = check_all([read(path) for path in dict.fromkeys(files)])
-    count = Counter(one.severity for findings in found.values() for one in findings)
+    count = Counter(one.severity for diagnoses in found.values() for one in diagnoses)
     if as_json:
-        rows = [FileReport(str(path), findings) for path, findings in found.items()]
+        rows = [FileReport(str(path), diagnoses) for path, diagnoses in found.items()]
         _print_json(Report(rows, count["error"], count["warning"]))
     else:
-        for path, findings in found.items():
-            _print(path, findings)
+        for path, diagnoses in found.items():
+            _print(path, diagnoses)
     sys.exit(int(count["error"] > 0))
 
 
@@ -132,9 +132,9 @@ def patch(file: Path, strategy: str, name: str | None, write: bool) -> None:
     click.echo(patched.diff(str(file)), nl=False)
     for note in patched.notes if patched.before != patched.after else ():
         click.echo(f"note: {note}", err=True)
-    for one in patched.findings:
+    for one in patched.diagnoses:
         click.echo(_line(file, one), err=True)
-    if errors(patched.findings):
+    if errors(patched.diagnoses):
         raise click.ClickException(f"nothing was written: {file} would still have the errors above")
     _write(file, source, patched, write)
 
@@ -200,23 +200,23 @@ def _job_of(file: Path, name: str | None, namespace: str | None) -> tuple[str, s
     return found[0].name, namespace or found[0].namespace
 
 
-def _print(path: Path, findings: list[Finding]) -> None:
+def _print(path: Path, diagnoses: list[Diagnosis]) -> None:
     out = console()
-    if not findings:
+    if not diagnoses:
         out.print(f"[green]{escape(str(path))}: nothing found[/]")
         return
     table = Table(
         "line", "", "job", "what is wrong, and what to do", "rule", title=escape(str(path)), title_justify="left"
     )
-    for one in findings:
+    for one in diagnoses:
         text = f"{escape(one.what)}\n[dim]{escape(one.fix)}[/]"
         table.add_row(str(one.line), f"[{_STYLE[one.severity]}]{one.severity}[/]", escape(one.job), text, one.rule)
-    bad = len(errors(findings))
-    table.caption, table.caption_justify = counted(bad, len(findings) - bad), "left"
+    bad = len(errors(diagnoses))
+    table.caption, table.caption_justify = counted(bad, len(diagnoses) - bad), "left"
     out.print(table)
 
 
-def _line(path: Path, one: Finding) -> str:
+def _line(path: Path, one: Diagnosis) -> str:
     return f"{path}:{one.line}: {one.severity}: {one.what}. {one.fix} [{one.rule}]"
 
 

@@ -18,12 +18,12 @@ from lastgasp.errors import ConfigError
 from lastgasp.steps.report.job import Job, JobReader
 from lastgasp.steps.report.live import Watch, follow
 from lastgasp.steps.report.page import render_page
-from lastgasp.steps.report.places import Place, locate
+from lastgasp.steps.report.phrasing import numbers
 from lastgasp.steps.report.sample import samples
+from lastgasp.steps.report.sources import Place, locate
 from lastgasp.steps.report.summary import Report, summarise
 from lastgasp.steps.report.tables import render
 from lastgasp.steps.report.trace import write_trace
-from lastgasp.steps.report.words import numbers
 
 from ._console import console
 

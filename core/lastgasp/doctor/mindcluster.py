@@ -14,8 +14,8 @@ import msgspec
 
 from lastgasp.backends.ascend.goenv import set_too_late
 
+from .checks import Match, check
 from .machine import Machine
-from .traps import Hit, trap
 
 LOG_MODE = 0o750
 SWITCH_FILE = "/user/cluster-info/datatrace-config/profilingSwitch"
@@ -46,17 +46,17 @@ def _log_directory(machine: Machine) -> Path:
     return machine.at(machine.env.get("TASKD_LOG_PATH") or "taskd_log")
 
 
-@trap("taskd-log-symlink", "error", "taskd.md §1", "TaskD's log directory is a symlink")
-def taskd_log_symlink(machine: Machine) -> Iterator[Hit]:
+@check("taskd-log-symlink", "error", "taskd.md §1", "TaskD's log directory is a symlink")
+def taskd_log_symlink(machine: Machine) -> Iterator[Match]:
     """Importing taskd raises."""
     path = _log_directory(machine)
     if machine.in_mindcluster and path.is_symlink():
         fix = "Set TASKD_LOG_PATH to a real directory before the start."
-        yield Hit(f"TaskD's log directory {path} is a symlink: importing taskd raises", fix)
+        yield Match(f"TaskD's log directory {path} is a symlink: importing taskd raises", fix)
 
 
-@trap("taskd-log-mode", "error", "taskd.md §1", "TaskD's log directory has another mode than 0750")
-def taskd_log_mode(machine: Machine) -> Iterator[Hit]:
+@check("taskd-log-mode", "error", "taskd.md §1", "TaskD's log directory has another mode than 0750")
+def taskd_log_mode(machine: Machine) -> Iterator[Match]:
     """Exactly that, nothing stricter either."""
     path = _log_directory(machine)
     if machine.in_mindcluster and path.is_dir() and not path.is_symlink():
@@ -65,73 +65,77 @@ def taskd_log_mode(machine: Machine) -> Iterator[Hit]:
         if mode != LOG_MODE:
             what = f"TaskD's log directory {path} has mode {mode:04o}: importing taskd raises"
             if machine.uid in (0, found.st_uid):
-                yield Hit(what, f"chmod 0750 {path} (lastgasp does it by itself)", "warning")
+                yield Match(what, f"chmod 0750 {path} (lastgasp does it by itself)", "warning")
             else:
-                yield Hit(what, f"Have its owner chmod 0750 {path}, or set TASKD_LOG_PATH to a directory of this user.")
+                yield Match(
+                    what, f"Have its owner chmod 0750 {path}, or set TASKD_LOG_PATH to a directory of this user."
+                )
 
 
-@trap("umask", "warning", "taskd.md §1", "A umask that makes TaskD's log directory too strict")
-def umask(machine: Machine) -> Iterator[Hit]:
+@check("umask", "warning", "taskd.md §1", "A umask that makes TaskD's log directory too strict")
+def umask(machine: Machine) -> Iterator[Match]:
     """The package makes it, and then refuses it."""
     if machine.in_mindcluster and LOG_MODE & ~machine.umask != LOG_MODE and not _log_directory(machine).exists():
         what = f"with umask {machine.umask:03o} TaskD makes its log directory {LOG_MODE & ~machine.umask:04o}, not 0750"
         fix = f"umask 027, or mkdir -m 0750 {_log_directory(machine)} (lastgasp does it by itself)"
-        yield Hit(what + ", and refuses it", fix)
+        yield Match(what + ", and refuses it", fix)
 
 
-@trap("switch-symlink", "warning", "taskd.md §6", "The switch file is reached through a symlink")
-def switch_symlink(machine: Machine) -> Iterator[Hit]:
+@check("switch-symlink", "warning", "taskd.md §6", "The switch file is reached through a symlink")
+def switch_symlink(machine: Machine) -> Iterator[Match]:
     """A mounted ConfigMap consists of them."""
     path = machine.at(SWITCH_FILE)
     links = [str(one) for one in (path, *list(path.parents)[:3]) if one != machine.root and one.is_symlink()]
     if links:
         fix = "Mount the host's directory instead of the ConfigMap (docs/ascend-job-yaml.md)."
-        yield Hit(f"{links[0]} is a symlink: TaskD refuses the switch file (lastgasp reads it)", fix)
+        yield Match(f"{links[0]} is a symlink: TaskD refuses the switch file (lastgasp reads it)", fix)
 
 
-@trap("env-too-late", "error", "taskd.md §1", "A variable was set after the start: TaskD's Go half does not see it")
-def env_too_late(machine: Machine) -> Iterator[Hit]:
+@check("env-too-late", "error", "taskd.md §1", "A variable was set after the start: TaskD's Go half does not see it")
+def env_too_late(machine: Machine) -> Iterator[Match]:
     """Go reads the block of exec time."""
     if machine.exec_env is None or machine.taskd is None:
         return
     for name, (go, python) in set_too_late(machine.exec_env, machine.env).items():
         what = f"{name} is {python!r} in os.environ and {go!r} to TaskD's Go half, which reads the start's environment"
-        yield Hit(what, f"Export {name} before Python starts.")
+        yield Match(what, f"Export {name} before Python starts.")
 
 
-@trap("watchdog-torch", "error", "job_yaml.md §4", "torch_npu's watchdog is on while processes are to be recovered")
-def watchdog_torch(machine: Machine) -> Iterator[Hit]:
+@check("watchdog-torch", "error", "job_yaml.md §4", "torch_npu's watchdog is on while processes are to be recovered")
+def watchdog_torch(machine: Machine) -> Iterator[Match]:
     """It ends the ranks that recovery keeps."""
     value = machine.env.get("HCCL_ASYNC_ERROR_HANDLING")
     if machine.recovers and "MS_ENABLE_TFT" not in machine.env and value != "0":
         what = f"HCCL_ASYNC_ERROR_HANDLING is {value or 'unset'}: the watchdog ends ranks that are to be recovered"
-        yield Hit(what, "export HCCL_ASYNC_ERROR_HANDLING=0 (the operator and lastgasp run do).")
+        yield Match(what, "export HCCL_ASYNC_ERROR_HANDLING=0 (the operator and lastgasp run do).")
 
 
-@trap("watchdog-mindspore", "error", "taskd.md §5, mindformers.md §3", "MindSpore's watchdog is on with ARF, TSP, HCCE")
-def watchdog_mindspore(machine: Machine) -> Iterator[Hit]:
+@check(
+    "watchdog-mindspore", "error", "taskd.md §5, mindformers.md §3", "MindSpore's watchdog is on with ARF, TSP, HCCE"
+)
+def watchdog_mindspore(machine: Machine) -> Iterator[Match]:
     """MS_ENABLE_THM turns it off."""
     items = [f"{one}:1" for one in _NO_WATCHDOG if one in machine.tft]
     if items and "HCCL_WATCHDOG:0" not in machine.env.get("MS_ENABLE_THM", ""):
         what = f"MS_ENABLE_TFT has {', '.join(items)}, MS_ENABLE_THM is {machine.env.get('MS_ENABLE_THM') or 'unset'}"
-        yield Hit(what + ": the watchdog ends ranks", 'export MS_ENABLE_THM="{HCCL_WATCHDOG:0}"')
+        yield Match(what + ": the watchdog ends ranks", 'export MS_ENABLE_THM="{HCCL_WATCHDOG:0}"')
 
 
-@trap("controller-env", "error", "taskd.md §2", "MindIO's controller lacks its address, port or size")
-def controller_env(machine: Machine) -> Iterator[Hit]:
+@check("controller-env", "error", "taskd.md §2", "MindIO's controller lacks its address, port or size")
+def controller_env(machine: Machine) -> Iterator[Match]:
     """A ValueError in one thread of TaskD's, and nobody recovers."""
     if not (machine.in_mindcluster and machine.recovers):
         return
     if not any(machine.env.get(name) for name in _SIZES):
         fix = "MindCluster's operator sets it in each pod; export it elsewhere."
-        yield Hit(f"neither {' nor '.join(_SIZES)} is set: TaskD cannot start MindIO's controller", fix)
+        yield Match(f"neither {' nor '.join(_SIZES)} is set: TaskD cannot start MindIO's controller", fix)
     if not machine.env.get("POD_IP"):
         fix = "Add it to the job YAML (lastgasp job patch does), or export it."
-        yield Hit("POD_IP is not set: TaskD cannot start MindIO's controller", fix)
+        yield Match("POD_IP is not set: TaskD cannot start MindIO's controller", fix)
     port = machine.env.get("TTP_PORT")
     if ttp_port(machine) is None:
         what = f"TTP_PORT is {port or 'unset'}, not a port from 1024 to 65535: TaskD cannot start MindIO's controller"
-        yield Hit(what, 'Add it to the job YAML, as in "8000" (lastgasp job patch does).')
+        yield Match(what, 'Add it to the job YAML, as in "8000" (lastgasp job patch does).')
 
 
 def ttp_port(machine: Machine) -> int | None:
@@ -141,16 +145,16 @@ def ttp_port(machine: Machine) -> int | None:
     return number if 1024 <= number <= 65535 else None
 
 
-@trap("taskd-process-off", "error", "job_yaml.md §4", "TASKD_PROCESS_ENABLE=off while processes are to be recovered")
-def taskd_process_off(machine: Machine) -> Iterator[Hit]:
+@check("taskd-process-off", "error", "job_yaml.md §4", "TASKD_PROCESS_ENABLE=off while processes are to be recovered")
+def taskd_process_off(machine: Machine) -> Iterator[Match]:
     """No controller is started then."""
     if machine.recovers and machine.env.get("TASKD_PROCESS_ENABLE") == "off":
         what = "TASKD_PROCESS_ENABLE=off starts no MindIO controller, so nothing is recovered"
-        yield Hit(what, "export TASKD_PROCESS_ENABLE=on")
+        yield Match(what, "export TASKD_PROCESS_ENABLE=on")
 
 
-@trap("master-addr", "error", "taskd.md §1", "MASTER_ADDR is a name where TaskD wants an address")
-def master_addr(machine: Machine) -> Iterator[Hit]:
+@check("master-addr", "error", "taskd.md §1", "MASTER_ADDR is a name where TaskD wants an address")
+def master_addr(machine: Machine) -> Iterator[Match]:
     """Its proxy refuses host names."""
     for name in ("MASTER_ADDR", "MS_SCHED_HOST"):
         value = machine.env.get(name)
@@ -160,37 +164,39 @@ def master_addr(machine: Machine) -> Iterator[Hit]:
             ipaddress.ip_address(value)
         except ValueError:
             what = f"{name}={value} is a name: TaskD's proxy takes IP addresses only"
-            yield Hit(what, f"export {name}=<the address of node 0, its POD_IP>")
+            yield Match(what, f"export {name}=<the address of node 0, its POD_IP>")
 
 
-@trap("reset-json", "warning", "taskd.md §2", "reset.json is not mounted")
-def reset_json(machine: Machine) -> Iterator[Hit]:
+@check("reset-json", "warning", "taskd.md §2", "reset.json is not mounted")
+def reset_json(machine: Machine) -> Iterator[Match]:
     """TaskD's manager logs an error every 100 ms."""
     if machine.in_mindcluster and not machine.at(RESET_FILE).exists():
         what = f"{RESET_FILE} is not there: TaskD's manager logs an error every 100 ms, and GracefulExit is not seen"
-        yield Hit(what, "Mount it (lastgasp job patch does).")
+        yield Match(what, "Mount it (lastgasp job patch does).")
 
 
-@trap("profiling-dir", "warning", "taskd.md §6", "MindCluster's profiling directory cannot be written")
-def profiling_dir(machine: Machine) -> Iterator[Hit]:
+@check("profiling-dir", "warning", "taskd.md §6", "MindCluster's profiling directory cannot be written")
+def profiling_dir(machine: Machine) -> Iterator[Match]:
     """Marks go beside the checkpoints then."""
     path = machine.at(PROFILING)
     if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
         what = f"{PROFILING} cannot be written by this user"
-        yield Hit(what, "Make it writable, or set LASTGASP_PROFILING_DIR; until then marks go beside the checkpoints.")
+        yield Match(
+            what, "Make it writable, or set LASTGASP_PROFILING_DIR; until then marks go beside the checkpoints."
+        )
 
 
-@trap("mindio-ranges", "warning", "mindio_tft.md §4", "A number that MindIO replaces by its default without a word")
-def mindio_ranges(machine: Machine) -> Iterator[Hit]:
+@check("mindio-ranges", "warning", "mindio_tft.md §4", "A number that MindIO replaces by its default without a word")
+def mindio_ranges(machine: Machine) -> Iterator[Match]:
     """Out of range is ignored silently."""
     for name, (least, most, default) in RANGES.items():
         text = machine.env.get(name)
         if text is not None and not _within(text, least, most):
-            yield Hit(f"{name}={text} is ignored, MindIO takes {default}", f"Write {least} to {most}.")
+            yield Match(f"{name}={text} is ignored, MindIO takes {default}", f"Write {least} to {most}.")
     days, hours = (_taken(machine, name) for name in _CERTIFICATES)
     if days * 24 < hours:
         what = f"certificates are looked at every {hours} h and warned of {days} days ahead: too late"
-        yield Hit(what, f"Write at least {math.ceil(hours / 24)} for {_CERTIFICATES[0]}, or unset both.")
+        yield Match(what, f"Write at least {math.ceil(hours / 24)} for {_CERTIFICATES[0]}, or unset both.")
 
 
 def _taken(machine: Machine, name: str) -> int:
@@ -203,17 +209,17 @@ def _within(text: str, least: int, most: int) -> bool:
     return bool(re.fullmatch(r"[0-9]{1,6}", text)) and least <= int(text) <= most
 
 
-@trap("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD replaces by its default without a word")
-def taskd_ranges(machine: Machine) -> Iterator[Hit]:
+@check("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD replaces by its default without a word")
+def taskd_ranges(machine: Machine) -> Iterator[Match]:
     """Out of range is ignored silently."""
     for name, (least, most, instead) in TASKD_RANGES.items():
         text = machine.env.get(name)
         if text is not None and not _within(text, least, most):
-            yield Hit(f"{name}={text} is ignored, TaskD {instead}", f"Write {least} to {most}, or unset it.")
+            yield Match(f"{name}={text} is ignored, TaskD {instead}", f"Write {least} to {most}, or unset it.")
 
 
-@trap("switch-content", "warning", "taskd.md §6", "A switch file that does not say what it means to")
-def switch_content(machine: Machine) -> Iterator[Hit]:
+@check("switch-content", "warning", "taskd.md §6", "A switch file that does not say what it means to")
+def switch_content(machine: Machine) -> Iterator[Match]:
     """Unknown keys and values are passed over; what cannot be read changes nothing."""
     path = machine.at(SWITCH_FILE)
     if not path.is_file():
@@ -222,36 +228,36 @@ def switch_content(machine: Machine) -> Iterator[Hit]:
     try:
         said = msgspec.json.decode(path.read_bytes()[: 1 << 20], type=dict[str, object])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        yield Hit(f"{SWITCH_FILE} is no JSON object: it changes nothing", fix)
+        yield Match(f"{SWITCH_FILE} is no JSON object: it changes nothing", fix)
         return
     odd = [f"{key}={value!r}" for key, value in said.items() if key not in SWITCHES or value not in ("on", "off")]
     if odd:
-        yield Hit(f"{SWITCH_FILE} has {', '.join(odd[:5])}: TaskD does not take it", fix)
+        yield Match(f"{SWITCH_FILE} has {', '.join(odd[:5])}: TaskD does not take it", fix)
 
 
 def _quoted_keys() -> str:
     return ", ".join(f'"{key}"' for key in SWITCHES)
 
 
-@trap("ttp-log-symlink", "warning", "mindio_tft.md §4", "MindIO's log directory is a symlink")
-def ttp_log_symlink(machine: Machine) -> Iterator[Hit]:
+@check("ttp-log-symlink", "warning", "mindio_tft.md §4", "MindIO's log directory is a symlink")
+def ttp_log_symlink(machine: Machine) -> Iterator[Match]:
     """It takes none."""
     given = machine.env.get("TTP_LOG_PATH")
     if machine.mindio and given and machine.at(given).is_symlink():
-        yield Hit(f"TTP_LOG_PATH={given} is a symlink, which MindIO does not take", "Name a real directory.")
+        yield Match(f"TTP_LOG_PATH={given} is a symlink, which MindIO does not take", "Name a real directory.")
 
 
-@trap("dp-replicas", "error", "mindio_tft.md §8, §16", "The data-parallel size is not divisible by the replicas")
-def dp_replicas(machine: Machine) -> Iterator[Hit]:
+@check("dp-replicas", "error", "mindio_tft.md §8, §16", "The data-parallel size is not divisible by the replicas")
+def dp_replicas(machine: Machine) -> Iterator[Match]:
     """Positions p and p + size/replicas hold the same shard."""
     size, replicas = machine.job.dp_size, machine.job.replicas
     if size is not None and replicas is not None and (replicas < 1 or size % replicas):
         what = f"{replicas} replicas of each shard do not divide a data-parallel group of {size}: no dump is possible"
-        yield Hit(what, "Choose sizes that divide.")
+        yield Match(what, "Choose sizes that divide.")
 
 
-@trap("save-limit", "error", "mindio_tft.md §12, §15", "MindIO gives a save less time than it takes")
-def save_limit(machine: Machine) -> Iterator[Hit]:
+@check("save-limit", "error", "mindio_tft.md §12, §15", "MindIO gives a save less time than it takes")
+def save_limit(machine: Machine) -> Iterator[Match]:
     """A save that is over the limit is completed and never renamed."""
     seconds = machine.job.save_s
     said = "as you say"
@@ -264,9 +270,9 @@ def save_limit(machine: Machine) -> Iterator[Hit]:
         what = f"a save takes {seconds:g} s ({said}); MindIO's limit for stop, clean and save together is {limit} s"
         fix = f"export TTP_NORMAL_ACTION_TIME_LIMIT={min(needed, most)}"
         if needed > most:
-            yield Hit(what, f"{fix}, its most, and save faster: more writers, or a faster disk.")
+            yield Match(what, f"{fix}, its most, and save faster: more writers, or a faster disk.")
         elif text:
-            yield Hit(what, fix)
+            yield Match(what, fix)
         else:
             what += " by default; lastgasp raises it to the state's size, for writing at 200 MB/s"
-            yield Hit(what, f"{fix}, where it is written more slowly.", "warning")
+            yield Match(what, f"{fix}, where it is written more slowly.", "warning")

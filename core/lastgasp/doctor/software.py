@@ -9,8 +9,8 @@ from pathlib import Path
 from lastgasp.backends import choose_backend
 from lastgasp.errors import ConfigError
 
+from .checks import Match, check
 from .machine import MINDIO_ITEMS, TFT_ITEMS, Machine, is_mindcluster
-from .traps import Hit, trap
 
 MINDSPORE_OF: dict[tuple[int, ...], tuple[int, ...]] = {
     (1, 3): (2, 4), (1, 6): (2, 7), (1, 7): (2, 7, 1), (1, 8): (2, 7, 2), (1, 9): (2, 9), (2, 0): (2, 10),
@@ -50,16 +50,16 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-@trap("mindformers-mindspore", "error", "mindformers.md §0", "MindFormers and MindSpore that do not go together")
-def mindformers_mindspore(machine: Machine) -> Iterator[Hit]:
+@check("mindformers-mindspore", "error", "mindformers.md §0", "MindFormers and MindSpore that do not go together")
+def mindformers_mindspore(machine: Machine) -> Iterator[Match]:
     """Each series has its own MindSpore."""
     needed = MINDSPORE_OF.get(machine.version("mindformers")[:2])
     found = machine.version("mindspore")
     if machine.has("mindformers") and "mindspore" not in machine.versions:
-        yield Hit("mindformers is installed without mindspore", _install_mindspore(needed or (2, 9)))
+        yield Match("mindformers is installed without mindspore", _install_mindspore(needed or (2, 9)))
     elif needed is not None and found and found[: len(needed)] != needed:
         what = f"mindformers {machine.versions['mindformers']} needs mindspore {_dotted(needed)}, "
-        yield Hit(what + f"{machine.versions['mindspore']} is installed", _install_mindspore(needed))
+        yield Match(what + f"{machine.versions['mindspore']} is installed", _install_mindspore(needed))
 
 
 def _install_mindspore(version: tuple[int, ...]) -> str:
@@ -69,47 +69,47 @@ def _install_mindspore(version: tuple[int, ...]) -> str:
     return f"pip install 'mindspore=={_dotted(version)}{'.*' if len(version) == 2 else ''}'"
 
 
-@trap("hyper-parallel", "error", "mindformers.md §0", "MindFormers 2 without hyper_parallel")
-def hyper_parallel(machine: Machine) -> Iterator[Hit]:
+@check("hyper-parallel", "error", "mindformers.md §0", "MindFormers 2 without hyper_parallel")
+def hyper_parallel(machine: Machine) -> Iterator[Match]:
     """It is not on PyPI."""
     if machine.version("mindformers")[:1] == (2,) and "hyper_parallel" not in machine.places:
         fix = "Clone gitcode.com/mindspore/hyper-parallel, and put its hyper_parallel on PYTHONPATH."
-        yield Hit("mindformers 2 needs hyper_parallel, which is not installed and not on PyPI", fix)
+        yield Match("mindformers 2 needs hyper_parallel, which is not installed and not on PyPI", fix)
 
 
-@trap("mindspore-numpy", "error", "mindformers.md §0", "MindSpore up to 2.9 with numpy 2")
-def mindspore_numpy(machine: Machine) -> Iterator[Hit]:
+@check("mindspore-numpy", "error", "mindformers.md §0", "MindSpore up to 2.9 with numpy 2")
+def mindspore_numpy(machine: Machine) -> Iterator[Match]:
     """Its wheels pin numpy below 2."""
     if (0,) < machine.version("mindspore") < (2, 10) and machine.version("numpy") >= (2,):
         what = (
             f"mindspore {machine.versions['mindspore']} needs numpy below 2, {machine.versions['numpy']} is installed"
         )
-        yield Hit(what, "pip install 'numpy<2'")
+        yield Match(what, "pip install 'numpy<2'")
 
 
-@trap("mindspore-pyarrow", "warning", "mindformers.md §0", "A pyarrow that refuses numpy 1")
-def mindspore_pyarrow(machine: Machine) -> Iterator[Hit]:
+@check("mindspore-pyarrow", "warning", "mindformers.md §0", "A pyarrow that refuses numpy 1")
+def mindspore_pyarrow(machine: Machine) -> Iterator[Match]:
     """19 to 23 go with numpy 1."""
     if machine.has("mindspore") and machine.version("numpy")[:1] == (1,) and machine.version("pyarrow") >= (24,):
         what = (
             f"pyarrow {machine.versions['pyarrow']} with numpy {machine.versions['numpy']}: newer ones refuse numpy 1"
         )
-        yield Hit(what, "pip install 'pyarrow>=19,<24'")
+        yield Match(what, "pip install 'pyarrow>=19,<24'")
 
 
-@trap("torch-npu-torch", "error", "torchrun.md", "torch_npu of another torch")
-def torch_npu_torch(machine: Machine) -> Iterator[Hit]:
+@check("torch-npu-torch", "error", "torchrun.md", "torch_npu of another torch")
+def torch_npu_torch(machine: Machine) -> Iterator[Match]:
     """Each is built for one series."""
     npu, torch = machine.version("torch-npu"), machine.version("torch")
     if npu and torch and npu[:2] != torch[:2]:
         what = (
             f"torch_npu {machine.versions['torch-npu']} needs torch {_dotted(npu[:2])}.*, {machine.versions['torch']} "
         )
-        yield Hit(what + "is installed", f"pip install 'torch=={_dotted(npu[:2])}.*'")
+        yield Match(what + "is installed", f"pip install 'torch=={_dotted(npu[:2])}.*'")
 
 
-@trap("torch-npu-cann", "error", "torchrun.md", "torch_npu without CANN: importing torch fails")
-def torch_npu_cann(machine: Machine) -> Iterator[Hit]:
+@check("torch-npu-cann", "error", "torchrun.md", "torch_npu without CANN: importing torch fails")
+def torch_npu_cann(machine: Machine) -> Iterator[Match]:
     """torch loads it by itself."""
     if not machine.has("torch-npu") or machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return
@@ -120,10 +120,10 @@ def torch_npu_cann(machine: Machine) -> Iterator[Hit]:
     there = [home for home in homes if (machine.at(home) / "lib64/libhccl.so").exists()]
     fails = "torch" if machine.version("torch")[:2] >= LOADS_BACKENDS else "torch_npu"
     if there:
-        yield Hit(f"torch_npu does not find CANN, so importing {fails} fails", f"source {there[0]}/set_env.sh")
+        yield Match(f"torch_npu does not find CANN, so importing {fails} fails", f"source {there[0]}/set_env.sh")
     else:
         fix = "Install CANN, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch without NPUs."
-        yield Hit(f"torch_npu is installed and CANN is not (no libhccl.so), so importing {fails} fails", fix)
+        yield Match(f"torch_npu is installed and CANN is not (no libhccl.so), so importing {fails} fails", fix)
 
 
 def _is_cached(machine: Machine, library: str) -> bool:
@@ -134,136 +134,136 @@ def _is_cached(machine: Machine, library: str) -> bool:
         return False
 
 
-@trap("torch-npu-cuda", "error", "torchrun.md", "torch_npu with a torch for CUDA")
-def torch_npu_cuda(machine: Machine) -> Iterator[Hit]:
+@check("torch-npu-cuda", "error", "torchrun.md", "torch_npu with a torch for CUDA")
+def torch_npu_cuda(machine: Machine) -> Iterator[Match]:
     """It refuses two accelerators."""
     torch = machine.versions.get("torch", "")
     cuda = "+cu" in torch or any(one.startswith("nvidia-cuda") for one in machine.versions)
     if machine.has("torch-npu") and cuda and "+cpu" not in torch:
         fix = "Install the CPU build of torch beside torch_npu."
-        yield Hit("torch_npu refuses a torch for CUDA: two accelerators cannot be used at once", fix)
+        yield Match("torch_npu refuses a torch for CUDA: two accelerators cannot be used at once", fix)
 
 
-@trap("lightning-series", "warning", "lightning.md", "A Lightning that the adapter was not tested with")
-def lightning_series(machine: Machine) -> Iterator[Hit]:
+@check("lightning-series", "warning", "lightning.md", "A Lightning that the adapter was not tested with")
+def lightning_series(machine: Machine) -> Iterator[Match]:
     """2.6 was measured."""
     found = machine.version("lightning")
     if found and found[:2] != (2, 6):
         what = (
             f"lightning {machine.versions['lightning']}: the adapter was tested with 2.6, and says so when it differs"
         )
-        yield Hit(what, "pip install 'lightning>=2.6,<2.7'")
+        yield Match(what, "pip install 'lightning>=2.6,<2.7'")
 
 
-@trap("megatron-series", "warning", "megatron.md §7", "A Megatron that the adapter was not tested with")
-def megatron_series(machine: Machine) -> Iterator[Hit]:
+@check("megatron-series", "warning", "megatron.md §7", "A Megatron that the adapter was not tested with")
+def megatron_series(machine: Machine) -> Iterator[Match]:
     """0.19 was run."""
     found = machine.version("megatron-core")
     if found and found[:2] != (0, 19):
         what = f"megatron-core {machine.versions['megatron-core']}: the adapter was tested with 0.19.2"
-        yield Hit(what, "Run a short job with a fault first (LASTGASP_FAULT), or install 0.19.2.")
+        yield Match(what, "Run a short job with a fault first (LASTGASP_FAULT), or install 0.19.2.")
 
 
-@trap("backend", "error", "how-it-works.md §6", "LASTGASP_BACKEND asks for what is not there")
-def backend(machine: Machine) -> Iterator[Hit]:
+@check("backend", "error", "how-it-works.md §6", "LASTGASP_BACKEND asks for what is not there")
+def backend(machine: Machine) -> Iterator[Match]:
     """The chooser's own word."""
     try:
         choose_backend(machine.env, machine.places.get)
     except ConfigError as error:
         what = f"LASTGASP_BACKEND={error.value}: expected {error.allowed}"
-        yield Hit(what, error.remedy)
+        yield Match(what, error.remedy)
 
 
-@trap("no-framework", "warning", "how-it-works.md §1", "No framework of any adapter is installed")
-def no_framework(machine: Machine) -> Iterator[Hit]:
+@check("no-framework", "warning", "how-it-works.md §1", "No framework of any adapter is installed")
+def no_framework(machine: Machine) -> Iterator[Match]:
     """Perhaps this is another environment than the job's."""
     if not frameworks(machine):
         what = "neither lightning, megatron-core, mindformers, mindspore, tensorflow nor torch is installed"
-        yield Hit(what, "Run doctor with the job's own Python: python -m lastgasp doctor.")
+        yield Match(what, "Run doctor with the job's own Python: python -m lastgasp doctor.")
 
 
-@trap("ring-extension", "warning", "limits.md §1", "Step marks are written by Python")
-def ring_extension(machine: Machine) -> Iterator[Hit]:
+@check("ring-extension", "warning", "limits.md §1", "Step marks are written by Python")
+def ring_extension(machine: Machine) -> Iterator[Match]:
     """About 1 us a mark instead of 0.1."""
     why = {"missing": "the C extension is not there", "other version": "the C extension is of another version",
            "switched off": "LASTGASP_PURE_PYTHON=1 is set"}.get(machine.ring)  # fmt: skip
     if why is not None:
         fix = "Unset it." if machine.ring == "switched off" else "Install lastgasp anew where there is a C compiler."
-        yield Hit(f"step marks cost about 1 us each instead of 0.1: {why}", fix)
+        yield Match(f"step marks cost about 1 us each instead of 0.1: {why}", fix)
 
 
-@trap("taskd-unrelated", "error", "taskd.md §1", "PyPI's taskd, which is not MindCluster's")
-def taskd_unrelated(machine: Machine) -> Iterator[Hit]:
+@check("taskd-unrelated", "error", "taskd.md §1", "PyPI's taskd, which is not MindCluster's")
+def taskd_unrelated(machine: Machine) -> Iterator[Match]:
     """The same name, a task runner. Elsewhere than on Ascend it does no harm."""
     place = machine.places.get("taskd")
     ascend = machine.in_mindcluster or machine.wanted == "ascend" or machine.npus > 0
     if place is not None and not is_mindcluster(place) and ascend:
         fix = "pip uninstall taskd; MindCluster's comes as a wheel in its TaskD package."
-        yield Hit(f"taskd in {place} is the unrelated project of that name from PyPI", fix)
+        yield Match(f"taskd in {place} is the unrelated project of that name from PyPI", fix)
 
 
-@trap("taskd-torch", "warning", "taskd.md §2", "TaskD's patch of torchrun with torch 2.13 or newer")
-def taskd_torch(machine: Machine) -> Iterator[Hit]:
+@check("taskd-torch", "warning", "taskd.md §2", "TaskD's patch of torchrun with torch 2.13 or newer")
+def taskd_torch(machine: Machine) -> Iterator[Match]:
     """torch passes one argument more than the patch takes."""
     if machine.taskd is not None and machine.in_mindcluster and machine.version("torch") >= (2, 13):
         what = f"with torch {machine.versions['torch']} TaskD's own patch of torchrun fails before any worker starts"
-        yield Hit(
+        yield Match(
             what, "Start with lastgasp run, which tolerates it, instead of the sed line in torch/distributed/run.py."
         )
 
 
-@trap("mindio-framework", "error", "mindio_tft.md §1", "MindIO without the framework that it imports")
-def mindio_framework(machine: Machine) -> Iterator[Hit]:
+@check("mindio-framework", "error", "mindio_tft.md §1", "MindIO without the framework that it imports")
+def mindio_framework(machine: Machine) -> Iterator[Match]:
     """torch_npu, or MindSpore with a switch."""
     mindspore = machine.env.get("MINDIO_FOR_MINDSPORE", "").lower() in ("true", "1")
     if machine.mindio and mindspore and "mindspore" not in machine.places:
-        yield Hit("MINDIO_FOR_MINDSPORE is set and mindspore is not installed", "Install mindspore, or unset it.")
+        yield Match("MINDIO_FOR_MINDSPORE is set and mindspore is not installed", "Install mindspore, or unset it.")
     elif machine.mindio and not mindspore and "torch_npu" not in machine.places:
         other = "mindspore" in machine.places
         fix = "Set MINDIO_FOR_MINDSPORE=1." if other else "Install torch_npu, or mindspore with MINDIO_FOR_MINDSPORE=1."
-        yield Hit("mindio_ttp cannot be imported: it wants torch_npu unless MINDIO_FOR_MINDSPORE=1", fix)
+        yield Match("mindio_ttp cannot be imported: it wants torch_npu unless MINDIO_FOR_MINDSPORE=1", fix)
 
 
-@trap("tft-spelling", "error", "mindformers.md §3", "MS_ENABLE_TFT with an item that is not spelled TTP:1")
-def tft_spelling(machine: Machine) -> Iterator[Hit]:
+@check("tft-spelling", "error", "mindformers.md §3", "MS_ENABLE_TFT with an item that is not spelled TTP:1")
+def tft_spelling(machine: Machine) -> Iterator[Match]:
     """It is looked for as plain text."""
     text = machine.env.get("MS_ENABLE_TFT", "")
     lost = [one for one in TFT_ITEMS if re.search(rf"\b{one}\b(?!:\d)", text)]
     if lost:
         what = f"MS_ENABLE_TFT={text!r} does not switch {', '.join(lost)} on: MindSpore looks for {lost[0]}:1 as text"
         items = ",".join(f"{one}:1" for one in TFT_ITEMS if one in lost or one in machine.tft)
-        yield Hit(what, f"Write {{{items}}}.")
+        yield Match(what, f"Write {{{items}}}.")
 
 
-@trap("tft-without-npu", "error", "mindformers.md §3", "MS_ENABLE_TFT for MindIO on a machine without NPUs")
-def tft_without_npu(machine: Machine) -> Iterator[Hit]:
+@check("tft-without-npu", "error", "mindformers.md §3", "MS_ENABLE_TFT for MindIO on a machine without NPUs")
+def tft_without_npu(machine: Machine) -> Iterator[Match]:
     """MindSpore refuses it when training begins."""
     items = [one for one in MINDIO_ITEMS if one in machine.tft]
     if items and not machine.npus:
         fix = "Unset it: lastgasp's embedded engine does without, and lastgasp run sets RSC:1 by itself."
-        yield Hit(f"MS_ENABLE_TFT asks for {', '.join(items)}, and this machine has no NPU: MindSpore refuses", fix)
+        yield Match(f"MS_ENABLE_TFT asks for {', '.join(items)}, and this machine has no NPU: MindSpore refuses", fix)
 
 
-@trap("tft-env", "error", "mindformers.md §3", "MS_ENABLE_TFT for MindIO without what MindSpore reads besides")
-def tft_env(machine: Machine) -> Iterator[Hit]:
+@check("tft-env", "error", "mindformers.md §3", "MS_ENABLE_TFT for MindIO without what MindSpore reads besides")
+def tft_env(machine: Machine) -> Iterator[Match]:
     """The address and port of MindIO's controller, and its package."""
     if not (machine.tft & set(MINDIO_ITEMS) and machine.npus):
         return
     missing = [name for name in ("MS_TFT_IP", "MS_TFT_PORT") if not machine.env.get(name)]
     if missing:
         what = f"MS_ENABLE_TFT drives MindIO, and {' and '.join(missing)} is not set"
-        yield Hit(what, "export MS_TFT_IP=$MS_SCHED_HOST MS_TFT_PORT=$TTP_PORT")
+        yield Match(what, "export MS_TFT_IP=$MS_SCHED_HOST MS_TFT_PORT=$TTP_PORT")
     if not machine.mindio:
         what = "MS_ENABLE_TFT drives MindIO, and mindio_ttp is not installed for this Python"
-        yield Hit(what, "Install the wheel of MindCluster's MindIO TFT, or unset MS_ENABLE_TFT.")
+        yield Match(what, "Install the wheel of MindCluster's MindIO TFT, or unset MS_ENABLE_TFT.")
 
 
-@trap("ms-graceful-exit", "warning", "mindformers.md §7", "MindSpore's OnRequestExit takes SIGTERM")
-def ms_graceful_exit(machine: Machine) -> Iterator[Hit]:
+@check("ms-graceful-exit", "warning", "mindformers.md §7", "MindSpore's OnRequestExit takes SIGTERM")
+def ms_graceful_exit(machine: Machine) -> Iterator[Match]:
     """It replaces whatever handler there is."""
     if machine.env.get("MS_ENABLE_GRACEFUL_EXIT") == "1":
         what = "MS_ENABLE_GRACEFUL_EXIT=1: OnRequestExit takes SIGTERM and saves a file that cannot be resumed from"
-        yield Hit(what, "Unset it; lastgasp saves at SIGTERM and at reset.json's GracefulExit.")
+        yield Match(what, "Unset it; lastgasp saves at SIGTERM and at reset.json's GracefulExit.")
 
 
 def preloaded(machine: Machine) -> list[str]:
@@ -271,34 +271,34 @@ def preloaded(machine: Machine) -> list[str]:
     return [one for one in re.split(r"[: ]+", machine.env.get("LD_PRELOAD", "")) if one]
 
 
-@trap("preload-absent", "warning", "taskd.md §6", "LD_PRELOAD names a library that is not there")
-def preload_absent(machine: Machine) -> Iterator[Hit]:
+@check("preload-absent", "warning", "taskd.md §6", "LD_PRELOAD names a library that is not there")
+def preload_absent(machine: Machine) -> Iterator[Match]:
     """The loader says so on every start, and goes on without. It replaces $LIB and its like itself."""
     for one in preloaded(machine):
         if "/" in one and "$" not in one and not machine.at(one).exists():
-            yield Hit(f"LD_PRELOAD names {one}, which does not exist", "Correct the path.")
+            yield Match(f"LD_PRELOAD names {one}, which does not exist", "Correct the path.")
 
 
-@trap("preload-missing", "error", "taskd.md §1, §6", "TaskD without libmspti.so and libtaskd.so preloaded")
-def preload_missing(machine: Machine) -> Iterator[Hit]:
+@check("preload-missing", "error", "taskd.md §1, §6", "TaskD without libmspti.so and libtaskd.so preloaded")
+def preload_missing(machine: Machine) -> Iterator[Match]:
     """Workers then never register, although every call returns True."""
     given = {Path(one).name for one in preloaded(machine) if "/" not in one or machine.at(one).exists()}
     missing = [one for one in ("libmspti.so", "libtaskd.so") if one not in given]
     if machine.taskd_job and missing:
         what = f"{' and '.join(missing)} not in LD_PRELOAD: TaskD's workers do not register, and mark nothing"
         fix = "source CANN's set_env.sh, and export LD_PRELOAD before the start."
-        yield Hit(what, fix if "libmspti.so" in missing else "export LD_PRELOAD before the start.")
+        yield Match(what, fix if "libmspti.so" in missing else "export LD_PRELOAD before the start.")
 
 
-@trap("taskd-library", "error", "taskd.md §1", "TaskD without its library")
-def taskd_library(machine: Machine) -> Iterator[Hit]:
+@check("taskd-library", "error", "taskd.md §1", "TaskD without its library")
+def taskd_library(machine: Machine) -> Iterator[Match]:
     """It is imported all the same, and every call returns False."""
     if machine.taskd is not None and machine.wanted != "embedded" and not machine.found.taskd:
-        yield Hit(f"there is no libtaskd.so in {machine.taskd}: every call of TaskD's returns False", "Reinstall it.")
+        yield Match(f"there is no libtaskd.so in {machine.taskd}: every call of TaskD's returns False", "Reinstall it.")
 
 
-@trap("slow-load", "warning", "limits.md §4", "A setting with which torch loads checkpoints four times slower")
-def slow_load(machine: Machine) -> Iterator[Hit]:
+@check("slow-load", "warning", "limits.md §4", "A setting with which torch loads checkpoints four times slower")
+def slow_load(machine: Machine) -> Iterator[Match]:
     """Huge pages, of which each is cleared at its first touch."""
     if machine.env.get("THP_MEM_ALLOC_ENABLE") == "1":
-        yield Hit("THP_MEM_ALLOC_ENABLE=1 makes torch.load four times slower (measured)", "Unset it.")
+        yield Match("THP_MEM_ALLOC_ENABLE=1 makes torch.load four times slower (measured)", "Unset it.")

@@ -6,8 +6,8 @@ import os
 import stat
 from collections.abc import Iterator
 
+from .checks import Match, check
 from .machine import Machine
-from .traps import Hit, trap
 
 LONGEST = 10 << 10
 _NEEDED = ("tlsCert", "tlsCaPath", "tlsCaFile", "tlsPk", "tlsPkPwd", "packagePath")
@@ -22,30 +22,30 @@ def parse(tls_info: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in items}
 
 
-@trap("tls-items", "error", _SOURCE, "tls_info lacks something")
-def tls_items(machine: Machine) -> Iterator[Hit]:
+@check("tls-items", "error", _SOURCE, "tls_info lacks something")
+def tls_items(machine: Machine) -> Iterator[Match]:
     """Or is too long."""
     info = machine.job.tls_info
     if info and len(info.encode()) > LONGEST:
-        yield Hit(f"tls_info has {len(info.encode())} bytes, MindIO reads {LONGEST}", "Shorten it.")
+        yield Match(f"tls_info has {len(info.encode())} bytes, MindIO reads {LONGEST}", "Shorten it.")
     missing = [one for one in _NEEDED if not parse(info).get(one)]
     if info and missing:
-        yield Hit(f"tls_info lacks {', '.join(missing)}", "Add them, as in tlsCert: /path/cert.pem; ...")
+        yield Match(f"tls_info lacks {', '.join(missing)}", "Add them, as in tlsCert: /path/cert.pem; ...")
 
 
-@trap("tls-key", "error", _SOURCE, "tlsPk is no PEM text that MindIO can cut")
-def tls_key(machine: Machine) -> Iterator[Hit]:
+@check("tls-key", "error", _SOURCE, "tlsPk is no PEM text that MindIO can cut")
+def tls_key(machine: Machine) -> Iterator[Match]:
     """The text itself, without the headers of old keys."""
     key = parse(machine.job.tls_info).get("tlsPk", "")
     if key and "-----BEGIN" not in key:
-        yield Hit("tlsPk is not the PEM text of the key; MindIO takes no path there", "Put the file's content in.")
+        yield Match("tlsPk is not the PEM text of the key; MindIO takes no path there", "Put the file's content in.")
     elif "Proc-Type" in machine.job.tls_info or "BEGIN RSA PRIVATE KEY" in key:
         fix = "openssl pkcs8 -topk8 makes an ENCRYPTED PRIVATE KEY of it."
-        yield Hit("tlsPk is an old key with headers, whose colons MindIO cuts at", fix)
+        yield Match("tlsPk is an old key with headers, whose colons MindIO cuts at", fix)
 
 
-@trap("tls-files", "error", _SOURCE, "A file of tls_info is not there or not readable")
-def tls_files(machine: Machine) -> Iterator[Hit]:
+@check("tls-files", "error", _SOURCE, "A file of tls_info is not there or not readable")
+def tls_files(machine: Machine) -> Iterator[Match]:
     """Certificate and authorities."""
     items = parse(machine.job.tls_info)
     paths = [items["tlsCert"]] if items.get("tlsCert") else []
@@ -56,18 +56,20 @@ def tls_files(machine: Machine) -> Iterator[Hit]:
         try:
             os.close(os.open(machine.at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # a pipe must not hang
         except OSError as error:
-            yield Hit(f"{path} of tls_info: {error.strerror}", "Correct the path or its permissions.")
+            yield Match(f"{path} of tls_info: {error.strerror}", "Correct the path or its permissions.")
 
 
-@trap("tls-libraries", "error", _SOURCE, "packagePath has no OpenSSL that MindIO takes")
-def tls_libraries(machine: Machine) -> Iterator[Hit]:
+@check("tls-libraries", "error", _SOURCE, "packagePath has no OpenSSL that MindIO takes")
+def tls_libraries(machine: Machine) -> Iterator[Match]:
     """Real files, no symlinks, not writable."""
     folder = parse(machine.job.tls_info).get("packagePath", "")
     for name in _LIBRARIES if folder else ():
         path = machine.at(folder) / name
         if path.is_symlink():
-            yield Hit(f"{path} is a symlink, which MindIO refuses", f"cp --dereference it, with mode {_FILE_MODE:04o}.")
+            yield Match(
+                f"{path} is a symlink, which MindIO refuses", f"cp --dereference it, with mode {_FILE_MODE:04o}."
+            )
         elif not path.is_file():
-            yield Hit(f"{path} is not there", "Copy OpenSSL 3's library there under that name.")
+            yield Match(f"{path} is not there", "Copy OpenSSL 3's library there under that name.")
         elif stat.S_IMODE(path.stat().st_mode) & ~_FILE_MODE:
-            yield Hit(f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}", f"chmod {_FILE_MODE:04o} {path}")
+            yield Match(f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}", f"chmod {_FILE_MODE:04o} {path}")

@@ -10,7 +10,7 @@ from . import messages as m
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Send `message` to `rank`. A Save goes out with the small states that the shell can find."""
+    """Send `message` to `rank`. A Save goes out with the auxiliary states that the shell can find."""
 
     rank: int
     message: m.Message
@@ -22,10 +22,10 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class RecordPhase(msgspec.Struct, frozen=True, kw_only=True):
     """A phase of the incident began, or its ending is known."""
 
     phase: Literal["detected", "agreed", "saved", "committed", "released"]
 
 
-Action = Send | Kill | Note
+Action = Send | Kill | RecordPhase

@@ -17,22 +17,22 @@ from typing import Any
 import msgspec
 
 from lastgasp import __version__, _clock
-from lastgasp.blackbox import BlackBox
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 from lastgasp.topology import host_identity
 
 from . import messages as m
 from .actions import Action, Kill, Send
-from .deathwatch import DeathWatch
+from .attempt import Attempt
 from .doorway import Doorway
 from .ends import kind_of_end, newest_in
-from .generation import Generation
 from .guard import Guard
 from .incidents import Incidents
-from .keeper import open_box
+from .keeper import open_buffer
 from .keepers import LOST_STATE, Keepers
 from .operator import NOBODY
 from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, unread
+from .process_monitor import ProcessMonitor
 from .records import RecordWriter
 from .rundir import Announcement
 from .secret import WRONG_TOKEN
@@ -75,10 +75,10 @@ class Controller:
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
         self._keepers = Keepers(self.incidents.stood_at)
-        self._watch: DeathWatch | None = None
+        self._watch: ProcessMonitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
-        self._service = Service(lambda: self.generation, self._send, self._started_s)
+        self._service = Service(lambda: self.attempt, self._send, self._started_s)
         self._announcement: Announcement | None = None
 
     async def start(self) -> int:
@@ -94,7 +94,7 @@ class Controller:
         files = TlsFiles.from_environment()
         self._door = Doorway(self._serve, files.server() if files is not None else None, GREETING_TIMEOUT)
         port = self._door.open(self._host, self._port)
-        self._watch = DeathWatch(self._saw_death)
+        self._watch = ProcessMonitor(self._saw_death)
         self._ticker = asyncio.create_task(self._tick())
         self.records.put("the file for lastgasp ps", lambda: self._announce(f"{self._host}:{port}"))
         await self._written(ANNOUNCE_LIMIT)
@@ -135,7 +135,7 @@ class Controller:
         self.records.close()
 
     @property
-    def generation(self) -> Generation | None:
+    def attempt(self) -> Attempt | None:
         """The attempt that runs; None before the first rank has joined."""
         return self.incidents.current
 
@@ -156,15 +156,15 @@ class Controller:
 
     def report_exit(self, rank: int, how: str) -> None:
         """The launcher's word: this rank's process ended (also one that never joined)."""
-        if self.generation is not None:
+        if self.attempt is not None:
             self._spawn(self._ended(rank, how))
 
     async def _ended(self, rank: int, how: str) -> None:
-        at, peer, generation = _clock.wall_ns(), self._peers.get(rank), self.generation
+        at, peer, attempt = _clock.wall_ns(), self._peers.get(rank), self.attempt
         await self._read_out(peer)
-        if generation is not None and generation is self.generation:
-            self._gone(generation, rank, how, how, at)
-            self.incidents.add_cause(generation, rank, how)
+        if attempt is not None and attempt is self.attempt:
+            self._gone(attempt, rank, how, how, at)
+            self.incidents.add_cause(attempt, rank, how)
             self.incidents.flush()
 
     # -- connections ------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Controller:
             )
             self._fail_gathers(why)
             raise VersionMismatch(why)
-        current = self.generation
+        current = self.attempt
         if self._expected is not None and hello.attempt != self._expected:
             raise ControlError(f"attempt {hello.attempt} is not the one that runs: that is attempt {self._expected}")
         if current is None or hello.attempt > current.hello.attempt:
@@ -241,12 +241,12 @@ class Controller:
             raise ControlError(why)
 
     def _join(self, hello: m.Hello, writer: asyncio.StreamWriter) -> None:
-        assert self.generation is not None and self._watch is not None
+        assert self.attempt is not None and self._watch is not None
         self._drop(hello.rank)
         peer = self._peers[hello.rank] = self._by_writer[writer] = Peer(rank=hello.rank, writer=writer)
         peer.elsewhere = (hello.host, hello.pid)
         self._service.roster.joined(hello.rank, _clock.monotonic())
-        self._do(self.generation.machine.joined(hello.rank, _clock.monotonic()))
+        self._do(self.attempt.machine.joined(hello.rank, _clock.monotonic()))
         if hello.host == self._identity:
             peer.pid, peer.elsewhere = hello.pid, None
             with self._guard("the watch of a process"):
@@ -254,7 +254,7 @@ class Controller:
 
     def _begin_attempt(self, hello: m.Hello) -> None:
         """Where this rank is the first of its attempt; before its welcome, so that who has one finds the job in use."""
-        if self.generation is not None and hello.attempt <= self.generation.hello.attempt:
+        if self.attempt is not None and hello.attempt <= self.attempt.hello.attempt:
             return
         for rank in list(self._peers):
             self._drop(rank)
@@ -269,8 +269,8 @@ class Controller:
         self._watch.forget(rank)
         if peer is not None:
             self._service.gone(rank, "the job has started it anew")
-        if peer is not None and peer.box >= 0:
-            os.close(peer.box)
+        if peer is not None and peer.buffer_fd >= 0:
+            os.close(peer.buffer_fd)
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -282,12 +282,12 @@ class Controller:
                 self._heard(rank, message)
 
     def _heard(self, rank: int, message: m.FromRank) -> None:
-        generation = self.generation
-        assert generation is not None
+        attempt = self.attempt
+        assert attempt is not None
         self._service.heard(rank, message)
         message = by_our_clock(self._peers.get(rank), message)
         if isinstance(message, m.GatherPart):
-            whole = generation.gather(rank, message)
+            whole = attempt.gather(rank, message)
             if whole is not None:
                 self._do(Send(rank=r, message=whole) for r in list(self._peers))
             return
@@ -295,24 +295,24 @@ class Controller:
             self.incidents.note(message.text)
             return
         if isinstance(message, m.Led):
-            generation.led_by(message.by)
+            attempt.led_by(message.by)
             return
         if isinstance(message, m.Begin):
-            self._open_box(rank, message.box)
+            self._open_buffer(rank, message.buffer_fd)
         if isinstance(message, m.Begin | m.Status | m.Prepared):
-            generation.heard_step(rank, message)
+            attempt.heard_step(rank, message)
             self.incidents.reached(message.step)
-        self._do(generation.machine.said(rank, message, _clock.monotonic()))
+        self._do(attempt.machine.said(rank, message, _clock.monotonic()))
         if isinstance(message, m.Goodbye):
             self._send(rank, m.Farewell())
 
-    def _open_box(self, rank: int, number: int) -> None:
+    def _open_buffer(self, rank: int, number: int) -> None:
         peer = self._peers.get(rank)
-        if peer is not None and peer.pid is not None and peer.box < 0:
-            peer.box = open_box(peer.pid, number)
+        if peer is not None and peer.pid is not None and peer.buffer_fd < 0:
+            peer.buffer_fd = open_buffer(peer.pid, number)
         elif peer is not None and peer.elsewhere is not None and number >= 0:
             host, pid = peer.elsewhere
-            self._keepers.keep(host, m.Keep(rank=rank, pid=pid, box=number))
+            self._keepers.keep(host, m.Keep(rank=rank, pid=pid, buffer_fd=number))
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None
@@ -321,19 +321,19 @@ class Controller:
             self._lost(peer, evidence, at_ns)
 
     def _lost(self, peer: Peer, evidence: str, at_ns: int) -> None:
-        generation, rank = self.generation, peer.rank
-        if generation is None or self._peers.get(rank) is not peer:
+        attempt, rank = self.attempt, peer.rank
+        if attempt is None or self._peers.get(rank) is not peer:
             return
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
         self._keepers.ask(rank)
-        self._gone(generation, rank, text, status, at_ns)
+        self._gone(attempt, rank, text, status, at_ns)
         self._service.gone(rank, text)
         self._fail_gathers(f"rank {rank} is gone: {text}")
 
-    def _gone(self, generation: Generation, rank: int, text: str, how: str, at_ns: int) -> None:
-        generation.machine.stood_at(rank, newest_in([self._peers[rank].box]) if rank in self._peers else -1)
-        self._do(generation.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
+    def _gone(self, attempt: Attempt, rank: int, text: str, how: str, at_ns: int) -> None:
+        attempt.machine.stood_at(rank, newest_in([self._peers[rank].buffer_fd]) if rank in self._peers else -1)
+        self._do(attempt.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
 
     def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:
         assert self._loop is not None
@@ -399,9 +399,9 @@ class Controller:
     def _completed(self, message: m.Message) -> m.Message:
         """With what only the shell can find."""
         if isinstance(message, m.Save | m.Consulted):
-            return msgspec.structs.replace(message, small=self._small(message.step))
+            return msgspec.structs.replace(message, aux=self._aux(message.step))
         if isinstance(message, m.Prepare):
-            target = max(message.target, newest_in(peer.box for peer in self._peers.values()))
+            target = max(message.target, newest_in(peer.buffer_fd for peer in self._peers.values()))
             return msgspec.structs.replace(message, target=target)
         return message
 
@@ -411,40 +411,40 @@ class Controller:
             await asyncio.sleep(TICK / 10)
         self._send(rank, message)
 
-    def _small(self, step: int) -> dict[int, bytes]:
-        """The small state of every rank, dead ones included: from its black box, or as it sent it."""
-        assert self.generation is not None
+    def _aux(self, step: int) -> dict[int, bytes]:
+        """The auxiliary state of every rank, dead ones included: from its crash-safe buffer, or as it sent it."""
+        assert self.attempt is not None
         found: dict[int, bytes] = {}
-        for rank, member in self.generation.machine.members.items():
+        for rank, member in self.attempt.machine.members.items():
             peer, prepared = self._peers.get(rank), member.prepared
-            small = BlackBox.read(peer.box, step) if peer is not None and peer.box >= 0 else None
-            if small is None and prepared is not None and prepared.step == step:
-                small = prepared.small or None
-            if small is None:
-                small = self._keepers.small(rank, step)
-            if small is not None:
-                found[rank] = small
-            elif member.gone and (self._keepers.has_box(rank) or (peer is not None and peer.box >= 0)):
+            aux = CrashSafeBuffer.read(peer.buffer_fd, step) if peer is not None and peer.buffer_fd >= 0 else None
+            if aux is None and prepared is not None and prepared.step == step:
+                aux = prepared.aux or None
+            if aux is None:
+                aux = self._keepers.aux(rank, step)
+            if aux is not None:
+                found[rank] = aux
+            elif member.gone and (self._keepers.has_buffer(rank) or (peer is not None and peer.buffer_fd >= 0)):
                 self.incidents.note(LOST_STATE.format(rank=rank, step=step))
         return found
 
     def _fail_gathers(self, why: str) -> None:
-        if self.generation is not None:
-            answers = self.generation.failed_gathers(_clock.monotonic(), why)
+        if self.attempt is not None:
+            answers = self.attempt.failed_gathers(_clock.monotonic(), why)
             self._do(Send(rank=rank, message=answer) for rank, answer in answers)
 
     async def _tick(self) -> None:
         """Whatever is called here may raise: deadlines are kept, and hangs found."""
         while True:
             await asyncio.sleep(TICK)
-            generation, now = self.generation, _clock.monotonic()
-            if generation is None or self._watch is None:
+            attempt, now = self.attempt, _clock.monotonic()
+            if attempt is None or self._watch is None:
                 continue
             with self._guard("a look at how ranks ended"):
                 self.incidents.explain(self._watch.exit_status)
             with self._guard("a look at the deadlines"):
-                self._do(generation.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
+                self._do(attempt.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
             with self._guard("a look at the gathers"):
-                answers = generation.failed_gathers(now)
+                answers = attempt.failed_gathers(now)
                 self._do(Send(rank=rank, message=answer) for rank, answer in answers)
             self.records.look()

@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from lastgasp.blackbox import newest_step
+from lastgasp.crash_safe_buffer import newest_step
 from lastgasp.events import FaultKind
 
 log = logging.getLogger("lastgasp.controller")
 
 
-def newest_in(boxes: Iterable[int]) -> int:
-    """The newest step that is recorded in these black boxes; -1 where none is. Negative descriptors are skipped."""
-    return max((_newest(box) for box in boxes if box >= 0), default=-1)
+def newest_in(buffer_fds: Iterable[int]) -> int:
+    """The newest step recorded in these crash-safe buffers, or -1. Negative descriptors are skipped."""
+    return max((_newest(buffer_fd) for buffer_fd in buffer_fds if buffer_fd >= 0), default=-1)
 
 
-def _newest(box: int) -> int:
+def _newest(buffer_fd: int) -> int:
     try:
-        step = newest_step(box)
+        step = newest_step(buffer_fd)
     except OSError as error:
-        log.warning("a black box cannot be read: %s", error)
+        log.warning("a crash-safe buffer cannot be read: %s", error)
         return -1
     return -1 if step is None else step
 

@@ -14,9 +14,9 @@ from lastgasp.events import Incident, encode_incident
 from lastgasp.narration import Tally
 
 from . import messages as m
-from .actions import Note
+from .actions import RecordPhase
+from .attempt import Attempt, record_path, write_record
 from .ends import kind_of_end
-from .generation import Generation, record_path, write_record
 from .notes import add_note
 from .records import RecordWriter
 
@@ -38,23 +38,23 @@ class Incidents:
 
     def __init__(self, records: RecordWriter) -> None:
         self._records = records
-        self.current: Generation | None = None
-        self.previous: Generation | None = None
+        self.current: Attempt | None = None
+        self.previous: Attempt | None = None
         self._held_before = 0
         self.tally = Tally()
         self._unexplained = set[int]()
         self._changed: dict[str, tuple[Incident, Path]] = {}
 
-    def begin(self, hello: m.Hello) -> Generation:
+    def begin(self, hello: m.Hello) -> Attempt:
         """Another attempt, made by the first rank that joins it."""
-        self.previous, self.current = self.current, Generation.of(hello)
+        self.previous, self.current = self.current, Attempt.of(hello)
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()
             self._write(self.previous)
         return self.current
 
-    def phase(self, note: Note) -> None:
+    def phase(self, note: RecordPhase) -> None:
         """A phase of the recovery began; the record is written with the last one."""
         assert self.current is not None
         self.current.note(note)
@@ -107,20 +107,20 @@ class Incidents:
             self._again(current)
             self.flush()
 
-    def add_cause(self, generation: Generation, rank: int, status: str) -> None:
+    def add_cause(self, attempt: Attempt, rank: int, status: str) -> None:
         """How the process of `rank` ended; also after the record was written."""
-        faults = generation.machine.faults
+        faults = attempt.machine.faults
         for i, fault in enumerate(faults):
             if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
                 kind, cause = kind_of_end(status), f"{fault.cause}, {status}"
                 faults[i] = msgspec.structs.replace(fault, kind=kind, cause=cause)
-                self._again(generation)
+                self._again(attempt)
 
-    def _again(self, generation: Generation) -> None:
+    def _again(self, attempt: Attempt) -> None:
         """More is known than was written."""
-        if generation.incident is not None and generation.over_since is not None:
-            generation.refresh()
-            self._write(generation)
+        if attempt.incident is not None and attempt.over_since is not None:
+            attempt.refresh()
+            self._write(attempt)
 
     def flush(self) -> None:
         """Hand what has changed to the thread that writes; after the orders that went with it."""
@@ -129,6 +129,6 @@ class Incidents:
             path, data = record_path(incident, directory), encode_incident(incident)
             self._records.put(f"the incident {path}", functools.partial(write_record, path, data))
 
-    def _write(self, generation: Generation) -> None:
-        assert generation.incident is not None
-        self._changed[generation.incident.id] = (generation.incident, Path(generation.hello.directory))
+    def _write(self, attempt: Attempt) -> None:
+        assert attempt.incident is not None
+        self._changed[attempt.incident.id] = (attempt.incident, Path(attempt.hello.directory))

@@ -1,4 +1,4 @@
-"""A launcher keeps the black boxes of its host's ranks open, and tells what is in them once a rank is dead.
+"""A launcher keeps the crash-safe buffers of its host's ranks open, and tells what is in them once a rank is dead.
 
 The controller does that itself on its own host, and cannot reach descriptors on another one.
 """
@@ -12,7 +12,7 @@ import select
 import threading
 
 from lastgasp import __version__
-from lastgasp.blackbox import BlackBox, newest_step
+from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
 from lastgasp.errors import LastgaspError
 from lastgasp.topology import host_identity
 
@@ -28,22 +28,22 @@ AGAIN = 1.0
 """Seconds between two of them."""
 
 
-def open_box(pid: int, number: int) -> int:
-    """Our own descriptor of a rank's black box, which outlives the rank; -1 when it cannot be had."""
+def open_buffer(pid: int, number: int) -> int:
+    """Our own descriptor of a rank's crash-safe buffer, which outlives the rank; -1 when it cannot be had."""
     if number < 0:
         return -1
     try:
         return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        log.warning("the black box of process %d cannot be opened (%s): its random state dies with it", pid, error)
+        log.warning("the buffer of process %d cannot be opened (%s): its random state is lost when it dies", pid, error)
         return -1
 
 
-def states(box: int) -> dict[int, bytes]:
+def states(buffer_fd: int) -> dict[int, bytes]:
     """What a box holds of the newest step, which comes first, of the one before, and of one that was begun."""
-    newest = newest_step(box)
+    newest = newest_step(buffer_fd)
     near = (newest, newest - 1, newest + 1) if newest is not None else ()
-    return {step: found for step in near if (found := BlackBox.read(box, step)) is not None}
+    return {step: found for step in near if (found := CrashSafeBuffer.read(buffer_fd, step)) is not None}
 
 
 class _KeeperLink(Channel):
@@ -55,7 +55,7 @@ class _KeeperLink(Channel):
         self._greet(token, "keeper", NOBODY, hello)
 
 
-class BoxKeeper:
+class BufferKeeper:
     """One thread of a launcher; it connects again whenever the connection is lost. Close it when the job ends.
 
     Args:
@@ -65,7 +65,7 @@ class BoxKeeper:
     def __init__(self, address: str, token: str) -> None:
         self.address = address
         self._token = token
-        self._boxes: dict[int, int] = {}
+        self._buffers: dict[int, int] = {}
         self._closed = threading.Event()
         self._poke_r, self._poke_w = os.pipe()
         self._thread = threading.Thread(target=self._run, name="lastgasp-keeper", daemon=True)
@@ -79,7 +79,7 @@ class BoxKeeper:
         os.write(self._poke_w, b"x")
         self._thread.join(2 * REACH + AGAIN)
         if not self._thread.is_alive():
-            for descriptor in (*self._boxes.values(), self._poke_r, self._poke_w):
+            for descriptor in (*self._buffers.values(), self._poke_r, self._poke_w):
                 os.close(descriptor)
 
     def _run(self) -> None:
@@ -110,16 +110,16 @@ class BoxKeeper:
 
     def _keep(self, message: m.Keep) -> None:
         """A rank of an attempt that is over had the same number."""
-        if (old := self._boxes.pop(message.rank, -1)) >= 0:
+        if (old := self._buffers.pop(message.rank, -1)) >= 0:
             os.close(old)
-        if (box := open_box(message.pid, message.box)) >= 0:
-            self._boxes[message.rank] = box
+        if (buffer_fd := open_buffer(message.pid, message.buffer_fd)) >= 0:
+            self._buffers[message.rank] = buffer_fd
 
     def _kept(self, rank: int) -> m.Kept:
-        box = self._boxes.get(rank, -1)
+        buffer_fd = self._buffers.get(rank, -1)
         try:
-            found = states(box) if box >= 0 else {}
+            found = states(buffer_fd) if buffer_fd >= 0 else {}
         except OSError as error:
-            log.warning("the black box of rank %d cannot be read: %s", rank, error)
+            log.warning("the crash-safe buffer of rank %d cannot be read: %s", rank, error)
             found = {}
         return m.Kept(rank=rank, steps=tuple(found), states=tuple(found.values()))

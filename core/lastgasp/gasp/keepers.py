@@ -28,7 +28,7 @@ class Keepers:
     def __init__(self, stood_at: Callable[[int, int], None]) -> None:
         self._stood_at = stood_at
         self._writers: dict[str, asyncio.StreamWriter] = {}
-        self._boxes: dict[int, tuple[str, m.Keep]] = {}
+        self._buffers: dict[int, tuple[str, m.Keep]] = {}
         self._asked: dict[int, float] = {}
         self._states: dict[int, dict[int, bytes]] = {}
 
@@ -43,7 +43,7 @@ class Keepers:
     async def serve(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hear one keeper until it goes; the newest of a host counts."""
         self._writers[host] = writer
-        for where, order in self._boxes.values():
+        for where, order in self._buffers.values():
             if where == host:
                 writer.write(m.frame(order))
         try:
@@ -61,17 +61,17 @@ class Keepers:
 
     def begin(self) -> None:
         """Another attempt: its ranks have boxes of their own."""
-        self._boxes, self._asked, self._states = {}, {}, {}
+        self._buffers, self._asked, self._states = {}, {}, {}
 
     def keep(self, host: str, order: m.Keep) -> None:
         """A rank of another host has a box."""
-        self._boxes[order.rank] = (host, order)
+        self._buffers[order.rank] = (host, order)
         if (writer := self._writers.get(host)) is not None:
             writer.write(m.frame(order))
 
     def ask(self, rank: int) -> None:
         """The process of this rank is gone; of no effect for one without a box on another host."""
-        host, _ = self._boxes.get(rank, ("", None))
+        host, _ = self._buffers.get(rank, ("", None))
         writer = self._writers.get(host)
         if writer is None or rank in self._asked or rank in self._states:
             return
@@ -85,10 +85,10 @@ class Keepers:
         now = _clock.monotonic()
         return any(deadline > now for deadline in self._asked.values())
 
-    def has_box(self, rank: int) -> bool:
+    def has_buffer(self, rank: int) -> bool:
         """Whether this rank of another host has one."""
-        return rank in self._boxes
+        return rank in self._buffers
 
-    def small(self, rank: int, step: int) -> bytes | None:
-        """The small state of a dead rank, as its host's launcher told."""
+    def aux(self, rank: int, step: int) -> bytes | None:
+        """The auxiliary state of a dead rank, as its host's launcher told."""
         return self._states.get(rank, {}).get(step)

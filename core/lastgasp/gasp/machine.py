@@ -21,7 +21,7 @@ from lastgasp.replicas import is_split_of
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
-from .actions import Action, Kill, Note, Send
+from .actions import Action, Kill, RecordPhase, Send
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
 from .members import Member, Outcome
 from .progress import Progress
@@ -111,7 +111,7 @@ class Machine:
         self._awaited.discard(rank)
 
     def stood_at(self, rank: int, step: int) -> bool:
-        """A dead rank had completed `step`, as its black box tells; False where that is no news."""
+        """A dead rank had completed `step`, as its crash-safe buffer tells; False where that is no news."""
         member = self.members.get(rank)
         if member is None or step <= member.step:
             return False
@@ -184,7 +184,7 @@ class Machine:
 
     def _on_status(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Status)
-        member.stands(message.step, message.durable)
+        member.reached(message.step, message.durable)
         self.progress.heard(member.rank, message, now)
         return []
 
@@ -211,7 +211,7 @@ class Machine:
             return []  # it crossed an order to go on, and answers that one, too
         member.prepared = message
         self._awaited.discard(member.rank)
-        member.stands(message.step, message.durable)
+        member.reached(message.step, message.durable)
         if self.state == "preparing":
             return [] if self._awaited else self._decide_if_ready(now)
         return self._prepare_again(member, now) if self._moved(member, message) else []
@@ -237,7 +237,7 @@ class Machine:
         self.state, self._deadline = "committing", now + self.finish_timeout
         parts = {rank: saved.part for rank, saved in self._saved.items()}
         order = m.Commit(recovery=self.recovery, plan=self.plan, parts=parts)
-        return [Note(phase="saved"), Send(rank=self._current.savers[0], message=order)]
+        return [RecordPhase(phase="saved"), Send(rank=self._current.savers[0], message=order)]
 
     def _on_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.SaveFailed)
@@ -253,7 +253,7 @@ class Machine:
         saved = self._saved[member.rank]
         self.outcome.path, self.outcome.first_byte_ns = saved.path, saved.first_byte_ns
         self.outcome.nbytes = sum(s.nbytes for s in self._saved.values())
-        return [Note(phase="committed"), *self._end("saved", "")]
+        return [RecordPhase(phase="committed"), *self._end("saved", "")]
 
     def _on_goodbye(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         if member.left:
@@ -272,7 +272,7 @@ class Machine:
         # A rank answers by itself when its update does not end in time; MARGIN is for the way.
         self._deadline = now + self.finish_timeout + MARGIN
         self._awaited = {rank for rank in self._here if self.members[rank].prepared is None}
-        return [Note(phase="detected"), *self._ask(self._here), *self._decide_if_ready(now)]
+        return [RecordPhase(phase="detected"), *self._ask(self._here), *self._decide_if_ready(now)]
 
     def _remember(self, fault: Fault) -> bool:
         """False where it is known already, or comes too late to matter."""
@@ -325,7 +325,7 @@ class Machine:
         decision = self._decide()
         if isinstance(decision, GiveUp) and (again := self._meet(now)):
             return again
-        return [Note(phase="agreed"), *self._carry_out(decision, now)]
+        return [RecordPhase(phase="agreed"), *self._carry_out(decision, now)]
 
     def _meet(self, now: float) -> list[Action]:
         """Each shard has a holder, but they stopped on two sides of an update: those behind may make it yet."""
@@ -362,7 +362,7 @@ class Machine:
             decision.savers,
         )
         order = m.Save(
-            recovery=self.recovery, plan=self.plan, step=decision.step, small={}, reason=causes(self.faults)
+            recovery=self.recovery, plan=self.plan, step=decision.step, aux={}, reason=causes(self.faults)
         )  # fmt: skip
         return [Send(rank=rank, message=order) for rank in dict.fromkeys(decision.savers)]
 
@@ -415,7 +415,7 @@ class Machine:
 
     def _deadline_passed(self, now: float) -> list[Action]:
         if self.state == "preparing":
-            return [Note(phase="agreed"), *self._carry_out(self._decide(), now)]
+            return [RecordPhase(phase="agreed"), *self._carry_out(self._decide(), now)]
         assert self._current is not None
         saving = self.state == "saving"
         late = set(self._current.savers) - set(self._saved) if saving else {self._current.savers[0]}
@@ -430,7 +430,7 @@ class Machine:
         order = self._release_order()
         releases = [Send(rank=rank, message=order) for rank in self._here]
         kills = [Kill(rank=r) for r, member in self.members.items() if self._must_be_killed(member)]
-        return [Note(phase="released"), *releases, *kills]
+        return [RecordPhase(phase="released"), *releases, *kills]
 
     @staticmethod
     def _must_be_killed(member: Member) -> bool:

@@ -29,7 +29,7 @@ class Member:
     failed: str = ""
     """Why its last save failed."""
 
-    def stands(self, step: int, durable: int) -> None:
+    def reached(self, step: int, durable: int) -> None:
         """As it says itself."""
         if self.begun or step > 0:
             self.step = max(self.step, step)

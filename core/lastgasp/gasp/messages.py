@@ -90,8 +90,8 @@ class Begin(Message, frozen=True, kw_only=True):
 
     step: int
     durable: int
-    box: int
-    """File descriptor number of the rank's black box (opened through /proc by who shares the host), or -1."""
+    buffer_fd: int
+    """File descriptor number of the rank's crash-safe buffer (opened through /proc by who shares the host), or -1."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     durable: int
     usable: bool
     why: str = ""
-    small: bytes = b""
+    aux: bytes = b""
     target: int = -1
 
 
@@ -159,7 +159,7 @@ class Save(Message, frozen=True, kw_only=True):
     recovery: int
     plan: int
     step: int
-    small: dict[int, bytes]
+    aux: dict[int, bytes]
     reason: str
 
 
@@ -257,10 +257,10 @@ class Consult(Message, frozen=True, kw_only=True):
 
 
 class Consulted(Message, frozen=True, kw_only=True):
-    """Controller: the small states and, of the ranks that have saved `step`, what they passed on."""
+    """Controller: the auxiliary states and, of the ranks that have saved `step`, what they passed on."""
 
     step: int
-    small: dict[int, bytes]
+    aux: dict[int, bytes]
     parts: dict[int, bytes]
 
 
@@ -319,7 +319,7 @@ class Keep(Message, frozen=True, kw_only=True):
 
     rank: int
     pid: int
-    box: int
+    buffer_fd: int
 
 
 class AskKept(Message, frozen=True, kw_only=True):
@@ -329,7 +329,7 @@ class AskKept(Message, frozen=True, kw_only=True):
 
 
 class Kept(Message, frozen=True, kw_only=True):
-    """Keeper: the small states of a rank, by step; `steps` and `states` belong together."""
+    """Keeper: the auxiliary states of a rank, by step; `steps` and `states` belong together."""
 
     rank: int
     steps: tuple[int, ...] = ()

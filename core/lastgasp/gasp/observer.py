@@ -1,6 +1,6 @@
 """The machine of a job whose recoveries somebody else leads (MindIO): it keeps, records, releases, and orders nothing.
 
-What MindIO lacks is added here: the small state of dead ranks, what savers pass to the rank that publishes, the
+What MindIO lacks is added here: the auxiliary state of dead ranks, what savers pass to the rank that publishes, the
 incident record, a word to all ranks how the recovery ended, and the end of ranks that hang (MindIO notices only
 processes that are gone, mindio_tft.md §7.1). Where it ends without a checkpoint, or begins none (§16.4-6), this
 one leads after all, as the embedded engine does; what MindIO does to the ranks ten seconds later waits for that.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from lastgasp.events import Fault, Unused
 
 from . import messages as m
-from .actions import Action, Kill, Note, Send
+from .actions import Action, Kill, RecordPhase, Send
 from .machine import Handler, Machine
 from .members import Member
 from .views import why_unusable
@@ -93,7 +93,7 @@ class Observer(Machine):
             return []
         self.state = "preparing"
         self._patient_until = math.inf if self.leader == IN_MINDX else now + PATIENCE
-        return [Note(phase="detected")]
+        return [RecordPhase(phase="detected")]
 
     def _take_over(self, now: float) -> list[Action]:
         """Lead, from the faults that are known, as if they had happened just now."""
@@ -102,7 +102,7 @@ class Observer(Machine):
         faults, self.faults, self._known = self.faults, [], set()
         self._only_told = True
         actions = [action for fault in faults for action in super(Observer, self)._fault(fault, now)]
-        return [action for action in actions if action != Note(phase="detected")]
+        return [action for action in actions if action != RecordPhase(phase="detected")]
 
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
         actions = super()._hang(ranks, at_ns, now)
@@ -126,8 +126,8 @@ class Observer(Machine):
         if message.saved is not None:
             self._kept[member.rank] = message.saved
         parts = {rank: kept.part for rank, kept in sorted(self._kept.items()) if kept.plan == message.step}
-        answer = Send(rank=member.rank, message=m.Consulted(step=message.step, small={}, parts=parts))
-        notes: list[Action] = [] if self._asked else [Note(phase="agreed")]
+        answer = Send(rank=member.rank, message=m.Consulted(step=message.step, aux={}, parts=parts))
+        notes: list[Action] = [] if self._asked else [RecordPhase(phase="agreed")]
         self._asked = True
         return [*notes, answer]
 
@@ -151,7 +151,7 @@ class Observer(Machine):
         out.unused = tuple(
             Unused(rank=rank, why=self._why_not(other)) for rank, other in self.members.items() if rank not in kept
         )
-        return [Note(phase="saved"), Note(phase="committed"), *self._end("saved", message.reason)]
+        return [RecordPhase(phase="saved"), RecordPhase(phase="committed"), *self._end("saved", message.reason)]
 
     def _why_not(self, member: Member) -> str:
         if member.gone or member.left or member.hung:

@@ -23,8 +23,8 @@ class Peer:
     writer: asyncio.StreamWriter | None
     pid: int | None = None
     """Its process, where it runs on this host."""
-    box: int = -1
-    """Our own descriptor of the rank's black box; it outlives the rank."""
+    buffer_fd: int = -1
+    """Our own descriptor of the rank's crash-safe buffer; it outlives the rank."""
     elsewhere: tuple[str, int] | None = None
     """Its host and process, where it runs on another one."""
     death: tuple[str, int] | None = None

@@ -19,15 +19,15 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.ports import StateSource
 
 from . import messages as m
-from .alone import capture_or_nothing
 from .cards import WorkerCard
 from .guard import Guard
 from .hostloss import HostLoss, vanished
 from .link import Link
 from .mailbox import Mailbox
+from .rank_status import RankStatus, given_up
 from .saver import Saver
 from .signals import TermSignal
-from .stand import Stand, given_up
+from .uncoordinated import capture_or_nothing
 
 log = logging.getLogger("lastgasp")
 
@@ -47,7 +47,7 @@ FAREWELL = 5.0
 RECOVER = 0.05
 """Seconds that the thread rests after something that it called has raised."""
 
-Alone = Callable[[Fault], m.Release]
+Uncoordinated = Callable[[Fault], m.Release]
 """Carry out the recovery without a controller; runs on a thread of its own."""
 
 OnSwitch = Callable[[int, int], int]
@@ -84,14 +84,14 @@ class Processor:
 
     def __init__(
         self,
-        stand: Stand,
+        status: RankStatus,
         source: StateSource,
         link: Link | None,
-        alone: Alone,
+        uncoordinated: Uncoordinated,
         limits: tuple[float, float],
         after_release: Callable[[m.Release], None],
     ) -> None:
-        self._stand, self._source, self._link, self._alone = stand, source, link, alone
+        self._status, self._source, self._link, self._uncoordinated = status, source, link, uncoordinated
         self._finish, self._save_limit = limits
         self._after_release = after_release
         self.term = TermSignal()
@@ -101,7 +101,7 @@ class Processor:
         self._raised = False
         self._target = -1
         self._answer_by = math.inf
-        self._alone_begun = threading.Lock()
+        self._uncoordinated_begun = threading.Lock()
         self._pending: _Pending | None = None
         self._saver = Saver(source, self._try_send, self._moved)
         self._mail = Mailbox()
@@ -123,8 +123,8 @@ class Processor:
 
     def begin(self) -> None:
         """Tell where training begins; from now on this rank's death costs steps."""
-        stand, box = self._stand, self._source.box
-        self._try_send(m.Begin(step=stand.step, durable=stand.durable, box=box))
+        status, buffer_fd = self._status, self._source.buffer_fd
+        self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=buffer_fd))
 
     def register(self, card: WorkerCard) -> None:
         """Tell who this worker is; of no effect where no controller is connected."""
@@ -138,7 +138,7 @@ class Processor:
     def report(self, fault: Fault) -> None:
         """Something went wrong on this rank: tell the controller, or act alone."""
         self._raised = self._raised or fault.kind != "sigterm"
-        if self._stand.outcome is not None or self._reported is not None:
+        if self._status.outcome is not None or self._reported is not None:
             return
         self._reported = fault
         if self.led_elsewhere is not None:
@@ -147,7 +147,7 @@ class Processor:
         elif self._try_send(m.Report(fault=fault)):
             self._answer_by = _clock.monotonic() + ANSWER
         else:
-            self._begin_alone(fault)
+            self._begin_uncoordinated(fault)
 
     def not_started(self, kind: FaultKind, cause: str) -> None:
         """Training cannot begin on this rank: for the record. What comes of it is the controller's."""
@@ -181,8 +181,8 @@ class Processor:
         """
         if self._left or self._closed:
             return
-        if self._stand.held:  # a peer failed behind the last step, and this rank may be the one that saves it
-            self._stand.wait_over(self._finish + 2 * self._save_limit)
+        if self._status.held:  # a peer failed behind the last step, and this rank may be the one that saves it
+            self._status.wait_over(self._finish + 2 * self._save_limit)
         self._left = True
         if not self._try_send(m.Goodbye()) or threading.current_thread() is self._thread:
             return
@@ -235,15 +235,15 @@ class Processor:
         with self._guard("an order of the controller"):
             if link is not None and link.fileno() in readable:
                 self._receive(link)
-            if not self._stand.held and _clock.monotonic() > self._answer_by:
+            if not self._status.held and _clock.monotonic() > self._answer_by:
                 self._lose_controller(f"it has not answered in {ANSWER:g} s")
         with self._guard("the answer to the controller"):
             self._answer_prepare()
         with self._guard("the heartbeat"):
             self._beat()
-            if self._host.look(self._stand.ticks, _clock.monotonic()) and not self._stand.held:
+            if self._host.look(self._status.ticks, _clock.monotonic()) and not self._status.held:
                 cause = "the controller's host has vanished, and this rank has made no progress since"
-                self._begin_alone(self._fault_here("lost", cause))
+                self._begin_uncoordinated(self._fault_here("lost", cause))
 
     def _wait(self, link: Link | None) -> set[int]:
         poll = select.poll()  # select() ends at descriptor 1023, and training jobs open more
@@ -285,14 +285,14 @@ class Processor:
             self._switch(message)
 
     def _hold(self, order: m.Prepare) -> None:
-        stand, all_run = self._stand, all(fault.kind == "sigterm" for fault in order.faults)
-        stand.hold(self._finish + 2 * self._save_limit, order.target, all_run)
+        status, all_run = self._status, all(fault.kind == "sigterm" for fault in order.faults)
+        status.hold(self._finish + 2 * self._save_limit, order.target, all_run)
         self._target = order.target
-        if all_run and stand.begun > max(order.target, stand.step):
-            self._try_send(m.Entered(recovery=order.recovery, step=stand.begun))
+        if all_run and status.begun > max(order.target, status.step):
+            self._try_send(m.Entered(recovery=order.recovery, step=status.begun))
 
     def _prepare(self, recovery: int, target: int) -> None:
-        now, reach = _clock.monotonic(), self._finish * PATIENCE if self._stand.all_run else REACH
+        now, reach = _clock.monotonic(), self._finish * PATIENCE if self._status.all_run else REACH
         self._pending = _Pending(recovery, now + self._finish, target, now + reach)
 
     def _switch(self, order: m.SwitchOrder) -> None:
@@ -315,47 +315,47 @@ class Processor:
             return -1
 
     def _answer_prepare(self) -> None:
-        pending, stand = self._pending, self._stand
+        pending, status = self._pending, self._status
         if pending is None:
             return
-        trouble = stand.look_again()
+        trouble = status.look_again()
         late = _clock.monotonic() >= pending.deadline
-        if (trouble or not stand.whole) and not stand.broken and not late:
+        if (trouble or not status.whole) and not status.broken and not late:
             return
-        if stand.step < pending.target:
+        if status.step < pending.target:
             # A thread that has raised will not complete another step.
             if self._raised or _clock.monotonic() >= pending.reach_by:
                 pending.target = -1
-                stand.close()  # and look again: what is told must stay true
+                status.close()  # and look again: what is told must stay true
             return
         self._pending = None
         late_words = f"still inside its update after {self._finish:g} s"
-        self._answer(pending.recovery, stand.broken or trouble or ("" if stand.whole else late_words))
+        self._answer(pending.recovery, status.broken or trouble or ("" if status.whole else late_words))
 
     def _answer(self, recovery: int, why: str) -> None:
         """Tell which step this rank holds; or `why` it holds none."""
-        stand = self._stand
-        small = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, stand.step)
+        status = self._status
+        aux = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, status.step)
         answer = m.Prepared(
             recovery=recovery,
-            step=stand.step,
-            durable=stand.durable,
+            step=status.step,
+            durable=status.durable,
             usable=not why,
             why=why,
-            small=small,
+            aux=aux,
             target=self._target,
         )
         try:
             self._try_send(answer)
         except Exception as error:  # not one to be sent: a rank without an answer counts as hung, and is killed
             words = f"its answer could not be sent: {m.one_line(error)}"
-            self._try_send(msgspec.structs.replace(answer, usable=False, why=words, small=b""))
+            self._try_send(msgspec.structs.replace(answer, usable=False, why=words, aux=b""))
 
     def _on_controllers_host(self) -> bool:
         return self._link is not None and self._link.shares_host
 
     def _beat(self) -> None:
-        now, _stand = _clock.monotonic(), self._stand
+        now, _status = _clock.monotonic(), self._status
         if self._link is None or now < self._next_beat:
             return
         self._next_beat = now + HEARTBEAT
@@ -363,9 +363,9 @@ class Processor:
 
     def status(self) -> m.Status:
         """Where this rank stands."""
-        stand = self._stand
+        status = self._status
         return m.Status(
-            step=stand.step, durable=stand.durable, tick=stand.ticks, phase=stand.phase, marks=self._marks()
+            step=status.step, durable=status.durable, tick=status.ticks, phase=status.phase, marks=self._marks()
         )
 
     # -- saving -----------------------------------------------------------------------------------
@@ -381,13 +381,13 @@ class Processor:
     # -- without a controller ---------------------------------------------------------------------
 
     def _terminate(self) -> None:
-        if self._stand.outcome is not None:
-            self._after_release(self._stand.outcome)  # told to stop again, and there is nothing left to do
+        if self._status.outcome is not None:
+            self._after_release(self._status.outcome)  # told to stop again, and there is nothing left to do
             return
         self.report(self._fault_here("sigterm", "told to stop by SIGTERM"))
 
     def _fault_here(self, kind: FaultKind, cause: str) -> Fault:
-        step, now = self._stand.step, _clock.wall_ns()
+        step, now = self._status.step, _clock.wall_ns()
         return Fault(kind=kind, rank=self._source.rank, cause=cause, step=step, seen_ns=now)
 
     def _lose_controller(self, why: str, host_lost: bool = False) -> None:
@@ -396,7 +396,7 @@ class Processor:
             return
         link.close()
         self._mail.close()
-        if self._stand.outcome is not None or self._closed or self.led_elsewhere is not None:
+        if self._status.outcome is not None or self._closed or self.led_elsewhere is not None:
             return
         log.warning(
             "rank %d lost the controller (%s): training goes on; after a fault this rank saves by the same rule, "
@@ -406,18 +406,18 @@ class Processor:
         )
         if host_lost:
             self._host.lost()
-        if self._reported is not None or self._stand.held:
-            self._begin_alone(self._reported or self._fault_here("lost", f"the controller: {why}"))
+        if self._reported is not None or self._status.held:
+            self._begin_uncoordinated(self._reported or self._fault_here("lost", f"the controller: {why}"))
 
-    def _begin_alone(self, fault: Fault) -> None:
-        if not self._alone_begun.acquire(blocking=False):
+    def _begin_uncoordinated(self, fault: Fault) -> None:
+        if not self._uncoordinated_begun.acquire(blocking=False):
             return
-        self._stand.hold(self._finish + 2 * self._save_limit)
-        self._spawn("alone", lambda: self._carry_alone(fault))
+        self._status.hold(self._finish + 2 * self._save_limit)
+        self._spawn("alone", lambda: self._carry_uncoordinated(fault))
 
-    def _carry_alone(self, fault: Fault) -> None:
+    def _carry_uncoordinated(self, fault: Fault) -> None:
         try:
-            outcome = self._alone(fault)
+            outcome = self._uncoordinated(fault)
         except BaseException as error:  # the training thread waits for an outcome, whatever it is
             log.exception("the recovery failed")
             outcome = given_up(m.one_line(error))
@@ -429,7 +429,7 @@ class Processor:
         try:
             self._after_release(outcome)
         finally:
-            self._stand.release(outcome)
+            self._status.release(outcome)
 
     def _try_send(self, message: m.Message) -> bool:
         link = self._link

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import messages as m
+from .attempt import Attempt
 from .cards import JobState, RankRow, RankState, WorkerCard
-from .generation import Generation
 from .members import Member
 
 
@@ -42,10 +42,10 @@ class Roster:
         elif isinstance(message, m.Register):
             entry.card = message.card
 
-    def rows(self, generation: Generation, now: float) -> tuple[RankRow, ...]:
+    def rows(self, attempt: Attempt, now: float) -> tuple[RankRow, ...]:
         """One row for each rank that the job should have."""
-        members = generation.machine.members
-        ranks = sorted(set(range(generation.hello.world_size)) | set(members))
+        members = attempt.machine.members
+        ranks = sorted(set(range(attempt.hello.world_size)) | set(members))
         return tuple(self._row(rank, members.get(rank), now) for rank in ranks)
 
     def _row(self, rank: int, member: Member | None, now: float) -> RankRow:
@@ -74,11 +74,11 @@ def rank_state(member: Member) -> RankState:
     return "hung" if member.hung else "running"
 
 
-def job_state(generation: Generation | None) -> JobState:
+def job_state(attempt: Attempt | None) -> JobState:
     """In one word."""
-    if generation is None:
+    if attempt is None:
         return "waiting"
-    machine = generation.machine
+    machine = attempt.machine
     if machine.state == "over":
         return "over"
     if machine.state != "running":

@@ -30,7 +30,7 @@ class Saver:
     def save(self, order: m.Save) -> None:
         """Write temporary files; they are taken back where the plan has become void meanwhile."""
         try:
-            result = self._source.save(order.step, order.small, order.reason)
+            result = self._source.save(order.step, order.aux, order.reason)
         except Moved as moved:
             log.warning("%s", moved)
             self._moved(order)

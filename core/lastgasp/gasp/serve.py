@@ -19,8 +19,8 @@ from lastgasp import _clock, logs, narration
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
+from .attempt import Attempt
 from .controller import Controller
-from .generation import Generation
 from .resetfile import ResetWatch
 from .starter import Starter
 
@@ -105,29 +105,29 @@ class ControllerThread:
 
     def over_for(self, attempt: int) -> float | None:
         """Seconds since the recovery of this attempt ended; None while it has not."""
-        generation = self._attempt(attempt)
-        over = generation.over_since if generation is not None else None
+        found = self._attempt(attempt)
+        over = found.over_since if found is not None else None
         return None if over is None else _clock.monotonic() - over
 
     def progressed(self, attempt: int) -> bool:
         """This attempt completed at least one new step."""
-        generation = self._attempt(attempt)
-        return generation is not None and generation.progressed
+        found = self._attempt(attempt)
+        return found is not None and found.progressed
 
     def hold_limit(self) -> float:
         """Seconds that a recovery may take in all: finishing updates, and two saves in a row."""
-        generation = self._controller.generation
-        return 0.0 if generation is None else generation.hello.finish_timeout + 2 * generation.hello.save_timeout
+        found = self._controller.attempt
+        return 0.0 if found is None else found.hello.finish_timeout + 2 * found.hello.save_timeout
 
     def last_ending(self, attempt: int) -> str:
         """How the recovery of this attempt ended; empty when there was none."""
-        generation = self._attempt(attempt)
-        ending = generation.machine.outcome.ending if generation is not None else "open"
+        found = self._attempt(attempt)
+        ending = found.machine.outcome.ending if found is not None else "open"
         return "" if ending == "open" else ending
 
-    def _attempt(self, number: int) -> Generation | None:
-        generation = self._controller.generation
-        return generation if generation is not None and generation.hello.attempt == number else None
+    def _attempt(self, number: int) -> Attempt | None:
+        found = self._controller.attempt
+        return found if found is not None and found.hello.attempt == number else None
 
     def event(self, attempt: int) -> str:
         """The recovery of this attempt in one line, as far as it has come; empty when there was none. Never raises."""
@@ -166,14 +166,14 @@ class ControllerThread:
             self._loop.close()
 
     def _event(self, attempt: int) -> str:
-        generation = self._attempt(attempt)
-        if generation is None or generation.incident is None:
+        found = self._attempt(attempt)
+        if found is None or found.incident is None:
             return ""
-        generation.refresh()
-        return narration.event(generation.incident)
+        found.refresh()
+        return narration.event(found.incident)
 
     def _summary(self, ending: str) -> str:
-        return self._controller.incidents.tally.summary(ending) if self._controller.generation is not None else ""
+        return self._controller.incidents.tally.summary(ending) if self._controller.attempt is not None else ""
 
 
 def start_detached(host: str = "127.0.0.1", token: str = "") -> Endpoint:
@@ -212,7 +212,7 @@ def kill_session(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-async def _serve_alone(token: str, host: str, starter: Starter, announce: Callable[[int], None]) -> None:
+async def _serve_uncoordinated(token: str, host: str, starter: Starter, announce: Callable[[int], None]) -> None:
     controller = Controller(token, host)
     announce(await controller.start())
     loop = asyncio.get_running_loop()
@@ -220,7 +220,7 @@ async def _serve_alone(token: str, host: str, starter: Starter, announce: Callab
     empty_since = _clock.monotonic()
     while True:
         await asyncio.sleep(0.2)
-        ever = controller.generation is not None  # a rank may have come and gone between two looks
+        ever = controller.attempt is not None  # a rank may have come and gone between two looks
         if controller.connected:
             empty_since = _clock.monotonic()
         elif _clock.monotonic() - empty_since > (LINGER if ever or starter.gone() else UNUSED_TIMEOUT):
@@ -250,7 +250,7 @@ def _main() -> None:
         os.write(writing, str(port).encode())
         os.close(writing)
 
-    asyncio.run(_serve_alone(token, host, starter, announce))
+    asyncio.run(_serve_uncoordinated(token, host, starter, announce))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from lastgasp.errors import AuthenticationError, ProtocolError, VersionMismatch
 from lastgasp.steps import bits
 
 from . import messages as m
+from .attempt import Attempt
 from .cards import SwitchResult
-from .generation import Generation
 from .operator import NOBODY
 from .roster import Roster, job_state
 
@@ -60,9 +60,9 @@ class Service:
     """
 
     def __init__(
-        self, generation: Callable[[], Generation | None], send: Callable[[int, m.Message], bool], started_s: int
+        self, attempt: Callable[[], Attempt | None], send: Callable[[int, m.Message], bool], started_s: int
     ) -> None:
-        self._generation, self._send, self._started_s = generation, send, started_s
+        self._attempt, self._send, self._started_s = attempt, send, started_s
         self.roster = Roster()
         self._orders: dict[int, _Order] = {}
         self._numbers = itertools.count(1)
@@ -80,8 +80,8 @@ class Service:
 
     def gone(self, rank: int, why: str) -> None:
         """A rank will not answer any more."""
-        generation = self._generation()
-        member = generation.machine.members.get(rank) if generation is not None else None
+        attempt = self._attempt()
+        member = attempt.machine.members.get(rank) if attempt is not None else None
         for order in self._orders.values():
             order.settle(rank, None, f"gone: {ENDED if member is not None and member.left else why}")
 
@@ -128,31 +128,31 @@ class Service:
         raise ProtocolError(f"{type(question).__name__} after the greeting")
 
     def _ranks(self) -> m.Ranks:
-        generation = self._generation()
-        hello = generation.hello if generation is not None else None
+        attempt = self._attempt()
+        hello = attempt.hello if attempt is not None else None
         return m.Ranks(
             job=hello.job if hello is not None else "",
             directory=hello.directory if hello is not None else "",
             attempt=hello.attempt if hello is not None else 0,
             world_size=hello.world_size if hello is not None else 0,
-            state=job_state(generation),
+            state=job_state(attempt),
             started_s=self._started_s,
-            rows=self.roster.rows(generation, _clock.monotonic()) if generation is not None else (),
+            rows=self.roster.rows(attempt, _clock.monotonic()) if attempt is not None else (),
         )
 
     # -- the switch -------------------------------------------------------------------------------
 
     async def _switch(self, ask: m.AskSwitch) -> m.Message:
-        generation = self._generation()
-        if why := wrong_switch(ask) or ("" if generation is not None else "no rank has joined the job yet"):
+        attempt = self._attempt()
+        if why := wrong_switch(ask) or ("" if attempt is not None else "no rank has joined the job yet"):
             return m.Refused(reason=why)
-        assert generation is not None
-        everybody = range(generation.hello.world_size)
+        assert attempt is not None
+        everybody = range(attempt.hello.world_size)
         ranks = set(everybody if ask.ranks is None else ask.ranks)
         number, order = next(self._numbers), _Order(awaited=ranks)
         self._orders[number] = order
         try:
-            self._give(number, order, ask, generation)
+            self._give(number, order, ask, attempt)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(order.done.wait(), ask.wait)
         finally:
@@ -161,11 +161,11 @@ class Service:
             order.settle(rank, None, f"no answer within {ask.wait:g} s")
         return m.SwitchDone(results=tuple(order.results[rank] for rank in sorted(order.results)))
 
-    def _give(self, number: int, order: _Order, ask: m.AskSwitch, generation: Generation) -> None:
+    def _give(self, number: int, order: _Order, ask: m.AskSwitch, attempt: Attempt) -> None:
         message = m.SwitchOrder(order=number, on=ask.on, off=ask.off)
         for rank in sorted(order.awaited):
             if not self._send(rank, message):
-                order.settle(rank, None, _not_here(rank, generation))
+                order.settle(rank, None, _not_here(rank, attempt))
         if not order.awaited:
             order.done.set()
 
@@ -183,10 +183,10 @@ def wrong_switch(ask: m.AskSwitch) -> str:
     return ""
 
 
-def _not_here(rank: int, generation: Generation) -> str:
-    if not 0 <= rank < generation.hello.world_size:
-        return f"unknown rank: the job has 0 to {generation.hello.world_size - 1}"
-    member = generation.machine.members.get(rank)
+def _not_here(rank: int, attempt: Attempt) -> str:
+    if not 0 <= rank < attempt.hello.world_size:
+        return f"unknown rank: the job has 0 to {attempt.hello.world_size - 1}"
+    member = attempt.machine.members.get(rank)
     if member is None:
         return "has not joined yet"
     return f"gone: {ENDED if member.left else member.gone or 'its connection closed'}"

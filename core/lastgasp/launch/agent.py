@@ -23,14 +23,14 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
 from lastgasp import _clock, exitcodes
-from lastgasp.gasp.deathwatch import describe_exit
+from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
+from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
-from lastgasp.launch.rounds import Round, Rounds, ours
 from lastgasp.launch.stores import guard_connections
 from lastgasp.steps.recover import recover_orphans
 
@@ -53,9 +53,9 @@ class GaspAgent(LocalElasticAgent):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rounds = Rounds()
+        self._attempts = LaunchAttempts()
         self._restarts = Restarts(always=ours())
-        self._round: Round | None = None
+        self._attempt: LaunchAttempt | None = None
         self._mark = ""
         self._job_log = JobLog()
         self._hosts: Counter[str] | None = None
@@ -69,10 +69,10 @@ class GaspAgent(LocalElasticAgent):
         """torch's, which waits for the other hosts: whom for is said where the job is ours."""
         guard_connections()
         self._ever_used = self._ever_used or self._in_use()
-        self._rounds.end_round()
-        self._round = None
+        self._attempts.end_attempt()
+        self._attempt = None
         handler = worker_group.spec.rdzv_handler
-        with Waiting(handler, self._hosts, lambda: self._rounds.last_word.safe) if self._is_ours() else nullcontext():
+        with Waiting(handler, self._hosts, lambda: self._attempts.last_word.safe) if self._is_ours() else nullcontext():
             super()._rendezvous(worker_group)
         self._hosts = hosts_in(handler)
 
@@ -81,20 +81,22 @@ class GaspAgent(LocalElasticAgent):
         handler = spec.rdzv_handler
         if rank == 0 and self._is_ours():
             _tell_newcomers(store, handler)
-        self._rounds.offer(store, rank, size, handler.get_run_id(), handler.get_backend() != "static")
+        self._attempts.offer(store, rank, size, handler.get_run_id(), handler.get_backend() != "static")
         workers: list[Worker] = super()._assign_worker_ranks(store, rank, size, spec)
         return workers
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         recover_orphans(MARKS_LIMIT)
         rdzv = worker_group.spec.rdzv_handler
-        self._round = self._rounds.begin(worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static")
-        if self._round.number > 0 and self._round.led and rdzv.use_agent_store:
-            self._fresh_store(worker_group, self._round)
+        self._attempt = self._attempts.begin(
+            worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static"
+        )
+        if self._attempt.number > 0 and self._attempt.led and rdzv.use_agent_store:
+            self._fresh_store(worker_group, self._attempt)
         self._reap(worker_group)
         self._mark = orphans.new_mark()
         self._stopping.clear()
-        os.environ.update(self._round.environment | {orphans.MARK: self._mark})
+        os.environ.update(self._attempt.environment | {orphans.MARK: self._mark})
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._hold_before_closing(worker_group)
         return started
@@ -119,7 +121,7 @@ class GaspAgent(LocalElasticAgent):
 
         vars(context)["close"] = hold_and_close
 
-    def _fresh_store(self, worker_group: WorkerGroup, current: Round) -> None:
+    def _fresh_store(self, worker_group: WorkerGroup, current: LaunchAttempt) -> None:
         """Give the attempt a store of its own.
 
         torch 2.13 reuses the agent's store without a prefix, and the new ranks then read the dead
@@ -141,7 +143,7 @@ class GaspAgent(LocalElasticAgent):
     # -- watch ------------------------------------------------------------------------------------
 
     def _in_use(self) -> bool:
-        return self._round is not None and self._round.in_use()
+        return self._attempt is not None and self._attempt.in_use()
 
     def _outlive_the_store(self) -> None:
         """Let ranks that have ended their training leave by themselves, also where the rendezvous is gone.
@@ -162,10 +164,10 @@ class GaspAgent(LocalElasticAgent):
         vars(handler)["num_nodes_waiting"] = nodes_waiting
 
     def _all_left(self) -> bool:
-        if self._round is None:
+        if self._attempt is None:
             return False
         running = {rank for rank, code in self._codes(self._worker_group).items() if code is None}
-        left = {rank for rank, entry in self._round.desk.entries.items() if entry.left}
+        left = {rank for rank, entry in self._attempt.desk.entries.items() if entry.left}
         return running <= left
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -177,19 +179,19 @@ class GaspAgent(LocalElasticAgent):
 
     def _hold(self, worker_group: WorkerGroup) -> None:
         """Keep torchrun's SIGTERM back until the survivors have saved and left, or a deadline passed."""
-        assert self._round is not None
+        assert self._attempt is not None
         known: set[int] = set()
-        deadline = _clock.monotonic() + self._round.hold_limit()
+        deadline = _clock.monotonic() + self._attempt.hold_limit()
         while _clock.monotonic() < deadline:
             failed = self._failed(worker_group)
             for rank in failed.keys() - known:
-                self._round.report_exit(rank, failed[rank])
+                self._attempt.report_exit(rank, failed[rank])
             known |= failed.keys()
-            over = self._round.over_for()
+            over = self._attempt.over_for()
             if not self._running(worker_group) or (over is not None and over > LEAVE):
                 return
             time.sleep(POLL)
-        log.error("the survivors did not finish within %g s: stopping them", self._round.hold_limit())
+        log.error("the survivors did not finish within %g s: stopping them", self._attempt.hold_limit())
 
     def _codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:
         """Exit code by global rank; None while it runs."""
@@ -218,24 +220,24 @@ class GaspAgent(LocalElasticAgent):
             spec.max_restarts = self._remaining_restarts = DEFAULT_MAX_RESTARTS
 
     def _judge(self, used: bool, codes: frozenset[int]) -> None:
-        assert self._round is not None
+        assert self._attempt is not None
         self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
         refused = exitcodes.REFUSED in codes
-        self._restarts.ended(self._round.number, used, self._round.progressed(refused), refused, codes)
-        if self._restarts.hopeless:
+        self._restarts.ended(self._attempt.number, used, self._attempt.progressed(refused), refused, codes)
+        if self._restarts.should_give_up:
             self._remaining_restarts = 0
         maximum = self._worker_group.spec.max_restarts
         again = self._job_log.restarting(maximum - self._remaining_restarts + 1, maximum)
         self._say_event(again if self._remaining_restarts > 0 else "stopping")
 
     def _say_event(self, then: str) -> None:
-        if self._round is not None:
-            self._job_log.recovery(self._round.number, self._round.event(), then)
+        if self._attempt is not None:
+            self._job_log.recovery(self._attempt.number, self._attempt.event(), then)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._stopping.set()
-        if self._round is not None and self._in_use():
-            timeout = max(timeout, int(self._round.hold_limit()))
+        if self._attempt is not None and self._in_use():
+            timeout = max(timeout, int(self._attempt.hold_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
         super()._shutdown(death_sig, timeout)
 
@@ -245,9 +247,9 @@ class GaspAgent(LocalElasticAgent):
 
     def _to_be_told(self) -> list[int]:
         """The ranks of this host that run and use lastgasp, by their process ids."""
-        if self._round is None:
+        if self._attempt is None:
             return []
-        entries = self._round.desk.entries
+        entries = self._attempt.desk.entries
         codes = self._codes(self._worker_group)
         return [entry.pid for rank, entry in entries.items() if codes.get(rank, 0) is None and not entry.left]
 
@@ -268,22 +270,22 @@ class GaspAgent(LocalElasticAgent):
         finally:
             forwarder.close()
             self._say_event("stopping")
-            self._job_log.ended(self._rounds.summary(ending))
+            self._job_log.ended(self._attempts.summary(ending))
             reset.close()
             self._reap(self._worker_group)
             used = self._ever_used or self._in_use()
-            last_ending = self._rounds.close()
+            last_ending = self._attempts.close()
             recover_orphans(MARKS_LIMIT)
         if lost is not None:
             raise self._without_rendezvous(lost, used) from lost
-        if self._restarts.hopeless:
+        if self._restarts.should_give_up:
             sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
             raise SystemExit(self._restarts.exit_code)
         return result
 
     def _without_rendezvous(self, error: Exception, used: bool) -> BaseException:
         """What to raise in its place: torch's own error for a job that has nothing to do with us."""
-        word = self._rounds.last_word
+        word = self._attempts.last_word
         code = exitcodes.of_ending(word.ending)
         if not used or code is None:
             return error

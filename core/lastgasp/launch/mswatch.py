@@ -15,11 +15,11 @@ from types import FrameType
 from typing import Any
 
 from lastgasp import _clock, exitcodes
-from lastgasp.gasp.deathwatch import describe_exit
+from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.joblog import JobLog
-from lastgasp.launch.msrounds import MsRounds
+from lastgasp.launch.msattempts import MsAttempts
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.steps.recover import recover_orphans
@@ -58,10 +58,10 @@ class Watch:
 
     def __init__(self, manager: Any, args: Any) -> None:
         self._manager = manager
-        self._rounds = MsRounds.of(args, bool(manager.is_master))
+        self._attempts = MsAttempts.of(args, bool(manager.is_master))
         self._restarts = Restarts(always=True)
         self._workers: list[Worker] = []
-        self._mark, self._left = "", False
+        self._mark, self._progressed, self._left = "", False, False
         self._told: signal.Signals | None = None
         self._ending, self._said = "", 0
         self._job_log, self._restarted = JobLog(), 0
@@ -72,7 +72,7 @@ class Watch:
         reset = ResetWatch(_stop_this_launcher)
         with self._signals():
             try:
-                self.code = self._attempts()
+                self.code = self._run_attempts()
             finally:
                 reset.close()
                 self._end()
@@ -81,7 +81,7 @@ class Watch:
 
     # -- attempts ---------------------------------------------------------------------------------
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         while True:
             self._start()
             if self._good():
@@ -90,32 +90,31 @@ class Watch:
                 self._stop()
                 return 128 + self._told
             self._hold()
-            codes = self._codes()  # lost once they are cleared away
+            codes = {worker.code() for worker in self._workers}  # lost once they are cleared away
             refused, self._left = exitcodes.REFUSED in codes, 0 in codes
-            progressed = self._rounds.progressed(codes)
             self._clear()
             how = frozenset(code for code in codes if code)
-            self._restarts.ended(self._rounds.number, self._rounds.in_use(), progressed, refused, how)
+            self._restarts.ended(self._attempts.number, self._attempts.in_use(), self._progressed, refused, how)
             self._restarted += 1
             again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)
-            self._say_event("stopping" if self._restarts.hopeless or self._told is not None else again)
-            if self._restarts.hopeless:
+            self._say_event("stopping" if self._restarts.should_give_up or self._told is not None else again)
+            if self._restarts.should_give_up:
                 sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
                 return self._restarts.exit_code
             ranks = [worker.rank for worker in self._workers]
-            if not self._rounds.wait_quiet(ranks, lambda: self._told is not None):
+            if not self._attempts.wait_quiet(ranks, lambda: self._told is not None):
                 sys.stderr.write("lastgasp: stopped: the launcher of the first node has ended; its output tells why\n")
                 return 1
             if self._told is not None:
                 return 128 + self._told
 
     def _say_event(self, then: str) -> None:
-        self._job_log.recovery(self._rounds.number, self._rounds.event(), then)
+        self._job_log.recovery(self._attempts.number, self._attempts.event(), then)
 
     def _start(self) -> None:
         recover_orphans(MARKS_LIMIT)
         self._mark = orphans.new_mark()
-        os.environ.update(self._rounds.begin() | {orphans.MARK: self._mark})
+        os.environ.update(self._attempts.begin() | {orphans.MARK: self._mark})
         self._require_scheduler()
         self._manager.start_all_workers()
         self._workers = workers_of(self._manager.monitor_rank_status([-1]))
@@ -130,17 +129,17 @@ class Watch:
         libmindspore_cluster of 2.9.0 on a loaded machine).
         """
         process = self._manager.msn_process
-        if process is None or not self._rounds.number:
+        if process is None or not self._attempts.number:
             return
         if process.poll() is not None:
             log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
-        elif self._left or not self._rounds.several:
+        elif self._left or not self._attempts.several:
             process.kill()
             process.wait()
         if process.poll() is not None:
             log_file = Path(self._manager.log_dir, "scheduler.log")
             with contextlib.suppress(OSError):
-                log_file.rename(log_file.with_name(f"scheduler.attempt{self._rounds.number - 1}.log"))
+                log_file.rename(log_file.with_name(f"scheduler.attempt{self._attempts.number - 1}.log"))
             self._manager.start_scheduler()
 
     def _good(self) -> bool:
@@ -157,8 +156,9 @@ class Watch:
     def _hold(self) -> None:
         """Let the survivors save and leave; msrun itself would kill them at once."""
         known: set[int] = set()
+        self._progressed = False
         verdict = self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
-        limit = self._rounds.hold_limit() if verdict is None else LEAVE  # then there is nothing worth saving
+        limit = self._attempts.hold_limit() if verdict is None else LEAVE  # then there is nothing worth saving
         deadline = _clock.monotonic() + limit
         while True:
             for worker in self._workers:
@@ -166,10 +166,11 @@ class Watch:
                 if code and worker.rank not in known:
                     known.add(worker.rank)
                     log.warning("rank %d %s", worker.rank, describe_exit(code))
-                    self._rounds.report_exit(worker.rank, describe_exit(code))
-            self._rounds.progressed(self._codes())  # another node may be the first to start the next attempt
-            over = self._rounds.over_for()
-            if not self._running() or not self._rounds.in_use() or (over is not None and over > LEAVE):
+                    self._attempts.report_exit(worker.rank, describe_exit(code))
+            # Asked now: another node may be the first to start the next attempt.
+            self._progressed = self._progressed or self._attempts.progressed()
+            over = self._attempts.over_for()
+            if not self._running() or not self._attempts.in_use() or (over is not None and over > LEAVE):
                 return
             if _clock.monotonic() > deadline:
                 level = logging.ERROR if verdict is None else logging.INFO
@@ -181,14 +182,11 @@ class Watch:
         """This launcher was told to stop: the workers save, and leave."""
         for worker in self._running():
             worker.tell(signal.SIGTERM)
-        deadline = _clock.monotonic() + max(STOP, self._rounds.hold_limit())
+        deadline = _clock.monotonic() + max(STOP, self._attempts.hold_limit())
         while self._running() and _clock.monotonic() < deadline:
             time.sleep(LOOK)
         self._said = max((code for worker in self._workers if (code := worker.code()) in _SAID), default=0)
         self._clear()
-
-    def _codes(self) -> set[int | None]:
-        return {worker.code() for worker in self._workers}
 
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.code() is None]
@@ -200,9 +198,9 @@ class Watch:
         logs = [worker.log for worker in self._workers if worker.log is not None]
         self._show(logs)
         self._manager.kill_workers([-1])
-        kept = keep_logs(self._workers, self._rounds.number)
+        kept = keep_logs(self._workers, self._attempts.number)
         if kept:
-            log.warning("logs of attempt %d: %s", self._rounds.number, " ".join(map(str, kept)))
+            log.warning("logs of attempt %d: %s", self._attempts.number, " ".join(map(str, kept)))
         self._reap()
 
     def _show(self, logs: list[Path]) -> None:
@@ -232,8 +230,8 @@ class Watch:
             self._reap()
         self._end_scheduler()
         self._say_event("stopping")
-        self._job_log.ended(self._rounds.summary("done" if self.code == 0 else "stopped"))
-        self._ending = self._rounds.close()
+        self._job_log.ended(self._attempts.summary("done" if self.code == 0 else "stopped"))
+        self._ending = self._attempts.close()
         recover_orphans(MARKS_LIMIT)
 
     def _end_scheduler(self) -> None:

@@ -37,7 +37,7 @@ def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
     Returns:
         The process ids.
     """
-    found = [pid for pid in _of_round(mark) if _is_helper(_read(pid, "cmdline"), command)]
+    found = [pid for pid in _of_attempt(mark) if _is_helper(_read(pid, "cmdline"), command)]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -46,7 +46,7 @@ def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
     return found
 
 
-def _of_round(mark: str) -> list[int]:
+def _of_attempt(mark: str) -> list[int]:
     needle = f"{MARK}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
     return [pid for pid in pids if needle in _read(pid, "environ").split(b"\0")]

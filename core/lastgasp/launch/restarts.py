@@ -9,7 +9,7 @@ from lastgasp.launch.framework_verdict import Verdict
 
 DEFAULT_MAX_RESTARTS = 32767
 """As MindCluster's (docs/facts/taskd.md)."""
-BARREN_LIMIT = 3
+WITHOUT_PROGRESS_LIMIT = 3
 START_LIMIT = 2
 """Starts in a row that failed in the same way before any rank had joined."""
 
@@ -25,7 +25,7 @@ class Restarts:
     """
 
     always: bool
-    barren: int = 0
+    without_progress: int = 0
     refused: bool = False
     verdict_of_framework: Verdict | None = None
     starts: int = 0
@@ -47,19 +47,19 @@ class Restarts:
         self._how = how
         self.refused = refused and not progressed and (self.always or self._ever_used)
         if progressed or attempt == 0:
-            self.barren = 0
+            self.without_progress = 0
         elif self.always or self._ever_used:
-            self.barren += 1
+            self.without_progress += 1
 
     @property
-    def hopeless(self) -> bool:
+    def should_give_up(self) -> bool:
         """Another restart would most likely fail in the same place."""
-        stuck = self.barren >= BARREN_LIMIT or self.starts >= START_LIMIT
+        stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT
         return self.verdict_of_framework is not None or self.refused or stuck
 
     @property
     def exit_code(self) -> int:
-        """The launcher's, where it is hopeless."""
+        """The launcher's, where another restart would be useless."""
         if self.verdict_of_framework is not None:
             return self.verdict_of_framework.code
         return exitcodes.REFUSED if self.refused else exitcodes.NO_PROGRESS
@@ -82,7 +82,7 @@ class Restarts:
                 "traceback above; the checkpoints are kept."
             )
         return (
-            f"stopped: {self.barren} restarts in a row completed no new step, so the fault is in the job, its data "
-            "or its machine. Look at the first traceback above and at `lastgasp incident DIR`; the checkpoints are "
-            "kept, and the job goes on from them when it is started again."
+            f"stopped: {self.without_progress} restarts in a row completed no new step, so the fault is in the job, "
+            "its data or its machine. Look at the first traceback above and at `lastgasp incident DIR`; the "
+            "checkpoints are kept, and the job goes on from them when it is started again."
         )

@@ -94,8 +94,8 @@ class LegacyName:
         return f"{self.prefix}_rank_{rank}{self.again}-{self.epoch}_{self.within}.{self.ext}"
 
     @property
-    def small(self) -> str:
-        """Where the small state of all ranks goes."""
+    def aux(self) -> str:
+        """Where the auxiliary state of all ranks goes."""
         return f"{self.name}.small"
 
     def markers(self, ranks: Iterable[int]) -> dict[str, bytes]:
@@ -131,13 +131,13 @@ META = "meta.json"
 _SMALL = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
-def encode_small(small: Mapping[int, bytes]) -> bytes:
-    """The content of the small-state file: rank -> its small state."""
-    return msgspec.msgpack.encode({rank: bytes(state) for rank, state in sorted(small.items())})
+def encode_aux(aux: Mapping[int, bytes]) -> bytes:
+    """The content of the small-state file: rank -> its auxiliary state."""
+    return msgspec.msgpack.encode({rank: bytes(state) for rank, state in sorted(aux.items())})
 
 
-def decode_small(data: bytes) -> dict[int, bytes]:
-    """What `encode_small` wrote.
+def decode_aux(data: bytes) -> dict[int, bytes]:
+    """What `encode_aux` wrote.
 
     Raises:
         CheckpointError: it is something else.

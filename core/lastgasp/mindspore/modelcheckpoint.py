@@ -29,7 +29,7 @@ RANK = "{rank}"
 """Stands for the number of a rank in the name of a checkpoint."""
 USUAL = "rank_{rank}"
 """The folder of a rank where the name of a checkpoint tells none."""
-SMALL = ".small"
+AUX_SUFFIX = ".small"
 _FILE = re.compile(r"(?P<prefix>[^/]+)(?P<at>-\d+_\d+(?:_breakpoint)?\.(?:ckpt|safetensors))")
 _OF_MINDFORMERS = re.compile(r".*_rank(?:_\d+){0,2}-\d+_\d+\.[a-z]+")
 """Names of CheckpointMonitor's files in the usual folders, and of its checkpoints."""
@@ -57,8 +57,8 @@ class ModelCheckpointLayout:
             for name in data_names(directory)
             if (directory / (name + MANIFEST_SUFFIX)).is_file() and self._is_own(name)
         }
-        small = {name.removesuffix(SMALL) for name in _visible(directory) if name.endswith(SMALL)}
-        titles = manifested | {name for name in small if self._is_own(name)}
+        aux = {name.removesuffix(AUX_SUFFIX) for name in _visible(directory) if name.endswith(AUX_SUFFIX)}
+        titles = manifested | {name for name in aux if self._is_own(name)}
         titles |= _paired(list(self._data(directory)), manifested)
         return [directory / title for title in sorted(titles)]
 
@@ -77,7 +77,7 @@ class ModelCheckpointLayout:
     def owns(self, checkpoint: Path, relative: str) -> bool:
         """Whether the name of the checkpoint tells that path."""
         title = checkpoint.name
-        if relative in (title + SMALL, title if RANK not in title else None):
+        if relative in (title + AUX_SUFFIX, title if RANK not in title else None):
             return True
         folder, _, file = relative.rpartition("/")
         folder_template = _folder_of(title)

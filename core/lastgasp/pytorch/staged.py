@@ -28,14 +28,14 @@ class StagedGasp:
     """Implements `ports.SaveResult`.
 
     Args:
-        stood: the manifests that stood there when this attempt began (`Choice.stood`).
-        small: the small states that were at hand, by rank, with all buffers: the checkpoint may have left them out.
+        stood: the manifests that stood there when this attempt began (`CheckpointSelector.stood`).
+        small: the auxiliary states that were at hand, by rank, with all buffers: the checkpoint may have left them out.
     """
 
     staged: Staged
     provenance: Provenance
     stood: frozenset[str] | None = None
-    small: Mapping[int, bytes] = field(default_factory=dict)
+    aux: Mapping[int, bytes] = field(default_factory=dict)
     part: bytes = b""
 
     @property
@@ -83,7 +83,7 @@ def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place
     result.staged.publish(result.provenance, stood=result.stood)
     note = result.staged.kept
     if note:
-        note = f"{note}; {contribute(result.staged.target, layout, result.small)}"
+        note = f"{note}; {contribute(result.staged.target, layout, result.aux)}"
     job = place.job if config.resume == "never" else None
     fit = result.provenance.fit.number if isinstance(result.provenance.fit, Fit) else None
     try:
@@ -93,30 +93,30 @@ def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place
     return note
 
 
-def contribute(target: Path, layout: Layout, small: Mapping[int, bytes]) -> str:
-    """Add small states to a checkpoint that others of this job have committed. Never raises OSError.
+def contribute(target: Path, layout: Layout, aux: Mapping[int, bytes]) -> str:
+    """Add auxiliary states to a checkpoint that others of this job have committed. Never raises OSError.
 
     Returns:
         What people must know about it.
     """
     try:
-        done = bool(small) and add(target, layout, small)
+        done = bool(aux) and add(target, layout, aux)
     except OSError as error:
-        return f"the random state of {ranks_named(small)} could not be added ({error}): a resume will not be bit-equal"
+        return f"the random state of {ranks_named(aux)} could not be added ({error}): a resume will not be bit-equal"
     if not done:
         return "no random state could be added to it"
-    return f"the random state of {ranks_named(small)} was added to it"
+    return f"the random state of {ranks_named(aux)} was added to it"
 
 
-def ranks_named(small: Mapping[int, bytes]) -> str:
+def ranks_named(aux: Mapping[int, bytes]) -> str:
     """These ranks, for people."""
-    ranks = sorted(small)
+    ranks = sorted(aux)
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def with_added(record: dict[str, Any], path: Path, layout: Layout) -> None:
-    """Complete the small states of a checkpoint's own record by those that were added to it, where it lacks any."""
+    """Complete the auxiliary states of a checkpoint's own record by those that were added to it, where it lacks any."""
     known, more = record.get("small"), added(path, layout)
     if isinstance(known, dict) and (lacking := {rank: data for rank, data in more.items() if rank not in known}):
         record["small"] = lacking | known

@@ -49,7 +49,7 @@ class Aged(NamedTuple):
     size: int
 
 
-def doomed(files: Sequence[Aged], total: int, limit: int, writing: Path | None) -> list[Aged]:
+def to_delete(files: Sequence[Aged], total: int, limit: int, writing: Path | None) -> list[Aged]:
     """Which of this rank's files go, oldest first.
 
     Args:
@@ -135,7 +135,7 @@ class Ageing:
 
     def _remove(self, writing: Path | None) -> list[Path]:
         removed = []
-        going = doomed(self._files, self._total, self._limit_mb * _MB, writing)
+        going = to_delete(self._files, self._total, self._limit_mb * _MB, writing)
         for file in going:
             try:
                 file.path.unlink()

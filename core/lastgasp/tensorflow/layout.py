@@ -49,6 +49,6 @@ def absent(checkpoint: Path) -> list[str]:
     return sorted((wanted | {f"{stem}.index"}) - names)
 
 
-def stands(checkpoint: Path) -> bool:
+def exists(checkpoint: Path) -> bool:
     """Whether its index is there: TensorFlow writes it last."""
     return os.path.isfile(f"{checkpoint}.index")

@@ -17,7 +17,7 @@ from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
 from . import statefile
 from .bundle import structure_problem
 from .foreign import REASON, foreign_in, is_foreign
-from .layout import FORMAT, LAYOUT, absent, stands
+from .layout import FORMAT, LAYOUT, absent, exists
 
 log = logging.getLogger("lastgasp")
 _START_REMEDY = (
@@ -117,7 +117,7 @@ def whole_problem(prefix: Path) -> str:
 
 
 def _repair(folder: Path, found: Candidate) -> None:
-    older = [c.path for c in reversed(candidates([folder], LAYOUT)) if c.age_key <= found.age_key and stands(c.path)]
+    older = [c.path for c in reversed(candidates([folder], LAYOUT)) if c.age_key <= found.age_key and exists(c.path)]
     standing = {path: Path(f"{path}.index").stat().st_mtime for path in older}
     path = folder / statefile.NAME
     with locked(folder):

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("lightning", "lightning") from error
 
 from lastgasp_lightning.callback import LastGasp
-from lastgasp_lightning.choose import last_good
+from lastgasp_lightning.selection import last_good
 
 del _lightning
 

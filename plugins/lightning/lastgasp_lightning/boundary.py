@@ -26,7 +26,7 @@ class UpdateWatch:
     optimizer may follow.
 
     Args:
-        updating: called once per batch, before the first parameter changes.
+        before_update: called once per batch, before the first parameter changes.
         further: called before the update of each further optimizer of the batch (manual optimization).
         updated: called after the last parameter changed.
 
@@ -34,8 +34,8 @@ class UpdateWatch:
         aside: whether the optimizers' steps are none of training's (a tuner's).
     """
 
-    def __init__(self, updating: _Event, further: _Event, updated: _Event) -> None:
-        self._updating, self._further, self._updated = updating, further, updated
+    def __init__(self, before_update: _Event, further: _Event, updated: _Event) -> None:
+        self._before_update, self._further, self._updated = before_update, further, updated
         self._handles: list[Any] = []
         self.aside: Callable[[], bool] = lambda: False
         self.automatic = True
@@ -66,7 +66,7 @@ class UpdateWatch:
         self.inside = True
         if not self.begun:
             self.baseline = (self._counters["ready"], self._counters["completed"])
-            self._updating()
+            self._before_update()
             self.begun, self._told = True, False
         elif not self.automatic:
             self._further()

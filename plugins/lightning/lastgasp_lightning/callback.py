@@ -12,19 +12,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lastgasp.config import GaspConfig, HangTimeout, check_writable, refuse_unknown
 from lastgasp.errors import ConfigError
+from lastgasp.exception_origin import is_success
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released
-from lastgasp.origin import is_success
-from lastgasp.pytorch.origin import cause_of
+from lastgasp.gasp.rank_status import Released
+from lastgasp.pytorch.exception_origin import cause_of
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.refusal import tell_launcher
 from lastgasp.session import Session, leave
+from lastgasp.startup_refusal import tell_launcher
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.undoing import run_all
 from lastgasp_lightning.boundary import before_calls, leave_out, reorder
 from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
-from lastgasp_lightning.choose import Chooser
 from lastgasp_lightning.compat import Undo
 from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.loggers import LogRecord
@@ -33,6 +32,7 @@ from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
 from lastgasp_lightning.ranks import connect, place_of, require_supported, versions
 from lastgasp_lightning.resume import Resume, logged
+from lastgasp_lightning.selection import LightningSelector
 from lastgasp_lightning.source import LightningSource
 from lastgasp_lightning.state import LightningState
 from lastgasp_lightning.thisfit import ThisFit
@@ -160,19 +160,19 @@ class LastGasp(Callback):
         run = self._run
         step = run.state.boundary()  # type: ignore[union-attr]
         if step is not None:
-            run.session.step_end(step)  # type: ignore[union-attr]
+            run.session.step_completed(step)  # type: ignore[union-attr]
             run.mark_step(step)  # type: ignore[union-attr]
-        run.moved("data")  # type: ignore[union-attr]
+        run.progress("data")  # type: ignore[union-attr]
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:
         """Progress, for the hang watchdog."""
         if self._run is not None and not trainer.sanity_checking:
-            self._run.moved("validation")
+            self._run.progress("validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Back to training."""
         if self._run is not None and not trainer.sanity_checking:
-            self._run.moved("data")
+            self._run.progress("data")
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -196,14 +196,14 @@ class _Run:
         self._trainer, self._begun = trainer, False
         self._users_handler = signal.getsignal(signal.SIGTERM)
         self.fit = ThisFit(trainer, config.directory)
-        self.state = LightningState(trainer, self.fit, updating=self._updating)
+        self.state = LightningState(trainer, self.fit, before_update=self._before_update)
         self.resume = Resume(self.state)
         self.source = LightningSource(self.state, config, place_of(trainer))
         place = self.source.place
         marking = Marking(config=marks, framework=f"lightning {versions()['lightning']}", device=trainer.local_rank)
         self.session = Session(config, place, self.source, connect(trainer, place), marking)
-        self.moved, self.state.say = self.session.moved, self.session.note
-        self.tuning = Tuning(trainer, self.session.stand, self.resume.pending)
+        self.progress, self.state.say = self.session.progress, self.session.note
+        self.tuning = Tuning(trainer, self.session.status, self.resume.pending)
         self.state.watch.aside = lambda: self.tuning.active
         self.logs = LogRecord(trainer, config.directory, self.fit.number)
         self.state.logged = self.logs.mark
@@ -211,21 +211,21 @@ class _Run:
         self.mark_step: Callable[[int], None] = _nothing
         self._undo = [no_sigterm_broadcast(trainer), hold_observer(self.session)]
         try:
-            self.io = VerifiedCheckpointIO.install(trainer, config, self.source.writer, self.session.stand)
-            self.chooser = Chooser(trainer, config, self.source.place, self.session.gather, self.fit)
-            self.chooser.loaded = lambda: self.logs.go_on(self.session.gather)
-            self._undo += [self.io.uninstall, self.chooser.install(), self.tuning.install(), self.logs.uninstall]
+            self.io = VerifiedCheckpointIO.install(trainer, config, self.source.writer, self.session.status)
+            self.selector = LightningSelector(trainer, config, self.source.place, self.session.gather, self.fit)
+            self.selector.loaded = lambda: self.logs.go_on(self.session.gather)
+            self._undo += [self.io.uninstall, self.selector.install(), self.tuning.install(), self.logs.uninstall]
             self.state.prepare()
         except BaseException:
             self.close(goodbye=False)
             raise
 
-    def _updating(self) -> None:
-        self.session.updating()
+    def _before_update(self) -> None:
+        self.session.before_update()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary of `checkpoint`."""
-        if self.resume.install(self._trainer, checkpoint) and self.chooser.same_run:
+        if self.resume.install(self._trainer, checkpoint) and self.selector.same_run:
             self.logs.hold(logged(checkpoint), checkpoint)
 
     def begin(self) -> None:
@@ -238,9 +238,9 @@ class _Run:
         self._mark()
         self.logs.own()
         self.session.register(str(self._trainer.strategy.root_device), versions())
-        self.source.stood = self.chooser.stood
+        self.source.stood = self.selector.stood
         self.source.alike = self.session.compare_replicas(self.state.digests)
-        self.session.begin(step, durable=step if self.chooser.resumed else 0)
+        self.session.training_started(step, durable=step if self.selector.resumed else 0)
         self.session.take_sigterm(self._users_handler if known else None)
         self._begun = True
         if self.state.position.workers:
@@ -248,11 +248,11 @@ class _Run:
 
     def _forward(self) -> None:
         """The batch is here."""
-        self.moved("forward")
+        self.progress("forward")
 
     def _backward(self) -> None:
         """From here on this rank may wait for its peers, and they may make the step without it."""
-        self.moved("backward")
+        self.progress("backward")
         self.state.before_backward()
 
     def skip(self, undo: Undo) -> None:
@@ -287,13 +287,13 @@ class _Run:
         if not self._begun:
             self.session.failed_to_start(exception, kind_of(exception))
             return None  # nothing was trained
-        stand, state = self.session.stand, self.state
+        status, state = self.session.status, self.state
         if not state.finish_step():
-            stand.broken = f"{cause_of(exception)}: raised inside the update, so the state is between two steps"
-        elif state.snapshot is not None and state.snapshot.step > stand.step:
-            self.session.step_end(state.snapshot.step)
-        if not stand.inside:
-            stand.broken = ""
+            status.broken = f"{cause_of(exception)}: raised inside the update, so the state is between two steps"
+        elif state.snapshot is not None and state.snapshot.step > status.step:
+            self.session.step_completed(state.snapshot.step)
+        if not status.inside:
+            status.broken = ""
         return self.session.fault(kind_of(exception), cause_of(exception))
 
     def _leave(self, outcome: Release, because: str = "") -> None:
@@ -304,7 +304,7 @@ class _Run:
     def close(self, goodbye: bool) -> None:
         """Undo everything."""
         undone, self._undo = self._undo[::-1], []
-        durable = self.session.stand.durable >= self.session.stand.step
+        durable = self.session.status.durable >= self.session.status.step
         fit = [lambda: self.fit.ended(durable=durable)] if goodbye else []
         run_all([*fit, *undone, self.resume.uninstall, lambda: self.session.close(goodbye), self.state.close])
 

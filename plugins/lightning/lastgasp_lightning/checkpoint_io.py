@@ -12,10 +12,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.checkpoint import Staged
-from lastgasp.checkpoint.pairing import vouched
+from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.config import GaspConfig
 from lastgasp.errors import DamagedCheckpoint
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.io import load_verified, save_verified
 from lastgasp.pytorch.staged import Writer, with_added
 from lastgasp_lightning.source import LAYOUT
@@ -34,15 +34,15 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(
-        self, original: CheckpointIO, config: GaspConfig, writer: Writer, stand: Stand, folders: list[Path]
+        self, original: CheckpointIO, config: GaspConfig, writer: Writer, status: RankStatus, folders: list[Path]
     ) -> None:
-        self._original, self._config, self._writer, self._stand = original, config, writer, stand
+        self._original, self._config, self._writer, self._status = original, config, writer, status
         self._folders = [folder.absolute() for folder in folders]
         self._durable: Path | None = None
         self._restore: Any = lambda: None
 
     @classmethod
-    def install(cls, trainer: Any, config: GaspConfig, writer: Writer, stand: Stand) -> VerifiedCheckpointIO:
+    def install(cls, trainer: Any, config: GaspConfig, writer: Writer, status: RankStatus) -> VerifiedCheckpointIO:
         """Put it into the trainer's strategy, inside of wrappers such as AsyncCheckpointIO.
 
         A user's own CheckpointIO stays, and its checkpoints have no manifest; that is said.
@@ -51,7 +51,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         while isinstance(getattr(owner, name), _WrappingCheckpointIO):
             owner, name = getattr(owner, name), "checkpoint_io"
         original = getattr(owner, name)
-        ours = cls(original, config, writer, stand, search_folders(trainer, config))
+        ours = cls(original, config, writer, status, search_folders(trainer, config))
         if type(original) is not TorchCheckpointIO:
             log.warning(
                 "checkpoints written by %s get no manifest, so a resume uses only what LastGasp itself saved",
@@ -67,9 +67,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._restore()
         self._restore = lambda: None
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """As TorchCheckpointIO, but durable, atomic and with a manifest. A failing disk does not end training.
 
         An OSError is logged and training goes on: the older checkpoints stand, and the next save may succeed.
@@ -77,20 +75,18 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or _remote(path):
             self._original.save_checkpoint(checkpoint, path, storage_options)
             return
-        self._stand.moved("save")
+        self._status.progress("save")
         target = Path(path).absolute()
         try:
             self._write(checkpoint, target)
         except OSError as error:
-            log.error(
-                "checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error
-            )
+            log.error("checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error)
             return
         finally:
-            self._stand.moved("data")
+            self._status.progress("data")
         step = checkpoint.get("global_step", 0)
         if KEY in checkpoint and checkpoint[KEY]["step"] == step and target.parent in self._folders:
-            self._stand.durable, self._durable = max(self._stand.durable, step), target
+            self._status.durable, self._durable = max(self._status.durable, step), target
 
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
         with Staged(target, LAYOUT, sha256=self._config.sha256) as staged:
@@ -108,12 +104,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         Raises:
             DamagedCheckpoint: it does not match its manifest.
         """
-        if _remote(path) or not vouched(Path(path), LAYOUT):
+        if _remote(path) or not has_manifest(Path(path), LAYOUT):
             loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
             return loaded
-        found: dict[str, Any] = load_verified(
-            Path(path), LAYOUT, map_location=map_location, weights_only=weights_only
-        )
+        found: dict[str, Any] = load_verified(Path(path), LAYOUT, map_location=map_location, weights_only=weights_only)
         if isinstance(record := found.get(KEY), dict):
             with_added(record, Path(path).absolute(), LAYOUT)
         return found
@@ -124,7 +118,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         if not _remote(path):
             LAYOUT.manifest_path(Path(path)).unlink(missing_ok=True)
             if Path(path).absolute() == self._durable:
-                self._stand.durable = 0
+                self._status.durable = 0
 
 
 def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:

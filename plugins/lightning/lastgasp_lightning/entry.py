@@ -12,7 +12,7 @@ import os
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lastgasp.errors import ConfigError
-from lastgasp.refusal import tell_launcher
+from lastgasp.startup_refusal import tell_launcher
 
 ENV_ON = "LASTGASP"
 _SWITCH = {"1": True, "0": False, "": False}

@@ -1,4 +1,4 @@
-"""What a rank's small state holds of Lightning: place in the data, accumulators of `self.log`, what it has logged."""
+"""What other parts of the adapter keep in the auxiliary state beside the data position."""
 
 from __future__ import annotations
 

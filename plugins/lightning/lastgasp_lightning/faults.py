@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lastgasp.events import FaultKind
-from lastgasp.pytorch import origin
+from lastgasp.pytorch import exception_origin
 
 
 def kind_of(exception: BaseException) -> FaultKind:
     """As any exception of torch's tells, and sigterm where Lightning itself was told to stop."""
-    return "sigterm" if isinstance(exception, SIGTERMException) else origin.kind_of(exception)
+    return "sigterm" if isinstance(exception, SIGTERMException) else exception_origin.kind_of(exception)

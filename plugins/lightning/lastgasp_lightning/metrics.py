@@ -22,7 +22,7 @@ _STATES = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 
 
 class OwnAccumulators:
-    """This rank's accumulators of `self.log`, as bytes for its small state.
+    """This rank's accumulators of `self.log`, as bytes for its auxiliary state.
 
     Those on an accelerator are left out: to read them the host would wait for the device at every step.
 

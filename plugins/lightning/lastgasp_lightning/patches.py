@@ -28,14 +28,14 @@ def hold_observer(session: Session) -> Undo:
     limit = session.config.finish_timeout + 2 * session.config.save_timeout
 
     def held(self: _ChildProcessObserver) -> None:
-        session.stand.wait_over(limit)
+        session.status.wait_over(limit)
         threading.Event().wait(LEAVE)  # a daemon thread: it ends with the process
         original(self)
 
     _ChildProcessObserver._terminate_all = held  # type: ignore[method-assign]
 
     def undo() -> None:
-        if session.stand.outcome is None and _ChildProcessObserver._terminate_all is held:
+        if session.status.outcome is None and _ChildProcessObserver._terminate_all is held:
             _ChildProcessObserver._terminate_all = original  # type: ignore[method-assign]
 
     return undo

@@ -8,8 +8,8 @@ import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lastgasp.connect import FromRank0, contact_of, place_in_job
 from lastgasp.errors import ConfigError
-from lastgasp.joining import FromRank0, contact_of, place_in_job
 from lastgasp.session import Contact
 from lastgasp.topology import Place, data_parallel
 

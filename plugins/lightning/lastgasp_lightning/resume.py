@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.small import SmallState, decode_small, restore_small
+from lastgasp.pytorch.aux_state import AuxState, decode_aux, restore_aux
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
@@ -61,10 +61,10 @@ class Resume:
         self.uninstall()
         self._record = record
         self._state.fit.loaded(record)
-        self._small = self._choose_small(trainer, record)
+        self._aux = self._choose_aux(trainer, record)
         _to_boundary(checkpoint, record)
         set_found(trainer, record.get("tuned", {}))
-        position, self._own, _ = split_extra(self._small.extra if self._small is not None else b"")
+        position, self._own, _ = split_extra(self._aux.extra if self._aux is not None else b"")
         self._state.position.resume(position, record["epoch"], record["batch"])
         self._undo.append(restore_layout(trainer, record.get("buckets")))
         self._arrange(trainer)
@@ -79,14 +79,14 @@ class Resume:
         """A checkpoint was loaded, and the run does not stand on its boundary yet."""
         return bool(self._record)
 
-    def _choose_small(self, trainer: Any, record: dict[str, Any]) -> SmallState | None:
-        smalls: dict[int, bytes] = record["small"]
+    def _choose_aux(self, trainer: Any, record: dict[str, Any]) -> AuxState | None:
+        aux_states: dict[int, bytes] = record["small"]
         if record["world_size"] != trainer.world_size:
             self._note(f"saved by {record['world_size']} ranks, resumed by {trainer.world_size}: not bit-equal")
-        own = smalls.get(trainer.global_rank)
+        own = aux_states.get(trainer.global_rank)
         if own is None:
             self._note(f"no random state of rank {trainer.global_rank} was saved: not bit-equal")
-        return decode_small(own) if own is not None else None
+        return decode_aux(own) if own is not None else None
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -129,9 +129,9 @@ class Resume:
         self._state.position.settle()
         if self._state.position.workers and record["batch"]:
             self._note("random numbers that DataLoader workers draw (augmentation) are others than without the fault")
-        if self._small is not None:
-            restore_small(self._small, self._state._devices(), with_averages(trainer))
-        self._small, self._record = None, {}
+        if self._aux is not None:
+            restore_aux(self._aux, self._state._devices(), with_averages(trainer))
+        self._aux, self._record = None, {}
         self._state.resumed()
         if trainer._logger_connector._first_loop_iter is not None:
             trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
@@ -151,8 +151,8 @@ class Resume:
 
 def logged(checkpoint: dict[str, Any]) -> bytes:
     """What rank 0, which logs, had logged at the boundary of `checkpoint`; empty where that is not known."""
-    small = checkpoint.get(KEY, {}).get("small", {}).get(0)
-    return split_extra(decode_small(small).extra)[2] if small is not None else b""
+    aux = checkpoint.get(KEY, {}).get("small", {}).get(0)
+    return split_extra(decode_aux(aux).extra)[2] if aux is not None else b""
 
 
 def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:

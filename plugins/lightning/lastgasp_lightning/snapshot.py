@@ -1,4 +1,4 @@
-"""What is remembered of Lightning at a boundary, besides the small state: counters, schedulers, metrics."""
+"""What is remembered of Lightning at a boundary, besides the auxiliary state: counters, schedulers, metrics."""
 
 from __future__ import annotations
 

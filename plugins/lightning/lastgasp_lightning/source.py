@@ -28,23 +28,23 @@ class LightningSource:
         self.stood: frozenset[str] | None = None
 
     @property
-    def box(self) -> int:
-        """The black box's descriptor."""
+    def buffer_fd(self) -> int:
+        """The crash-safe buffer's descriptor."""
         return self._state.recorder.fd
 
     def capture(self, step: int) -> bytes:
-        """This rank's small state of `step`; empty when it is no longer known."""
-        return self._state.small(step) or b""
+        """This rank's auxiliary state of `step`; empty when it is no longer known."""
+        return self._state.aux(step) or b""
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> StagedGasp:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> StagedGasp:
         """Write `gasp-step=N.ckpt` (of a further fit `gasp-fit=M-step=N.ckpt`) to a temporary name."""
         require_alike(self.alike)
         directory, fit = self._config.directory, name_of_fit(self._state.fit.number())
-        checkpoint = self._state.dump(step, small)
+        checkpoint = self._state.dump(step, aux)
         staged = stage(checkpoint, directory / f"gasp-{fit}step={step:08d}.ckpt", LAYOUT, self._config)
         about = self.writer.provenance(step, "gasp", self.writer.newest(directory))
         own = self.capture(step)
-        return StagedGasp(staged, about, self.stood, {**small, self.rank: own} if own else small)
+        return StagedGasp(staged, about, self.stood, {**aux, self.rank: own} if own else aux)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lastgasp.errors import NotSaveable
+from lastgasp.pytorch.aux_state import AuxRecorder, decode_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout
-from lastgasp.pytorch.small import SmallRecorder, decode_small, without_buffers
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
@@ -52,7 +52,7 @@ class LightningState:
     Args:
         trainer: the Trainer.
         fit: which fit of the script it is.
-        updating: called once per batch before parameters change (an update gate may block here).
+        before_update: called once per batch before parameters change (an update gate may block here).
         updated: called when they have changed.
 
     Attributes:
@@ -64,11 +64,11 @@ class LightningState:
         self,
         trainer: Any,
         fit: ThisFit,
-        updating: Callable[[], None] = _nothing,
+        before_update: Callable[[], None] = _nothing,
         updated: Callable[[], None] = _nothing,
     ) -> None:
         self._trainer, self.fit = trainer, fit
-        self._gate = updating
+        self._gate = before_update
         self._single = trainer.world_size == 1
         self._steps: dict[str, int] = {}
         self._batches: dict[str, int] = {}
@@ -79,7 +79,7 @@ class LightningState:
         self.notes: list[str] = []
         self.say: Callable[[str], None] = log.warning
         self.logged: Callable[[], bytes] = bytes
-        self._recorder: SmallRecorder | None = None
+        self._recorder: AuxRecorder | None = None
         self._parts = b"", b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: int | None = None
@@ -98,7 +98,7 @@ class LightningState:
         self.position.install()
 
     def install(self) -> None:
-        """Allocate the black box, hook the optimizers. Call in `on_fit_start`. Idempotent."""
+        """Allocate the crash-safe buffer, hook the optimizers. Call in `on_fit_start`. Idempotent."""
         if self._undo:
             return
         trainer = self._trainer
@@ -107,7 +107,7 @@ class LightningState:
         self._snapshots = Snapshotter(trainer)
         self._accumulators = OwnAccumulators(trainer)
         self._holder = with_averages(trainer)
-        self._recorder = SmallRecorder(self._devices(), self._holder if self._owns_buffers() else None)
+        self._recorder = AuxRecorder(self._devices(), self._holder if self._owns_buffers() else None)
         self.watch.install(trainer)
         epoch = trainer.fit_loop.epoch_loop
         self._steps, self._batches = steps_of(epoch, self.watch.automatic), vars(epoch.batch_progress.current)
@@ -118,21 +118,21 @@ class LightningState:
         ]
 
     def uninstall(self) -> None:
-        """Remove every hook and patch; the black box and the last snapshot stay. Idempotent."""
+        """Remove every hook and patch; the crash-safe buffer and the last snapshot stay. Idempotent."""
         self.watch.remove()
         while self._undo:
             self._undo.pop()()
         self.position.uninstall()
 
     def close(self) -> None:
-        """Uninstall and close the black box. Idempotent."""
+        """Uninstall and close the crash-safe buffer. Idempotent."""
         self.uninstall()
         if self._recorder is not None:
             self._recorder.close()
 
     @property
-    def recorder(self) -> SmallRecorder:
-        """The recorder of the small state; its `fd` is the black box's."""
+    def recorder(self) -> AuxRecorder:
+        """The recorder of the auxiliary state; its `fd` is the crash-safe buffer's."""
         if self._recorder is None:
             raise NotSaveable("the fit has not started: no state was captured yet")
         return self._recorder
@@ -185,7 +185,7 @@ class LightningState:
     def _capture_unsettled(self) -> None:
         # Each update counts for one step, that of each optimizer as well; the last one of a batch makes its boundary.
         if not self._single and not self.watch.aside():
-            self._capture_small(self._steps["completed"] + 1, settled=False)
+            self._capture_aux(self._steps["completed"] + 1, settled=False)
 
     def boundary(self) -> int | None:
         """Call in `on_train_batch_end`. Captures the boundary if the batch made an update.
@@ -207,12 +207,12 @@ class LightningState:
         self._capture(self._trainer.fit_loop.epoch_loop.global_step)
 
     def _capture(self, step: int) -> None:
-        self._capture_small(step, settled=True)
+        self._capture_aux(step, settled=True)
         self.snapshot = self._snapshots.take(step)
         self._buckets.look()
         self.watch.close()
 
-    def _capture_small(self, step: int, settled: bool) -> None:
+    def _capture_aux(self, step: int, settled: bool) -> None:
         recorder = self._recorder
         if recorder is not None:
             position = self.position.record(self._batches["ready"])
@@ -257,18 +257,18 @@ class LightningState:
         self._capture(step)
         return True
 
-    def small(self, step: int) -> bytes | None:
-        """This rank's encoded small state of `step`, if it is among the last ones."""
+    def aux(self, step: int) -> bytes | None:
+        """This rank's encoded auxiliary state of `step`, if it is among the last ones."""
         return self.recorder.read(step)
 
-    def dump(self, step: int, small: Mapping[int, bytes] | None = None) -> dict[str, Any]:
+    def dump(self, step: int, aux: Mapping[int, bytes] | None = None) -> dict[str, Any]:
         """The native Lightning checkpoint of `step`, plus the key `"lastgasp"`. Enters no collective.
 
         Its tensors are the live ones: write them before training goes on.
 
         Args:
             step: completed updates; must be the boundary that the live state stands on.
-            small: small states of ranks, where they could be had; this rank's own is added.
+            small: auxiliary states of ranks, where they could be had; this rank's own is added.
 
         Raises:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
@@ -283,10 +283,10 @@ class LightningState:
         if self._require(step) is not snapshot:
             raise NotSaveable(f"step {step} ended while it was being dumped")
         own = self.recorder.read(step)
-        smalls = dict(small or {})
+        aux_states = dict(aux or {})
         if own is not None:
-            smalls.setdefault(self._trainer.global_rank, own)
-        record = self._record(snapshot, smalls)
+            aux_states.setdefault(self._trainer.global_rank, own)
+        record = self._record(snapshot, aux_states)
         self._patch(checkpoint, record, snapshot)
         checkpoint[KEY] = record
         return checkpoint
@@ -319,7 +319,7 @@ class LightningState:
         Adds the key `"lastgasp"` in boundary form, wherever in the loop the save is made; the rest stays as
         Lightning made it. A resume with lastgasp goes back to the boundary and replays validation and epoch
         end, without saving again; a resume without lastgasp continues as Lightning always does. With several
-        ranks their small states are gathered: such a save is a collective moment anyway. Not exact: a save
+        ranks their auxiliary states are gathered: such a save is a collective moment anyway. Not exact: a save
         in `on_train_batch_end` of a module that overrides this hook (Lightning saves before it), and one made
         between the update and the boundary (no key is added).
         """
@@ -329,9 +329,9 @@ class LightningState:
             return
         snapshot = None if self.watch.begun else self.snapshot
         own = self._recorder.read(snapshot.step) if snapshot is not None else None
-        smalls = self._gather(own)
-        if snapshot is not None and (self._faulted or len(smalls) == self._trainer.world_size):
-            checkpoint[KEY] = self._record(snapshot, smalls)
+        aux_states = self._gather(own)
+        if snapshot is not None and (self._faulted or len(aux_states) == self._trainer.world_size):
+            checkpoint[KEY] = self._record(snapshot, aux_states)
 
     def _gather(self, own: bytes | None) -> dict[int, bytes]:
         if self._faulted:  # peers may be dead
@@ -344,7 +344,7 @@ class LightningState:
 
     # -- composing ----------------------------------------------------------------------------------------
 
-    def _record(self, snapshot: Snapshot, smalls: dict[int, bytes]) -> dict[str, Any]:
+    def _record(self, snapshot: Snapshot, aux_states: dict[int, bytes]) -> dict[str, Any]:
         loops = loops_of(snapshot, self._snapshots.paths)
         batch = loops["epoch_loop.batch_progress"]["current"]["ready"]
         return {
@@ -354,8 +354,8 @@ class LightningState:
             "world_size": self._trainer.world_size,
             "epoch": loops["epoch_progress"]["current"]["processed"],
             "batch": batch,
-            "small": {r: d if self.per_rank_buffers else without_buffers(d) for r, d in smalls.items()},
-            "buffers": self._buffers(snapshot.step, smalls),
+            "small": {r: d if self.per_rank_buffers else without_buffers(d) for r, d in aux_states.items()},
+            "buffers": self._buffers(snapshot.step, aux_states),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,
             "buckets": self._buckets.layout,
@@ -374,11 +374,11 @@ class LightningState:
             "tuned": found_by(self._trainer),
         }
 
-    def _buffers(self, step: int, smalls: dict[int, bytes]) -> dict[str, torch.Tensor]:
+    def _buffers(self, step: int, aux_states: dict[int, bytes]) -> dict[str, torch.Tensor]:
         found = dict(self.recorder.buffers.on_device(step))
-        data = smalls.get(self.buffer_rank)
+        data = aux_states.get(self.buffer_rank)
         if data is not None:
-            found.update(decode_small(data).buffers)
+            found.update(decode_aux(data).buffers)
         elif not found and self.buffer_rank != self._trainer.global_rank:
             self._note(f"buffers are this rank's, because those of rank {self.buffer_rank} were lost")
         return found
@@ -395,7 +395,7 @@ class LightningState:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = snapshot.stepped
         own = record["small"].get(self._trainer.global_rank)
         if "combined_loader" in fit["state_dict"] and own is not None:
-            position = split_extra(decode_small(own).extra)[0]
+            position = split_extra(decode_aux(own).extra)[0]
             fit["state_dict"]["combined_loader"] = self.position.stateful_states(position)
         checkpoint["global_step"] = snapshot.step
         checkpoint["epoch"] = fit["epoch_progress"]["current"]["completed"]

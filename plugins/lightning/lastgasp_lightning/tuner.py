@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp_lightning.compat import Undo, replace_method, require
 
 log = logging.getLogger("lastgasp")
@@ -43,8 +43,8 @@ class Tuning:
         active: a finder trains; hooks must do nothing.
     """
 
-    def __init__(self, trainer: Any, stand: Stand, resuming: Callable[[], bool]) -> None:
-        self._trainer, self._stand, self._resuming = trainer, stand, resuming
+    def __init__(self, trainer: Any, status: RankStatus, resuming: Callable[[], bool]) -> None:
+        self._trainer, self._status, self._resuming = trainer, status, resuming
         self.active = False
 
     def install(self) -> Undo:
@@ -67,12 +67,12 @@ class Tuning:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        self.active, was = True, self._stand.broken
-        self._stand.broken = was or "a tuner is training for a trial: the weights are of no step"
+        self.active, was = True, self._status.broken
+        self._status.broken = was or "a tuner is training for a trial: the weights are of no step"
         try:
             yield
         finally:
-            self._stand.broken, self.active = was, False
+            self._status.broken, self.active = was, False
 
 
 def found_by(trainer: Any) -> dict[str, Any]:

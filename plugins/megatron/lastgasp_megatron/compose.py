@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lastgasp.errors import NotSaveable
-from lastgasp_megatron.small import native
+from lastgasp_megatron.aux_state import native
 from lastgasp_megatron.steps import Boundary, is_stub, only
 from lastgasp_megatron.topology import Shard
 
@@ -31,7 +31,7 @@ class Composer:
         self._shard, self._rank = shard, rank
         self._begun = int(getattr(args, "iteration", 0) or 0)
 
-    def compose(self, boundary: Boundary, weights: Mapping[int, Tensor], small: Mapping[int, bytes]) -> dict[str, Any]:
+    def compose(self, boundary: Boundary, weights: Mapping[int, Tensor], aux: Mapping[int, bytes]) -> dict[str, Any]:
         """All of it.
 
         Args:
@@ -52,7 +52,7 @@ class Composer:
         if boundary.scheduler is not None:
             state["opt_param_scheduler"] = boundary.scheduler
         if not getattr(self._args, "no_save_rng", False):
-            state["rng_state"] = self._random(small)
+            state["rng_state"] = self._random(aux)
         state["num_floating_point_operations_so_far"] = self._operations(boundary.step)
         return state
 
@@ -71,17 +71,17 @@ class Composer:
             target["grad_scaler"] = boundary.scaler
         return found
 
-    def _random(self, small: Mapping[int, bytes]) -> list[dict[str, Any]]:
+    def _random(self, aux: Mapping[int, bytes]) -> list[dict[str, Any]]:
         """One element, or one per data parallel rank where each has its own (--data-parallel-random-init)."""
-        own = small.get(self._rank)
+        own = aux.get(self._rank)
         if not own:
             raise NotSaveable(f"the random state of rank {self._rank} is not known for this step")
         if not getattr(self._args, "data_parallel_random_init", False):
             return [native(own)]
-        missing = [rank for rank in self._shard.data_ranks if not small.get(rank)]
+        missing = [rank for rank in self._shard.data_ranks if not aux.get(rank)]
         if missing:
             log.warning("the random state of ranks %s was out of reach: they get that of rank %d", missing, self._rank)
-        return [native(small.get(rank) or own) for rank in self._shard.data_ranks]
+        return [native(aux.get(rank) or own) for rank in self._shard.data_ranks]
 
     def _operations(self, step: int) -> float:
         """What Megatron counts for its log; it keeps the number in a local variable."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lastgasp.errors import CheckpointError
+from lastgasp.exception_origin import is_success
 from lastgasp.launch.framework_verdict import Verdict
-from lastgasp.origin import is_success
-from lastgasp.pytorch import origin
-from lastgasp.pytorch.origin import cause_of
+from lastgasp.pytorch import exception_origin
+from lastgasp.pytorch.exception_origin import cause_of
 
 
 class NotLoaded(CheckpointError):
@@ -42,7 +42,7 @@ def is_about_content(error: BaseException) -> bool:
     stop = error.__cause__ if isinstance(error, NotLoaded) else None
     if stop is not None and stop.__context__ is not None:
         error = stop.__context__
-    return origin.is_about_content(error)
+    return exception_origin.is_about_content(error)
 
 
 def around_load(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

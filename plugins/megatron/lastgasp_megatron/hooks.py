@@ -84,9 +84,9 @@ class Training:
         self._run = run = Run(megatron)
         atexit.register(self._close)
         try:
-            run.chooser.steer()
+            run.selector.steer()
             result = call(*args, **kwargs)
-            run.chooser.done()
+            run.selector.done()
             run.bind(*result[:3])
         except BaseException as error:
             self._end_early(error)
@@ -119,13 +119,13 @@ class Training:
         if marks is not None:
             marks.step_begins()
         state.iteration_begin()
-        run.moved("forward")
+        run.progress("forward")
         before = state.step
         result = call(*args, **kwargs)
         state.iteration_end()
         if marks is not None:
             marks.step_ends(state.step if state.step > before else None)
-        run.moved("data")
+        run.progress("data")
         return result
 
     def _around_log(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -139,10 +139,10 @@ class Training:
             run = self._run
             if run is None:
                 return call(*args, **kwargs)
-            run.moved(phase)
+            run.progress(phase)
             result = call(*args, **kwargs)
             if after is not None:
-                run.moved(after)
+                run.progress(after)
             return result
 
         return around
@@ -157,7 +157,7 @@ class Training:
         try:
             if argument(call, "load_arg", args, kwargs, "load") != "load":
                 return around_load(call, args, kwargs)
-            return run.chooser.load(lambda: around_load(call, args, kwargs))
+            return run.selector.load(lambda: around_load(call, args, kwargs))
         finally:
             undo()
 
@@ -165,10 +165,10 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
-        run.moved("save")
+        run.progress("save")
         with run.save_mark:
             result = run.saver.save(call, args, kwargs)
-        run.moved("data")
+        run.progress("data")
         return result
 
     def _around_finalize(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:

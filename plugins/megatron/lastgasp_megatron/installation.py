@@ -20,7 +20,7 @@ from typing import Any
 import wrapt
 
 from lastgasp.errors import ConfigError, MissingExtra
-from lastgasp.refusal import tell_launcher
+from lastgasp.startup_refusal import tell_launcher
 from lastgasp_megatron import mindspeed
 from lastgasp_megatron.args import around_parse_args
 from lastgasp_megatron.patches import HOMES, Around, Hook, Patches

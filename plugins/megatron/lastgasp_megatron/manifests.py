@@ -16,7 +16,7 @@ from lastgasp.checkpoint import DirectoryLayout, FileEntry, Provenance, World, c
 from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manifest
 from lastgasp.checkpoint.manifest import Kind
 from lastgasp.errors import CheckpointError, LastgaspError
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather
 from lastgasp.topology import Place
 from lastgasp_megatron.tracker import checkpoint_path, write_tracker
@@ -53,8 +53,8 @@ class Manifests:
         stand: learns which step is durable.
     """
 
-    def __init__(self, place: Place, gather: Gather, stand: Stand) -> None:
-        self._place, self._gather, self._stand = place, gather, stand
+    def __init__(self, place: Place, gather: Gather, status: RankStatus) -> None:
+        self._place, self._gather, self._status = place, gather, status
         self._number = 0
 
     def commit(self, directory: Path, iteration: int) -> bool:
@@ -71,7 +71,7 @@ class Manifests:
         except (OSError, LastgaspError) as error:
             log.error("checkpoint of iteration %d got no manifest and will not be trusted: %s", iteration, error)
             return False
-        self._stand.durable = max(self._stand.durable, iteration)
+        self._status.durable = max(self._status.durable, iteration)
         return True
 
     def _commit(self, checkpoint: Path, iteration: int) -> None:

@@ -18,8 +18,8 @@ import torch
 from lastgasp.checkpoint import Candidate, Damage, FileEntry
 from lastgasp.checkpoint.chunks import ChunkReader, chunks_of
 from lastgasp.errors import DamagedCheckpoint
+from lastgasp.pytorch.exception_origin import cause_of
 from lastgasp.pytorch.io import load_entry
-from lastgasp.pytorch.origin import cause_of
 
 log = logging.getLogger("lastgasp")
 

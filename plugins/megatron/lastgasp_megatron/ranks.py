@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as distributed
 
-from lastgasp.joining import contact_of, place_in_job
+from lastgasp.connect import contact_of, place_in_job
 from lastgasp.session import Contact
 from lastgasp.topology import Place, ReplicaGroups
 

@@ -36,7 +36,7 @@ from lastgasp_megatron.tracker import Tracker, checkpoint_path, read_tracker, wr
 log = logging.getLogger("lastgasp")
 
 
-class Chooser:
+class MegatronSelector:
     """Steers what Megatron loads. All ranks call together `steer` before `load_checkpoint`, and `load` in its place.
 
     Args:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from lastgasp.config import check_writable
+from lastgasp.deferred_source import DeferredSource
+from lastgasp.exception_origin import is_success
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released
-from lastgasp.latesource import LateSource
+from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
-from lastgasp.origin import is_success
-from lastgasp.pytorch.origin import cause_of, kind_of
+from lastgasp.pytorch.exception_origin import cause_of, kind_of
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, leave
 from lastgasp.steps.attach import Marking
@@ -27,7 +27,7 @@ from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.marks import MegatronMarks
 from lastgasp_megatron.preload import Preload
 from lastgasp_megatron.ranks import connect, device, place_of, untried, versions
-from lastgasp_megatron.reload import Chooser
+from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.save import Saver
 from lastgasp_megatron.settings import refuse, users_handler
 from lastgasp_megatron.state import MegatronState
@@ -57,16 +57,16 @@ class Run:
         warning = untried(versions()["megatron-core"])
         if warning and place.rank == 0:
             log.warning("%s", warning)
-        self._source, self._begun = LateSource(place.rank), False
+        self._source, self._begun = DeferredSource(place.rank), False
         framework, local = f"megatron {versions()['megatron-core']}", int(os.environ.get("LOCAL_RANK") or 0)
         marking = Marking(config=self.options.marks, framework=framework, device=local)
         self.session = Session(self.options.gasp, place, self._source, connect(place), marking)
-        self.moved = self.session.moved
+        self.progress = self.session.progress
         self.save_mark = self._source.mark = self.session.mark("save_checkpoint")
         self.marks: MegatronMarks | None = None
-        self.chooser = Chooser(args, self.options, place, self.session.gather, _preload(args))
-        self.chooser.note = self.session.note
-        self.saver = Saver(args, place.rank, Manifests(place, self.session.gather, self.session.stand))
+        self.selector = MegatronSelector(args, self.options, place, self.session.gather, _preload(args))
+        self.selector.note = self.session.note
+        self.saver = Saver(args, place.rank, Manifests(place, self.session.gather, self.session.status))
         self._undo: list[Callable[[], None]] = []
         self.session.register(str(device()), versions())
 
@@ -79,8 +79,8 @@ class Run:
             scheduler,
             config=self.options.gasp,
             place=self.session.place,
-            updating=self.session.updating,
-            step_end=self._step_end,
+            before_update=self.session.before_update,
+            step_completed=self._step_completed,
         )
         self._source.inner = self.state.source
         self.state.install()
@@ -102,8 +102,8 @@ class Run:
             log.warning("steps are not marked: %s", cause_of(error))
             self.marks = None
 
-    def _step_end(self, step: int) -> None:
-        self.session.step_end(step)  # looked up each time: the first one is another method
+    def _step_completed(self, step: int) -> None:
+        self.session.step_completed(step)  # looked up each time: the first one is another method
 
     def begin(self) -> None:
         """Training starts, or goes on from what was loaded."""
@@ -111,13 +111,13 @@ class Run:
         if self.marks is not None:
             self.marks.place()
         self.state.source.alike = self.session.compare_replicas(self.state.digests)
-        self.session.begin(step, durable=step if step and step == self.chooser.resumed else 0)
+        self.session.training_started(step, durable=step if step and step == self.selector.resumed else 0)
         self.session.take_sigterm(users_handler(self.args))
         self._begun = True
 
     def trained(self) -> None:
         """`train` has returned; a last save and the evaluation may follow."""
-        self.moved("data")
+        self.progress("data")
 
     def park_if_held(self) -> None:
         """While a recovery is on, nobody writes where the gasp is going to stand.
@@ -125,10 +125,10 @@ class Run:
         Raises:
             Released: the recovery is over.
         """
-        stand = self.session.stand
-        if stand.held and not stand.inside:
-            self.session.updating()
-            stand.inside = False
+        status = self.session.status
+        if status.held and not status.inside:
+            self.session.before_update()
+            status.inside = False
 
     def end_with(self, error: BaseException) -> None:
         """`train` raised: have the step saved. Returns when the exception shall go on as it is."""
@@ -157,11 +157,11 @@ class Run:
         self.close(goodbye=good)
 
     def _recover(self, error: BaseException) -> Release:
-        stand = self.session.stand
+        status = self.session.status
         if not self.state.finish_step():
-            stand.broken = f"{cause_of(error)}: raised inside the update, so the state is between two steps"
-        if not stand.inside:
-            stand.broken = ""
+            status.broken = f"{cause_of(error)}: raised inside the update, so the state is between two steps"
+        if not status.inside:
+            status.broken = ""
         if missing := self.state.unlogged:
             self.session.note(missing)
         outcome = self.session.fault(kind_of(error), cause_of(error))

@@ -20,12 +20,12 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.replicas import require_alike
 from lastgasp.testing import faults
 from lastgasp.topology import Place
+from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
 from lastgasp_megatron.devices import Device
 from lastgasp_megatron.manifests import LAYOUT, newest_name, provenance
 from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
 from lastgasp_megatron.shards import Exchange, slice_of
-from lastgasp_megatron.small import RandomState
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
 from lastgasp_megatron.topology import Shard
@@ -95,8 +95,8 @@ class MegatronSource:
             self._exchange.clear_older()
 
     @property
-    def box(self) -> int:
-        """The black box's descriptor."""
+    def buffer_fd(self) -> int:
+        """The crash-safe buffer's descriptor."""
         return self._random.recorder.fd
 
     def capture(self, step: int) -> bytes:
@@ -105,17 +105,17 @@ class MegatronSource:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SavedShard:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SavedShard:
         """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
         require_alike(self.alike)
         with self._device.reading():
-            return self._save(step, small)
+            return self._save(step, aux)
 
-    def _save(self, step: int, small: Mapping[int, bytes]) -> SavedShard:
+    def _save(self, step: int, aux: Mapping[int, bytes]) -> SavedShard:
         self._order = order = next(self._orders)
         boundary = self._require(step)
         self._require_sound()
-        small = {rank: data for rank, data in small.items() if data} | {self.rank: self._random.read(step)}
+        aux = {rank: data for rank, data in aux.items() if data} | {self.rank: self._random.read(step)}
         target = checkpoint_path(self._config.directory, step)
         slices = is_distributed(self._optimizer) and not is_stub(self._optimizer)
         if slices and self._shard.part > 0:
@@ -123,7 +123,7 @@ class MegatronSource:
         staged = Staged(target, LAYOUT, sha256=self._config.sha256)
         try:
             weights = self._save_merged(boundary, staged, order) if slices else weights_of_masters(self._optimizer)
-            save_verified(self._composer.compose(boundary, weights, small), staged, file_in_checkpoint(step))
+            save_verified(self._composer.compose(boundary, weights, aux), staged, file_in_checkpoint(step))
             faults.fire_at("gasp_save", step)
             folder, entries = staged.sealed()
             self._require(step)

@@ -12,9 +12,9 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.topology import Place, ReplicaGroups
+from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, is_distributed
 from lastgasp_megatron.devices import Device
-from lastgasp_megatron.small import RandomState
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
 from lastgasp_megatron.steps import Steps, is_stub, only
@@ -38,8 +38,8 @@ class MegatronState:
     Args:
         args, model, optimizer, scheduler: Megatron's.
         config: where and how to save; place: who this rank is.
-        updating: called before parameters change; may raise, and then they do not.
-        step_end: called as soon as a step is complete.
+        before_update: called before parameters change; may raise, and then they do not.
+        step_completed: called as soon as a step is complete.
 
     Raises:
         ConfigError: an optimizer that cannot be saved.
@@ -54,17 +54,22 @@ class MegatronState:
         *,
         config: GaspConfig,
         place: Place,
-        updating: Callable[[], None],
-        step_end: Callable[[int], None],
+        before_update: Callable[[], None],
+        step_completed: Callable[[int], None],
     ) -> None:
         _check(optimizer)
         chunks, shard = (list(model) if isinstance(model, list | tuple) else [model]), shard_of(args)
         self._args, self._optimizer, self._place = args, optimizer, place
         self._chunks = chunks
-        self._device, self._step_end = Device(_device(chunks)), step_end
+        self._device, self._step_completed = Device(_device(chunks)), step_completed
         self._random = RandomState(self._device.device)
         self._steps = Steps(
-            args, optimizer, scheduler, capture=self._random.capture, updating=updating, step_end=self._ended
+            args,
+            optimizer,
+            scheduler,
+            capture=self._random.capture,
+            before_update=before_update,
+            step_completed=self._ended,
         )
         composer = Composer(args, chunks, optimizer, shard, place.rank)
         self.source = MegatronSource(self._steps, self._random, composer, optimizer, (place, shard))
@@ -76,7 +81,7 @@ class MegatronState:
 
     def _ended(self, step: int) -> None:
         self._device.mark()
-        self._step_end(step)
+        self._step_completed(step)
 
     @property
     def step(self) -> int:

@@ -39,8 +39,8 @@ class Steps:
     Args:
         args, optimizer, scheduler: Megatron's.
         capture: records the random state for a step; `settled` is False just before its update.
-        updating: called before parameters change; may raise, and then they do not.
-        step_end: called when a step is complete.
+        before_update: called before parameters change; may raise, and then they do not.
+        step_completed: called when a step is complete.
 
     Attributes:
         settled: the model's weights have been copied from the optimizer's since its last update.
@@ -56,13 +56,13 @@ class Steps:
         scheduler: Any,
         *,
         capture: Callable[[int, bool], None],
-        updating: Callable[[], None],
-        step_end: Callable[[int], None],
+        before_update: Callable[[], None],
+        step_completed: Callable[[int], None],
     ) -> None:
         self._args, self._scheduler = args, scheduler
         self._optimizer = optimizer
         self.inner = inner_of(optimizer)
-        self._capture, self._updating, self._step_end = capture, updating, step_end
+        self._capture, self._before_update, self._step_completed = capture, before_update, step_completed
         self.step = self.logged = int(getattr(args, "iteration", 0) or 0)
         self.inside = False
         self.settled, self.updated = True, False
@@ -92,7 +92,7 @@ class Steps:
         begun = getattr(self._args, "curr_iteration", None)
         if begun is not None and begun > self.step:  # --iterations-to-skip: counted without an update
             self._settle(int(begun))
-            self._step_end(self.step)
+            self._step_completed(self.step)
         else:
             self._settle(self.step)
         self.logged = self.step
@@ -117,7 +117,7 @@ class Steps:
 
     def _inner_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._capture(self.step + 1, False)
-        self._updating()
+        self._before_update()
         self.inside, self.settled = True, False
         result = original(*args, **kwargs)
         self.updated = True
@@ -129,7 +129,7 @@ class Steps:
         self.step = self.boundary.step
         self._counted = True
         self.inside = False
-        self._step_end(self.step)
+        self._step_completed(self.step)
 
     def counted(self) -> int | None:
         """What the inner optimizer counts now."""

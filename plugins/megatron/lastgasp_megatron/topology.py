@@ -126,7 +126,7 @@ def refuse_unsupported(args: Any) -> None:
             raise ConfigError(option, getattr(args, name), "1", "Leave it out, or train without lastgasp.")
 
 
-def lonely_shards(replicas: ReplicaGroups) -> int:
+def unreplicated_shards(replicas: ReplicaGroups) -> int:
     """How many shards only one rank holds: with that rank they are lost."""
     return sum(len(group) == 1 for group in replicas)
 
@@ -137,10 +137,10 @@ def advice(replicas: ReplicaGroups, args: Any, shard_bytes: int) -> str:
     Args:
         shard_bytes: bytes of optimizer state that this rank holds, fp32 weights included.
     """
-    lonely = lonely_shards(replicas)
-    if not lonely:
+    unreplicated = unreplicated_shards(replicas)
+    if not unreplicated:
         return ""
-    what = f"{lonely} of {len(replicas)} shards of the state are on one rank only, and are lost with it"
+    what = f"{unreplicated} of {len(replicas)} shards of the state are on one rank only, and are lost with it"
     data = int(getattr(args, "data_parallel_size", 1))
     if not getattr(args, "use_distributed_optimizer", False):
         return f"{what}. A second data parallel rank would hold a copy."

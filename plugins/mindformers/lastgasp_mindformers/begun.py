@@ -32,6 +32,6 @@ def finished(directory: Path) -> None:
         log.warning("%s could not be removed: %s", directory / NAME, error)
 
 
-def stands(directory: Path) -> bool:
+def exists(directory: Path) -> bool:
     """Whether the word stands there."""
     return (directory / NAME).is_file()

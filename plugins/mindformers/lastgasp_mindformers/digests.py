@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from lastgasp_mindformers.small import RESET
+from lastgasp_mindformers.aux_state import RESET
 
 
 def digests_of(train_network: Any, own: Iterable[str]) -> dict[str, bytes]:

@@ -6,8 +6,8 @@ import re
 
 from lastgasp.checkpoint import trial
 from lastgasp.events import FaultKind
+from lastgasp.exception_origin import cause_of, is_success, kind_by
 from lastgasp.launch.framework_verdict import Verdict
-from lastgasp.origin import cause_of, is_success, kind_by
 
 __all__ = ["cause_of", "is_about_content", "is_success", "kind_of", "verdict_of"]
 

@@ -50,7 +50,7 @@ class Training:
             entry["dir"] = str(options.gasp.directory)  # what MindFormers makes of it gets no other word
         run = self._run = new_run(options)
         try:
-            run.chooser.steer(trainer.config, arguments)
+            run.selector.steer(trainer.config, arguments)
             result = call(trainer, **arguments)
         except BaseException as error:
             run.end_early(error)
@@ -76,9 +76,9 @@ class Training:
             return call(*args, **kwargs)
         from lastgasp_mindformers.loads import watched
 
-        config, chooser = bound(call, args, kwargs).get("config"), self._run.chooser
-        chooser.check(getattr(args[0], "config", None) if config is None else config)
-        with watched(chooser):
+        config, selector = bound(call, args, kwargs).get("config"), self._run.selector
+        selector.check(getattr(args[0], "config", None) if config is None else config)
+        with watched(selector):
             return call(*args, **kwargs)
 
     # -- MindSpore --------------------------------------------------------------------------------

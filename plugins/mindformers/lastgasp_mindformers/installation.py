@@ -17,8 +17,8 @@ from types import ModuleType
 
 import wrapt
 
-from lastgasp.refusal import tell_launcher
 from lastgasp.session import launched
+from lastgasp.startup_refusal import tell_launcher
 from lastgasp_mindformers.hooks import Training
 from lastgasp_mindformers.patches import Hook, Patches
 from lastgasp_mindformers.settings import switched

@@ -31,7 +31,7 @@ _NOT_OF_TRAINING = ("strategy", ".corrupt")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shelf:
+class CheckpointCatalog:
     """Where checkpoints are looked for.
 
     Args:
@@ -149,10 +149,10 @@ class Shelf:
         return None if candidate.step is not None else "does not tell how many steps it holds"
 
 
-def shelf_of(places: Iterable[tuple[Path, Layout]], job: Place, bare: bool) -> Shelf:
+def catalog_of(places: Iterable[tuple[Path, Layout]], job: Place, bare: bool) -> CheckpointCatalog:
     """Each place once, for this job."""
     once = list(dict.fromkeys((folder.absolute(), layout) for folder, layout in places))
-    return Shelf(once, job.world_size, bare, same=len(job.replicas) == 1)
+    return CheckpointCatalog(once, job.world_size, bare, same=len(job.replicas) == 1)
 
 
 def _cut_short(checkpoint: Path, layout: Layout) -> bool:

@@ -15,7 +15,7 @@ from lastgasp_mindformers.topology import left_to_mindspore
 from lastgasp_mindformers.unfit import refuse_missing
 
 if TYPE_CHECKING:
-    from lastgasp_mindformers.reload import Chooser
+    from lastgasp_mindformers.reload import MindFormersSelector
 
 Loads = Callable[..., Any]
 _MODULE = "mindformers.trainer.base_trainer"
@@ -26,7 +26,7 @@ _WHOLE = ("stand_alone", "data_parallel")
 
 
 @contextlib.contextmanager
-def watched(chooser: Chooser) -> Iterator[None]:
+def watched(selector: MindFormersSelector) -> Iterator[None]:
     """What a version of MindFormers does not have is left out: there an error of loading goes on as it is."""
     module = sys.modules.get(_MODULE)
     if module is None or left_to_mindspore():  # TrainFaultTolerance loads on some ranks only
@@ -34,7 +34,7 @@ def watched(chooser: Chooser) -> Iterator[None]:
         return
     originals = {name: found for name in (*_CONTENT, _COUNTERS) if callable(found := vars(module).get(name))}
     for name, original in originals.items():
-        setattr(module, name, _reading(chooser, original) if name == _COUNTERS else _loading(chooser, original))
+        setattr(module, name, _reading(selector, original) if name == _COUNTERS else _loading(selector, original))
     try:
         yield
     finally:
@@ -43,32 +43,32 @@ def watched(chooser: Chooser) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def method_watched(chooser: Chooser, owner: Any, name: str) -> Iterator[None]:
+def method_watched(selector: MindFormersSelector, owner: Any, name: str) -> Iterator[None]:
     """The same for a method of one object, such as the pynative Trainer's."""
     original = getattr(owner, name, None)
     if not callable(original):
         yield
         return
-    setattr(owner, name, _loading(chooser, original))
+    setattr(owner, name, _loading(selector, original))
     try:
         yield
     finally:
         delattr(owner, name)
 
 
-def _reading(chooser: Chooser, original: Loads) -> Loads:
+def _reading(selector: MindFormersSelector, original: Loads) -> Loads:
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
-        return chooser.read(lambda: original(*args, **kwargs))
+        return selector.read(lambda: original(*args, **kwargs))
 
     return ours
 
 
-def _loading(chooser: Chooser, original: Loads) -> Loads:
+def _loading(selector: MindFormersSelector, original: Loads) -> Loads:
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
         network = _network(original, args, kwargs)
-        return chooser.load(lambda: original(*args, **kwargs), lambda held: refuse_another(network, held))
+        return selector.load(lambda: original(*args, **kwargs), lambda held: refuse_another(network, held))
 
     return ours
 

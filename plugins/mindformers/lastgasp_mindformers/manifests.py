@@ -20,15 +20,15 @@ from lastgasp.checkpoint import FileEntry, Provenance, World, candidates
 from lastgasp.checkpoint.adopt import data_files, read_files, remove_orphans, write_manifest
 from lastgasp.checkpoint.manifest import Kind
 from lastgasp.errors import CheckpointError, LastgaspError
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
-from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, encode_small, rank_of
+from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, encode_aux, rank_of
 from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of, told_by_all
 
 log = logging.getLogger("lastgasp")
 
-SMALL = "lastgasp.small"
+AUX_SUFFIX = "lastgasp.small"
 """The small-state file of a directory checkpoint, in it."""
 
 
@@ -50,7 +50,7 @@ class _Begin(msgspec.Struct, frozen=True):
     """What one rank has saved: the path of the checkpoint, which is the same on all."""
 
     path: str
-    small: bytes = b""
+    aux: bytes = b""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class Manifests:
     Args:
         gather: the all-gather of the job.
         stand: learns which step is durable.
-        small: this rank's small state of a step, for the file that stands beside the native ones; b"" where it is
+        small: this rank's auxiliary state of a step, for the file that stands beside the native ones; b"" where it is
             not known. Without it there is no such file.
         finished: called when a save is over, before it has a manifest; again for each.
 
@@ -81,11 +81,11 @@ class Manifests:
         self,
         place: Place,
         gather: Gather,
-        stand: Stand,
-        small: Callable[[int], bytes] | None = None,
+        status: RankStatus,
+        aux: Callable[[int], bytes] | None = None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        self.place, self._gather, self._stand, self._small = place, gather, stand, small
+        self.place, self._gather, self._status, self._aux = place, gather, status, aux
         self._finished = finished
         self._monitors: list[Monitor] = []
         self._waiting: list[Saved] = []
@@ -150,7 +150,7 @@ class Manifests:
         except (OSError, LastgaspError) as error:
             log.error("%s got no manifest and will not be trusted: %s", saved.path, error)
             return False
-        self._stand.durable = max(self._stand.durable, saved.step)
+        self._status.durable = max(self._status.durable, saved.step)
         return True
 
     # -- together ---------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ class Manifests:
         return all(self._gather(f"manifest/there/{next(self._numbers)}", b"1" if here else b""))
 
     def _commit(self, saved: Saved) -> None:
-        tag, small = f"manifest/{next(self._numbers)}", self._small(saved.step) if self._small else b""
-        begun = self._gather(tag, msgspec.msgpack.encode(_Begin(str(saved.path), small)))
+        tag, aux = f"manifest/{next(self._numbers)}", self._aux(saved.step) if self._aux else b""
+        begun = self._gather(tag, msgspec.msgpack.encode(_Begin(str(saved.path), aux)))
         payloads = self._gather(f"{tag}/read", msgspec.msgpack.encode(self._read(saved, begun)))
         problem = ""
         if self.place.rank == 0:
@@ -177,14 +177,14 @@ class Manifests:
             raise CheckpointError(b"; ".join(filter(None, said)).decode())
 
     def _read(self, saved: Saved, begun: Sequence[bytes]) -> _Part:
-        """This rank's files, durable and read; rank 0 adds the small states."""
+        """This rank's files, durable and read; rank 0 adds the auxiliary states."""
         told = [_BEGINS.decode(payload) for payload in begun]
         paths = sorted({each.path for each in told})
         if len(paths) > 1:
             return _Part([], f"the ranks save under different names: {', '.join(paths)}")
         try:
             if self.place.rank == 0:
-                put_small(saved, {rank: each.small for rank, each in enumerate(told) if each.small})
+                put_aux(saved, {rank: each.aux for rank, each in enumerate(told) if each.aux})
             return _Part(read_files(self._share(saved.path, data_files(saved.path, saved.layout))))
         except OSError as error:
             return _Part([], f"rank {self.place.rank}: {error}")
@@ -205,12 +205,12 @@ class Manifests:
         tidy(saved.path.parent, saved.layout)
 
 
-def put_small(saved: Saved, small: Mapping[int, bytes]) -> None:
-    """Put the small states of all ranks beside (or into) the checkpoint, durably. Raises OSError."""
-    if small:
+def put_aux(saved: Saved, aux: Mapping[int, bytes]) -> None:
+    """Put the auxiliary states of all ranks beside (or into) the checkpoint, durably. Raises OSError."""
+    if aux:
         inside = saved.layout is ITERATIONS
-        path = saved.path / SMALL if inside else saved.path.with_name(f"{saved.path.name}.small")
-        write_atomically(path, encode_small(small))
+        path = saved.path / AUX_SUFFIX if inside else saved.path.with_name(f"{saved.path.name}.small")
+        write_atomically(path, encode_aux(aux))
 
 
 def tidy(directory: Path, layout: Layout) -> None:

@@ -7,26 +7,26 @@ from pathlib import Path
 from lastgasp.checkpoint.layout import is_moved_away
 from lastgasp.errors import ConfigError
 from lastgasp_mindformers.layouts import LEGACY
-from lastgasp_mindformers.listing import Shelf
-from lastgasp_mindformers.steering import Wish
+from lastgasp_mindformers.listing import CheckpointCatalog
+from lastgasp_mindformers.steering import ResumeRequest
 
 
-def asked_by(wish: Wish) -> Path | None:
+def asked_by(request: ResumeRequest) -> Path | None:
     """The one checkpoint that the user named; None where the newest good one is wanted."""
-    if wish.load is None or not wish.resume:
+    if request.load is None or not request.resume:
         return None
-    if wish.load.is_file():
-        monitored = wish.load.parent.name.startswith("rank_")
-        return _named(wish.load, "load_checkpoint") if monitored else None
-    if isinstance(wish.resume, str):
-        own = wish.resume if wish.resume.endswith((".ckpt", ".safetensors")) else f"{wish.resume}.safetensors"
-        return _named(wish.load / "rank_0" / own, "resume_training")
-    return wish.load if wish.newer and wish.load.name.startswith("iteration_") else None
+    if request.load.is_file():
+        monitored = request.load.parent.name.startswith("rank_")
+        return _named(request.load, "load_checkpoint") if monitored else None
+    if isinstance(request.resume, str):
+        own = request.resume if request.resume.endswith((".ckpt", ".safetensors")) else f"{request.resume}.safetensors"
+        return _named(request.load / "rank_0" / own, "resume_training")
+    return request.load if request.newer and request.load.name.startswith("iteration_") else None
 
 
-def owner_of(path: Path, shelf: Shelf) -> Path:
+def owner_of(path: Path, catalog: CheckpointCatalog) -> Path:
     """The checkpoint of a path that the user gave for `resume`: its own, or that of one of its files."""
-    for folder, layout in shelf.places:
+    for folder, layout in catalog.places:
         for checkpoint in layout.discover(folder):
             if path == checkpoint or path in layout.files(checkpoint).values():
                 return checkpoint

@@ -15,13 +15,13 @@ from lastgasp.topology import Place
 from lastgasp_mindformers.preload import FileOf, Preload
 
 if TYPE_CHECKING:
-    from lastgasp_mindformers.reload import Chooser
+    from lastgasp_mindformers.reload import MindFormersSelector
 
 log = logging.getLogger("lastgasp")
 
 
 def load(
-    chooser: Chooser, network: Any, arguments: dict[str, Any], places: Sequence[tuple[Path, Layout]]
+    selector: MindFormersSelector, network: Any, arguments: dict[str, Any], places: Sequence[tuple[Path, Layout]]
 ) -> tuple[dict[str, Any], bytes]:
     """Load the newest good checkpoint, if there is one.
 
@@ -30,7 +30,7 @@ def load(
         arguments: of the call of `Model.train`; places: where to look, and how checkpoints lie there.
 
     Returns:
-        The arguments to call it with, and the small state of this rank (empty where there is none).
+        The arguments to call it with, and the auxiliary state of this rank (empty where there is none).
 
     Raises:
         CheckpointError: all are of another network, or bad.
@@ -41,14 +41,14 @@ def load(
         made.append(Preload(file_of, place))
         return made[0]
 
-    choice = chooser.choose_plain(places, lambda path: _into(network, path, made[0].take(path)), preload)
+    choice = selector.choose_plain(places, lambda path: _into(network, path, made[0].take(path)), preload)
     if choice is None:
         return arguments, b""
     dataset = arguments["train_dataset"]
     size = int(dataset.get_dataset_size())
     dataset.set_init_step(choice.step)
     log.info("going on behind step %d of %s", choice.step, choice.path)
-    return arguments | {"initial_epoch": choice.step // size}, choice.small
+    return arguments | {"initial_epoch": choice.step // size}, choice.aux
 
 
 def _into(network: Any, path: Path, values: Any) -> None:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.stand import Released
+from lastgasp.gasp.rank_status import Released
 from lastgasp_mindformers import loads
+from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import ITERATIONS
 from lastgasp_mindformers.monitors import Saved
 from lastgasp_mindformers.pynative_writer import PynativeWriter
 from lastgasp_mindformers.run import Run
 from lastgasp_mindformers.settings import Options, options_of_config
-from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 
@@ -51,7 +51,7 @@ def protected(call: Any, trainer: Any, arguments: dict[str, Any], options: Optio
     """
     run = PynativeRun(options, trainer)
     try:
-        with run.callbacks(), loads.method_watched(run.chooser, trainer, "_load_checkpoint"):
+        with run.callbacks(), loads.method_watched(run.selector, trainer, "_load_checkpoint"):
             result = call(trainer, **run.steered(arguments))
     except BaseException as error:
         end = run.end_with if run.begun else run.end_early
@@ -128,10 +128,12 @@ class PynativeRun(Run):
         session, both = self.session, _Both(self._trainer)
         self.state = MindSporeState(
             gate_of(both),
-            SmallRecorder(both),
-            session.stand,
-            updating=session.updating,
-            step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method
+            AuxRecorder(both),
+            session.status,
+            before_update=session.before_update,
+            step_completed=lambda step: session.step_completed(
+                step
+            ),  # looked up each time: the first one is another method
             finish=session.config.finish_timeout,
         )
         writer = PynativeWriter(self._trainer, self._directory)
@@ -147,13 +149,13 @@ class PynativeRun(Run):
         """The arguments of `train` with the checkpoint to go on from, where there is one.
 
         Raises:
-            NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `Chooser.choose_newer`.
+            NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `MindFormersSelector.choose_newer`.
         """
         own = [self._directory, self.options.gasp.directory.absolute()]
         elsewhere = arguments.get("checkpoint_path") or self._checkpoint.load_path
         told = Path(elsewhere).absolute() if elsewhere else None
         searched = [told] if told is not None and told.is_dir() and ITERATIONS.step(told) is None else []
-        chosen = self.chooser.choose_newer(dict.fromkeys([*own, *searched]))
+        chosen = self.selector.choose_newer(dict.fromkeys([*own, *searched]))
         if chosen is None and told is not None and not told.exists():
             log.warning("%s does not exist: training starts from scratch", told)
             self._checkpoint.load_path = ""
@@ -162,22 +164,22 @@ class PynativeRun(Run):
             return arguments
         if chosen.parent in own:
             self._checkpoint.no_load_optim = False  # the job's own: it goes on, whatever it once started from
-        self._small = b"" if self._checkpoint.no_load_optim else self.chooser.small
+        self._aux = b"" if self._checkpoint.no_load_optim else self.selector.aux
         return arguments | {"checkpoint_path": str(chosen)}
 
     def began(self, state: Any) -> None:
         """`on_train_begin`: everything is loaded."""
         assert self.state is not None
         self._checkpoint.no_load_optim = self._weights_only
-        if self._small:
-            restore_random(decode(self._small))
+        if self._aux:
+            restore_random(decode(self._aux))
         self._marks.begin([])
         done = int(state.global_step)
         if done:
             self._skip(done)
         self.state.begin(self._numbers(self.at(done)) if done else Numbers(step=0, epoch=1, within=0))
         self._seen = done
-        self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
+        self.session.training_started(done, durable=done if done and done == self.selector.resumed else 0)
         self.session.take_sigterm()
         self.begun = True
 

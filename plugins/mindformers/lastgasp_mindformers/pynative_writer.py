@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lastgasp_mindformers.aux_state import Numbers
 from lastgasp_mindformers.native import write_iteration
-from lastgasp_mindformers.small import Numbers
 from lastgasp_mindformers.targets import Target, iteration_target
 
 

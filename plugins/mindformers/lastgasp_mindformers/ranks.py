@@ -8,8 +8,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lastgasp.connect import contact_of, place_in_job
 from lastgasp.errors import ConfigError
-from lastgasp.joining import contact_of, place_in_job
 from lastgasp.rankzero import RankZero
 from lastgasp.session import Contact
 from lastgasp.topology import Place, ReplicaGroups, data_parallel

@@ -26,11 +26,11 @@ from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.exits import is_about_content
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName, decode_small, layout_of, rank_of
-from lastgasp_mindformers.listing import ENDINGS, Shelf, shelf_of
-from lastgasp_mindformers.manifests import SMALL
+from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName, decode_aux, layout_of, rank_of
+from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog, catalog_of
+from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.named import asked_by, holds_others, owner_of
-from lastgasp_mindformers.steering import Orders, Wish, apply, check, orders_for, wish_of
+from lastgasp_mindformers.steering import LoadPlan, ResumeRequest, apply, check, load_plan_for, resume_request_of
 from lastgasp_mindformers.strategies import files_of, files_of_context, keep
 from lastgasp_mindformers.tracker import repair_meta, repair_tracker
 from lastgasp_mindformers.unfit import DoesNotLoad, Unfit
@@ -45,24 +45,24 @@ _LOST, _ENCODED = msgspec.json.Decoder(dict[str, str]), msgspec.json.encode
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selected:
     """What a rank of a plain training loads.
 
     Args:
         path: this rank's file.
         epoch: the current one, from 1; within: completed steps of it, both by its name.
         step: completed updates in all.
-        small: this rank's small state; empty where there is none.
+        small: this rank's auxiliary state; empty where there is none.
     """
 
     path: Path
     epoch: int
     within: int
     step: int
-    small: bytes
+    aux: bytes
 
 
-class Chooser:
+class MindFormersSelector:
     """Chooses what is loaded. All ranks make the same calls.
 
     Args:
@@ -71,7 +71,7 @@ class Chooser:
 
     Attributes:
         resumed: completed updates of the checkpoint that was chosen; None where none was.
-        small: this rank's small state in it; empty where there is none.
+        small: this rank's auxiliary state in it; empty where there is none.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Chooser:
         note: Callable[[str], None] = lambda text: log.warning("%s", text),
     ) -> None:
         self._options, self._place, self._gather, self._note = options, place, gather, note
-        self._orders: Orders | None = None
-        self._tried: tuple[Candidate, Shelf] | None = None
+        self._load_plan: LoadPlan | None = None
+        self._tried: tuple[Candidate, CheckpointCatalog] | None = None
         self._unfit = Unfit(options.gasp.directory, place, gather)
         self._preload: Preload | None = None
         self.resumed: int | None = None
-        self.small = b""
+        self.aux = b""
 
     # -- MindFormers ------------------------------------------------------------------------------
 
@@ -103,23 +103,23 @@ class Chooser:
             ConfigError: the one that was asked for is not there.
             NothingLoads: the attempts before this one could load none.
         """
-        wish = wish_of(config, arguments)
-        own, shelf = wish.load is not None and holds_others(wish.load), self._shelf(wish)
-        chosen = self._untried(shelf, asked_by(wish), own)
-        self._orders = self._orders_of(wish, chosen)
+        request = resume_request_of(config, arguments)
+        own, catalog = request.load is not None and holds_others(request.load), self._catalog(request)
+        chosen = self._untried(catalog, asked_by(request), own)
+        self._load_plan = self._load_plan_of(request, chosen)
         if chosen is not None:
             self._take(chosen)
             keep(files_of(config, self._place.rank), f"step-{chosen.step}")
-            if wish.load not in (None, chosen.path, chosen.path.parent) and self._place.rank == 0:
-                log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, wish.load)
+            if request.load not in (None, chosen.path, chosen.path.parent) and self._place.rank == 0:
+                log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, request.load)
         self._gather("reload/ready", b"")  # rank 0 has repaired what all may be about to read
-        if self._orders is not None:
-            apply(self._orders, config, arguments)
+        if self._load_plan is not None:
+            apply(self._load_plan, config, arguments)
 
     def check(self, config: Any) -> None:
         """What was chosen still is what MindFormers is about to load. Raises ConfigError."""
-        if self._orders is not None:
-            check(self._orders, config)
+        if self._load_plan is not None:
+            check(self._load_plan, config)
 
     def load(self, call: Callable[[], Any], check: Callable[[set[str]], None] = lambda held: None) -> Any:
         """Have MindFormers load what was chosen; all ranks call it together, and a second time it is a mere call.
@@ -135,7 +135,7 @@ class Chooser:
         """
         if self._tried is None:
             return call()
-        candidate, shelf = self._tried
+        candidate, catalog = self._tried
         results: list[Any] = []
         trial = Trial(self._gather, is_about_content)
 
@@ -151,7 +151,7 @@ class Chooser:
             raise DoesNotLoad(str(candidate.path), reasons) from error
         self._tried = None
         if self._place.rank == 0:
-            trial.refused = self._unfit.among(shelf.all()) if self._unfit.refused else []
+            trial.refused = self._unfit.among(catalog.all()) if self._unfit.refused else []
             trial.set_aside(layout_of, self._note, candidate.step)
         self._unfit.forget()
         return results[0]
@@ -163,28 +163,28 @@ class Chooser:
         except Exception as error:
             return self.load(_raising(error))
 
-    def _shelf(self, wish: Wish) -> Shelf:
+    def _catalog(self, request: ResumeRequest) -> CheckpointCatalog:
         home = self._options.gasp.directory
-        folders = [wish.saves, home / "checkpoint", home]
-        if wish.load is not None and wish.resume and not wish.load.is_file():
-            folders.append(wish.load)
-        layout: Layout = ITERATIONS if wish.newer else LEGACY
-        return self._shelf_of([(folder, layout) for folder in folders])
+        folders = [request.saves, home / "checkpoint", home]
+        if request.load is not None and request.resume and not request.load.is_file():
+            folders.append(request.load)
+        layout: Layout = ITERATIONS if request.newer else LEGACY
+        return self._catalog_of([(folder, layout) for folder in folders])
 
-    def _shelf_of(self, places: Iterable[tuple[Path, Layout]]) -> Shelf:
-        return shelf_of(places, self._place, not self._options.require_manifest)
+    def _catalog_of(self, places: Iterable[tuple[Path, Layout]]) -> CheckpointCatalog:
+        return catalog_of(places, self._place, not self._options.require_manifest)
 
-    def _orders_of(self, wish: Wish, chosen: Candidate | None) -> Orders | None:
+    def _load_plan_of(self, request: ResumeRequest, chosen: Candidate | None) -> LoadPlan | None:
         """None where MindFormers shall do what the user told it."""
         if chosen is None:
-            foreign = wish.load is not None and holds_others(wish.load)
-            return Orders("", False) if wish.resume and not foreign else None
-        if wish.newer:
-            return Orders(str(chosen.path), True, ours=not wish.resume)
+            foreign = request.load is not None and holds_others(request.load)
+            return LoadPlan("", False) if request.resume and not foreign else None
+        if request.newer:
+            return LoadPlan(str(chosen.path), True, ours=not request.resume)
         name = LegacyName.parse(chosen.path.name)
         assert name is not None
         try:
-            return orders_for(name, chosen.path.parent, self._place.rank, wish.parallel, not wish.resume)
+            return load_plan_for(name, chosen.path.parent, self._place.rank, request.parallel, not request.resume)
         except OSError as error:
             raise CheckpointError(f"{chosen.path} cannot get another name for MindFormers: {error}") from error
 
@@ -195,7 +195,7 @@ class Chooser:
         places: Iterable[tuple[Path, Layout]],
         into: Callable[[Path], None] = lambda path: None,
         preload: Callable[[FileOf, Place], Preload] | None = None,
-    ) -> Choice | None:
+    ) -> Selected | None:
         """What this rank of a plain training has loaded, by content and not by time stamps; None for a first start.
 
         One that verifies and that no rank can load is set aside, and the next one is tried.
@@ -210,10 +210,10 @@ class Chooser:
             NothingLoads: there are checkpoints that verify, and none of them loads.
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
         """
-        shelf, trial = self._shelf_of(places), Trial(self._gather, is_about_content)
+        catalog, trial = self._catalog_of(places), Trial(self._gather, is_about_content)
         self._preload = None if preload is None else preload(self.file_for, self._place)
         chosen = trial.load(
-            lambda refused: self._choose(shelf, None, refused=refused),
+            lambda refused: self._choose(catalog, None, refused=refused),
             lambda candidate: into(self._file_of(candidate)),
         )
         self._preload = None
@@ -234,16 +234,16 @@ class Chooser:
         Raises:
             NoGoodCheckpoint, NothingLoads, DamagedCheckpoint, ConfigError: as `steer`.
         """
-        chosen = self._untried(self._shelf_of([(directory, ITERATIONS) for directory in directories]), None)
+        chosen = self._untried(self._catalog_of([(directory, ITERATIONS) for directory in directories]), None)
         if chosen is not None:
             self._take(chosen)
         self._gather("reload/ready", b"")
         return None if chosen is None else chosen.path
 
-    def _choice(self, chosen: Candidate) -> Choice:
+    def _choice(self, chosen: Candidate) -> Selected:
         assert self.resumed is not None
         at = chosen.path.stem.removesuffix("_breakpoint").rpartition("-")[2].split("_")
-        return Choice(self._file_of(chosen), int(at[0]), int(at[1]), self.resumed, self.small)
+        return Selected(self._file_of(chosen), int(at[0]), int(at[1]), self.resumed, self.aux)
 
     def _file_of(self, chosen: Candidate) -> Path:
         return self.file_for(chosen, self._place.rank)
@@ -270,16 +270,16 @@ class Chooser:
 
     # -- choice -----------------------------------------------------------------------------------
 
-    def _untried(self, shelf: Shelf, asked: Path | None, given: bool = False) -> Candidate | None:
+    def _untried(self, catalog: CheckpointCatalog, asked: Path | None, given: bool = False) -> Candidate | None:
         """As `_choose`, for a framework that loads by itself: without what attempts before this one could not load."""
-        chosen = self._choose(shelf, asked, given, refused=self._unfit.read())
+        chosen = self._choose(catalog, asked, given, refused=self._unfit.read())
         if chosen is None and self._unfit.refused:
             raise self._unfit.nothing_loads()
-        self._tried = None if chosen is None else (chosen, shelf)
+        self._tried = None if chosen is None else (chosen, catalog)
         return chosen
 
     def _choose(
-        self, shelf: Shelf, asked: Path | None, given: bool = False, refused: Collection[Path] = ()
+        self, catalog: CheckpointCatalog, asked: Path | None, given: bool = False, refused: Collection[Path] = ()
     ) -> Candidate | None:
         """The checkpoint to load, verified; None where there is none, and none was lost.
 
@@ -288,29 +288,29 @@ class Chooser:
             refused: those that no rank could load.
         """
         if self._place.rank == 0:
-            for folder in shelf.folders:
+            for folder in catalog.folders:
                 remove_stale_temps(folder)
-            shelf.put_back()
+            catalog.put_back()
         self._gather("reload/tidied", b"")  # all ranks must list the same
         resume = self._options.gasp.resume
         if resume not in ("auto", "never"):
-            asked = owner_of(Path(resume).absolute(), shelf)
+            asked = owner_of(Path(resume).absolute(), catalog)
         if asked is None:
-            agreement = self._agree(shelf, own=resume == "never", refused=refused)
+            agreement = self._agree(catalog, own=resume == "never", refused=refused)
             if agreement.chosen is None and not refused:
                 if resume == "auto":
-                    self._refuse_if_lost(agreement, shelf, given)
-                self._from_scratch(shelf)
+                    self._refuse_if_lost(agreement, catalog, given)
+                self._from_scratch(catalog)
             return agreement.chosen
         if self._place.attempt > 0:
             # A restart goes on from what the job has saved; where it started from counts only after that.
-            agreement = self._agree(shelf, own=True, refused=refused)
+            agreement = self._agree(catalog, own=True, refused=refused)
             if agreement.chosen is not None:
                 return agreement.chosen
-        return self._explicit(asked, shelf) if asked not in refused else None
+        return self._explicit(asked, catalog) if asked not in refused else None
 
-    def _explicit(self, path: Path, shelf: Shelf) -> Candidate:
-        there = dataclasses.replace(shelf, places=[(path.parent, layout_of(path))])
+    def _explicit(self, path: Path, catalog: CheckpointCatalog) -> Candidate:
+        there = dataclasses.replace(catalog, places=[(path.parent, layout_of(path))])
         agreement = self._agree(there, only=path)
         if agreement.chosen is None and not agreement.listed:
             remedy = "Look at `lastgasp verify` of its directory."
@@ -320,9 +320,9 @@ class Chooser:
         return agreement.chosen
 
     def _agree(
-        self, shelf: Shelf, own: bool = False, only: Path | None = None, refused: Collection[Path] = ()
+        self, catalog: CheckpointCatalog, own: bool = False, only: Path | None = None, refused: Collection[Path] = ()
     ) -> Agreement:
-        found = [c for c in shelf.all() if c.path not in refused]
+        found = [c for c in catalog.all() if c.path not in refused]
         if own:
             found = [c for c in found if c.manifest is not None and c.manifest.job == self._place.job]
         if only is not None:
@@ -373,27 +373,27 @@ class Chooser:
                 chosen.path.parent,
             )
 
-    def _refuse_if_lost(self, agreement: Agreement, shelf: Shelf, given: bool) -> None:
+    def _refuse_if_lost(self, agreement: Agreement, catalog: CheckpointCatalog, given: bool) -> None:
         """Training from scratch over files of training that were there would lose them silently."""
         lost = {path: "; ".join(why) for path, why in agreement.rejected.items()}
-        unfinished = all(shelf.never_finished(c) for c in shelf.all())
+        unfinished = all(catalog.never_finished(c) for c in catalog.all())
         if not agreement.listed:
-            lost = shelf.lost() or ({} if given else shelf.unknown())
-        if self._all(bool(lost) and unfinished and begun.stands(self._options.gasp.directory)):
+            lost = catalog.lost() or ({} if given else catalog.unknown())
+        if self._all(bool(lost) and unfinished and begun.exists(self._options.gasp.directory)):
             log.warning("this job began from scratch, and no save of it was finished: training begins from scratch")
         elif lost := self._of_all(lost):
-            raise NoGoodCheckpoint(", ".join(map(str, shelf.folders)), lost)
+            raise NoGoodCheckpoint(", ".join(map(str, catalog.folders)), lost)
 
-    def _from_scratch(self, shelf: Shelf) -> None:
+    def _from_scratch(self, catalog: CheckpointCatalog) -> None:
         """Say it, and write it down."""
         if self._place.rank != 0:
             return
-        over = [*(str(c.path) for c in shelf.all()), *shelf.unknown()]
+        over = [*(str(c.path) for c in catalog.all()), *catalog.unknown()]
         if over and self._options.gasp.resume == "never":
             log.warning("resume='never': training begins from scratch over %d files or checkpoints that stand in %s "
-                        "(%s)", len(over), ", ".join(map(str, shelf.folders)), ", ".join(over[:3]))  # fmt: skip
+                        "(%s)", len(over), ", ".join(map(str, catalog.folders)), ", ".join(over[:3]))  # fmt: skip
         elif not over:
-            log.info("no checkpoint in %s: training begins from scratch", ", ".join(map(str, shelf.folders)))
+            log.info("no checkpoint in %s: training begins from scratch", ", ".join(map(str, catalog.folders)))
         begun.begin(self._options.gasp.directory, self._place.job)
 
     def _all(self, mine: bool) -> bool:
@@ -409,7 +409,7 @@ class Chooser:
     def _take(self, chosen: Candidate) -> None:
         assert chosen.step is not None
         self.resumed = chosen.step
-        self.small = self._small_of(chosen)
+        self.aux = self._aux_of(chosen)
         begun.finished(self._options.gasp.directory)
         name, ranks = LegacyName.parse(chosen.path.name), range(self._place.world_size)
         if self._place.rank != 0:
@@ -420,15 +420,15 @@ class Chooser:
         elif layout_of(chosen.path) is ITERATIONS:
             repair_tracker(chosen.path.parent, chosen.step)
 
-    def _small_of(self, chosen: Candidate) -> bytes:
-        """This rank's small state, where the manifest vouches for the file."""
+    def _aux_of(self, chosen: Candidate) -> bytes:
+        """This rank's auxiliary state, where the manifest vouches for the file."""
         directory = chosen.path.is_dir()
-        path = chosen.path / SMALL if directory else chosen.path.with_name(f"{chosen.path.name}.small")
+        path = chosen.path / AUX_SUFFIX if directory else chosen.path.with_name(f"{chosen.path.name}.small")
         named = path.relative_to(chosen.path.parent).as_posix()
         if chosen.manifest is None or named not in {entry.path for entry in chosen.manifest.files}:
             return b""
         try:
-            return decode_small(path.read_bytes()).get(self._place.rank, b"")
+            return decode_aux(path.read_bytes()).get(self._place.rank, b"")
         except (OSError, CheckpointError) as error:
             log.warning("the random state in %s could not be read, and is not restored: %s", path, error)
             return b""

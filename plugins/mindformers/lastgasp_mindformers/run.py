@@ -12,8 +12,8 @@ from typing import Any
 import mindspore
 
 from lastgasp.config import check_writable
-from lastgasp.gasp.stand import Released
-from lastgasp.latesource import LateSource
+from lastgasp.deferred_source import DeferredSource
+from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
 from lastgasp.ports import Layout
 from lastgasp.replicas import Digests
@@ -22,6 +22,7 @@ from lastgasp.steps.attach import Marking
 from lastgasp.testing import faults
 from lastgasp.undoing import run_all
 from lastgasp_mindformers import begun
+from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
@@ -33,9 +34,8 @@ from lastgasp_mindformers.monitors import is_monitor, searched
 from lastgasp_mindformers.native import monitor_of, native_of
 from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
-from lastgasp_mindformers.reload import Chooser
+from lastgasp_mindformers.reload import MindFormersSelector
 from lastgasp_mindformers.settings import Options
-from lastgasp_mindformers.small import Numbers, SmallRecorder, decode, restore_random
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.topology import (
@@ -70,24 +70,24 @@ class Run:
         self.options = options
         check_writable(options.gasp.directory)
         self.place = place = place_of(replicas_of(rank_and_size()[1]))
-        self._source = LateSource(place.rank)
+        self._source = DeferredSource(place.rank)
         framework = " ".join(f"{name} {version}" for name, version in versions().items())
         marking = Marking(config=options.marks, framework=framework, device=place.rank)
         contact, backend = connect(place), embedded_backend()
         self.session = Session(options.gasp, place, self._source, contact, marking, backend=backend)
         self._source.mark = self.session.mark("save_checkpoint")
-        self.chooser = Chooser(options, place, self.session.gather, self.session.note)
+        self.selector = MindFormersSelector(options, place, self.session.gather, self.session.note)
         self.manifests = Manifests(
             place,
             self.session.gather,
-            self.session.stand,
-            small=self._source.capture,
+            self.session.status,
+            aux=self._source.capture,
             finished=lambda: begun.finished(options.gasp.directory),
         )
         self.state: MindSporeState | None = None
         self._marks = LoopMarks(self.session)
         self._faults: Any = _faults(place.rank)
-        self._small = b""
+        self._aux = b""
         self._seen = 0
         self._dataset: Any = None
         self._ended = self._saves = self._first = self._left = False
@@ -128,9 +128,9 @@ class Run:
         self._native = native_of(network, others, self.options.gasp.directory, self.place.world_size)
         if not _is_mindformers(others):
             self._dataset = arguments["train_dataset"]
-            arguments, self._small = load(self.chooser, network, arguments, self._searched(others))
+            arguments, self._aux = load(self.selector, network, arguments, self._searched(others))
         else:
-            self._small = self.chooser.small
+            self._aux = self.selector.aux
         self._bind(network)
         if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
             log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])
@@ -151,10 +151,12 @@ class Run:
         session = self.session
         self.state = MindSporeState(
             gate_of(network),
-            SmallRecorder(network),
-            session.stand,
-            updating=session.updating,
-            step_end=lambda step: session.step_end(step),  # looked up each time: the first one is another method
+            AuxRecorder(network),
+            session.status,
+            before_update=session.before_update,
+            step_completed=lambda step: session.step_completed(
+                step
+            ),  # looked up each time: the first one is another method
             finish=session.config.finish_timeout,
             readable=mindspore.get_context("device_target") == "CPU",
         )
@@ -169,13 +171,13 @@ class Run:
         self.manifests.bind(params.list_callback)
         self._marks.begin(params.list_callback)
         if self.state is None:
-            self.session.stand_aside()
+            self.session.defer_to_framework()
             return
-        if self._small:
-            small = decode(self._small)
-            restore_random(small)
-            self.state.small.restore_scaling(small)
-        done = self._native.completed_before or int(self.chooser.resumed or 0)
+        if self._aux:
+            aux = decode(self._aux)
+            restore_random(aux)
+            self.state.aux.restore_scaling(aux)
+        done = self._native.completed_before or int(self.selector.resumed or 0)
         if monitor_of(params.list_callback) is None:
             params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks
         self._offset = done - int(params.cur_step_num)
@@ -185,12 +187,12 @@ class Run:
         self._seen = done
         self._compare(unknown_yet if is_broadcast() else self._digests)
         self._first = True
-        self.session.begin(done, durable=done if done and done == self.chooser.resumed else 0)
+        self.session.training_started(done, durable=done if done and done == self.selector.resumed else 0)
         self.session.take_sigterm()
 
     def _digests(self) -> Digests:
         assert self.state is not None
-        return digests_of(self._network, self.state.small.names)
+        return digests_of(self._network, self.state.aux.names)
 
     def _compare(self, digests: Callable[[], Digests]) -> None:
         """Who holds the same? A parallel mode is no proof. All ranks together."""
@@ -219,7 +221,9 @@ class Run:
         self._fire("data", coming.step - 1)
         self._marks.step_begin(coming.step)
         self.state.step_begin(coming)
-        self.session.moved("backward")  # the graph waits for the other ranks: who is elsewhere is to blame for a hang
+        self.session.progress(
+            "backward"
+        )  # the graph waits for the other ranks: who is elsewhere is to blame for a hang
         self._fire("forward", coming.step - 1)
 
     def step_end(self, params: Any) -> None:
@@ -232,7 +236,7 @@ class Run:
         if self._first:
             self._first = False
             self._compare(self._digests)  # what the ranks have begun with may have become equal only now, or differ
-        self.session.moved("save")
+        self.session.progress("save")
         self._fire("step_end", numbers.step - 1)
 
     def callbacks_end(self, params: Any = None) -> None:
@@ -246,7 +250,7 @@ class Run:
         self.manifests.step_end(self.state.numbers.step)
         self.state.others_end()
         self._marks.step_end()
-        self.session.moved("data")
+        self.session.progress("data")
 
     def trained(self) -> None:
         """The last step is done."""
@@ -285,7 +289,7 @@ class Run:
             self.close(goodbye=True)
             return
         if why := self.state.settle():
-            self.session.stand.broken = f"{cause_of(error)}: {why}"
+            self.session.status.broken = f"{cause_of(error)}: {why}"
         self._note_unseen()
         kind = kind_of(error)
         outcome = self.session.fault(kind, cause_of(error))
@@ -315,8 +319,8 @@ class Run:
         """Undo everything. Idempotent."""
         faults = [self._faults.undo] if self._faults is not None else []
         gate = [self.state.gate.undo] if self.state is not None and self.state.gate is not None else []
-        small = [self.state.small.close] if self.state is not None else []
-        run_all([*faults, *gate, lambda: self.session.close(goodbye), *small])
+        aux = [self.state.aux.close] if self.state is not None else []
+        run_all([*faults, *gate, lambda: self.session.close(goodbye), *aux])
 
 
 def _made(options: Options) -> LastGasp:

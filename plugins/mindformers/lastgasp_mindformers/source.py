@@ -21,8 +21,8 @@ from lastgasp.errors import LastgaspError, Moved, NotSaveable
 from lastgasp.ports import SaveResult
 from lastgasp.testing import faults
 from lastgasp.topology import Place
-from lastgasp_mindformers.layouts import FORMAT, encode_small
-from lastgasp_mindformers.small import Numbers, Statistic, decode
+from lastgasp_mindformers.aux_state import Numbers, Statistic, decode
+from lastgasp_mindformers.layouts import FORMAT, encode_aux
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.targets import Target
 
@@ -84,28 +84,28 @@ class MindSporeSource:
         self.place, self.rank = place, place.rank
 
     @property
-    def box(self) -> int:
-        """The black box's descriptor."""
-        return self._state.small.box.fd
+    def buffer_fd(self) -> int:
+        """The crash-safe buffer's descriptor."""
+        return self._state.aux.buffer.fd
 
     def capture(self, step: int) -> bytes:
-        """This rank's small state of `step`; empty when it is no longer known."""
-        return self._state.small.read(step)
+        """This rank's auxiliary state of `step`; empty when it is no longer known."""
+        return self._state.aux.read(step)
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> Saved:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> Saved:
         """Write the files of every rank that holds the same as this one, dead or alive, under a temporary name."""
         self._require(step)
         where = self._native.target(self._state.numbers, range(self.place.world_size))
         target = self._native.directory / where.name
         make_directory(target.parent)
         folder, begun = unique_temp(target), _clock.wall_ns()
-        states = {rank: data for rank, data in small.items() if data} | {self.rank: self.capture(step)}
+        states = {rank: data for rank, data in aux.items() if data} | {self.rank: self.capture(step)}
         try:
             entries = list(self._write(folder, where, states))
             if self.rank == self._first_saver():
-                entries.append(_write_bytes(folder, where.small, encode_small(states)))
+                entries.append(_write_bytes(folder, where.aux, encode_aux(states)))
             faults.fire_at("gasp_save", step)
             self._require(step)
             for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from lastgasp import _clock
-from lastgasp.gasp.stand import Stand
-from lastgasp_mindformers.small import Numbers, SmallRecorder
+from lastgasp.gasp.rank_status import RankStatus
+from lastgasp_mindformers.aux_state import AuxRecorder, Numbers
 
 log = logging.getLogger("lastgasp")
 
@@ -39,10 +39,10 @@ class MindSporeState:
 
     Args:
         gate: the counters in the graph; None where there are none.
-        small: what captures the small state.
+        small: what captures the auxiliary state.
         stand: the status word of this rank.
-        updating: called before the graph of a step; may raise, and then it does not run.
-        step_end: called as soon as a step is complete and captured.
+        before_update: called before the graph of a step; may raise, and then it does not run.
+        step_completed: called as soon as a step is complete and captured.
         finish: seconds that a rank gets to leave its update.
         readable: whether another thread can read parameters while the graph runs: on a CPU; not on a device whose
             stream waits for a collective.
@@ -51,17 +51,17 @@ class MindSporeState:
     def __init__(
         self,
         gate: Counters | None,
-        small: SmallRecorder,
-        stand: Stand,
+        aux: AuxRecorder,
+        status: RankStatus,
         *,
-        updating: Callable[[], None],
-        step_end: Callable[[int], None],
+        before_update: Callable[[], None],
+        step_completed: Callable[[int], None],
         finish: float,
         readable: bool = True,
     ) -> None:
-        self.gate, self.small = gate, small
-        self._stand, self._finish, self._readable = stand, finish, readable
-        self._updating, self._step_end = updating, step_end
+        self.gate, self.aux = gate, aux
+        self._status, self._finish, self._readable = status, finish, readable
+        self._before_update, self._step_completed = before_update, step_completed
         self._done = threading.RLock()
         self._base = 0
         self._in_graph = self._saving = self._taken = False
@@ -74,8 +74,8 @@ class MindSporeState:
         """Training starts, or goes on, with these steps completed."""
         self.numbers = numbers
         self._base = self._ended()
-        self.small.capture(numbers)
-        self._stand.look = self.look
+        self.aux.capture(numbers)
+        self._status.look = self.look
 
     def step_begin(self, coming: Numbers) -> None:
         """The graph of the step that makes `coming` is next.
@@ -86,11 +86,11 @@ class MindSporeState:
         self._next = coming
         self._in_graph = True  # before the gate is looked at: who closes it after that must find this
         try:
-            self._updating()
+            self._before_update()
         except BaseException:
             self._in_graph = False
             raise
-        self._stand.inside = False
+        self._status.inside = False
 
     def step_end(self, numbers: Numbers, saves: bool = False) -> None:
         """The graph has returned, and everything in it has happened.
@@ -121,9 +121,9 @@ class MindSporeState:
             Released: the recovery is over.
         """
         if self._taken:
-            self._updating()
+            self._before_update()
             self._taken, self._saving = False, saves  # told to go on to the next step
-            self._stand.inside = False
+            self._status.inside = False
 
     def others_end(self) -> None:
         """They are over, or one of them has raised."""
@@ -141,7 +141,7 @@ class MindSporeState:
             return "raised inside the update, so the state is between two steps"
         if ended != self._base:
             self._complete(self._next)
-        self._in_graph = self._stand.inside = False
+        self._in_graph = self._status.inside = False
         return ""
 
     def _complete(self, numbers: Numbers) -> None:
@@ -150,9 +150,9 @@ class MindSporeState:
                 return
             ended = self._ended()
             self._notice(ended)
-            self.small.capture(numbers)
+            self.aux.capture(numbers)
             self.numbers, self._base = numbers, ended  # in this order: `stands_on` reads them the other way round
-            self._step_end(numbers.step)
+            self._step_completed(numbers.step)
 
     def _notice(self, ended: int) -> None:
         """Warn once where the counters are in no graph: the network was compiled before."""
@@ -181,18 +181,18 @@ class MindSporeState:
     def look(self) -> None:
         """Bring the stand up to date in a recovery. Called every millisecond, never waits."""
         if not self._done.acquire(blocking=False):
-            self._stand.unsettled = True  # the training thread completes its step in this moment
+            self._status.unsettled = True  # the training thread completes its step in this moment
             return
         try:
-            self._stand.unsettled = not self._is_whole()
+            self._status.unsettled = not self._is_whole()
         finally:
             self._done.release()
 
     def _is_whole(self) -> bool:
-        stand = self._stand
-        waited = _clock.monotonic() - stand.since  # in this recovery, and since it was last told how far to go
+        status = self._status
+        waited = _clock.monotonic() - status.since  # in this recovery, and since it was last told how far to go
         coming = self._next  # before the counters: the training thread may complete it, and come to the one behind it
-        if stand.parked:
+        if status.at_gate:
             return True
         if not self._in_graph:
             self._taken = self._taken or (self._saving and waited >= self._finish * PATIENCE)
@@ -201,7 +201,7 @@ class MindSporeState:
         if counters is None or counters[0] != counters[1]:
             return False
         # It may never go on: a peer's gradients may be missing, or those of a collective behind the update.
-        if waited < (self._finish * PATIENCE if stand.all_run else SETTLE):
+        if waited < (self._finish * PATIENCE if status.all_run else SETTLE):
             return False
         if counters[1] != self._base:
             self._complete(coming)
@@ -215,7 +215,7 @@ class MindSporeState:
         """
         base = self._base
         why = self._not_on(step)
-        if why or not self._in_graph or self._stand.parked:
+        if why or not self._in_graph or self._status.at_gate:
             return why or self._not_on(step)
         counters = self._counters()
         if counters is None:
@@ -225,5 +225,5 @@ class MindSporeState:
         return ""
 
     def _not_on(self, step: int) -> str:
-        stands = self.numbers.step
-        return "" if stands == step else f"this rank stands on step {stands}, not on {step}"
+        current = self.numbers.step
+        return "" if current == step else f"this rank stands on step {current}, not on {step}"

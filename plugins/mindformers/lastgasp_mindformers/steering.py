@@ -26,7 +26,7 @@ _ASIDE, _COMPLETE = ".lastgasp-load", "hyper_param.safetensors"
 
 
 @dataclass(frozen=True)
-class Wish:
+class ResumeRequest:
     """What the user's configuration and the call's arguments ask for.
 
     Args:
@@ -45,7 +45,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Orders:
+class LoadPlan:
     """What MindFormers is to load, as it wants to be told.
 
     Args:
@@ -61,7 +61,7 @@ class Orders:
     ours: bool = False
 
 
-def wish_of(config: Config, arguments: Config) -> Wish:
+def resume_request_of(config: Config, arguments: Config) -> ResumeRequest:
     """Read the configuration as MindFormers will."""
     section = config.get("checkpoint") or {}
     newer = not config.get("use_legacy_format", True) or bool(section)
@@ -78,7 +78,7 @@ def wish_of(config: Config, arguments: Config) -> Wish:
     if load is True:  # "the last one of the previous round"
         load, resume = str(saves), resume or True
     parallel = bool(config.get("use_parallel"))
-    return Wish(Path(load).absolute() if load else None, resume or False, newer, parallel, saves)
+    return ResumeRequest(Path(load).absolute() if load else None, resume or False, newer, parallel, saves)
 
 
 def _directory_of_monitor(config: Config, newer: bool) -> Path | None:
@@ -89,7 +89,7 @@ def _directory_of_monitor(config: Config, newer: bool) -> Path | None:
     return None
 
 
-def orders_for(name: LegacyName, directory: Path, rank: int, parallel: bool, ours: bool) -> Orders:
+def load_plan_for(name: LegacyName, directory: Path, rank: int, parallel: bool, ours: bool) -> LoadPlan:
     """For a legacy checkpoint. Raises OSError: the second name of the file cannot be made.
 
     MindFormers takes the directory and a name, in which it puts the rank; but no safetensors out of `rank_*` in a job
@@ -97,8 +97,8 @@ def orders_for(name: LegacyName, directory: Path, rank: int, parallel: bool, our
     called as that of complete weights with everything that resuming needs.
     """
     if parallel or name.ext == "ckpt":
-        return Orders(str(directory), name.base(rank), name.ext, ours)
-    return Orders(str(_alone(directory / name.file(rank), directory / _ASIDE)), True, name.ext, ours)
+        return LoadPlan(str(directory), name.base(rank), name.ext, ours)
+    return LoadPlan(str(_alone(directory / name.file(rank), directory / _ASIDE)), True, name.ext, ours)
 
 
 def _alone(path: Path, folder: Path) -> Path:
@@ -110,29 +110,29 @@ def _alone(path: Path, folder: Path) -> Path:
     return folder
 
 
-def apply(orders: Orders, config: Config, arguments: Config) -> None:
+def apply(plan: LoadPlan, config: Config, arguments: Config) -> None:
     """Set configuration and arguments."""
     for name in _OLD:
         if arguments.get(name):
             arguments[name] = False
     arguments.pop("resume_from_checkpoint", None)
-    if orders.load:
-        arguments["resume_from_checkpoint"] = orders.load
-    arguments["resume_training"] = orders.resume
-    config["load_checkpoint"], config["resume_training"] = orders.load, orders.resume
+    if plan.load:
+        arguments["resume_from_checkpoint"] = plan.load
+    arguments["resume_training"] = plan.resume
+    config["load_checkpoint"], config["resume_training"] = plan.load, plan.resume
     section = config.get("checkpoint")
     if section:
-        section["load_path"], section["no_load_optim"] = orders.load, not orders.resume
-    if orders.ext:
-        config["load_ckpt_format"] = orders.ext
-    if orders.load and orders.ours and (config.get("auto_trans_ckpt") or arguments.get("auto_trans_ckpt")):
+        section["load_path"], section["no_load_optim"] = plan.load, not plan.resume
+    if plan.ext:
+        config["load_ckpt_format"] = plan.ext
+    if plan.load and plan.ours and (config.get("auto_trans_ckpt") or arguments.get("auto_trans_ckpt")):
         config["auto_trans_ckpt"] = False
         if arguments.get("auto_trans_ckpt"):
             arguments["auto_trans_ckpt"] = False
         log.warning("auto_trans_ckpt was meant for other weights: what this job has saved needs no conversion")
 
 
-def check(orders: Orders, config: Config) -> None:
+def check(plan: LoadPlan, config: Config) -> None:
     """What was decided still stands.
 
     Raises:
@@ -140,6 +140,6 @@ def check(orders: Orders, config: Config) -> None:
     """
     section = config.get("checkpoint") or {}
     found = section["load_path"] if "load_path" in section else config.get("load_checkpoint")
-    if (found or "").rstrip("/") != orders.load.rstrip("/"):
+    if (found or "").rstrip("/") != plan.load.rstrip("/"):
         remedy = "Is another hook between Trainer.train and training_process? Take it out, or turn lastgasp off."
-        raise ConfigError("load_checkpoint", found, repr(orders.load), remedy)
+        raise ConfigError("load_checkpoint", found, repr(plan.load), remedy)

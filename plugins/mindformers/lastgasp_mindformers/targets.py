@@ -1,4 +1,4 @@
-"""Where a checkpoint of this job stands: its files, its small states, and what the framework finds it by."""
+"""Where a checkpoint of this job stands: its files, its auxiliary states, and what the framework finds it by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lastgasp.ports import Layout
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName
-from lastgasp_mindformers.manifests import SMALL
+from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.tracker import NAME as TRACKER
 
 
@@ -17,14 +17,14 @@ class Target:
 
     Attributes:
         name: the checkpoint's own; layout: how its files lie.
-        small: the file of all ranks' small states.
+        small: the file of all ranks' auxiliary states.
         markers: the framework's own files that name the newest checkpoint -> content.
         files: of each rank.
     """
 
     name: str
     layout: Layout
-    small: str
+    aux: str
     markers: Mapping[str, bytes]
     files: Mapping[int, tuple[str, ...]]
 
@@ -32,7 +32,7 @@ class Target:
 def legacy_target(name: LegacyName, ranks: Iterable[int]) -> Target:
     """`rank_R/{prefix}_rank_R-{epoch}_{step}.{ext}` and `meta.json` for each rank."""
     ranks = tuple(ranks)
-    return Target(name.name, LEGACY, name.small, name.markers(ranks), {rank: (name.file(rank),) for rank in ranks})
+    return Target(name.name, LEGACY, name.aux, name.markers(ranks), {rank: (name.file(rank),) for rank in ranks})
 
 
 def iteration_target(step: int, prefix: str | None, parts: Iterable[str]) -> Target:
@@ -44,4 +44,4 @@ def iteration_target(step: int, prefix: str | None, parts: Iterable[str]) -> Tar
     name, start = f"iteration_{step:08d}", f"{prefix}-" if prefix is not None else ""
     files = [f"{name}/{start}{part}-{0:07d}-{1:07d}.safetensors" for part in parts]
     files.append(f"{name}/common.json")
-    return Target(name, ITERATIONS, f"{name}/{SMALL}", {TRACKER: str(step).encode()}, {0: tuple(files)})
+    return Target(name, ITERATIONS, f"{name}/{AUX_SUFFIX}", {TRACKER: str(step).encode()}, {0: tuple(files)})

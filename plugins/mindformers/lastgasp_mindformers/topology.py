@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore
 
-from lastgasp.backends import Choice, choose_backend
+from lastgasp.backends import BackendChoice, choose_backend
 from lastgasp.topology import ReplicaGroups, data_parallel
 
 
@@ -75,7 +75,7 @@ def left_to_mindspore() -> bool:
 _TFT = ("TTP:1", "UCE:1", "ARF:1", "HCCE:1")
 
 
-def embedded_backend() -> Choice:
+def embedded_backend() -> BackendChoice:
     """The embedded engine, unless the user insists on another (`LASTGASP_BACKEND`).
 
     In a MindSpore job MindIO is driven by MindSpore's own TrainFaultTolerance (mindformers.md §3), which starts

@@ -40,11 +40,11 @@ def repair_meta(directory: Path, name: LegacyName, ranks: Iterable[int]) -> None
     for relative, content in name.markers(ranks).items():
         path = directory / relative
         try:
-            stands = path.read_bytes()
+            present = path.read_bytes()
         except OSError:
-            stands = b""
-        if stands != content and path.parent.is_dir():
-            _write(path, content, f"{relative} said {stands[:200].decode(errors='replace')!r}")
+            present = b""
+        if present != content and path.parent.is_dir():
+            _write(path, content, f"{relative} said {present[:200].decode(errors='replace')!r}")
 
 
 def read_meta(directory: Path, rank: int) -> tuple[int, int] | None:

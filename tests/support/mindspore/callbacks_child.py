@@ -13,25 +13,27 @@ from mindspore import Tensor, nn
 from mindspore.train.callback import LossMonitor, ModelCheckpoint
 
 import lastgasp_mindformers.run as module
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp_mindformers import topology
+from lastgasp_mindformers.aux_state import AuxRecorder
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of
 from lastgasp_mindformers.pynative import PynativeRun
-from lastgasp_mindformers.small import SmallRecorder
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 
 
-def made(stand: Stand) -> Any:
+def made(status: RankStatus) -> Any:
     """A Run whose session, data and files are not there."""
     run: Any = module.Run.__new__(module.Run)
     run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), None
-    small: Any = MagicMock()
-    run.state = MindSporeState(None, small, stand, updating=stand.updating, step_end=stand.step_end, finish=10.0)
-    run._dataset, run._small, run._ended, run._saves, run._first = None, b"", False, False, False
+    aux: Any = MagicMock()
+    run.state = MindSporeState(
+        None, aux, status, before_update=status.before_update, step_completed=status.step_completed, finish=10.0
+    )
+    run._dataset, run._aux, run._ended, run._saves, run._first = None, b"", False, False, False
     run._network, run._source = nn.Dense(2, 2), SimpleNamespace(inner=MindSporeSource.__new__(MindSporeSource))
-    run.chooser, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
+    run.selector, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run
 
 
@@ -56,11 +58,13 @@ OUTPUTS: tuple[Any, ...] = (
 def pynative_at(done: int) -> list[int]:
     """What the pynative Trainer's first callback makes of `done` completed steps, four to an epoch."""
     run: Any = PynativeRun.__new__(PynativeRun)
-    run.session, run._marks, run._small, run._weights_only = MagicMock(), MagicMock(), b"", False
-    run._checkpoint, run.chooser = SimpleNamespace(no_load_optim=False), SimpleNamespace(resumed=done)
+    run.session, run._marks, run._aux, run._weights_only = MagicMock(), MagicMock(), b"", False
+    run._checkpoint, run.selector = SimpleNamespace(no_load_optim=False), SimpleNamespace(resumed=done)
     run._trainer = SimpleNamespace(train_epoch_step=4, train_num_epochs=5, train_dataset=MagicMock())
-    stand, small = Stand(), MagicMock()
-    run.state = MindSporeState(None, small, stand, updating=stand.updating, step_end=stand.step_end, finish=10.0)
+    status, aux = RankStatus(), MagicMock()
+    run.state = MindSporeState(
+        None, aux, status, before_update=status.before_update, step_completed=status.step_completed, finish=10.0
+    )
     run.began(SimpleNamespace(global_step=done))
     return [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]
 
@@ -79,7 +83,7 @@ def digests() -> list[bool]:
         for _, param in whole.parameters_and_names():
             if named and named in param.name:
                 param.set_data(param + by)
-        return digests_of(whole, SmallRecorder(whole).names)
+        return digests_of(whole, AuxRecorder(whole).names)
 
     same, names = trained(), ["0.weight", "moments.0.weight", "moving_mean"]
     return [trained(by=by, named=name) == same for name in names for by in (0.0, 0.5)] + [
@@ -100,8 +104,8 @@ def holders() -> dict[str, Any]:
 
 def main(folder: str) -> dict[str, Any]:
     """Step 13 of a run that goes on behind the end of its third epoch of four steps."""
-    stand = Stand()
-    run = made(stand)
+    status = RankStatus()
+    run = made(status)
     saves, loss = ModelCheckpoint(prefix="x", directory=folder), LossMonitor()
     params = SimpleNamespace(
         list_callback=[saves, loss], cur_step_num=0, batch_num=4, cur_epoch_num=3, net_outputs=None
@@ -111,16 +115,16 @@ def main(folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     def inside() -> bool:
-        stand.hold(1.0)
-        stand.look()
-        return not stand.whole
+        status.hold(1.0)
+        status.look()
+        return not status.whole
 
     back.on_train_begin(context)
     told["begins"] = [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]
     params.cur_step_num, params.cur_epoch_num = 13, 4
     back.on_train_step_begin(context)
     front.on_train_step_end(context)
-    told["others"] = [stand.step, inside()]
+    told["others"] = [status.step, inside()]
     back.on_train_step_end(context)
     told["over"] = inside()
     front.on_train_end(context)
@@ -129,7 +133,7 @@ def main(folder: str) -> dict[str, Any]:
     told["ended"] = inside()
     run.others_begin()
     run.session.fault.return_value = SimpleNamespace(ending="saved")
-    run.state.small.close = run._source = MagicMock()
+    run.state.aux.close = run._source = MagicMock()
     run.end_with(ValueError("of a callback"))
     told["raised"] = inside()
     told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]

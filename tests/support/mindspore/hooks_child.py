@@ -68,7 +68,7 @@ class FakeRun:
 
     def __init__(self, options: Any) -> None:
         self.notes.append(["run", str(options.gasp.directory)])
-        self.chooser = self
+        self.selector = self
 
     def steer(self, config: Any, arguments: dict[str, Any]) -> None:
         self.notes.append(["steer", sorted(arguments)])

@@ -13,7 +13,7 @@ from lastgasp.errors import ConfigError
 
 from . import env, labels, structure, volumes
 from .model import Job, jobs_in
-from .rules import RULES, Hit, Severity
+from .rules import RULES, Match, Severity
 from .tree import Document, Node, YamlProblem, parse
 
 SIZE_LIMIT = 16 << 20
@@ -23,7 +23,7 @@ FAMILIES = (structure, labels, env, volumes)
 """Modules whose import fills the table."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Diagnosis(msgspec.Struct, frozen=True):
     """One thing that is wrong in a file."""
 
     rule: str
@@ -43,7 +43,7 @@ class Source:
     text: str
     bom: bool
     documents: list[Document]
-    problem: Finding | None = None
+    problem: Diagnosis | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -91,7 +91,7 @@ def source_of(path: Path, data: bytes) -> Source:
     return Source(path, text, bom, documents)
 
 
-def check(sources: Sequence[Source]) -> dict[Path, list[Finding]]:
+def check(sources: Sequence[Source]) -> dict[Path, list[Diagnosis]]:
     """What is wrong in each file, by line. Documents other than AscendJobs are looked at for what a job needs to
     know of them, across all files.
 
@@ -109,7 +109,7 @@ def check(sources: Sequence[Source]) -> dict[Path, list[Finding]]:
     return found
 
 
-def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Finding]:
+def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Diagnosis]:
     """What is wrong in one file, by line."""
     if source.problem is not None:
         return [source.problem]
@@ -124,18 +124,18 @@ def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Finding
     return sorted(found, key=lambda one: (one.line, one.rule))
 
 
-def check_job(job: Job) -> list[Finding]:
+def check_job(job: Job) -> list[Diagnosis]:
     """What every rule finds in one job."""
     found = []
     for rule in RULES.values():
         hits = list(rule.look(job)) if rule.look is not None else []
-        found += [_finding(rule.id, rule.severity, job, hit) for hit in hits]
+        found += [_diagnosis(rule.id, rule.severity, job, match) for match in hits]
     return list(dict.fromkeys(found))
 
 
-def errors(findings: Sequence[Finding]) -> list[Finding]:
+def errors(diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
     """Those that are no warnings."""
-    return [one for one in findings if one.severity == "error"]
+    return [one for one in diagnoses if one.severity == "error"]
 
 
 def _others(source: Source) -> list[Node]:
@@ -150,9 +150,9 @@ def _training_group(root: Node) -> str:
     return group if runs and group in _RUN_TRAINING else ""
 
 
-def _finding(rule: str, severity: Severity, job: Job, hit: Hit) -> Finding:
-    return Finding(rule, severity, hit.node.line, job.name, hit.what, hit.fix)
+def _diagnosis(rule: str, severity: Severity, job: Job, match: Match) -> Diagnosis:
+    return Diagnosis(rule, severity, match.node.line, job.name, match.what, match.fix)
 
 
-def _reading(rule: str, line: int, what: str, fix: str, severity: Severity = "error") -> Finding:
-    return Finding(rule, severity, line, "", what, fix)
+def _reading(rule: str, line: int, what: str, fix: str, severity: Severity = "error") -> Diagnosis:
+    return Diagnosis(rule, severity, line, "", what, fix)

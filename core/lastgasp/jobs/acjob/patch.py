@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lastgasp.errors import ConfigError
 
-from .check import Finding, Source, check_source
+from .check import Diagnosis, Source, check_source
 from .edit import Edits, Quoted
 from .env import TASKD_PORT, port_number
 from .labels import FAULT_SCHEDULING, JOB_LABELS
@@ -42,7 +42,7 @@ class Patched:
 
     before: str
     after: str
-    findings: list[Finding]
+    diagnoses: list[Diagnosis]
     notes: tuple[str, ...] = ()
 
     def diff(self, name: str) -> str:

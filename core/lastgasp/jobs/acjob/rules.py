@@ -16,7 +16,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Hit:
+class Match:
     """One thing that is wrong: at a node, what, and the fix."""
 
     node: Node
@@ -24,7 +24,7 @@ class Hit:
     fix: str
 
 
-Look = Callable[[Job], Iterator[Hit]]
+Look = Callable[[Job], Iterator[Match]]
 
 
 @dataclass(frozen=True)

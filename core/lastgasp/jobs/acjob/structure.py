@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from .model import API_VERSION, CONTAINER, LEADERS, WORKER, Job, Replica
-from .rules import Hit, rule
+from .rules import Match, rule
 from .tree import Node, Pair
 
 MOST_REPLICAS = 20_000
@@ -23,27 +23,27 @@ _RUN_POLICY = ("schedulingPolicy", "backoffLimit", "cleanPodPolicy", "ttlSeconds
 
 
 @rule("yaml-duplicate-key", "error", "YAML", "A key stands twice in one map")
-def duplicate_key(job: Job) -> Iterator[Hit]:
+def duplicate_key(job: Job) -> Iterator[Match]:
     """Kubernetes refuses it."""
     for node in nodes_of(job.root):
         seen: dict[str, Node] = {}
         for pair in node.pairs:
             if pair.key.text in seen and pair.key.kind == "scalar" and not pair.is_merge:
                 first = seen[pair.key.text].line
-                yield Hit(pair.key, f"{pair.key.text} is given twice, first in line {first}", "Remove one of them.")
+                yield Match(pair.key, f"{pair.key.text} is given twice, first in line {first}", "Remove one of them.")
             seen.setdefault(pair.key.text, pair.key)
 
 
 @rule("value-string", "error", "§2, §9", "A label, annotation or variable is no string")
-def value_string(job: Job) -> Iterator[Hit]:
+def value_string(job: Job) -> Iterator[Match]:
     """YAML 1.1 takes a plain on for true; Kubernetes wants strings there."""
     for kind, name, pair in strings_of(job):
         node = pair.node
         what = f"{kind} {name} is a {node.type if node.kind == 'scalar' else node.kind} to Kubernetes, not a string"
         if node.kind != "scalar":
-            yield Hit(pair.key, what, "Write one value, in quotes.")
+            yield Match(pair.key, what, "Write one value, in quotes.")
         elif node.type in ("bool", "number"):
-            yield Hit(pair.key if pair.alias else node, what, f'Quote it: "{node.text}".')
+            yield Match(pair.key if pair.alias else node, what, f'Quote it: "{node.text}".')
 
 
 def strings_of(job: Job) -> Iterator[tuple[str, str, Pair]]:
@@ -59,12 +59,12 @@ def strings_of(job: Job) -> Iterator[tuple[str, str, Pair]]:
 
 
 @rule("value-number", "error", "CRD", "A number is in quotes")
-def value_number(job: Job) -> Iterator[Hit]:
+def value_number(job: Job) -> Iterator[Match]:
     """The API server takes no string there."""
     for name, pair in numbers_of(job):
         if is_quoted_number(pair.node):
             what = f"{name} is a string to Kubernetes, not a number"
-            yield Hit(pair.key, what, f"Write it without quotes: {pair.node.text}.")
+            yield Match(pair.key, what, f"Write it without quotes: {pair.node.text}.")
 
 
 def numbers_of(job: Job) -> Iterator[tuple[str, Pair]]:
@@ -85,12 +85,12 @@ def is_quoted_number(node: Node) -> bool:
 
 
 @rule("value-bool", "error", "CRD", "A yes or no is in quotes")
-def value_bool(job: Job) -> Iterator[Hit]:
+def value_bool(job: Job) -> Iterator[Match]:
     """The API server takes no string there."""
     for pair in {id(pair): pair for replica in job.replicas for pair in _switches(replica)}.values():
         if pair.node.kind == "scalar" and pair.node.type == "string":
             what = f"{pair.key.text} is a string to Kubernetes, not true or false"
-            yield Hit(pair.key, what, f"Write it without quotes: {pair.node.text}.")
+            yield Match(pair.key, what, f"Write it without quotes: {pair.node.text}.")
 
 
 def _switches(replica: Replica) -> Iterator[Pair]:
@@ -101,25 +101,25 @@ def _switches(replica: Replica) -> Iterator[Pair]:
 
 
 @rule("scheduler-name", "error", "head", "The job is not scheduled by Volcano")
-def scheduler_name(job: Job) -> Iterator[Hit]:
+def scheduler_name(job: Job) -> Iterator[Match]:
     """Whatever is promised of rescheduling is Volcano's work."""
     pods = [replica.pod.string("schedulerName") if replica.pod is not None else None for replica in job.replicas]
     found = job.root.string("spec", "schedulerName")
     if found != VOLCANO and not (pods and all(one == VOLCANO for one in pods)):
         what = "schedulerName is missing" if found is None else f"schedulerName is {found!r}"
-        yield Hit(job.at("spec", "schedulerName"), f"{what}: NPUs are scheduled, and faults handled, by Volcano only",
+        yield Match(job.at("spec", "schedulerName"), f"{what}: NPUs are scheduled, and faults handled, by Volcano only",
                   f"Write schedulerName: {VOLCANO} below spec.")  # fmt: skip
 
 
 @rule("no-npu", "error", "head", "A job without an NPU")
-def no_npu(job: Job) -> Iterator[Hit]:
+def no_npu(job: Job) -> Iterator[Match]:
     """Replicas of a leader may have none, where the others do the work."""
     for replica in job.replicas:
         for text, node in _npu_requests(replica):
             if text == "0":
-                yield Hit(node, f"{replica.type}: asks for 0 NPUs", "Write how many, or take the entry out.")
+                yield Match(node, f"{replica.type}: asks for 0 NPUs", "Write how many, or take the entry out.")
     if job.replicas and not any(True for replica in job.replicas for _ in _npu_requests(replica)):
-        yield Hit(job.at("spec", "replicaSpecs"), "no replica asks for an NPU",
+        yield Match(job.at("spec", "replicaSpecs"), "no replica asks for an NPU",
                   "Write huawei.com/Ascend910 in resources, in limits and in requests.")  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _npu_requests(replica: Replica) -> Iterator[tuple[str, Node]]:
 
 
 @rule("key-spelling", "warning", "§2, §3", "A key looks like a misspelt one")
-def key_spelling(job: Job) -> Iterator[Hit]:
+def key_spelling(job: Job) -> Iterator[Match]:
     """Unknown keys are kept and allowed, but one letter off does nothing at all."""
     places = (((), _ROOT), (("metadata",), _METADATA), (("metadata", "labels"), _LABELS),
               (("metadata", "annotations"), _ANNOTATIONS), (("spec",), _SPEC), (("spec", "runPolicy"), _RUN_POLICY),
@@ -142,116 +142,116 @@ def key_spelling(job: Job) -> Iterator[Hit]:
             near = get_close_matches(pair.key.text, known, n=1, cutoff=0.85)
             if pair.key.text not in known and near:
                 where = ".".join(path) or "the job"
-                yield Hit(pair.key, f"{where}: {pair.key.text} is unknown", f"Is {near[0]} meant?")
+                yield Match(pair.key, f"{where}: {pair.key.text} is unknown", f"Is {near[0]} meant?")
 
 
 @rule("api-version", "error", "head", "apiVersion is not the AscendJob's")
-def api_version(job: Job) -> Iterator[Hit]:
+def api_version(job: Job) -> Iterator[Match]:
     """Only one exists."""
     found = job.root.string("apiVersion")
     if found != API_VERSION:
-        yield Hit(job.at("apiVersion"), f"apiVersion is {found!r}", f"Write apiVersion: {API_VERSION}.")
+        yield Match(job.at("apiVersion"), f"apiVersion is {found!r}", f"Write apiVersion: {API_VERSION}.")
 
 
 @rule("job-name", "error", "head", "The job has no name")
-def job_name(job: Job) -> Iterator[Hit]:
+def job_name(job: Job) -> Iterator[Match]:
     """Mount paths and ConfigMaps are named after it."""
     if not job.root.string("metadata", "name"):
-        yield Hit(job.at("metadata", "name"), "metadata.name is missing", "Give the job a name.")
+        yield Match(job.at("metadata", "name"), "metadata.name is missing", "Give the job a name.")
 
 
 @rule("framework", "error", "§1", "The label framework is missing or unknown")
-def framework(job: Job) -> Iterator[Hit]:
+def framework(job: Job) -> Iterator[Match]:
     """It decides on the leader type and the environment."""
     if job.framework is None:
         found = job.label("framework")
         what = "metadata.labels.framework is missing" if found is None else f"framework is {found!r}"
-        yield Hit(job.at("metadata", "labels", "framework"), what, f"Expected one of {', '.join(LEADERS)}.")
+        yield Match(job.at("metadata", "labels", "framework"), what, f"Expected one of {', '.join(LEADERS)}.")
 
 
 @rule("replica-specs", "error", "§1", "There are no replicaSpecs, or one is empty")
-def replica_specs(job: Job) -> Iterator[Hit]:
+def replica_specs(job: Job) -> Iterator[Match]:
     """A job of nothing."""
     for pair in job.replica_pairs:
         if pair.node.kind != "map":
-            yield Hit(pair.key, f"{pair.key.text} describes no replicas", "Describe them, or remove the key.")
+            yield Match(pair.key, f"{pair.key.text} describes no replicas", "Describe them, or remove the key.")
     if not job.replica_pairs:
-        yield Hit(job.at("spec", "replicaSpecs"), "spec.replicaSpecs is missing or empty", "Describe the replicas.")
+        yield Match(job.at("spec", "replicaSpecs"), "spec.replicaSpecs is missing or empty", "Describe the replicas.")
 
 
 @rule("replica-type", "error", "§1", "A replica type that the framework does not have")
-def replica_type(job: Job) -> Iterator[Hit]:
+def replica_type(job: Job) -> Iterator[Match]:
     """One leader type and Worker."""
     allowed = [LEADERS[job.framework], WORKER] if job.framework else [*LEADERS.values(), WORKER]
     for replica in job.replicas:
         if replica.type not in allowed:
             what = f"replica type {replica.type} does not exist for {job.framework or 'any framework'}"
-            yield Hit(replica.pair.key, what, f"Expected {' or '.join(allowed)}.")
+            yield Match(replica.pair.key, what, f"Expected {' or '.join(allowed)}.")
 
 
 @rule("replicas", "error", "§1", "replicas is no number from 0 to 20000")
-def replicas(job: Job) -> Iterator[Hit]:
+def replicas(job: Job) -> Iterator[Match]:
     """The operator's limit."""
     for replica in job.replicas:
         if replica.count is None or replica.count > MOST_REPLICAS:
             node = replica.node.get("replicas") or replica.pair.key
             what = f"{replica.type}: replicas is {node.text or node.kind!r}"
-            yield Hit(node, what, f"Expected 0 to {MOST_REPLICAS}.")
+            yield Match(node, what, f"Expected 0 to {MOST_REPLICAS}.")
 
 
 @rule("leader-replicas", "error", "§1", "The leader has not exactly one replica")
-def leader_replicas(job: Job) -> Iterator[Hit]:
+def leader_replicas(job: Job) -> Iterator[Match]:
     """1, or nothing said."""
     for replica in job.replicas:
         if replica.type in LEADERS.values() and replica.count not in (1, None):
             node = replica.node.get("replicas") or replica.pair.key
-            yield Hit(node, f"{replica.type}: replicas is {replica.count}", "A leader has 1; the rest are Worker.")
+            yield Match(node, f"{replica.type}: replicas is {replica.count}", "A leader has 1; the rest are Worker.")
 
 
 @rule("leader-missing", "error", "§1", "There is no leader")
-def leader_missing(job: Job) -> Iterator[Hit]:
+def leader_missing(job: Job) -> Iterator[Match]:
     """MindSpore on one NPU does without."""
     leaders = [replica for replica in job.replicas if replica.type in LEADERS.values()]
     alone = job.framework == "mindspore" and sum(npus(replica) * (replica.count or 0) for replica in job.replicas) <= 1
     if job.replicas and not leaders and not alone:
         wanted = LEADERS.get(job.framework or "", "Master, Scheduler or Chief")
-        yield Hit(job.at("spec", "replicaSpecs"), "no leader among the replicas", f"Add {wanted} with 1 replica.")
+        yield Match(job.at("spec", "replicaSpecs"), "no leader among the replicas", f"Add {wanted} with 1 replica.")
 
 
 @rule("container-ascend", "error", "§1", "A replica has no container named ascend")
-def container_ascend(job: Job) -> Iterator[Hit]:
+def container_ascend(job: Job) -> Iterator[Match]:
     """Only that one gets the environment."""
     for replica in job.replicas:
         if replica.container is None:
             names = ", ".join(one.string("name") or "?" for one in replica.containers) or "none"
             what = f"{replica.type}: no container is named {CONTAINER} (found: {names})"
-            yield Hit(replica.pair.key, what, f"Name the training container {CONTAINER}.")
+            yield Match(replica.pair.key, what, f"Name the training container {CONTAINER}.")
 
 
 @rule("container-image", "error", "§1", "A container has no image")
-def container_image(job: Job) -> Iterator[Hit]:
+def container_image(job: Job) -> Iterator[Match]:
     """Checked by the operator before the kubelet."""
     for replica in job.replicas:
         for one in replica.containers:
             if not one.string("image"):
                 what = f"{replica.type}: container {one.string('name') or '?'} has no image"
-                yield Hit(one, what, "Name the image.")
+                yield Match(one, what, "Name the image.")
 
 
 @rule("success-policy", "error", "§1", "successPolicy is unknown")
-def success_policy(job: Job) -> Iterator[Hit]:
+def success_policy(job: Job) -> Iterator[Match]:
     """Empty or AllWorkers."""
     node = job.root.get("spec", "successPolicy")
     if node is not None and node.text not in ("", "AllWorkers"):
-        yield Hit(node, f"successPolicy is {node.text!r}", "Write AllWorkers, or leave it out.")
+        yield Match(node, f"successPolicy is {node.text!r}", "Write AllWorkers, or leave it out.")
 
 
 @rule("queue", "error", "§1", "schedulingPolicy names no queue")
-def queue(job: Job) -> Iterator[Hit]:
+def queue(job: Job) -> Iterator[Match]:
     """With gang scheduling the operator asks Volcano for it."""
     path = ("spec", "runPolicy", "schedulingPolicy")
     if job.root.get(*path) is not None and not job.root.string(*path, "queue"):
-        yield Hit(job.at(*path), "schedulingPolicy has no queue", "Write queue: default, or the queue's name.")
+        yield Match(job.at(*path), "schedulingPolicy has no queue", "Write queue: default, or the queue's name.")
 
 
 def npus(replica: Replica) -> int:

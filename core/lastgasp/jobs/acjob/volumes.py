@@ -10,7 +10,7 @@ import msgspec
 from lastgasp.steps import bits
 
 from .model import DATATRACE, PROFILING, RESET, Job, Mount, Replica
-from .rules import Hit, rule
+from .rules import Match, rule
 from .structure import nodes_of
 from .tree import Node
 
@@ -33,51 +33,51 @@ def reset_host_path(job: Job) -> str:
 
 
 @rule("datatrace-volume", "error", "§6", "The switch file's volume is no host directory")
-def datatrace_volume(job: Job) -> Iterator[Hit]:
+def datatrace_volume(job: Job) -> Iterator[Match]:
     """Files of a configMap volume are symlinks, and TaskD refuses those."""
     for replica, mount in _mounts(job, DATATRACE):
         if mount.host_path is None:
             what = f"{replica.type}: {DATATRACE} is no hostPath; TaskD refuses the symlinks of a configMap volume"
-            yield Hit(mount.node, what, f"Use a hostPath volume of {datatrace_host_path(job)}.")
+            yield Match(mount.node, what, f"Use a hostPath volume of {datatrace_host_path(job)}.")
 
 
 @rule("datatrace-path", "error", "§6", "The switch file's host directory is another job's")
-def datatrace_path(job: Job) -> Iterator[Hit]:
+def datatrace_path(job: Job) -> Iterator[Match]:
     """The device plugin writes to one place only."""
     for replica, mount in _mounts(job, DATATRACE):
         if mount.host_path is not None and mount.host_path.rstrip("/") != datatrace_host_path(job):
             what = f"{replica.type}: {DATATRACE} mounts {mount.host_path}"
-            yield Hit(mount.volume or mount.node, what, f"Write path: {datatrace_host_path(job)}.")
+            yield Match(mount.volume or mount.node, what, f"Write path: {datatrace_host_path(job)}.")
 
 
 @rule("datatrace-mount-path", "error", "§6", "The switch file's mountPath is not literal")
-def datatrace_mount_path(job: Job) -> Iterator[Hit]:
+def datatrace_mount_path(job: Job) -> Iterator[Match]:
     """ClusterD compares the string."""
     for replica, mount in _mounts(job, DATATRACE):
         if mount.path != DATATRACE:
             what = f"{replica.type}: mountPath is {mount.path!r}, which ClusterD does not recognise"
-            yield Hit(mount.node, what, f"Write exactly {DATATRACE}.")
+            yield Match(mount.node, what, f"Write exactly {DATATRACE}.")
 
 
 @rule("datatrace-partial", "warning", "§9", "The switch file is mounted in some replicas only")
-def datatrace_partial(job: Job) -> Iterator[Hit]:
+def datatrace_partial(job: Job) -> Iterator[Match]:
     """ClusterD goes to gRPC then, which needs a manager."""
     having = {replica.type for replica, _ in _mounts(job, DATATRACE)}
     for replica in job.replicas:
         if having and replica.type not in having:
             what = f"{replica.type}: {DATATRACE} is not mounted, so ClusterD switches by gRPC, which needs a manager"
-            yield Hit(replica.pair.key, what, "Mount it in every replica type.")
+            yield Match(replica.pair.key, what, "Mount it in every replica type.")
 
 
 @rule("switch-configmap", "error", "§6, taskd §6", "The switch's ConfigMap does not switch")
-def switch_configmap(job: Job) -> Iterator[Hit]:
+def switch_configmap(job: Job) -> Iterator[Match]:
     """Looked at where it is checked along with the job; the findings stand at the job's name."""
     for root in job.elsewhere:
         if root.string("kind") != "ConfigMap" or root.string("metadata", "name") != f"data-trace-{job.name}":
             continue
         for what in _wrong_in_switch(job, root):
             fix = f"Print a right one: lastgasp job switch-configmap --job {job.name} --namespace {job.namespace}."
-            yield Hit(job.at("metadata", "name"), f"ConfigMap data-trace-{job.name} (line {root.line}): {what}", fix)
+            yield Match(job.at("metadata", "name"), f"ConfigMap data-trace-{job.name} (line {root.line}): {what}", fix)
 
 
 def _wrong_in_switch(job: Job, root: Node) -> Iterator[str]:
@@ -96,80 +96,80 @@ def _wrong_in_switch(job: Job, root: Node) -> Iterator[str]:
 
 
 @rule("profiling-read-only", "error", "§6", "The profiling directory cannot be written")
-def profiling_read_only(job: Job) -> Iterator[Hit]:
+def profiling_read_only(job: Job) -> Iterator[Match]:
     """Marks are written there."""
     for path in (PROFILING, PROFILING.rpartition("/")[0]):
         for replica, mount in _mounts(job, path):
             if (mount.node.string("readOnly") or "").lower() == "true":
-                yield Hit(mount.node, f"{replica.type}: {mount.path} is mounted read-only", "Remove readOnly.")
+                yield Match(mount.node, f"{replica.type}: {mount.path} is mounted read-only", "Remove readOnly.")
 
 
 @rule("reset-mount-missing", "warning", "§6", "reset.json is not mounted")
-def reset_mount_missing(job: Job) -> Iterator[Hit]:
+def reset_mount_missing(job: Job) -> Iterator[Match]:
     """TaskD's manager logs an error every 100 ms."""
     for replica in job.replicas:
         mounted = any(mount.path.rstrip("/") == RESET for mount in replica.mounts)
         if job.needs_manager and replica.container is not None and not mounted:
             what = f"{replica.type}: {RESET} is not mounted: TaskD's manager logs an error every 100 ms"
-            yield Hit(replica.container, what, f"Mount the hostPath {reset_host_path(job)} there.")
+            yield Match(replica.container, what, f"Mount the hostPath {reset_host_path(job)} there.")
 
 
 @rule("reset-path", "error", "§6", "reset.json's host directory is another job's")
-def reset_path(job: Job) -> Iterator[Hit]:
+def reset_path(job: Job) -> Iterator[Match]:
     """It is named after namespace and job."""
     for replica, mount in _mounts(job, RESET):
         if mount.host_path is not None and mount.host_path.rstrip("/") != reset_host_path(job):
             what = f"{replica.type}: {RESET} mounts {mount.host_path}"
-            yield Hit(mount.volume or mount.node, what, f"Write path: {reset_host_path(job)}.")
+            yield Match(mount.volume or mount.node, what, f"Write path: {reset_host_path(job)}.")
 
 
 @rule("rank-table-configmap", "warning", "§6", "A RankTable by ConfigMap")
-def rank_table_configmap(job: Job) -> Iterator[Hit]:
+def rank_table_configmap(job: Job) -> Iterator[Match]:
     """Not with pod or process recovery; the operator's ConfigMap is rings-config-<job>."""
     for replica in job.replicas:
         for volume in replica.pod.maps("volumes") if replica.pod is not None else ():
             name = volume.string("configMap", "name") or ""
             if name.startswith("rings-config-") and job.needs_manager:
                 what = f"{replica.type}: the RankTable comes from ConfigMap {name}, which recovery does not go with"
-                yield Hit(volume, what, "Mount the RankTable file from shared storage instead.")
+                yield Match(volume, what, "Mount the RankTable file from shared storage instead.")
 
 
 @rule("restart-policy", "error", "§2, §7", "fault-retry-times without restartPolicy Never")
-def restart_policy(job: Job) -> Iterator[Hit]:
+def restart_policy(job: Job) -> Iterator[Match]:
     """Else the kubelet restarts containers behind the scheduler's back. The operator's default is Never."""
     for replica in job.replicas:
         node = replica.node.get("restartPolicy")
         if job.retries > 0 and node is not None and node.text != "Never":
             what = f"{replica.type}: fault-retry-times with restartPolicy {node.text}"
-            yield Hit(node, what, "Write restartPolicy: Never.")
+            yield Match(node, what, "Write restartPolicy: Never.")
 
 
 @rule("backoff-limit", "warning", "§7", "backoffLimit stops before fault-retry-times")
-def backoff_limit(job: Job) -> Iterator[Hit]:
+def backoff_limit(job: Job) -> Iterator[Match]:
     """The smaller one stops first."""
     node = job.root.get("spec", "runPolicy", "backoffLimit")
     limit = int(node.text) if node is not None and node.text.isdecimal() else 0
     if node is not None and 0 < limit < job.retries:
         what = f"backoffLimit {limit} stops before the {job.retries} of fault-retry-times"
-        yield Hit(node, what, "Write the same number, or leave backoffLimit out.")
+        yield Match(node, what, "Write the same number, or leave backoffLimit out.")
 
 
 @rule("min-available-high", "error", "§7", "minAvailable is more than there are")
-def min_available_high(job: Job) -> Iterator[Hit]:
+def min_available_high(job: Job) -> Iterator[Match]:
     """Such a job is never scheduled."""
     node, total = _min_available(job)
     if node is not None and int(node.text) > total:
         what = f"minAvailable is {node.text}, the replicas are {total}: it is never scheduled"
-        yield Hit(node, what, f"Write {total}.")
+        yield Match(node, what, f"Write {total}.")
 
 
 @rule("min-available-low", "warning", "§7", "minAvailable is less than there are")
-def min_available_low(job: Job) -> Iterator[Hit]:
+def min_available_low(job: Job) -> Iterator[Match]:
     """A part of the job holds its NPUs and waits."""
     node, total = _min_available(job)
     if node is not None and int(node.text) < total:
         what = f"minAvailable is {node.text}, the replicas are {total}: a part may start and wait"
-        yield Hit(node, what, f"Write {total}.")
+        yield Match(node, what, f"Write {total}.")
 
 
 def _min_available(job: Job) -> tuple[Node | None, int]:
@@ -179,22 +179,22 @@ def _min_available(job: Job) -> tuple[Node | None, int]:
 
 
 @rule("grace-period", "warning", "§7", "terminationGracePeriodSeconds is not below grace-over-time")
-def grace_period(job: Job) -> Iterator[Hit]:
+def grace_period(job: Job) -> Iterator[Match]:
     """Volcano's force comes first then; MindCluster's own samples have 900."""
     for replica, node in _grace_periods(job):
         if job.label("fault-scheduling") in ("grace", "external-grace") and not 0 < _number(node) < GRACE_OVER_TIME:
             what = f"{replica.type}: terminationGracePeriodSeconds is {node.text}"
             fix = f"Write 1 to {GRACE_OVER_TIME - 1} (Volcano's grace-over-time is {GRACE_OVER_TIME}), enough to save."
-            yield Hit(node, what, fix)
+            yield Match(node, what, fix)
 
 
 @rule("grace-period-unused", "warning", "§7", "terminationGracePeriodSeconds without grace")
-def grace_period_unused(job: Job) -> Iterator[Hit]:
+def grace_period_unused(job: Job) -> Iterator[Match]:
     """Only grace deletes gently."""
     for replica, node in _grace_periods(job):
         if job.label("fault-scheduling") not in ("grace", "external-grace"):
             what = f"{replica.type}: terminationGracePeriodSeconds has a meaning with fault-scheduling grace only"
-            yield Hit(node, what, 'Write fault-scheduling: "grace", or remove it.')
+            yield Match(node, what, 'Write fault-scheduling: "grace", or remove it.')
 
 
 def _grace_periods(job: Job) -> Iterator[tuple[Replica, Node]]:
@@ -209,7 +209,7 @@ def _number(node: Node) -> int:
 
 
 @rule("resources", "error", "§7", "limits and requests of NPUs differ")
-def resources(job: Job) -> Iterator[Hit]:
+def resources(job: Job) -> Iterator[Match]:
     """Kubernetes wants them equal for devices."""
     for replica in job.replicas:
         asked = replica.container.get("resources") if replica.container is not None else None
@@ -217,7 +217,7 @@ def resources(job: Job) -> Iterator[Hit]:
         node = asked
         if node is not None and requests != limits:
             what = f"{replica.type}: NPU limits are {limits or 'unset'}, requests are {requests or 'unset'}"
-            yield Hit(node, what, "Write the same for both.")
+            yield Match(node, what, "Write the same for both.")
 
 
 def _npus(node: Node | None) -> dict[str, str]:
@@ -226,7 +226,7 @@ def _npus(node: Node | None) -> dict[str, str]:
 
 
 @rule("device-plugin-hot-reset", "error", "§9", "The device plugin's hotReset=1 with process-level recovery")
-def device_plugin_hot_reset(job: Job) -> Iterator[Hit]:
+def device_plugin_hot_reset(job: Job) -> Iterator[Match]:
     """Seen where the device plugin's DaemonSet is checked along."""
     if not job.has("recover", "recover-in-place", "retry", "elastic-training"):
         return
@@ -236,4 +236,4 @@ def device_plugin_hot_reset(job: Job) -> Iterator[Hit]:
                 name = root.string("metadata", "name") or "?"
                 what = f"the device plugin of {name} has hotReset=1: recovery of processes falls to the job level"
                 fix = f"Write hotReset=2 in the DaemonSet (line {node.line} of its file)."
-                yield Hit(job.at("metadata", "annotations", "recover-strategy"), what, fix)
+                yield Match(job.at("metadata", "annotations", "recover-strategy"), what, fix)

@@ -66,14 +66,14 @@ class LoopMarks:
 
     def fetching(self) -> None:
         """The loop asks for a batch."""
-        self._engine.moved("data")
+        self._engine.progress("data")
         if self._ranges is not None:
             self._begin_step(self._ranges)
             self._ranges.dataloader.begin()
 
     def fetched(self, there: bool) -> None:
         """It is here; or there was none, and what follows belongs to no step."""
-        self._engine.moved("forward" if there else "data")
+        self._engine.progress("forward" if there else "data")
         if self._ranges is None:
             return
         if there:
@@ -108,9 +108,9 @@ class LoopMarks:
 
     def _before_forward(self, module: Any) -> None:
         if not module.training:
-            self._engine.moved("validation")
+            self._engine.progress("validation")
             return
-        self._engine.moved("forward")
+        self._engine.progress("forward")
         self._depth += 1
         if self._ranges is not None and self._depth == 1:
             self._begin_step(self._ranges)
@@ -126,7 +126,7 @@ class LoopMarks:
     def _around_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:  # activation checkpoints go back inside of a backward pass
             return original(*args, **kwargs)
-        self._engine.moved("backward")
+        self._engine.progress("backward")
         if self._ranges is not None:
             self._ranges.backward.begin()
         result = original(*args, **kwargs)

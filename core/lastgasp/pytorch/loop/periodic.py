@@ -1,4 +1,4 @@
-"""Periodic checkpoints of a loop: rank 0 writes, all ranks contribute their small state."""
+"""Periodic checkpoints of a loop: rank 0 writes, all ranks contribute their auxiliary state."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Periodic:
         self._engine, self._writer, self._config, self._fit = engine, writer, config, fit
 
     def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:
-        """Gather the small states; write, on rank 0. A failing disk does not end training.
+        """Gather the auxiliary states; write, on rank 0. A failing disk does not end training.
 
         Args:
-            step: completed steps; own: this rank's small state of it.
-            dump: makes the checkpoint from all small states.
+            step: completed steps; own: this rank's auxiliary state of it.
+            dump: makes the checkpoint from all auxiliary states.
 
         Raises:
             ControlError, DeadlineExceeded: another rank is gone.
         """
         engine, rank = self._engine, self._writer.place.rank
-        engine.moved("save")
+        engine.progress("save")
         found = engine.gather(f"loop/save/{step}", own)
         if rank == 0:
-            self._write(step, dump({r: small for r, small in enumerate(found) if small}))
+            self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
         else:
             faults.fire_at("periodic_save", step)
-        engine.moved("data")
+        engine.progress("data")
 
     def _write(self, step: int, checkpoint: dict[str, Any]) -> None:
         target = files.periodic_path(self._config.directory, step, self._fit)
@@ -53,8 +53,8 @@ class Periodic:
         except OSError as error:
             log.error("checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error)
             return
-        stand = self._engine.stand
-        stand.durable = max(stand.durable, step)
+        status = self._engine.status
+        status.durable = max(status.durable, step)
         self._prune(target)
 
     def _prune(self, target: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lastgasp.connect import contact_of, place_in_job
 from lastgasp.errors import ConfigError
-from lastgasp.joining import contact_of, place_in_job
 from lastgasp.session import Contact
 from lastgasp.topology import Place, data_parallel
 

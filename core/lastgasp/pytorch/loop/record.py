@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from lastgasp.errors import CheckpointError
+from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
+from lastgasp.pytorch.loop.data_position import about, position_only
 from lastgasp.pytorch.loop.parts import ddp_of
-from lastgasp.pytorch.loop.passes import about, position_only
 from lastgasp.pytorch.loop.state import TorchState
-from lastgasp.pytorch.small import SmallRecorder, SmallState, decode_small, extra_of, without_buffers
 from lastgasp.topology import Place
 
 log = logging.getLogger("lastgasp")
@@ -25,17 +25,19 @@ _LOST = "no random state of rank {} was saved: a resume will not be bit-equal"
 _MISSING = "no random state of rank {} was at hand: unless that rank adds it, a resume will not be bit-equal"
 
 
-def buffers_of(step: int, smalls: Mapping[int, bytes], recorder: SmallRecorder, ranks: list[int]) -> dict[str, Tensor]:
+def buffers_of(
+    step: int, aux_states: Mapping[int, bytes], recorder: AuxRecorder, ranks: list[int]
+) -> dict[str, Tensor]:
     """The buffers of the end of `step`: of the first of `ranks` whose are at hand."""
     found = dict(recorder.buffers.on_device(step))
-    rank = next((rank for rank in ranks if rank in smalls), None)
+    rank = next((rank for rank in ranks if rank in aux_states), None)
     if rank is not None:
-        found.update(decode_small(smalls[rank]).buffers)
+        found.update(decode_aux(aux_states[rank]).buffers)
     return found
 
 
 def record_of(
-    smalls: Mapping[int, bytes], place: Place, per_rank: bool, buckets: Mapping[str, Layout], notes: list[str]
+    aux_states: Mapping[int, bytes], place: Place, per_rank: bool, buckets: Mapping[str, Layout], notes: list[str]
 ) -> dict[str, Any]:
     """What goes into the checkpoint.
 
@@ -47,38 +49,42 @@ def record_of(
     return {
         "version": VERSION,
         "world_size": place.world_size,
-        "small": {rank: data if per_rank else without_buffers(data) for rank, data in smalls.items()},
+        "small": {rank: data if per_rank else without_buffers(data) for rank, data in aux_states.items()},
         "buckets": dict(buckets),
         "notes": notes,
     }
 
 
-def notes_on(smalls: Mapping[int, bytes], place: Place) -> list[str]:
-    """What of the ranks' small states will not be exact, for people."""
-    lost = [rank for rank in range(place.world_size) if rank not in smalls]
-    known = {rank: about(extra_of(data)) for rank, data in sorted(smalls.items())}
+def notes_on(aux_states: Mapping[int, bytes], place: Place) -> list[str]:
+    """What of the ranks' auxiliary states will not be exact, for people."""
+    lost = [rank for rank in range(place.world_size) if rank not in aux_states]
+    known = {rank: about(extra_of(data)) for rank, data in sorted(aux_states.items())}
     stale = [rank for rank, (is_stale, _) in known.items() if is_stale]
     mine = known.get(place.rank, (False, b""))[1]
     other = [rank for rank, (_, extra) in known.items() if mine and extra and extra != mine]
     notes = [f"TorchState(extra=...) of ranks {other} differs from that of rank {place.rank}, which all of them will "
              "resume with: it is saved once"] if other else []  # fmt: skip
-    return notes + [_MISSING.format(rank) for rank in lost] + [
-        f"rank {rank} ended inside a step that the others completed, and the random numbers that it drew after its "
-        "update are unknown: a resume will not be bit-equal"
-        for rank in stale
-    ]
+    return (
+        notes
+        + [_MISSING.format(rank) for rank in lost]
+        + [
+            f"rank {rank} ended inside a step that the others completed, and the random numbers that it drew after its "
+            "update are unknown: a resume will not be bit-equal"
+            for rank in stale
+        ]
+    )
 
 
 def position_of(record: Mapping[str, Any], place: Place) -> bytes:
     """Where this rank stood in the data; where that was lost, as far as another rank tells. All ranks stand alike."""
-    smalls: Mapping[int, bytes] = record["small"]
-    if place.rank in smalls:
-        return decode_small(smalls[place.rank]).extra
-    return position_only(decode_small(smalls[min(smalls)]).extra) if smalls else b""
+    aux_states: Mapping[int, bytes] = record["small"]
+    if place.rank in aux_states:
+        return decode_aux(aux_states[place.rank]).extra
+    return position_only(decode_aux(aux_states[min(aux_states)]).extra) if aux_states else b""
 
 
-def small_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[str], None]) -> SmallState | None:
-    """This rank's small state; None where it was lost.
+def aux_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[str], None]) -> AuxState | None:
+    """This rank's auxiliary state; None where it was lost.
 
     Args:
         note: is told what this resume cannot restore; what the saver knew of that is logged.
@@ -100,7 +106,7 @@ def small_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[
         note(f"saved by {record['world_size']} ranks, resumed by {place.world_size}: not bit-equal")
     elif own is None:
         note(_LOST.format(place.rank))
-    return decode_small(own) if own is not None else None
+    return decode_aux(own) if own is not None else None
 
 
 class Buckets:

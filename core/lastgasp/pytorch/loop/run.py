@@ -11,33 +11,33 @@ from typing import Any
 
 import torch
 
-from lastgasp.checkpoint.pairing import vouched
-from lastgasp.choosing import Choice
+from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.errors import CheckpointMismatch, ControlError, DeadlineExceeded, NotSaveable, UsageError
 from lastgasp.events import FaultKind
+from lastgasp.exception_origin import is_success
 from lastgasp.fits import FITS
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released
-from lastgasp.origin import is_success
-from lastgasp.pytorch import origin, rng
+from lastgasp.gasp.rank_status import Released
+from lastgasp.pytorch import exception_origin, rng
+from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, restore_aux
 from lastgasp.pytorch.io import load_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Copies
+from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
-from lastgasp.pytorch.loop.passes import Pass, PassBook
+from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
-from lastgasp.pytorch.loop.record import KEY, Buckets, buffers_of, notes_on, position_of, record_of, small_of
+from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, buffers_of, notes_on, position_of, record_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.source import LoopSource
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
-from lastgasp.pytorch.loop.window import UpdateWindow
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.pytorch.small import SmallRecorder, SmallState, restore_small
 from lastgasp.pytorch.staged import Writer, with_added
+from lastgasp.selection import CheckpointSelector
 from lastgasp.session import Session as Engine
 from lastgasp.session import leave
 from lastgasp.steps.attach import Marking
@@ -83,11 +83,11 @@ class Run:
         self._per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
         self._buffer_rank = self.rank if own else 0
         owner = state.container if self._per_rank or self._buffer_rank == self.rank else None
-        self.recorder = SmallRecorder(state.devices(), owner)
-        self.book = PassBook(rng.RngRecorder(state.devices()), state.sampler)
+        self.recorder = AuxRecorder(state.devices(), owner)
+        self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
         self._schedules = ScheduleWatch(state.schedulers.values())
         self._buckets = Buckets(state)
-        self._small: SmallState | None = None
+        self._aux: AuxState | None = None
         self._returning = self._gradients = False
         self._idle, self._told_of_workers = 0, False
         self._snapshot: Snapshot | None = None
@@ -118,8 +118,8 @@ class Run:
     def _start(self) -> None:
         state, config = self.state, self.config
         where, folders = local(self.place), [config.directory]
-        choice = Choice(config, folders, files.LAYOUT, self.place, self.engine.gather, where, fit=self.fit)
-        path = choice.load(self._load, about_content=origin.is_about_content)
+        choice = CheckpointSelector(config, folders, files.LAYOUT, self.place, self.engine.gather, where, fit=self.fit)
+        path = choice.load(self._load, about_content=exception_origin.is_about_content)
         self.source.stood = choice.stood
         if path is not None and choice.unnumbered:
             FITS.resumed_unnumbered(config.directory, path)
@@ -127,7 +127,7 @@ class Run:
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
-        self.window = UpdateWindow(list(state.optimizers.values()), models, copies, events)
+        self.window = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
         self._undo.append(self.window.remove)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         self._undo.append(self.marks.close)
@@ -137,8 +137,8 @@ class Run:
             self.engine.recorder.set_device_rows(self.marks.device_rows)
         self.engine.register(str(next(iter(state.devices()), "cpu")), versions())
         self.alike = self.engine.compare_replicas(self.state.digests)
-        self.engine.begin(self.step, durable=self.step)
-        self._restore_small()  # a loop that never asks for batches or epochs comes to no other place
+        self.engine.training_started(self.step, durable=self.step)
+        self._restore_aux()  # a loop that never asks for batches or epochs comes to no other place
         if self.book.nowhere:
             self.book.forget()
             self._returned()
@@ -147,7 +147,7 @@ class Run:
 
     def _load(self, path: Path) -> None:
         # Not weights_only: it is our own file, verified, and holds states of the user's objects.
-        if vouched(path, files.LAYOUT):
+        if has_manifest(path, files.LAYOUT):
             checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
         else:  # resume=<path> of one that the user trusts
             checkpoint = torch.load(path, map_location="cpu", weights_only=False)
@@ -155,7 +155,7 @@ class Run:
             raise CheckpointMismatch(str(path), ["it was not written by a Session"])
         with_added(checkpoint[KEY], path, files.LAYOUT)
         self.state.load(checkpoint, str(path))
-        self._small, self._returning = self._own_small(checkpoint[KEY], path), True
+        self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"])
@@ -163,22 +163,22 @@ class Run:
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
-    def _own_small(self, record: dict[str, Any], path: Path) -> SmallState | None:
-        return small_of(record, self.place, str(path), self.engine.note)
+    def _own_aux(self, record: dict[str, Any], path: Path) -> AuxState | None:
+        return aux_of(record, self.place, str(path), self.engine.note)
 
     def at_boundary(self) -> None:
         """A resumed run stands where it stood: restore random state, and what the loop may have changed on its way."""
         self._again()
-        self._restore_small()
+        self._restore_aux()
         self._returned()
 
-    def _restore_small(self) -> None:
-        if self._small is not None:
-            restore_small(self._small, self.state.devices(), self.state.container)
+    def _restore_aux(self) -> None:
+        if self._aux is not None:
+            restore_aux(self._aux, self.state.devices(), self.state.container)
 
     def _returned(self) -> None:
         """From here on nothing is put back any more."""
-        self._small, self._returning, self._again = None, False, _nothing
+        self._aux, self._returning, self._again = None, False, _nothing
 
     def _trains_before_its_data(self) -> None:
         """A resumed loop changes parameters before it comes to where it stood in its data: it seldom asks for any."""
@@ -194,7 +194,7 @@ class Run:
         if self._returning:
             self._trains_before_its_data()
         self._capture_unsettled()
-        self.engine.updating()
+        self.engine.before_update()
         self._schedules.opens()
 
     def _backward_over(self) -> None:
@@ -208,11 +208,11 @@ class Run:
         The update itself uses none of it. In a job of one rank nobody is left.
         """
         if self.place.world_size > 1:
-            self._capture_small(self.step + 1, settled=False)
+            self._capture_aux(self.step + 1, settled=False)
 
     def _safe(self) -> None:
         """A copy of the state before the update is complete: it can be saved whatever happens in this step."""
-        self.engine.stand.inside = False
+        self.engine.status.inside = False
 
     def body_over(self) -> None:
         """The loop's body has ended: if it made a step, that step is complete.
@@ -235,23 +235,23 @@ class Run:
     def complete(self, step: int) -> None:
         """Everything of `step` has been done: capture it; write a checkpoint where one is due."""
         if self.window.safe:
-            self.engine.updating()  # the gate: from the copy to the live state
+            self.engine.before_update()  # the gate: from the copy to the live state
         self._capture(step)
         self.marks.step_end(step)
         if self._wanted or (self._every and step % self._every == 0):
             self.save()
 
     def _capture(self, step: int) -> None:
-        drew = self._capture_small(step, settled=True)
+        drew = self._capture_aux(step, settled=True)
         self._snapshot = self.state.snapshot(step, self.book.epoch)
         self._buckets.look()
         self.step = step
         self._schedules.closes()
         self._gradients = False
         self.window.close(drew)
-        self.engine.step_end(step)
+        self.engine.step_completed(step)
 
-    def _capture_small(self, step: int, settled: bool) -> bool:
+    def _capture_aux(self, step: int, settled: bool) -> bool:
         """Returns: random numbers were drawn since the last capture."""
         extra = self.state.extra_digest() if settled and self.place.world_size > 1 else b""
         self.recorder.extra = self.book.record(not settled and self.window.more_to_come, extra)
@@ -260,7 +260,7 @@ class Run:
 
     # -- data ---------------------------------------------------------------------------------------------
 
-    def begin_pass(self, loader: Any, replay: bool) -> Pass:
+    def begin_pass(self, loader: Any, replay: bool) -> DataPass:
         """A pass over `loader` begins, or goes on where a resumed run stood."""
         book = self.book
         if book.before_begin():
@@ -275,7 +275,7 @@ class Run:
             self._tell_of_workers(one, there)
         return one
 
-    def _tell_of_workers(self, one: Pass, resumed: bool) -> None:
+    def _tell_of_workers(self, one: DataPass, resumed: bool) -> None:
         if resumed and one.consumed and not one.over:
             self.engine.note(f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones")
         elif not self._told_of_workers and self.rank == 0:
@@ -284,7 +284,7 @@ class Run:
                         "exact: it loads what was consumed of the pass again", WORKERS)  # fmt: skip
         self._told_of_workers = True
 
-    def next_batch(self, one: Pass, finished: Callable[[], bool]) -> Any:
+    def next_batch(self, one: DataPass, finished: Callable[[], bool]) -> Any:
         """The next batch; the loop's body before is over.
 
         Raises:
@@ -307,7 +307,7 @@ class Run:
         self.marks.fetched(True)
         return batch
 
-    def pass_broken(self, one: Pass) -> None:
+    def pass_broken(self, one: DataPass) -> None:
         """The loop has left this pass by `break`: its body is over, and it gives nothing more.
 
         Called while an object is destroyed, so that nothing can be raised: a recovery that is on stops the loop where
@@ -337,11 +337,11 @@ class Run:
         self._wanted = False
         step, own = self.step, self.recorder.read(self.step)
         with self.marks.saving():
-            self._periodic.save(step, own or b"", lambda smalls: self.dump(step, smalls))
+            self._periodic.save(step, own or b"", lambda aux_states: self.dump(step, aux_states))
 
     # -- dump ---------------------------------------------------------------------------------------------
 
-    def dump(self, step: int, small: Mapping[int, bytes]) -> dict[str, Any]:
+    def dump(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         """The checkpoint of `step`. Enters no collective; callable from any thread while the gate is closed.
 
         Raises:
@@ -349,20 +349,20 @@ class Run:
         """
         snapshot, safe = self._require(step), self.window.safe
         own = self.recorder.read(step)
-        smalls = dict(small) if own is None else {self.rank: own, **small}
-        buffers = buffers_of(step, smalls, self.recorder, [self._buffer_rank, self.rank])
+        aux_states = dict(aux) if own is None else {self.rank: own, **aux}
+        buffers = buffers_of(step, aux_states, self.recorder, [self._buffer_rank, self.rank])
         notes = list(snapshot.notes)
         if not self.alike:
             notes.append(f"the ranks did not hold the same when training began; this is what rank {self.rank} held")
-        if self._buffer_rank not in smalls and any(True for _ in self.state.container.buffers()):
+        if self._buffer_rank not in aux_states and any(True for _ in self.state.container.buffers()):
             notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
-        notes += notes_on(smalls, self.place)
+        notes += notes_on(aux_states, self.place)
         checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
         if self._require(step) is not snapshot or self.window.safe != safe:
             raise NotSaveable(f"step {step} ended while it was being dumped")
         for note in notes:
             self.engine.note(note)
-        checkpoint[KEY] = record_of(smalls, self.place, self._per_rank, self._buckets.layouts, notes)
+        checkpoint[KEY] = record_of(aux_states, self.place, self._per_rank, self._buckets.layouts, notes)
         return checkpoint
 
     def _require(self, step: int) -> Snapshot:
@@ -386,17 +386,17 @@ class Run:
         kind = _kind_of(error)
         outcome = self._recover(kind, error)
         if kind == "peer" and self.place.world_size > 1:
-            leave(outcome, origin.cause_of(error))
+            leave(outcome, exception_origin.cause_of(error))
         self.close(goodbye=False)
 
     def _recover(self, kind: FaultKind, error: BaseException) -> Release:
-        stand, cause = self.engine.stand, origin.cause_of(error)
+        status, cause = self.engine.status, exception_origin.cause_of(error)
         if self._gradients:  # the others may complete the step: this rank's part of it is what stands here
             self._capture_unsettled()
         if self.window.open and not self.window.safe and not self._finish_step(cause):
-            stand.broken = f"{cause}: raised inside the update, so the state is between two steps"
-        if not stand.inside:
-            stand.broken = ""
+            status.broken = f"{cause}: raised inside the update, so the state is between two steps"
+        if not status.inside:
+            status.broken = ""
         return self.engine.fault(kind, cause)
 
     def _finish_step(self, cause: str) -> bool:
@@ -415,13 +415,13 @@ class Run:
         except Exception:  # a user's scheduler; the state is then unknown
             log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
             return False
-        self._capture_small(self.step + 1, settled=True)
+        self._capture_aux(self.step + 1, settled=True)
         snapshot = self.state.snapshot(self.step + 1, self.book.epoch)
         snapshot.notes.append(f"the loop's body of step {snapshot.step} was cut short after its update by {cause}; "
                               "what follows the update there was not repeated")  # fmt: skip
         self._snapshot, self.step = snapshot, snapshot.step
         window.close(False)
-        self.engine.step_end(snapshot.step)
+        self.engine.step_completed(snapshot.step)
         return True
 
     def close(self, goodbye: bool) -> None:
@@ -437,4 +437,4 @@ def _nothing() -> None:
 
 def _kind_of(error: BaseException) -> FaultKind:
     """As any exception of torch's tells; a lost controller or rank while a periodic checkpoint was agreed on, too."""
-    return "peer" if isinstance(error, ControlError | DeadlineExceeded) else origin.kind_of(error)
+    return "peer" if isinstance(error, ControlError | DeadlineExceeded) else exception_origin.kind_of(error)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
 from lastgasp.config import GaspConfig, HangTimeout, integer
 from lastgasp.errors import ConfigError, UsageError
-from lastgasp.pytorch.loop.passes import Pass
+from lastgasp.pytorch.loop.data_position import DataPass
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.state import TorchState
-from lastgasp.refusal import tell_launcher
+from lastgasp.startup_refusal import tell_launcher
 from lastgasp.steps.settings import MarksConfig
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Session:
             yield epoch
             epoch += 1
 
-    def batches(self, loader: Iterable[T], *, replay: bool = False) -> Batches[T]:
+    def batches(self, loader: Iterable[T], *, replay: bool = False) -> BatchIterable[T]:
         """`loader`, but each turn tells where the training stands, and a resumed run gets what is still due.
 
         Args:
@@ -155,7 +155,7 @@ class Session:
             replay: a resumed run loads what was consumed of the pass once more, and throws it away. Makes random
                 augmentation in the worker processes of a DataLoader exact; by default the consumed part is not loaded.
         """
-        return Batches(self, loader, replay)
+        return BatchIterable(self, loader, replay)
 
     def enumerate(self, loader: Iterable[T], *, replay: bool = False) -> Numbered[T]:
         """`batches` with the number of the batch in its pass, which a resumed run goes on with."""
@@ -211,7 +211,7 @@ class Session:
 
     def alive(self) -> None:
         """Progress, for the hang watchdog, in work that neither trains nor evaluates a model of the state."""
-        self._run.engine.moved("between")
+        self._run.engine.progress("between")
 
     def _check(self) -> None:
         if self._closed:
@@ -245,7 +245,7 @@ class Session:
             self._run.end_with(error)
 
 
-class Batches(Generic[T]):
+class BatchIterable(Generic[T]):
     """What `Session.batches` returns; each iteration of it is a pass over the data."""
 
     def __init__(self, session: Session, loader: Iterable[T], replay: bool) -> None:
@@ -256,16 +256,16 @@ class Batches(Generic[T]):
             raise TypeError(f"a {type(self._loader).__name__} has no length")
         return len(self._loader)
 
-    def __iter__(self) -> Giver[T]:
+    def __iter__(self) -> BatchIterator[T]:
         session = self._session
         session._check()
-        return Giver(session, session._run.begin_pass(self._loader, self._replay))
+        return BatchIterator(session, session._run.begin_pass(self._loader, self._replay))
 
 
-class Giver(Iterator[T]):
+class BatchIterator(Iterator[T]):
     """The iterator of one pass."""
 
-    def __init__(self, session: Session, one: Pass) -> None:
+    def __init__(self, session: Session, one: DataPass) -> None:
         self._session, self._pass = session, one
 
     @property
@@ -289,7 +289,7 @@ class Giver(Iterator[T]):
 class Numbered(Generic[T]):
     """What `Session.enumerate` returns."""
 
-    def __init__(self, batches: Batches[T]) -> None:
+    def __init__(self, batches: BatchIterable[T]) -> None:
         self._batches = batches
 
     def __len__(self) -> int:
@@ -300,14 +300,14 @@ class Numbered(Generic[T]):
 
 
 class _Pairs(Iterator[tuple[int, T]]):
-    """Not a generator: `Giver.__del__` looks at the frame that drops it."""
+    """Not a generator: `BatchIterator.__del__` looks at the frame that drops it."""
 
-    def __init__(self, giver: Giver[T]) -> None:
-        self._giver = giver
+    def __init__(self, iterator: BatchIterator[T]) -> None:
+        self._iterator = iterator
 
     def __next__(self) -> tuple[int, T]:
-        batch = next(self._giver)
-        return self._giver.number, batch
+        batch = next(self._iterator)
+        return self._iterator.number, batch
 
 
 def left_by_break(frame: FrameType | None) -> bool:

@@ -30,24 +30,24 @@ class LoopSource:
         self.stood: frozenset[str] | None = None
 
     @property
-    def box(self) -> int:
-        """The black box's descriptor."""
+    def buffer_fd(self) -> int:
+        """The crash-safe buffer's descriptor."""
         return int(self._run.recorder.fd)
 
     def capture(self, step: int) -> bytes:
-        """This rank's small state of `step`; empty when it is no longer known."""
+        """This rank's auxiliary state of `step`; empty when it is no longer known."""
         return self._run.recorder.read(step) or b""
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> StagedGasp:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> StagedGasp:
         """Write `gasp-step=N.pt` to a temporary name."""
         require_alike(self._run.alike)
         directory = self._config.directory
         with self._run.marks.saving():
             target = files.gasp_path(directory, step, self._run.fit.number)
-            staged = stage(self._run.dump(step, small), target, files.LAYOUT, self._config)
+            staged = stage(self._run.dump(step, aux), target, files.LAYOUT, self._config)
         about = self._writer.provenance(step, "gasp", self._writer.newest(directory))
         own = self.capture(step)
-        return StagedGasp(staged, about, self.stood, {**small, self.rank: own} if own else small)
+        return StagedGasp(staged, about, self.stood, {**aux, self.rank: own} if own else aux)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""

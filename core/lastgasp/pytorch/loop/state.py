@@ -200,7 +200,7 @@ class TorchState:
             module.load_state_dict(stored["model"][name])  # type: ignore[index]
         for name, item in self.optimizers.items.items():
             item.load_state_dict(stored["optimizer"][name])  # type: ignore[index]
-        self._fill_small(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
+        self._fill_aux(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
 
     def remember(self, checkpoint: Mapping[str, Any]) -> Callable[[], None]:
         """After `load`: how to fill everything but parameters and optimizer states once more.
@@ -209,7 +209,7 @@ class TorchState:
         """
         kept = {name: value.detach().clone() for name, value in self.container.named_buffers()}
         stored = {role.role: role.unpack(checkpoint.get(role.role)) or {} for role in self._roles()}
-        small = copy.deepcopy((stored["scheduler"], checkpoint["scaler"], checkpoint["extra"]))
+        aux = copy.deepcopy((stored["scheduler"], checkpoint["scaler"], checkpoint["extra"]))
         groups = [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()]
 
         def fill() -> None:
@@ -218,11 +218,11 @@ class TorchState:
             for optimizer, saved in zip(self.optimizers.values(), groups, strict=True):
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
                     group.update(values)
-            self._fill_small(*small)
+            self._fill_aux(*aux)
 
         return fill
 
-    def _fill_small(self, schedulers: Mapping[str, Any], scaler: Any, extra: Mapping[str, Any]) -> None:
+    def _fill_aux(self, schedulers: Mapping[str, Any], scaler: Any, extra: Mapping[str, Any]) -> None:
         for name, item in self.schedulers.items.items():
             item.load_state_dict(schedulers[name])
         if self.scaler is not None and scaler:

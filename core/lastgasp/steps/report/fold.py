@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from .ranges import Range, RangeFold
-from .rows import Row
+from .records import Row
+from .spans import Range, RangeFold
 from .table import Collective, Step, StepTable
 
 KINDS = {

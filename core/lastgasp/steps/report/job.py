@@ -10,9 +10,9 @@ from typing import TypeVar
 import msgspec
 
 from .fold import Kinds, RankFold
-from .places import Place, data_files
-from .ranges import Counts
-from .rows import RankReader
+from .records import RankReader
+from .sources import Place, data_files
+from .spans import Counts
 from .table import StepTable, limits
 
 INFORMATION, GROUPS = "lastgasp.json", "parallel_group.json"

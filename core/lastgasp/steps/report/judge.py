@@ -1,4 +1,4 @@
-"""Who is slow, and why. Pure functions on frozen values; the thresholds stand in `excesses` and `saving`.
+"""Who is slow, and why. Pure functions on frozen values; the thresholds stand in `slowdowns` and `saving`.
 
 In synchronous training all ranks have the same step time, for the fast ones wait in the collective for the slow one.
 So two things tell: what a rank does on its own and the others do faster (`own`), and, where communication is marked,
@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .excesses import (
+from .phrasing import ms, numbers, percent
+from .robust_stats import median
+from .sample import Sample
+from .saving import Saving, judge_saving
+from .self_time import own_slowdown, unmarked_slowdown, waits_in_forward
+from .slowdowns import (
     MIN_BLOCKS,
     MIN_CERTAINTY,
     MIN_SHARE,
     MIN_STANDING_OF_MANY,
-    Excess,
+    Slowdown,
     measure,
     proven,
 )
-from .own import own_excess, unmarked_excess, waits_in_forward
-from .robust import median
-from .sample import Sample
-from .saving import Saving, judge_saving
 from .trends import trend
 from .verdict import Cause, Slow, Verdict
-from .words import ms, numbers, percent
 
 MIN_STEPS = 10
 """Steps that all ranks have in common after the warm-up; with fewer nobody is judged."""
@@ -89,8 +89,8 @@ def _why_not(sample: Sample) -> list[str]:
 
 def _slow(sample: Sample) -> list[Slow]:
     usual, ranks = sample.usual, sample.ranks
-    own = own_excess(sample.own)
-    found: dict[Cause, list[Excess]] = {"data": measure(own["data"], ranks, usual)}
+    own = own_slowdown(sample.own)
+    found: dict[Cause, list[Slowdown]] = {"data": measure(own["data"], ranks, usual)}
     found["compute"] = measure(own["compute"], ranks, usual)
     if sample.late is not None and len(sample.late) >= MIN_BLOCKS:
         found["communication"] = measure(sample.late.columns["late"], ranks, usual)
@@ -99,7 +99,7 @@ def _slow(sample: Sample) -> list[Slow]:
     return [slow for rank in named if (slow := _of_rank(sample, rank, found, accepted)) is not None]
 
 
-def _accepted(found: Sequence[Excess]) -> set[int]:
+def _accepted(found: Sequence[Slowdown]) -> set[int]:
     """Ranks that are named for this. Where several are slow, each stands out less; where most are, nobody is."""
     ranks = len(found)
     wide = {item.rank for item in found if proven(item, ranks, others=1)}
@@ -109,7 +109,7 @@ def _accepted(found: Sequence[Excess]) -> set[int]:
 
 
 def _of_rank(
-    sample: Sample, rank: int, found: Mapping[Cause, Sequence[Excess]], accepted: Mapping[Cause, set[int]]
+    sample: Sample, rank: int, found: Mapping[Cause, Sequence[Slowdown]], accepted: Mapping[Cause, set[int]]
 ) -> Slow | None:
     """None: it is late because it saves, which `saving` judges, or because it had to wait for another rank before."""
     mine = {cause: items[sample.ranks.index(rank)] for cause, items in found.items()}
@@ -129,7 +129,7 @@ def _of_rank(
     return _named_slow(sample, own, mine[own], mine[own].seconds, evidence)
 
 
-def _named_slow(sample: Sample, cause: Cause, found: Excess, lost: float, evidence: Sequence[str]) -> Slow:
+def _named_slow(sample: Sample, cause: Cause, found: Slowdown, lost: float, evidence: Sequence[str]) -> Slow:
     blocks = sample.late if cause == "communication" and sample.late is not None else sample.own
     since = blocks.steps[found.since] if found.since else None
     confidence = min(confidence_of(found), CAP_OF_TWO if len(sample.ranks) == 2 else 1.0)
@@ -141,7 +141,7 @@ def _named_slow(sample: Sample, cause: Cause, found: Excess, lost: float, eviden
     return Slow(found.rank, cause, round(confidence, 2), lost, lost / sample.usual, since, (*evidence, chance))
 
 
-def confidence_of(found: Excess) -> float:
+def confidence_of(found: Slowdown) -> float:
     """0.5 at the thresholds, towards 0.95 where all evidence is far beyond them."""
     strength = (found.share - MIN_SHARE) / (3 * MIN_SHARE)
     clarity = (found.standing - MIN_STANDING_OF_MANY) / (1 - MIN_STANDING_OF_MANY)
@@ -152,7 +152,7 @@ def confidence_of(found: Excess) -> float:
 _PHASES = {"forward_own": "forward", "backward": "backward", "optimizer": "optimizer"}
 
 
-def _of_own(sample: Sample, cause: Cause, found: Excess) -> list[str]:
+def _of_own(sample: Sample, cause: Cause, found: Slowdown) -> list[str]:
     if cause == "data":
         mine, others = _usual_of(sample, "data", found)
         return [f"waits {ms(mine)} per step for data, the others {ms(others)}"]
@@ -161,21 +161,21 @@ def _of_own(sample: Sample, cause: Cause, found: Excess) -> list[str]:
     return [f"computes {ms(found.seconds)} longer per step" + (f": {'; '.join(longer)}" if longer else "")]
 
 
-def _usual_of(sample: Sample, column: str, found: Excess) -> tuple[float, float]:
+def _usual_of(sample: Sample, column: str, found: Slowdown) -> tuple[float, float]:
     """Median seconds per step of the rank and of the others, since it is slow."""
     rows = [median(row[found.since :]) for row in sample.own.columns[column]]
     place = sample.ranks.index(found.rank)
     return rows[place], median([row for at, row in enumerate(rows) if at != place])
 
 
-def _of_lateness(late: Excess, own: Excess) -> list[str]:
+def _of_lateness(late: Slowdown, own: Slowdown) -> list[str]:
     return [
         f"comes {ms(late.seconds)} later per step to its collectives than the others, who wait for it",
         f"data and computing explain {ms(max(0.0, own.seconds))} of it: the rest passes outside of all marks",
     ]
 
 
-def _of_waiting(sample: Sample, own: Excess, late: Excess | None) -> list[str]:
+def _of_waiting(sample: Sample, own: Slowdown, late: Slowdown | None) -> list[str]:
     if late is not None and late.seconds >= CORROBORATES * own.seconds:
         return [f"the others wait {ms(late.seconds)} per step for it in marked collectives"]
     mine, others = _usual_of(sample, "backward", own)
@@ -188,7 +188,7 @@ def _hints(sample: Sample) -> list[str]:
     """Who loses time outside of all marks while the collectives are unmarked: no verdict, but where to look."""
     if sample.late is not None or len(sample.ranks) < 3:
         return []
-    found = measure(unmarked_excess(sample.own), sample.ranks, sample.usual)
+    found = measure(unmarked_slowdown(sample.own), sample.ranks, sample.usual)
     return [
         f"rank {item.rank} spends {ms(item.seconds)} per step more than the others outside of all marks, and the "
         "others seem to wait for it; with communication marks it can be judged: lastgasp switch comm=on"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .robust import excess
+from .robust_stats import slowdown
 from .table import Collective
 
 SYNCHRONISING = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
@@ -50,7 +50,7 @@ def _of_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[int, float]:
     total = dict.fromkeys(by_rank, 0.0)
     for first, last in _clusters(list(by_rank.values())):
         rows = [[by_rank[rank][place][2] for rank in by_rank] for place in range(first, last)]
-        for rank, value in zip(by_rank, excess(max(rows, key=max)), strict=True):
+        for rank, value in zip(by_rank, slowdown(max(rows, key=max)), strict=True):
             total[rank] -= value
     return total
 

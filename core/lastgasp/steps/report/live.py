@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .job import Job, JobReader
-from .places import Place, locate
+from .sources import Place, locate
 
 INTERVAL_S = 2.0
 """Seconds between two readings. Rows of lastgasp reach the disk within one second, TaskD's within ten."""

@@ -8,11 +8,11 @@ from html import escape
 
 from . import svg
 from .job import Job, RankData
-from .own import own_excess
-from .robust import median, quantile
+from .phrasing import conclusion, headline, ms, percent
+from .robust_stats import median, quantile
 from .sample import Blocks, Matrix, Sample
+from .self_time import own_slowdown
 from .summary import PHASES, RankRow, Report
-from .words import conclusion, headline, ms, percent
 
 LINES_MAX, POINTS = 64, 240
 """Ranks drawn as lines, and points of each."""
@@ -108,7 +108,7 @@ def _stripes(found: Sequence[Sample], slow: Sequence[int]) -> list[str]:
     for sample in found:
         if len(sample.ranks) < 2 or not len(sample.own) or sample.usual <= 0:
             continue
-        own = own_excess(sample.own)
+        own = own_slowdown(sample.own)
         plots = [("Waiting for data", own["data"], sample.own), ("Computing", own["compute"], sample.own)]
         if sample.late is not None:
             plots.append(("Coming late to collectives", sample.late.columns["late"], sample.late))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .job import Job, RankData
 from .lateness import Members, lateness, synchronising
-from .robust import median
+from .robust_stats import median
 from .table import Collective
 
 BLOCK = 8

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import msgspec
 
 from .job import RankData
-from .robust import change_point, median
+from .phrasing import ms, numbers, percent
+from .robust_stats import change_point, median
 from .table import Save
 from .verdict import Slow
-from .words import ms, numbers, percent
 
 MIN_SHARE = 0.20
 """Of the job's wall time that saving must take to be named, where one rank saves and nobody can be compared with it.

@@ -9,11 +9,11 @@ import msgspec
 
 from .job import Job, RankData
 from .judge import judge
-from .robust import quantile
+from .phrasing import numbers
+from .robust_stats import quantile
 from .sample import Sample
 from .saving import saving_of
 from .verdict import Verdict
-from .words import numbers
 
 VERSION = 1
 PHASES = ("data", "forward", "backward", "optimizer", "save")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .words import percent
+from .phrasing import percent
 
 WIDTH, LEFT, RIGHT = 960, 64, 76
 INNER = WIDTH - LEFT - RIGHT

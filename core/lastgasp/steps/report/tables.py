@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from .phrasing import conclusion, headline
 from .summary import RankRow, Report
-from .words import conclusion, headline
 
 _SHARES = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "save": "save", "rest": "rest"}
 """Share -> heading."""

@@ -14,9 +14,9 @@ import msgspec
 
 from .fold import step_number
 from .job import Progress, RankData, size_of
-from .places import Place, data_files, first_time
-from .ranges import Range, RangeFold
-from .rows import RankReader
+from .records import RankReader
+from .sources import Place, data_files, first_time
+from .spans import Range, RangeFold
 
 THREADS = ("step", "marks", "communication")
 LANES = 16

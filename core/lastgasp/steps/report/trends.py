@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .excesses import MIN_BLOCKS
-from .robust import change_point, median, scale
+from .phrasing import ms
+from .robust_stats import change_point, median, scale
 from .sample import Blocks
-from .words import ms
+from .slowdowns import MIN_BLOCKS
 
 GROWTH = 1.25
 """Times as long: neighbours on a shared machine move a job's steps by some ten percent for minutes."""

@@ -167,7 +167,7 @@ class _Processor:
         if os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1":
             if self.do_stop(message) != "ok" or self.do_clean(message) != "ok":
                 return "stop failed"
-            self.parked(5 * seconds(5.0))
+            self.at_gate(5 * seconds(5.0))
         result: list[str] = []
         thread = threading.Thread(target=lambda: result.append(self.call_save(message["per_rank"])))
         thread.start()
@@ -221,7 +221,7 @@ class _Processor:
         self.cleaned.release()
         return result
 
-    def parked(self, limit: float) -> None:
+    def at_gate(self, limit: float) -> None:
         time.sleep(min(0.05, limit))
 
     def do_repair(self, message: dict[str, Any]) -> str:

@@ -5,6 +5,6 @@ Importing this imports nothing of MindCluster; that happens when training begins
 
 from __future__ import annotations
 
-from .gasp import Control, MindioGasp
+from .backend import Control, MindioBackend
 
-__all__ = ["Control", "MindioGasp"]
+__all__ = ["Control", "MindioBackend"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from lastgasp.gasp.stand import Released
+from lastgasp.gasp.rank_status import Released
 
 from .window import FORCE_STOP
 

@@ -19,7 +19,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.processor import Processor
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import InPlace, SaveResult, StateSource
 from lastgasp.topology import Place
 
@@ -64,7 +64,7 @@ class Handlers:
     config: GaspConfig
     place: Place
     source: StateSource
-    stand: Stand
+    status: RankStatus
     processor: Processor
     strategies: Strategies
     over: Callable[[m.Ended], None]
@@ -93,11 +93,11 @@ class Handlers:
 
     def _save(self, step: int, save_info: list[Mapping[str, Any]]) -> None:
         limit = self.config.finish_timeout + 2 * self.config.save_timeout
-        self.stand.hold(limit, step)
+        self.status.hold(limit, step)
         self._outside(step)
-        small = self._consult(step, None).small
+        aux = self._consult(step, None).aux
         reason = f"MindIO ordered step {step} of ranks {sorted({r for info in save_info for r in info['ranks']})}"
-        result = self.source.save(step, small, reason)
+        result = self.source.save(step, aux, reason)
         self._saved[step] = result
         told = m.Saved(
             recovery=0, plan=step, path=result.path, nbytes=result.nbytes, first_byte_ns=result.first_byte_ns,
@@ -110,13 +110,13 @@ class Handlers:
             raise
 
     def _outside(self, step: int) -> None:
-        stand, deadline = self.stand, _clock.monotonic() + self.config.finish_timeout
-        stand.look()
-        while stand.inside and not stand.broken and _clock.monotonic() < deadline:
+        status, deadline = self.status, _clock.monotonic() + self.config.finish_timeout
+        status.look()
+        while status.inside and not status.broken and _clock.monotonic() < deadline:
             threading.Event().wait(LOOK)
-            stand.look()
-        if stand.broken or stand.inside or stand.step != step:
-            why = stand.broken or ("inside its update" if stand.inside else f"on step {stand.step}")
+            status.look()
+        if status.broken or status.inside or status.step != step:
+            why = status.broken or ("inside its update" if status.inside else f"on step {status.step}")
             raise NotSaveable(f"MindIO wants step {step}, and rank {self.place.rank} is {why}")
 
     def _consult(self, step: int, saved: m.Saved | None) -> m.Consulted:
@@ -127,7 +127,7 @@ class Handlers:
         if saved is not None and len(self.place.replicas) > 1:
             raise NotSaveable("the controller that brings the shards of a checkpoint together is gone")
         own = {self.place.rank: saved.part} if saved is not None else {}
-        return m.Consulted(step=step, small={}, parts=own)
+        return m.Consulted(step=step, aux={}, parts=own)
 
     def rename(self, step: int, _: Any) -> None:
         """All savers have saved: publish, manifest last. On one rank; again is harmless.
@@ -191,7 +191,7 @@ class Handlers:
     def rollback(self, step: int, args: Any, ctx: Any) -> None:
         """On all ranks; the status word goes back, too."""
         self._in_place().rollback(step)
-        self.stand.step, self.stand.inside = step, False
+        self.status.step, self.status.inside = step, False
 
     def rebuild_group(self, fault_ranks: Any, args: Any, ctx: Any) -> None:
         """Ranks were started anew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lastgasp.gasp.stand import Stand
+from lastgasp.gasp.rank_status import RankStatus
 
 FORCE_STOP = "FORCE STOP"
 
@@ -20,17 +20,17 @@ class Window:
         api: `mindio_ttp.framework_ttp`. stand: the status word. limit: seconds to park once a dump has begun.
     """
 
-    def __init__(self, api: Any, stand: Stand, limit: float) -> None:
+    def __init__(self, api: Any, status: RankStatus, limit: float) -> None:
         self._start, self._end, self._pause = api.tft_start_updating_os, api.tft_end_updating_os, api.tft_pause_train
-        self._stand, self._limit = stand, limit
+        self._status, self._limit = status, limit
 
-    def updating(self) -> None:
-        """Blocks while MindIO holds a step. Raises RuntimeError (FORCE STOP) or Released, see ports.GaspBackend."""
-        stand = self._stand
-        if stand.inside:
+    def before_update(self) -> None:
+        """Blocks while MindIO holds a step. Raises RuntimeError (FORCE STOP) or Released, see ports.RecoveryBackend."""
+        status = self._status
+        if status.inside:
             return
         self._enter()
-        stand.updating()
+        status.before_update()
 
     def _enter(self) -> None:
         try:
@@ -38,13 +38,13 @@ class Window:
         except RuntimeError:
             raise
         except Exception:  # a dump has begun: this state is needed as it is
-            self._stand.hold(self._limit)
+            self._status.hold(self._limit)
 
-    def step_end(self, step: int) -> None:
+    def step_completed(self, step: int) -> None:
         """Also for a step without an update (loss scaling): MindIO ignores an end without a start, without a word."""
-        stand = self._stand
-        if not stand.inside:
-            self.updating()  # blocks, or leaves, as an update would
-        stand.step_end(step)
+        status = self._status
+        if not status.inside:
+            self.before_update()  # blocks, or leaves, as an update would
+        status.step_completed(step)
         self._end(int(step))
         self._pause(int(step))

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from lastgasp import _clock, exitcodes
+from lastgasp import _clock
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.keeper import BoxKeeper
+from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.secret import FILE, TOKEN, token_from_environment
 from lastgasp.gasp.serve import ControllerThread, new_token
-from lastgasp.launch.rounds import HOLD_WITHOUT_CONTROLLER
+from lastgasp.launch.attempts import HOLD_WITHOUT_CONTROLLER
 
 LED = 5.0
 """Seconds in which the controller of another node must let itself be reached."""
@@ -94,7 +94,7 @@ def _look(address: str, token: str) -> m.Ranks | None:
         return None
 
 
-class MsRounds:
+class MsAttempts:
     """Starts the controller with the first attempt and keeps it for all of them.
 
     Args:
@@ -109,9 +109,9 @@ class MsRounds:
     """
 
     def __init__(self, where: Plan) -> None:
-        self._plan, self.number, self.several, self._progressed = where, -1, where.several, False
+        self._plan, self.number, self.several = where, -1, where.several
         self._controller: ControllerThread | None = None
-        self._keeper = None if where.here else BoxKeeper(f"{where.host}:{where.port}", where.token)
+        self._keeper = None if where.here else BufferKeeper(f"{where.host}:{where.port}", where.token)
         if where.here:
             try:
                 self._controller = ControllerThread(where.token, where.host, where.port)
@@ -121,7 +121,7 @@ class MsRounds:
                 raise ConfigError("LASTGASP_CONTROLLER", value, "an address of this node", remedy) from error
 
     @classmethod
-    def of(cls, args: Any, is_master: bool) -> MsRounds:
+    def of(cls, args: Any, is_master: bool) -> MsAttempts:
         """For msrun's parsed command line."""
         master = f"{args.master_addr}:{args.master_port}"
         if args.local_worker_num < args.worker_num and args.node_rank < 0:
@@ -135,7 +135,7 @@ class MsRounds:
         Returns:
             What its workers find in their environment.
         """
-        self.number, self._progressed = self.number + 1, False
+        self.number += 1
         if self._controller is not None and not self.several:  # launchers of other nodes count by themselves
             self._controller.expect(self.number)
         end = self._controller.endpoint if self._controller is not None else None
@@ -160,20 +160,9 @@ class MsRounds:
         """Seconds since the recovery ended, as far as this node knows."""
         return None if self._controller is None else self._controller.over_for(self.number)
 
-    def progressed(self, codes: Collection[int | None]) -> bool:
-        """A new step was completed, as far as this node knows.
-
-        A node without the controller leaves that judgement to the first one, unless a rank of its own has refused to
-        start and none of them has saved a step. With it the answer stays true once it was: another node may be the
-        first to start the next attempt, and the controller then speaks of that one.
-
-        Args:
-            codes: how the ranks of this node have ended; None while one runs.
-        """
-        if self._controller is None:
-            return exitcodes.REFUSED not in codes or exitcodes.SAVED in codes
-        self._progressed = self._progressed or self._controller.progressed(self.number)
-        return self._progressed
+    def progressed(self) -> bool:
+        """A new step was completed; a node without the controller leaves that judgement to the first."""
+        return self._controller is None or self._controller.progressed(self.number)
 
     def event(self) -> str:
         """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""

@@ -20,7 +20,7 @@ MANY = 50
 _Event = Callable[[], None]
 
 
-class UpdateWindow:
+class OptimizerUpdate:
     """Knows whether the state stands between two steps.
 
     The window opens at the first update of a step and closes when the loop's body has ended. Inside it this rank

@@ -31,7 +31,7 @@ def scale(values: Sequence[float], centre: float | None = None) -> float:
     return SIGMA_OF_MAD * median([abs(value - middle) for value in values])
 
 
-def excess(values: Sequence[float]) -> list[float]:
+def slowdown(values: Sequence[float]) -> list[float]:
     """Each value less the median of the others; needs two values at least.
 
     The value itself is left out: of two ranks, the slower one shows its whole delay and not half of it.

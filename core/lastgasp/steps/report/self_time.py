@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from .robust import excess
+from .robust_stats import slowdown
 from .sample import Blocks, Matrix
 
 
-def own_excess(blocks: Blocks) -> dict[str, Matrix]:
+def own_slowdown(blocks: Blocks) -> dict[str, Matrix]:
     """Excess over the other ranks, block by block: `data` and `compute`; seconds per step.
 
     In synchronous training all steps take as long as the slowest rank's, since the others wait for it: in DDP within
@@ -74,7 +74,7 @@ def _backward(blocks: Blocks) -> Matrix:
     return _map(lambda b, u: max(0.0, min(b, u)), over_others(whole), over_others(until))
 
 
-def unmarked_excess(blocks: Blocks) -> Matrix:
+def unmarked_slowdown(blocks: Blocks) -> Matrix:
     """What each rank spends outside of all marks more than the others; needs three ranks at least.
 
     Less what the rank was ahead in data, forward and optimizer: then it waits there for the others.
@@ -95,7 +95,7 @@ def over_others(matrix: Matrix) -> Matrix:
     present = [place for place, row in enumerate(matrix) if any(row)]
     result = [tuple(0.0 for _ in row) for row in matrix]
     if len(present) > 1:
-        columns = [excess(values) for values in zip(*(matrix[place] for place in present), strict=True)]
+        columns = [slowdown(values) for values in zip(*(matrix[place] for place in present), strict=True)]
         for place, row in zip(present, zip(*columns, strict=True), strict=True):
             result[place] = row
     return tuple(result)

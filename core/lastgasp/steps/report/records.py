@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from .places import data_files
+from .sources import data_files
 
 PIECE = 1 << 20
 """Bytes decoded at a time: some 5000 rows, which is what the memory for rows is bounded by."""

@@ -12,7 +12,7 @@ import msgspec
 
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp.addresses import address_towards
-from lastgasp.gasp.keeper import BoxKeeper
+from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.secret import REMEDY, Secret
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.signin import Desk
@@ -34,7 +34,7 @@ BRIEFLY = 5.0
 
 
 @dataclass
-class Round:
+class LaunchAttempt:
     """One attempt of the job on this node. Whatever it is asked, it answers from this process.
 
     Attributes:
@@ -92,15 +92,15 @@ class Round:
         return last_word(self.desk.entries, self.environment.get("LASTGASP_JOB", ""), self.number, led)
 
 
-class Rounds:
+class LaunchAttempts:
     """Starts the controller with the first round and keeps it for all of them."""
 
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
         self._started = 0
-        self._keeper: BoxKeeper | None = None
+        self._keeper: BufferKeeper | None = None
         self._notice: Notice | None = None
-        self._last: Round | None = None
+        self._last: LaunchAttempt | None = None
         self.last_word = LastWord()
         self._noticed = False
         self._given = dict(os.environ)
@@ -157,7 +157,7 @@ class Rounds:
         end = self._controller.endpoint
         return Notice(controller=end.address, token=end.token, job=run_id, attempt=number), secret
 
-    def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> Round:
+    def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> LaunchAttempt:
         """The next round: what the workers need to reach the controller.
 
         Args:
@@ -166,7 +166,7 @@ class Rounds:
         Raises:
             ConfigError: as `offer`.
         """
-        self.end_round()
+        self.end_attempt()
         size = group.group_world_size or 1
         if group.group_rank != 0:
             notice = self._read(group.store, run_id, fresh_store)
@@ -175,20 +175,20 @@ class Rounds:
         else:
             notice = self._notice
         if group.group_rank != 0:
-            self._keep_boxes(notice)
+            self._keep_buffers(notice)
         self._started = notice.attempt + 1
         controller = self._controller if group.group_rank == 0 else None
-        current = self._last = Round(number=notice.attempt, controller=controller)
+        current = self._last = LaunchAttempt(number=notice.attempt, controller=controller)
         current.environment = current.desk.environment | notice.environment
         return current
 
-    def _keep_boxes(self, notice: Notice) -> None:
+    def _keep_buffers(self, notice: Notice) -> None:
         """What the ranks of this host leave behind is told to the controller, which is on another one."""
         if self._keeper is not None and self._keeper.address != notice.controller:
             self._keeper.close()
             self._keeper = None
         if self._keeper is None and notice.controller:
-            self._keeper = BoxKeeper(notice.controller, notice.token)
+            self._keeper = BufferKeeper(notice.controller, notice.token)
 
     def _read(self, store: Any, run_id: str, fresh_store: bool) -> Notice:
         """What the first agent says; that there is no controller, where it says nothing."""
@@ -211,7 +211,7 @@ class Rounds:
             log.warning("no controller for this job: %s", why)
         return Notice(controller="", token="", job=run_id, attempt=self._started, why=why)
 
-    def end_round(self) -> None:
+    def end_attempt(self) -> None:
         """The workers of the round have ended: keep what became of their last step. Idempotent."""
         if self._last is not None:
             self.last_word = self._last.last_word()
@@ -230,7 +230,7 @@ class Rounds:
         """
         if self._keeper is not None:
             self._keeper.close()
-        self.end_round()
+        self.end_attempt()
         if self._controller is not None:
             self._controller.stop()
         return self.last_word.ending

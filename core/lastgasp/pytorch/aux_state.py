@@ -1,6 +1,6 @@
-"""The small state of a rank: random state, module buffers, data position; captured at every boundary.
+"""The auxiliary state of a rank: random state, module buffers, data position; captured at every boundary.
 
-It goes to a black box, so that it is at hand after the rank was killed. The big state (parameters,
+It goes to a crash-safe buffer, so that it is at hand after the rank was killed. The big state (parameters,
 optimizer) is read live at the gasp.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lastgasp.blackbox import BlackBox
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.buffers import BufferRecorder, decode_buffers, encode_table, persistent_buffers
 
@@ -25,8 +25,8 @@ _EXTRA_ROOM = 1 << 18
 
 
 @dataclass(frozen=True)
-class SmallState:
-    """What `decode_small` returns.
+class AuxState:
+    """What `decode_aux` returns.
 
     Args:
         rng: random state of the rank.
@@ -39,8 +39,8 @@ class SmallState:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-class SmallRecorder:
-    """Captures the small state of this rank into its black box.
+class AuxRecorder:
+    """Captures the auxiliary state of this rank into its crash-safe buffer.
 
     Args:
         devices: accelerators of this rank; their generators are captured too.
@@ -57,13 +57,13 @@ class SmallRecorder:
         self.buffers = BufferRecorder(module)
         self._rng = rng.RngRecorder(devices)
         self._room = extra_room
-        self.box, self._before = BlackBox(self._needed()), 0
+        self.buffer, self._before = CrashSafeBuffer(self._needed()), 0
         self._bind()
 
     @property
     def fd(self) -> int:
-        """Descriptor of the black box; others open `/proc/PID/fd/FD`."""
-        return self.box.fd
+        """Descriptor of the crash-safe buffer; others open `/proc/PID/fd/FD`."""
+        return self.buffer.fd
 
     def _needed(self) -> int:
         table = encode_table(self.buffers.table)
@@ -74,7 +74,7 @@ class SmallRecorder:
         return self._extra_at + self._room
 
     def _bind(self) -> None:
-        payloads = self.box.payloads
+        payloads = self.buffer.payloads
         self._rng_slots = [self._rng.bind(p[_HEAD_ROOM:]) for p in payloads]
         self.buffers.bind([p[self._buffers_at : self._extra_at] for p in payloads])
         self._written: list[bytes | None] = [None] * len(payloads)
@@ -83,7 +83,7 @@ class SmallRecorder:
 
     def _fit(self) -> None:
         self._room = max(self._room, 2 * len(self.extra))
-        self.box.grow(self._needed())
+        self.buffer.grow(self._needed())
         self._bind()
 
     def capture(self, step: int, settled: bool) -> None:
@@ -99,15 +99,15 @@ class SmallRecorder:
             self._fit()
         elif len(extra) > self._room:
             self._fit()
-        box = self.box
-        self._before = box.slot
-        payload = box.begin(step, settled)
-        slot = box.slot
+        buffer = self.buffer
+        self._before = buffer.slot
+        payload = buffer.begin(step, settled)
+        slot = buffer.slot
         self._rng.capture(self._rng_slots[slot])
         buffers.capture(slot, step)
         if self._written[slot] is not extra:
             self._write_extra(payload, slot)
-        box.end(self._extra_at + len(extra))
+        buffer.end(self._extra_at + len(extra))
 
     def _write_extra(self, payload: memoryview, slot: int) -> None:
         sizes = (self._rng.size, len(self._table), self.buffers.size, len(self.extra))
@@ -117,13 +117,13 @@ class SmallRecorder:
         self._written[slot] = self.extra
 
     def read(self, step: int) -> bytes | None:
-        """The encoded small state of `step`, if it is among the last ones. Callable from any thread."""
-        return BlackBox.read(self.box.fd, step)
+        """The encoded auxiliary state of `step`, if it is among the last ones. Callable from any thread."""
+        return CrashSafeBuffer.read(self.buffer.fd, step)
 
     def drew(self) -> bool:
         """Whether random numbers were drawn between the two newest captures."""
-        size, payloads = self._rng.size, self.box.payloads
-        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in (self.box.slot, self._before))
+        size, payloads = self._rng.size, self.buffer.payloads
+        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in (self.buffer.slot, self._before))
         return now != before
 
     def snapshot_rng(self) -> bytes:
@@ -131,19 +131,19 @@ class SmallRecorder:
         return self._rng.snapshot()
 
     def close(self) -> None:
-        """Close the black box. Idempotent."""
-        self.box.close()
+        """Close the crash-safe buffer. Idempotent."""
+        self.buffer.close()
 
 
-def decode_small(data: bytes) -> SmallState:
-    """Read an encoded small state.
+def decode_aux(data: bytes) -> AuxState:
+    """Read an encoded auxiliary state.
 
     Raises:
-        ValueError: not the bytes of a small state of a version this code knows.
+        ValueError: not the bytes of a auxiliary state of a version this code knows.
     """
     rng_bytes, table, buffers, extra, buffers_at, extra_at = _head(data)
     table_at = _HEAD_ROOM + rng_bytes
-    return SmallState(
+    return AuxState(
         rng=rng.decode(data[_HEAD_ROOM:table_at]),
         extra=data[extra_at : extra_at + extra],
         buffers=decode_buffers(data[table_at : table_at + table], data[buffers_at : buffers_at + buffers]),
@@ -151,20 +151,20 @@ def decode_small(data: bytes) -> SmallState:
 
 
 def extra_of(data: bytes) -> bytes:
-    """The adapter's own bytes of an encoded small state; the rest is not decoded."""
+    """The adapter's own bytes of an encoded auxiliary state; the rest is not decoded."""
     *_, size, _, at = _head(data)
     return data[at : at + size]
 
 
 def without_buffers(data: bytes) -> bytes:
-    """The same small state without its buffers, for where they are saved elsewhere."""
+    """The same auxiliary state without its buffers, for where they are saved elsewhere."""
     rng_bytes, _, _, extra, _, extra_at = _head(data)
     end = _HEAD_ROOM + rng_bytes
     head = _HEAD.pack(_MAGIC, _VERSION, rng_bytes, 0, 0, extra, end, end)
     return head + data[_HEAD_ROOM:end] + data[extra_at : extra_at + extra]
 
 
-def restore_small(state: SmallState, devices: Sequence[torch.device] = (), module: nn.Module | None = None) -> None:
+def restore_aux(state: AuxState, devices: Sequence[torch.device] = (), module: nn.Module | None = None) -> None:
     """Make the random state of `state` this process's, and its buffers (if any) those of `module`."""
     if module is not None and state.buffers:
         holders = dict(persistent_buffers(module))
@@ -178,10 +178,10 @@ def restore_small(state: SmallState, devices: Sequence[torch.device] = (), modul
 
 def _head(data: bytes) -> tuple[int, int, int, int, int, int]:
     if len(data) < _HEAD_ROOM:
-        raise ValueError(f"a small state has at least {_HEAD_ROOM} bytes, got {len(data)}")
+        raise ValueError(f"a auxiliary state has at least {_HEAD_ROOM} bytes, got {len(data)}")
     magic, version, a, b, c, d, e, f = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
-        raise ValueError(f"not a small state of version {_VERSION}")
+        raise ValueError(f"not a auxiliary state of version {_VERSION}")
     return a, b, c, d, e, f
 
 

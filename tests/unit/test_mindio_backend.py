@@ -14,15 +14,15 @@ from typing import Any, NoReturn
 import pytest
 
 from lastgasp import exitcodes
-from lastgasp.backends.ascend.mindio import exits, gasp, validation
-from lastgasp.backends.ascend.mindio.gasp import Control, MindioGasp
+from lastgasp.backends.ascend.mindio import backend, exits, validation
+from lastgasp.backends.ascend.mindio.backend import Control, MindioBackend
 from lastgasp.backends.ascend.mindio.handlers import Handlers
 from lastgasp.backends.ascend.mindio.lastword import LastWord
 from lastgasp.backends.ascend.mindio.strategies import Strategies
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.stand import Stand, given_up
+from lastgasp.gasp.rank_status import RankStatus, given_up
 from lastgasp.topology import Place, data_parallel
 
 SAVED = m.Release(recovery=0, ending="saved", step=7, path="p", reason="")
@@ -54,16 +54,16 @@ class Rank:
 
     def __init__(self, directory: Path, strategies: Strategies | None = None) -> None:
         self.calls: list[str] = []
-        self.stand = Stand()
+        self.status = RankStatus()
         self.next_action = Action.RETRY.value
         self.missing, self.led = "", True
         self.on_tell: Callable[[], None] = lambda: None
         processor: Any = self
         source: Any = SimpleNamespace(rank=1)
-        control = Control(self.stand, processor, self.gather, self.alone, "127.0.0.1", self.leave)
+        control = Control(self.status, processor, self.gather, self.uncoordinated, "127.0.0.1", self.leave)
         place = Place(rank=1, world_size=2, replicas=data_parallel(2))
-        self.gasp = MindioGasp(GaspConfig.resolve(directory), place, source, control)
-        self.gasp.strategies, self.gasp._api, self.gasp._state = strategies or RETRY, self, "running"
+        self.backend = MindioBackend(GaspConfig.resolve(directory), place, source, control)
+        self.backend.strategies, self.backend._api, self.backend._state = strategies or RETRY, self, "running"
         self.Action, self.ReportState = Action, ReportState
         self.led_elsewhere: Any = None
 
@@ -99,16 +99,16 @@ class Rank:
 
     def over(self, outcome: m.Release) -> None:
         """The end."""
-        self.stand.release(outcome)
+        self.status.release(outcome)
 
     def gather(self, tag: str, payload: bytes, seconds: float = 0.0) -> Any:
         """All are there, or who is missing."""
         self.calls.append("together")
         return m.Gathered(tag=tag, parts=(), missing=self.missing)
 
-    def alone(self, fault: Any) -> m.Release:
+    def uncoordinated(self, fault: Any) -> m.Release:
         """Without a controller."""
-        self.calls.append("alone, gate closed" if self.stand.held else "alone")
+        self.calls.append("alone, gate closed" if self.status.held else "alone")
         return given_up("alone")
 
     def leave(self, code: int) -> NoReturn:
@@ -124,20 +124,20 @@ def test_a_rank_that_saves_is_not_reported_as_faulty(tmp_path: Path, monkeypatch
     rank = Rank(tmp_path)
     monkeypatch.setattr(exits, "DETECTION", 0.0)
     monkeypatch.setattr(exits, "telling", lambda *_: exits.Telling("RS_UNKNOWN", 0.01))
-    rank.stand.hold(60.0, 7)
-    threading.Timer(0.2, rank.stand.release, (SAVED,)).start()
-    rank.gasp.fault("peer", "RuntimeError: connection closed by peer")
+    rank.status.hold(60.0, 7)
+    threading.Timer(0.2, rank.status.release, (SAVED,)).start()
+    rank.backend.fault("peer", "RuntimeError: connection closed by peer")
     assert rank.calls == ["report peer"]
 
 
 def test_where_mindio_ends_the_job_without_a_checkpoint_ours_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gasp, "SETTLE", 0.01)
+    monkeypatch.setattr(backend, "SETTLE", 0.01)
     rank = Rank(tmp_path)
-    rank.on_tell = lambda: rank.stand.release(SAVED)
+    rank.on_tell = lambda: rank.status.release(SAVED)
     with pytest.raises(Left) as left:
-        rank.gasp._leave()
+        rank.backend._leave()
     assert left.value.args == (exitcodes.SAVED,)
     assert rank.calls == ["report peer", "tell gave_up"]
 
@@ -146,32 +146,32 @@ def test_without_any_controller_no_update_comes_while_this_rank_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread may be well: only this thread knows that the job is to end."""
-    monkeypatch.setattr(gasp, "SETTLE", 0.01)
+    monkeypatch.setattr(backend, "SETTLE", 0.01)
     rank = Rank(tmp_path)
     rank.led = False
     with pytest.raises(Left):
-        rank.gasp._leave()
+        rank.backend._leave()
     assert rank.calls == ["report peer", "tell gave_up", "alone, gate closed"]
 
 
 def test_the_training_thread_and_mindios_lead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gasp, "SETTLE", 0.01)
-    monkeypatch.setattr(MindioGasp, "grace", 0.0)
+    monkeypatch.setattr(backend, "SETTLE", 0.01)
+    monkeypatch.setattr(MindioBackend, "grace", 0.0)
     rank = Rank(tmp_path)
     saving, saved = threading.Event(), threading.Event()
 
     def save() -> None:
         saving.set()
         saved.wait(20.0)
-        rank.stand.release(SAVED)
+        rank.status.release(SAVED)
 
     rank.on_tell = save
-    training = threading.Thread(target=rank.gasp.fault, args=("exception", "ValueError: boom"))
+    training = threading.Thread(target=rank.backend.fault, args=("exception", "ValueError: boom"))
     training.start()
     assert saving.wait(20.0)
     threading.Timer(0.1, saved.set).start()
     with pytest.raises(Left):
-        rank.gasp._leave()
+        rank.backend._leave()
     training.join(20.0)
     assert rank.calls.count("tell gave_up") == 1
 
@@ -181,23 +181,23 @@ def test_told_to_stop_in_the_middle_of_a_recovery_a_rank_stays_a_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, calls: list[str]
 ) -> None:
     rank = Rank(tmp_path)
-    monkeypatch.setattr(gasp, "ask_for_dump", lambda endpoint: answer)
-    monkeypatch.setattr(gasp, "TURN", 0.0)
-    threading.Timer(0.2, rank.stand.release, (SAVED,)).start()
-    rank.gasp._stop_job(rank.gasp._fault_here("sigterm", "told to stop"))
+    monkeypatch.setattr(backend, "ask_for_dump", lambda endpoint: answer)
+    monkeypatch.setattr(backend, "TURN", 0.0)
+    threading.Timer(0.2, rank.status.release, (SAVED,)).start()
+    rank.backend._stop_job(rank.backend._fault_here("sigterm", "told to stop"))
     assert rank.calls == calls
 
 
 def test_a_rank_that_raised_gets_time_for_its_own_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MindSpore mode's exit order comes at once, on another thread than that which prints the traceback."""
     rank, waited = Rank(tmp_path), []
-    monkeypatch.setattr(MindioGasp, "grace", 7.5)
+    monkeypatch.setattr(MindioBackend, "grace", 7.5)
     monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waited.append(seconds))
-    rank.stand.outcome = SAVED
+    rank.status.outcome = SAVED
     for state in ("running", "faulted"):
-        rank.gasp._state = state
+        rank.backend._state = state
         with pytest.raises(Left):
-            rank.gasp._leave()
+            rank.backend._leave()
     assert waited.count(7.5) == 1
 
 
@@ -213,7 +213,7 @@ def test_where_only_recover_is_granted_survivors_come_back_too(tmp_path: Path) -
             raise RuntimeError("FORCE STOP. by MindIO")
         return what
 
-    assert rank.gasp.protect(train)("x") == "x"
+    assert rank.backend.protect(train)("x") == "x"
     assert rank.calls == ["RS_NORMAL", "next", "repair"]
 
 
@@ -223,14 +223,14 @@ def test_what_is_not_granted_is_no_retry(tmp_path: Path) -> None:
 
     rank = Rank(tmp_path, RECOVER)
     with pytest.raises(RuntimeError, match="UCE ERROR"):
-        rank.gasp.protect(train)()
+        rank.backend.protect(train)()
     assert rank.calls == []
 
 
 def test_a_rank_that_was_started_anew_waits_for_its_state_before_it_trains(tmp_path: Path) -> None:
     rank = Rank(tmp_path, RECOVER)
-    rank.gasp._rebooted = True
-    protected = rank.gasp.protect(lambda: rank.calls.append("train"))
+    rank.backend._rebooted = True
+    protected = rank.backend.protect(lambda: rank.calls.append("train"))
     protected()
     assert rank.calls == ["RS_PREREPAIR_FINISH", "repair", "train"]
     protected()
@@ -239,9 +239,9 @@ def test_a_rank_that_was_started_anew_waits_for_its_state_before_it_trains(tmp_p
 
 def test_a_rank_that_is_not_taken_in_does_not_train(tmp_path: Path) -> None:
     rank = Rank(tmp_path, RECOVER)
-    rank.gasp._rebooted, rank.next_action = True, Action.EXIT.value
+    rank.backend._rebooted, rank.next_action = True, Action.EXIT.value
     with pytest.raises(RuntimeError, match="did not take this rank"):
-        rank.gasp.protect(lambda: rank.calls.append("train"))()
+        rank.backend.protect(lambda: rank.calls.append("train"))()
     assert "train" not in rank.calls
 
 
@@ -250,7 +250,7 @@ def test_a_state_that_nobody_holds_is_not_repaired_in_place(tmp_path: Path, kind
     rank = Rank(tmp_path)
     processor: Any = rank
     handlers = Handlers(
-        rank.gasp._config, rank.gasp._place, rank.gasp._source, rank.stand, processor, RETRY,
+        rank.backend._config, rank.backend._place, rank.backend._source, rank.status, processor, RETRY,
         over=lambda ended: None, leave=lambda: None,
     )  # fmt: skip
     info = {"type": [0], "repair_type": kind, "src": [0], "dst": [0], "rank_list": [0]}
@@ -263,8 +263,8 @@ def test_a_state_that_nobody_holds_is_not_repaired_in_place(tmp_path: Path, kind
 
 def test_a_rank_leaves_together_with_the_others(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
-    rank.gasp.goodbye()
-    rank.gasp.goodbye()
+    rank.backend.goodbye()
+    rank.backend.goodbye()
     assert rank.calls == ["together", "destroy"]
 
 
@@ -274,10 +274,10 @@ def test_a_rank_that_has_the_last_step_stays_where_another_died(
     """A rank that has left would be MindIO's reason to save nothing."""
     rank = Rank(tmp_path)
     rank.missing = "rank 0 is gone"
-    threading.Timer(0.1, rank.stand.release, (SAVED,)).start()
-    rank.gasp.goodbye()
+    threading.Timer(0.1, rank.status.release, (SAVED,)).start()
+    rank.backend.goodbye()
     assert rank.calls == ["together", "report peer"]
-    assert rank.stand.outcome is SAVED
+    assert rank.status.outcome is SAVED
 
 
 def test_training_begins_on_the_main_thread(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lastgasp.events import Incident, Unused, encode_incident
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
-from .actions import Note
+from .actions import RecordPhase
 from .decision import NOT_NEEDED
 from .groups import unpack
 from .machine import Machine
@@ -38,7 +38,7 @@ class GatherState:
 
 
 @dataclass
-class Generation:
+class Attempt:
     """State of one attempt; made by the first rank that joins."""
 
     hello: m.Hello
@@ -55,7 +55,7 @@ class Generation:
     """Of the incident, or of the one that there will be."""
 
     @classmethod
-    def of(cls, hello: m.Hello) -> Generation:
+    def of(cls, hello: m.Hello) -> Attempt:
         """Begin with what the first rank says; the others must say the same."""
         machine = Machine(
             replicas=unpack(hello.replicas),
@@ -140,7 +140,7 @@ class Generation:
 
     # -- incident ---------------------------------------------------------------------------------
 
-    def note(self, note: Note) -> None:
+    def note(self, note: RecordPhase) -> None:
         """Stamp a phase; open the incident at the first one, fill it in at the last."""
         now = _clock.wall_ns()
         if self.incident is None:

@@ -10,7 +10,7 @@ from lastgasp.ports import SaveResult, StateSource
 from lastgasp.steps.attach import no_mark
 
 
-class LateSource:
+class DeferredSource:
     """The state, once there is one: a session must exist before the model does, for the ranks to agree on what to load.
 
     Attributes:
@@ -24,9 +24,9 @@ class LateSource:
         self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
 
     @property
-    def box(self) -> int:
-        """The black box's descriptor."""
-        return self.inner.box if self.inner is not None else -1
+    def buffer_fd(self) -> int:
+        """The crash-safe buffer's descriptor."""
+        return self.inner.buffer_fd if self.inner is not None else -1
 
     def _known(self) -> StateSource:
         if self.inner is None:
@@ -37,10 +37,10 @@ class LateSource:
         """As the state says; empty without one."""
         return self.inner.capture(step) if self.inner is not None else b""
 
-    def save(self, step: int, small: Mapping[int, bytes], reason: str) -> SaveResult:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SaveResult:
         """As the state says. Raises NotSaveable without one."""
         with self.mark:
-            return self._known().save(step, small, reason)
+            return self._known().save(step, aux, reason)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str | None:
         """As the state says."""

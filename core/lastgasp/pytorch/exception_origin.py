@@ -8,7 +8,7 @@ import torch.distributed
 
 from lastgasp.checkpoint import trial
 from lastgasp.events import FaultKind
-from lastgasp.origin import cause_of, kind_by
+from lastgasp.exception_origin import cause_of, kind_by
 
 __all__ = ["cause_of", "is_about_content", "kind_of"]
 

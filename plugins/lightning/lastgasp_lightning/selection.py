@@ -11,11 +11,11 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.checkpoint import newest_good
-from lastgasp.choosing import Choice
 from lastgasp.config import GaspConfig
 from lastgasp.fits import FITS
 from lastgasp.ports import Gather
-from lastgasp.pytorch import origin
+from lastgasp.pytorch import exception_origin
+from lastgasp.selection import CheckpointSelector
 from lastgasp.topology import Place
 from lastgasp_lightning.checkpoint_io import search_folders
 from lastgasp_lightning.compat import Undo, replace_method
@@ -39,12 +39,12 @@ def last_good(dir: str | os.PathLike[str]) -> str | None:
     return str(found.path) if found is not None else None
 
 
-class Chooser:
+class LightningSelector:
     """Replaces the path that Lightning restores from, once its process group is up.
 
     Attributes:
         resumed: a checkpoint of ours was chosen.
-        stood: the manifests that stood there before (`Choice.stood`).
+        stood: the manifests that stood there before (`CheckpointSelector.stood`).
         same_run: and the user did not name it, so that it is the same run that goes on.
         loaded: called on all ranks once it is loaded.
     """
@@ -92,24 +92,22 @@ class Chooser:
         trainer, config, place = self._trainer, self._config, self._place
         local = (trainer.local_rank, max(1, trainer.num_devices))
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
-        choice = Choice(config, folders, LAYOUT, place, self._gather, local, fit=fit)
+        choice = CheckpointSelector(config, folders, LAYOUT, place, self._gather, local, fit=fit)
 
         def restore(path: Path) -> None:
             self._tell(choice, path, given)
             load(path)
 
-        found = choice.load(restore, bool(given), origin.is_about_content) is not None
+        found = choice.load(restore, bool(given), exception_origin.is_about_content) is not None
         self.stood = choice.stood
         if found and self.same_run:
             self.loaded()
         return found
 
-    def _tell(self, choice: Choice, path: Path, given: Any) -> None:
+    def _tell(self, choice: CheckpointSelector, path: Path, given: Any) -> None:
         self.resumed, self.same_run = True, not choice.named
         if not choice.named:
             self._fit.resumed(path, choice.unnumbered)
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
         if given and not named and Path(given).absolute() != path.absolute():
-            log.warning(
-                "ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given, path
-            )
+            log.warning("ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given, path)

@@ -1,6 +1,6 @@
-"""The small state of a rank: random state, statistics that the forward pass changes, and the numbers of the step.
+"""The auxiliary state of a rank: random state, statistics that the forward pass changes, and the numbers of the step.
 
-Captured at the end of each step into a black box, which others on the host can read after the rank was killed.
+Captured at the end of each step into a crash-safe buffer, which others on the host can read after the rank was killed.
 Parameters that the optimizer changes are not among it: they are read live at the gasp.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy
 
-from lastgasp.blackbox import BlackBox
+from lastgasp.crash_safe_buffer import CrashSafeBuffer
 
 VERSION = 1
 _ROOM = 1 << 14
@@ -57,8 +57,8 @@ class Statistic(msgspec.Struct, frozen=True, array_like=True):
         return numpy.frombuffer(self.data, dtype=self.kind).reshape(self.shape).copy()
 
 
-class SmallState(msgspec.Struct, frozen=True, array_like=True):
-    """What one record of the black box holds."""
+class AuxState(msgspec.Struct, frozen=True, array_like=True):
+    """What one record of the crash-safe buffer holds."""
 
     version: int
     numbers: Numbers
@@ -69,7 +69,7 @@ class SmallState(msgspec.Struct, frozen=True, array_like=True):
     statistics: tuple[Statistic, ...] = ()
 
 
-_STATES = msgspec.msgpack.Decoder(SmallState)
+_STATES = msgspec.msgpack.Decoder(AuxState)
 _PYTHON = msgspec.msgpack.Decoder(tuple[int, tuple[int, ...], float | None])
 
 
@@ -79,15 +79,15 @@ class _Watched:
     param: Any
 
 
-class SmallRecorder:
-    """Captures the small state of this rank.
+class AuxRecorder:
+    """Captures the auxiliary state of this rank.
 
     Args:
         train_network: whose statistics count: all its small parameters that are not the optimizer's.
     """
 
     def __init__(self, train_network: Any) -> None:
-        self.box = BlackBox(_ROOM)
+        self.buffer = CrashSafeBuffer(_ROOM)
         self._watched = _watched(train_network)
 
     @property
@@ -98,15 +98,15 @@ class SmallRecorder:
     def capture(self, numbers: Numbers) -> None:
         """As of now. One thread at a time."""
         data = self.encoded(numbers)
-        if len(data) > self.box.capacity:
-            self.box.grow(2 * len(data))
-        self.box.begin(numbers.step, True)[: len(data)] = data
-        self.box.end(len(data))
+        if len(data) > self.buffer.capacity:
+            self.buffer.grow(2 * len(data))
+        self.buffer.begin(numbers.step, True)[: len(data)] = data
+        self.buffer.end(len(data))
 
     def encoded(self, numbers: Numbers) -> bytes:
-        """The small state as it stands."""
+        """The auxiliary state as it stands."""
         kind, key, position, has_gauss, gauss = _numpy_state()
-        state = SmallState(
+        state = AuxState(
             version=VERSION,
             numbers=numbers,
             python=msgspec.msgpack.encode(random.getstate()),
@@ -116,7 +116,7 @@ class SmallRecorder:
         )
         return msgspec.msgpack.encode(state)
 
-    def restore_scaling(self, state: SmallState) -> None:
+    def restore_scaling(self, state: AuxState) -> None:
         """Make the loss scale, and how long it has stood, that of `state`, where it changes in both."""
         told = {statistic.name: statistic for statistic in state.statistics if _is_scaling(statistic.name)}
         mine = {watched.name: watched.param for watched in self._watched if _is_scaling(watched.name)}
@@ -127,29 +127,29 @@ class SmallRecorder:
 
     def read(self, step: int) -> bytes:
         """The encoded state of `step`; empty when it is not known any more. From any thread."""
-        return BlackBox.read(self.box.fd, step) or b""
+        return CrashSafeBuffer.read(self.buffer.fd, step) or b""
 
     def close(self) -> None:
-        """Close the black box. Idempotent."""
-        self.box.close()
+        """Close the crash-safe buffer. Idempotent."""
+        self.buffer.close()
 
 
-def decode(data: bytes) -> SmallState:
-    """What `SmallRecorder` has captured.
+def decode(data: bytes) -> AuxState:
+    """What `AuxRecorder` has captured.
 
     Raises:
-        ValueError: not a small state of a version that this code knows.
+        ValueError: not a auxiliary state of a version that this code knows.
     """
     try:
         state = _STATES.decode(data)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not a small state of MindSpore: {error}") from error
+        raise ValueError(f"not a auxiliary state of MindSpore: {error}") from error
     if state.version != VERSION:
-        raise ValueError(f"a small state of version {state.version}, expected {VERSION}")
+        raise ValueError(f"a auxiliary state of version {state.version}, expected {VERSION}")
     return state
 
 
-def restore_random(state: SmallState) -> None:
+def restore_random(state: AuxState) -> None:
     """Make its random state this process's; the statistics stand in the checkpoint."""
     version, internal, gauss = _PYTHON.decode(state.python)
     random.setstate((version, internal, gauss))

@@ -24,7 +24,7 @@ def read_pair(checkpoint: Path, layout: Layout) -> Manifest | ManifestProblem:
     return _pending(checkpoint, layout, found) or _own(checkpoint, layout, found)
 
 
-def vouched(checkpoint: Path, layout: Layout) -> bool:
+def has_manifest(checkpoint: Path, layout: Layout) -> bool:
     """Whether there is a manifest to verify with: in place (sound or not), or waiting and the one of this data."""
     return layout.manifest_path(checkpoint).exists() or isinstance(read_pair(checkpoint, layout), Manifest)
 

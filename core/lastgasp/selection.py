@@ -11,7 +11,7 @@ import msgspec
 from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import Agreement, Candidate, Verdict, agree, candidates, progress_bar, quarantine, verify
 from lastgasp.checkpoint.manifest import Fit
-from lastgasp.checkpoint.pairing import vouched
+from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.checkpoint.samefit import differences, number_of, of_fit
 from lastgasp.checkpoint.trial import Trial, is_about_content
 from lastgasp.checkpoint.unknown import all_of_training, unknown
@@ -31,7 +31,7 @@ _NOT_UNDERSTOOD = (
 )
 
 
-class Choice:
+class CheckpointSelector:
     """The choice of one job. All ranks call `load`, or `choose`, together.
 
     Args:
@@ -179,7 +179,7 @@ class Choice:
     def _explicit(self, path: Path) -> Path:
         if not path.exists():
             raise ConfigError("resume", str(path), "'auto', 'never' or an existing checkpoint", "Check the path.")
-        if vouched(path, self._layout) and not (verdict := verify(path, self._layout)).ok:
+        if has_manifest(path, self._layout) and not (verdict := verify(path, self._layout)).ok:
             raise DamagedCheckpoint(str(path), verdict.reasons)
         self.named = True
         self._list()

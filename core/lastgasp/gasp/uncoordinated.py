@@ -15,10 +15,10 @@ from lastgasp.ports import Contributor, SaveResult, StateSource
 from lastgasp.topology import Place
 
 from . import messages as m
+from .attempt import new_incident, write_incident
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
-from .generation import new_incident, write_incident
+from .rank_status import RankStatus
 from .settled import SavedElsewhere
-from .stand import Stand
 from .views import nothing_new, safe_step
 
 log = logging.getLogger("lastgasp")
@@ -53,8 +53,8 @@ class _Settled(Exception):
         self.step, self.path = step, path
 
 
-def recover_alone(
-    stand: Stand, source: StateSource, place: Place, hello: m.Hello, fault: Fault, known: Known | None = None
+def recover_uncoordinated(
+    status: RankStatus, source: StateSource, place: Place, hello: m.Hello, fault: Fault, known: Known | None = None
 ) -> m.Release:
     """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it.
 
@@ -66,14 +66,14 @@ def recover_alone(
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
     incident.faults, incident.phases.fault = [fault], fault.seen_ns
     incident.phases.detected = _clock.wall_ns()
-    stand.all_run = fault.kind == "sigterm"
+    status.all_run = fault.kind == "sigterm"
     elsewhere = SavedElsewhere(Path(hello.directory), hello.job, hello.attempt, known.since_s)
-    case = _Case(incident, fault, elsewhere, begun=stand.phase != "start")
+    case = _Case(incident, fault, elsewhere, begun=status.phase != "start")
     try:
-        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, case)
+        outcome = _decide_and_save(status, source, place, hello.finish_timeout, case)
     except Moved as moved:  # the gate is closed, so a state goes on once
         log.warning("%s", moved)
-        outcome = _decide_and_save(stand, source, place, hello.finish_timeout, case, last=True)
+        outcome = _decide_and_save(status, source, place, hello.finish_timeout, case, last=True)
     incident.phases.released = _clock.wall_ns()
     incident.notes += known.notes
     if place.world_size > 1 and (incident.savers or incident.ending != "saved"):
@@ -86,28 +86,28 @@ def recover_alone(
 
 
 def _decide_and_save(
-    stand: Stand, source: StateSource, place: Place, finish: float, case: _Case, last: bool = False
+    status: RankStatus, source: StateSource, place: Place, finish: float, case: _Case, last: bool = False
 ) -> m.Release:
     """Raises Moved, but not the `last` time."""
-    decision = _decide(stand, place, finish)
+    decision = _decide(status, place, finish)
     case.incident.phases.agreed = _clock.wall_ns()
     return _carry_out(decision, source, case, last)
 
 
-def _decide(stand: Stand, place: Place, finish: float) -> Decision:
+def _decide(status: RankStatus, place: Place, finish: float) -> Decision:
     deadline = _clock.monotonic() + finish
-    trouble = stand.look_again()
-    while (trouble or not stand.whole) and not stand.broken and _clock.monotonic() < deadline:
+    trouble = status.look_again()
+    while (trouble or not status.whole) and not status.broken and _clock.monotonic() < deadline:
         threading.Event().wait(0.001)
-        trouble = stand.look_again()
-    why = stand.broken or trouble or ("" if stand.whole else f"still inside its update after {finish:g} s")
+        trouble = status.look_again()
+    why = status.broken or trouble or ("" if status.whole else f"still inside its update after {finish:g} s")
     views = tuple(
-        RankView(rank=r, step=stand.step, holds=not why, why=why)
+        RankView(rank=r, step=status.step, holds=not why, why=why)
         if r == place.rank
         else RankView(rank=r, step=-1, holds=False, alive=False, why="unknown: the controller is gone")
         for r in range(place.world_size)
     )
-    return decide(views, place.replicas, stand.durable)
+    return decide(views, place.replicas, status.durable)
 
 
 def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool) -> m.Release:
@@ -154,7 +154,7 @@ def _contributed(source: StateSource, step: int, path: str) -> str:
     try:
         return source.contribute(step, path)
     except Exception as error:  # an adapter's; the step is saved all the same
-        log.exception("the small state of step %d could not be added to %s", step, path)
+        log.exception("the auxiliary state of step %d could not be added to %s", step, path)
         return m.one_line(error)
 
 
@@ -162,8 +162,8 @@ def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
     incident, fault = case.incident, case.fault
     if found := case.elsewhere.look(plan.step):
         raise _Settled(*found)
-    small = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
-    result = source.save(plan.step, small, f"rank {fault.rank}: {fault.cause}")
+    aux = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
+    result = source.save(plan.step, aux, f"rank {fault.rank}: {fault.cause}")
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
     # They were at it at the same time. A contributor publishes all the same: it sees whose commit was first, and adds.
     if found := case.elsewhere.look(plan.step + isinstance(source, Contributor)):
@@ -177,11 +177,11 @@ def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
 
 
 def capture_or_nothing(source: StateSource, step: int) -> bytes:
-    """This rank's small state; empty when that fails: the step counts for more than its random state."""
+    """This rank's auxiliary state; empty when that fails: the step counts for more than its random state."""
     try:
         return source.capture(step)
     except BaseException:  # an adapter's: whoever asks must live
-        log.exception("the small state of step %d could not be captured", step)
+        log.exception("the auxiliary state of step %d could not be captured", step)
         return b""
 
 

@@ -20,7 +20,7 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.processor import Processor
-from lastgasp.gasp.stand import Stand, exit_code, given_up
+from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up
 from lastgasp.ports import InPlace, StateSource
 from lastgasp.topology import Place
 
@@ -57,21 +57,21 @@ class Control:
     """What the Session shares with its backend.
 
     Args:
-        processor: the control thread: black boxes, all-gathers, the record; it leads no recovery here.
+        processor: the control thread: crash-safe buffers, all-gathers, the record; it leads no recovery here.
         gather: an all-gather over it. alone: the recovery by one rank's own decision.
         host: where our own controller listens, and MindIO's is to. leave: ends the process at once.
     """
 
-    stand: Stand
+    status: RankStatus
     processor: Processor
     gather: Callable[[str, bytes], list[bytes]]
-    alone: Callable[[Fault], m.Release]
+    uncoordinated: Callable[[Fault], m.Release]
     host: str
     leave: Callable[[int], NoReturn]
 
 
-class MindioGasp:
-    """As the port says (ports.GaspBackend).
+class MindioBackend:
+    """As the port says (ports.RecoveryBackend).
 
     MindIO notices processes that are gone (8 to 12 s) and ranks that report an error, locks the step, chooses who
     saves and who publishes. What it lacks comes from here: see `gasp.observer`, and `fault` for ranks that are the
@@ -85,7 +85,7 @@ class MindioGasp:
         check_size(place.rank, place.world_size)
         self._info = replica_info(place)
         self._config, self._place, self._source, self._control = config, place, source, control
-        self._stand, self._processor = control.stand, control.processor
+        self._status, self._processor = control.status, control.processor
         self._limit = config.finish_timeout + 2 * config.save_timeout + 5
         self._api: Any = None
         self._window: Window | None = None
@@ -98,7 +98,7 @@ class MindioGasp:
 
     # -- start ------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def training_started(self) -> None:
         """Start the controller where that is ours, the processor, the handlers; the others' word on the address."""
         check_thread()
         nbytes = int(getattr(self._source, "nbytes", 0))
@@ -113,11 +113,11 @@ class MindioGasp:
         self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
         self._handlers = Handlers(
-            self._config, self._place, self._source, self._stand, self._processor, self.strategies,
+            self._config, self._place, self._source, self._status, self._processor, self.strategies,
             over=self._published, leave=self._leave,
         )  # fmt: skip
         self._handlers.register(api)
-        self._window = Window(api, self._stand, self._limit)
+        self._window = Window(api, self._status, self._limit)
         self._processor.led_elsewhere = self._told
         self._processor.tell(m.Led(by=NAME if taskds is None else IN_MINDX))
         self._processor.begin()
@@ -126,7 +126,9 @@ class MindioGasp:
         atexit.register(self._left_unannounced)
 
     def regroup(self, place: Place) -> None:
-        """Some ranks are no replicas of one another, before `begin`. MindIO would not take groups of several sizes.
+        """Some ranks are no replicas of one another, before `training_started`.
+
+        MindIO would not take groups of several sizes.
 
         It goes on with those that it was to have; what its plan then lacks is refused when it is published, and our
         own controller, which knows the groups, leads after all.
@@ -208,19 +210,19 @@ class MindioGasp:
 
     # -- the hot path -----------------------------------------------------------------------------
 
-    def updating(self) -> None:
-        """As the port says; before `begin` nothing is protected."""
+    def before_update(self) -> None:
+        """As the port says; before `training_started` nothing is protected."""
         if self._window is not None:
-            self._window.updating()
+            self._window.before_update()
         else:
-            self._stand.updating()
+            self._status.before_update()
 
-    def step_end(self, step: int) -> None:
+    def step_completed(self, step: int) -> None:
         """As the port says."""
         if self._window is not None:
-            self._window.step_end(step)
+            self._window.step_completed(step)
         else:
-            self._stand.step_end(step)
+            self._status.step_completed(step)
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -236,24 +238,24 @@ class MindioGasp:
             self._tell(kind, cause)
         except BaseException as error:  # whatever it is, the fallback follows
             log.error("MindIO could not be told: %s", m.one_line(error))
-        if self._stand.wait_over(SETTLE) is None:
+        if self._status.wait_over(SETTLE) is None:
             self._lead_after_all(fault)
 
     def _tell(self, kind: str, cause: str) -> None:
         assert self.strategies is not None
         found = exits.telling(kind, cause, self.strategies.retry)
-        if found.after and self._stand.wait_over(found.after) is not None:
+        if found.after and self._status.wait_over(found.after) is not None:
             return
-        if found.after and self._stand.held and self._stand.wait_over(self._limit) is not None:
+        if found.after and self._status.held and self._status.wait_over(self._limit) is not None:
             return  # this rank saves, and must not be counted among the faulty ones meanwhile
         # RS_UNKNOWN waits for MindIO's exit notice, for the action limit at most.
         self._api.tft_report_error(int(self._api.ReportState[found.state].value))
         if found.state == "RS_NORMAL":
-            self._stand.wait_over(self._limit)
+            self._status.wait_over(self._limit)
 
     def _fault_here(self, kind: str, cause: str) -> Fault:
         now, text = _clock.wall_ns(), m.encodable(cause)
-        return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._stand.step, seen_ns=now)
+        return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._status.step, seen_ns=now)
 
     def _lead_after_all(self, fault: Fault) -> None:
         """MindIO saves nothing where faulty ranks are the only holders, and in other cases (mindio_tft.md §16); we do.
@@ -261,17 +263,17 @@ class MindioGasp:
         The training thread and MindIO's may come here, one behind the other.
         """
         with self._after_all:
-            if self._stand.outcome is None:
+            if self._status.outcome is None:
                 self._lead(fault)
 
     def _lead(self, fault: Fault) -> None:
         log.warning("MindIO made no checkpoint (its log is in %s)", os.environ.get(limits.LOG_PATH))
         nothing = m.Ended(ending="gave_up", step=-1, path="", reason=f"{NAME} made no checkpoint")
-        if self._processor.tell(nothing) and self._stand.wait_over(self._limit) is not None:
+        if self._processor.tell(nothing) and self._status.wait_over(self._limit) is not None:
             return
-        self._stand.hold(self._limit)  # the training thread may be well, and must not go on meanwhile
+        self._status.hold(self._limit)  # the training thread may be well, and must not go on meanwhile
         try:
-            outcome = self._control.alone(fault)
+            outcome = self._control.uncoordinated(fault)
         except BaseException as error:
             outcome = given_up(m.one_line(error))
         self._processor.over(outcome)
@@ -287,18 +289,18 @@ class MindioGasp:
         turn = TURN if self._place.rank else 0.0
         # Who is refused comes in the middle of a recovery, and would only take a holder away from it.
         patience = {"granted": self._limit, "refused": exits.DETECTION}.get(answer, turn)
-        if self._stand.wait_over(patience) is not None:
+        if self._status.wait_over(patience) is not None:
             return
         try:
             self._api.tft_report_error(int(self._api.ReportState["RS_UNKNOWN"].value))
         except Exception as error:
             log.error("MindIO could not be told: %s", m.one_line(error))
-        if self._stand.wait_over(SETTLE) is None:
+        if self._status.wait_over(SETTLE) is None:
             self._lead_after_all(fault)
 
     def _over(self, ended: m.Ended) -> None:
         """This rank knows the ending: tell the others, by way of our controller, and this one's training thread."""
-        if self._processor.tell(ended) and self._stand.wait_over(SETTLE) is not None:
+        if self._processor.tell(ended) and self._status.wait_over(SETTLE) is not None:
             return  # the controller has heard it, and has released this rank with the others
         self._processor.over(
             m.Release(recovery=0, ending=ended.ending, step=ended.step, path=ended.path, reason=ended.reason)
@@ -308,7 +310,7 @@ class MindioGasp:
         """On MindIO's own thread, before it answers its controller: the process must not end before it has."""
 
         def later() -> None:
-            self._stand.wait_over(LAG)
+            self._status.wait_over(LAG)
             self._over(ended)
 
         threading.Thread(target=later, name="lastgasp-mindio-over", daemon=True).start()
@@ -320,13 +322,13 @@ class MindioGasp:
         """
         if self._state == "left":
             park()  # training ended well, and what the process does since is no business of MindIO's
-        if self._stand.wait_over(SETTLE) is None:
+        if self._status.wait_over(SETTLE) is None:
             fault = self._fault_here("peer", "MindIO ended the job without a checkpoint")
             self._processor.report(fault)
             self._lead_after_all(fault)
         if self._state == "faulted":
             threading.Event().wait(self.grace)  # its own traceback and clean-up come first
-        self._control.leave(exit_code(self._stand.outcome or given_up("no outcome")))
+        self._control.leave(exit_code(self._status.outcome or given_up("no outcome")))
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """`train`, entered again with the same arguments after each fault that was repaired in place.
@@ -377,13 +379,13 @@ class MindioGasp:
 
     def _together(self) -> bool:
         """All ranks have reached the end of training. Once one has left, MindIO saves nothing (mindio_tft.md §7.1)."""
-        self._stand.moved("backward")  # to the hang watchdog this rank waits for others
+        self._status.progress("backward")  # to the hang watchdog this rank waits for others
         whole = self._processor.gather("mindio-end", b"", TOGETHER)
         if whole is not None and whole.missing:  # this rank has the last step, whoever is gone
             self.fault("peer", f"training ended here, but not everywhere: {whole.missing}")
             return False
-        if self._stand.held:  # a dump may need this rank
-            self._stand.wait_over(self._limit)
+        if self._status.held:  # a dump may need this rank
+            self._status.wait_over(self._limit)
         return True
 
     def close(self) -> None:
@@ -398,7 +400,7 @@ class MindioGasp:
             return
         log.error("rank %d ends in the middle of training: counted as a fault", self._place.rank)
         self.fault("exit", "the interpreter ended in the middle of training")
-        self._control.leave(exit_code(self._stand.outcome or given_up("no outcome")))
+        self._control.leave(exit_code(self._status.outcome or given_up("no outcome")))
 
 
 def taskd_has_controller(env: Mapping[str, str]) -> bool:

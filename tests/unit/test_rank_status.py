@@ -12,46 +12,46 @@ from hypothesis import strategies as st
 
 from lastgasp import exitcodes
 from lastgasp.gasp.messages import Release
-from lastgasp.gasp.stand import Released, Stand, exit_code, given_up
-from lastgasp.launch.restarts import BARREN_LIMIT, Restarts
+from lastgasp.gasp.rank_status import RankStatus, Released, exit_code, given_up
+from lastgasp.launch.restarts import WITHOUT_PROGRESS_LIMIT, Restarts
 
 SAVED = Release(recovery=1, ending="saved", step=4, path="p", reason="")
 
 
 def test_the_gate_parks_and_then_raises_the_outcome() -> None:
-    stand, seen = Stand(), list[Released]()
+    status, seen = RankStatus(), list[Released]()
 
     def train() -> None:
         try:
             for step in range(1, 10**9):
-                stand.updating()
-                stand.step_end(step)
+                status.before_update()
+                status.step_completed(step)
         except Released as released:
             seen.append(released)
 
     thread = threading.Thread(target=train)
     thread.start()
-    stand.hold(30.0)
-    while stand.inside:
+    status.hold(30.0)
+    while status.inside:
         pass
-    step = stand.step
+    step = status.step
     assert not seen
-    stand.release(SAVED)
+    status.release(SAVED)
     thread.join(30.0)
-    assert stand.step == step, "the training thread passed a closed gate"
-    assert not stand.inside
+    assert status.step == step, "the training thread passed a closed gate"
+    assert not status.inside
     assert seen[0].outcome is SAVED
     assert seen[0].code == exitcodes.SAVED
 
 
-def stepping() -> tuple[Stand, threading.Thread]:
+def stepping() -> tuple[RankStatus, threading.Thread]:
     """A training thread in the middle of its steps."""
-    stand = Stand()
-    thread = threading.Thread(target=_steps, args=(stand,))
+    status = RankStatus()
+    thread = threading.Thread(target=_steps, args=(status,))
     thread.start()
-    while stand.step == 0:
+    while status.step == 0:
         pass
-    return stand, thread
+    return status, thread
 
 
 def test_no_update_slips_through_a_gate_that_was_seen_closed() -> None:
@@ -60,81 +60,81 @@ def test_no_update_slips_through_a_gate_that_was_seen_closed() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(200):
-            stand, thread = stepping()
-            stand.hold(30.0)
-            while stand.inside:
+            status, thread = stepping()
+            status.hold(30.0)
+            while status.inside:
                 pass
-            frozen = stand.step
-            stand.release(SAVED)
+            frozen = status.step
+            status.release(SAVED)
             thread.join(30.0)
-            assert stand.step == frozen
+            assert status.step == frozen
     finally:
         sys.setswitchinterval(interval)
 
 
-def _steps(stand: Stand) -> None:
+def _steps(status: RankStatus) -> None:
     try:
         for step in range(1, 10**9):
-            stand.moved("forward")
-            stand.updating()
-            stand.step_end(step)
+            status.progress("forward")
+            status.before_update()
+            status.step_completed(step)
     except Released:
         pass
 
 
 def test_a_gate_without_an_answer_gives_up_by_itself() -> None:
-    stand = Stand()
-    stand.hold(0.01)
+    status = RankStatus()
+    status.hold(0.01)
     with pytest.raises(Released) as caught:
-        stand.updating()
+        status.before_update()
     assert caught.value.code == exitcodes.GAVE_UP
     assert "no answer from the controller" in caught.value.outcome.reason
 
 
-def parked(stand: Stand) -> threading.Thread:
+def at_gate(status: RankStatus) -> threading.Thread:
     """A training thread that waits at the closed gate."""
-    thread = threading.Thread(target=_one_step, args=(stand,))
+    thread = threading.Thread(target=_one_step, args=(status,))
     thread.start()
-    while not stand.parked:
+    while not status.at_gate:
         assert thread.is_alive()
     return thread
 
 
-def _one_step(stand: Stand) -> None:
+def _one_step(status: RankStatus) -> None:
     with suppress(Released):
-        stand.updating()
-        stand.step_end(stand.begun)
+        status.before_update()
+        status.step_completed(status.begun)
 
 
 def test_a_greater_target_lets_a_parked_rank_go_on_to_it_and_no_further() -> None:
-    stand = Stand()
-    stand.step_end(4)
-    stand.hold(30.0, target=3)
-    thread = parked(stand)
-    assert (stand.inside, stand.begun) == (False, 4)
-    stand.hold(30.0, target=4)
-    assert stand.parked, "step 4 is what it holds"
-    stand.hold(30.0, target=5)
-    assert (stand.parked, stand.begun) == (False, 5), "known at once, whatever the threads do"
+    status = RankStatus()
+    status.step_completed(4)
+    status.hold(30.0, target=3)
+    thread = at_gate(status)
+    assert (status.inside, status.begun) == (False, 4)
+    status.hold(30.0, target=4)
+    assert status.at_gate, "step 4 is what it holds"
+    status.hold(30.0, target=5)
+    assert (status.at_gate, status.begun) == (False, 5), "known at once, whatever the threads do"
     thread.join(30.0)
-    assert (stand.step, stand.inside) == (5, False)
-    thread = parked(stand)
-    assert (stand.step, stand.begun) == (5, 5)
-    stand.release(SAVED)
-    stand.hold(30.0, target=6)
+    assert (status.step, status.inside) == (5, False)
+    thread = at_gate(status)
+    assert (status.step, status.begun) == (5, 5)
+    status.release(SAVED)
+    status.hold(30.0, target=6)
     thread.join(30.0)
-    assert (stand.step, stand.parked) == (5, False), "an outcome counts for more than a late order"
+    assert (status.step, status.at_gate) == (5, False), "an outcome counts for more than a late order"
 
 
 def test_a_gate_that_is_closed_for_good_lets_nobody_catch_up() -> None:
-    stand = Stand()
-    stand.step_end(4)
-    stand.hold(30.0, target=6)
-    stand.close()
-    thread = parked(stand)
-    stand.release(SAVED)
+    status = RankStatus()
+    status.step_completed(4)
+    status.hold(30.0, target=6)
+    status.close()
+    thread = at_gate(status)
+    status.release(SAVED)
     thread.join(30.0)
-    assert stand.step == 4
+    assert status.step == 4
 
 
 def test_what_is_begun_is_never_told_too_late() -> None:
@@ -143,37 +143,37 @@ def test_what_is_begun_is_never_told_too_late() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            stand, thread = stepping()
-            stand.hold(30.0)
-            begun = stand.begun
-            while not stand.parked:
+            status, thread = stepping()
+            status.hold(30.0)
+            begun = status.begun
+            while not status.at_gate:
                 pass
-            assert begun >= stand.step == stand.begun
-            stand.release(SAVED)
+            assert begun >= status.step == status.begun
+            status.release(SAVED)
             thread.join(30.0)
     finally:
         sys.setswitchinterval(interval)
 
 
 def test_a_step_with_several_optimizers_can_be_finished() -> None:
-    stand = Stand()
-    stand.updating()
-    stand.hold(30.0)
-    stand.updating()
-    stand.step_end(1)
-    assert (stand.step, stand.inside) == (1, False)
-    stand.release(SAVED)
+    status = RankStatus()
+    status.before_update()
+    status.hold(30.0)
+    status.before_update()
+    status.step_completed(1)
+    assert (status.step, status.inside) == (1, False)
+    status.release(SAVED)
     with pytest.raises(Released):
-        stand.updating()
+        status.before_update()
 
 
 def test_the_first_outcome_counts() -> None:
-    stand = Stand()
-    assert stand.wait_over(0.0) is None
-    stand.release(SAVED)
-    stand.release(given_up("late"))
-    assert stand.wait_over(0.0) is SAVED
-    assert stand.held
+    status = RankStatus()
+    assert status.wait_over(0.0) is None
+    status.release(SAVED)
+    status.release(given_up("late"))
+    assert status.wait_over(0.0) is SAVED
+    assert status.held
 
 
 def test_exit_codes() -> None:
@@ -186,22 +186,22 @@ def test_exit_codes() -> None:
 
 @given(st.booleans(), st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
 def test_hopeless_exactly_after_three_barren_restarts_in_a_row(always: bool, attempts: list[tuple[bool, bool]]) -> None:
-    restarts, barren, ever = Restarts(always=always), 0, False
+    restarts, without_progress, ever = Restarts(always=always), 0, False
     for attempt, (used, progressed) in enumerate(attempts):
         restarts.ended(attempt, used, progressed)
         ever = ever or used
         if progressed or attempt == 0:
-            barren = 0
+            without_progress = 0
         else:
-            barren += always or ever
-        assert restarts.hopeless == (barren >= BARREN_LIMIT == 3)
+            without_progress += always or ever
+        assert restarts.should_give_up == (without_progress >= WITHOUT_PROGRESS_LIMIT == 3)
 
 
 def test_a_job_without_lastgasp_is_never_judged_under_plain_torchrun() -> None:
     restarts = Restarts(always=False)
     for attempt in range(50):
         restarts.ended(attempt, used=False, progressed=False)
-    assert not restarts.hopeless
+    assert not restarts.should_give_up
 
 
 @pytest.mark.parametrize(
@@ -211,18 +211,18 @@ def test_a_job_without_lastgasp_is_never_judged_under_plain_torchrun() -> None:
 def test_a_refusal_stops_a_job_that_uses_lastgasp(always: bool, used: bool, progressed: bool, stops: bool) -> None:
     restarts = Restarts(always=always)
     restarts.ended(0, used, progressed, refused=True)
-    assert restarts.hopeless == stops
+    assert restarts.should_give_up == stops
     if stops:
         assert restarts.exit_code == exitcodes.REFUSED
         assert "refuse again" in restarts.verdict
         restarts.ended(1, used, progressed)
-        assert not restarts.hopeless
+        assert not restarts.should_give_up
 
 
 def test_the_verdict_says_what_to_look_at() -> None:
     restarts = Restarts(always=True)
     for attempt in range(4):
         restarts.ended(attempt, used=False, progressed=False)
-    assert restarts.hopeless
+    assert restarts.should_give_up
     assert "3 restarts in a row completed no new step" in restarts.verdict
     assert "lastgasp incident DIR" in restarts.verdict

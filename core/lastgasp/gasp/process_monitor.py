@@ -41,7 +41,7 @@ class _Watched:
     reported: bool = False
 
 
-class DeathWatch:
+class ProcessMonitor:
     """One thread that looks at all watched processes in turn."""
 
     def __init__(self, on_death: OnDeath) -> None:

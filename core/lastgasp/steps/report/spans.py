@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .rows import Row
+from .records import Row
 
 HOST_BEGIN, HOST_END, STREAM_BEGIN, STREAM_END = 2, 4, 16, 32
 """Values of Flag; 1 and 8 are instants, which take no time (docs/facts/taskd.md §6)."""

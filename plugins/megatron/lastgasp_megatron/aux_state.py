@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
+from lastgasp.pytorch.aux_state import AuxRecorder, decode_aux
 from lastgasp.pytorch.rng import as_tensor
-from lastgasp.pytorch.small import SmallRecorder, decode_small
 
 _STATES = msgspec.msgpack.Decoder(dict[str, bytes])
 
@@ -21,7 +21,7 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.recorder = SmallRecorder([] if device.type == "cpu" else [device])
+        self.recorder = AuxRecorder([] if device.type == "cpu" else [device])
         self._known: tuple[Any, ...] = ()
 
     def capture(self, step: int, settled: bool) -> None:
@@ -47,18 +47,18 @@ class RandomState:
 
 def native(data: bytes) -> dict[str, Any]:
     """An encoded state as an element of Megatron's `rng_state` list (checkpointing.get_rng_state)."""
-    small = decode_small(data)
-    numpy = small.rng.numpy
+    aux = decode_aux(data)
+    numpy = aux.rng.numpy
     twister = numpy["state"]
-    trackers = _STATES.decode(small.extra) if small.extra else {}
-    accelerators = small.rng.accelerators
+    trackers = _STATES.decode(aux.extra) if aux.extra else {}
+    accelerators = aux.rng.accelerators
     return {
-        "random_rng_state": small.rng.python,
+        "random_rng_state": aux.rng.python,
         "np_rng_state": (
             numpy["bit_generator"], twister["key"], twister["pos"], numpy["has_gauss"], numpy["gauss"],
         ),
-        "torch_rng_state": as_tensor(small.rng.torch),
-        "cuda_rng_state": as_tensor(accelerators[0] if accelerators else small.rng.torch),
+        "torch_rng_state": as_tensor(aux.rng.torch),
+        "cuda_rng_state": as_tensor(accelerators[0] if accelerators else aux.rng.torch),
         "rng_tracker_states": {name: as_tensor(raw) for name, raw in trackers.items()},
     }  # fmt: skip
 

@@ -10,12 +10,12 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.errors import ConfigError, ControlError, DeadlineExceeded, NoGoodCheckpoint
-from lastgasp.refusal import is_refusal
+from lastgasp.startup_refusal import is_refusal
 
 CODE = """
 import atexit, sys
 from lastgasp.errors import ConfigError, ControlError
-from lastgasp.refusal import tell_launcher
+from lastgasp.startup_refusal import tell_launcher
 
 def outer(*args, inner):
     import io

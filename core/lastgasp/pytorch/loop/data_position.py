@@ -114,7 +114,7 @@ def decode(data: bytes) -> tuple[Position, list[Fixed]]:
 
 
 @dataclass(eq=False)
-class Pass:
+class DataPass:
     """One pass over one loader.
 
     Attributes:
@@ -128,7 +128,7 @@ class Pass:
 
     loader: Any
     kind: str
-    parent: Pass | None = None
+    parent: DataPass | None = None
     consumed: int = 0
     over: bool = False
     broken: bool = False
@@ -151,7 +151,7 @@ class Pass:
         return self.consumed > 0 and not (self.over or self.broken or self.asking)
 
 
-class PassBook:
+class DataPosition:
     """All passes of a run.
 
     Args:
@@ -166,7 +166,7 @@ class PassBook:
         self._recorder, self._sampler = recorder, sampler
         self.epoch, self.explicit, self.by_hand = 0, False, False
         self._done = 0
-        self._passes: list[Pass] = []
+        self._passes: list[DataPass] = []
         self._begun = False
         self._tracks: dict[int, tuple[Any, SamplerTrack]] = {}
         self._pending: tuple[Position, list[Fixed]] | None = None
@@ -245,7 +245,7 @@ class PassBook:
         """Whether the loop is in the body of a pass."""
         return any(one.in_body for one in self._passes)
 
-    def begin(self, loader: Any, replay: bool = False) -> tuple[Pass, bool]:
+    def begin(self, loader: Any, replay: bool = False) -> tuple[DataPass, bool]:
         """A pass begins, after `before_begin`.
 
         Args:
@@ -268,7 +268,7 @@ class PassBook:
             self._passes.pop(0)
             self._done += 1
         kind = kind_of(loader)
-        one = Pass(loader, STREAM if replay and kind == MAP else kind, parent)
+        one = DataPass(loader, STREAM if replay and kind == MAP else kind, parent)
         number = self._done + len(self._passes)
         self._passes.append(one)
         self._dirty = True
@@ -279,7 +279,7 @@ class PassBook:
         self._begin_anew(one)
         return one, False
 
-    def _begin_resumed(self, one: Pass, number: int, position: Position, fixed: list[Fixed]) -> bool:
+    def _begin_resumed(self, one: DataPass, number: int, position: Position, fixed: list[Fixed]) -> bool:
         last = position.done + len(position.rows) - 1
         if number < position.done:
             one.over = True
@@ -292,7 +292,7 @@ class PassBook:
             self._begin_anew(one)
         return True
 
-    def _begin_anew(self, one: Pass) -> None:
+    def _begin_anew(self, one: DataPass) -> None:
         if one.over:
             return
         if self._sampler is not None and hasattr(self._sampler, "load_state_dict"):
@@ -305,7 +305,7 @@ class PassBook:
             one.fixed.generators = _generator_states(one.loader)
         one.inner = iter(one.loader)
 
-    def _again(self, one: Pass, row: Row, fixed: Fixed) -> None:
+    def _again(self, one: DataPass, row: Row, fixed: Fixed) -> None:
         """Stand where `row` says."""
         if row.kind != one.kind:
             raise CheckpointError(
@@ -330,7 +330,7 @@ class PassBook:
         if row.outer and fixed.fetch:
             rng.restore(rng.decode(fixed.fetch))
 
-    def _replay(self, one: Pass) -> None:
+    def _replay(self, one: DataPass) -> None:
         fixed = one.fixed
         if fixed.at_iter:
             rng.restore(rng.decode(fixed.at_iter))
@@ -349,14 +349,14 @@ class PassBook:
                     )
                     break
 
-    def ask(self, one: Pass) -> None:
+    def ask(self, one: DataPass) -> None:
         """The loop asks this pass for a batch: its body is over, and with it every pass that began inside."""
         one.asking = True
         if self._passes[-1:] != [one] and any(p.parent is one for p in self._passes):
             self._passes = [p for p in self._passes if one not in _parents(p)]
             one.fixed.fetch, self._dirty = b"", True
 
-    def fetch(self, one: Pass) -> Any:
+    def fetch(self, one: DataPass) -> Any:
         """The next batch.
 
         Raises:
@@ -393,7 +393,7 @@ class PassBook:
 _END = object()
 
 
-def _encode_fixed(passes: list[Pass]) -> bytes:
+def _encode_fixed(passes: list[DataPass]) -> bytes:
     for one in passes:
         if one.track is not None:
             one.track.changed = False
@@ -401,7 +401,7 @@ def _encode_fixed(passes: list[Pass]) -> bytes:
     return msgspec.msgpack.encode([p.fixed for p in passes])
 
 
-def _parents(one: Pass | None) -> list[Pass]:
+def _parents(one: DataPass | None) -> list[DataPass]:
     found = []
     while one is not None and one.parent is not None:
         one = one.parent
@@ -418,7 +418,7 @@ def _set_generators(loader: Any, states: list[bytes]) -> None:
         generator.set_state(rng.as_tensor(raw))
 
 
-def _state_of(one: Pass) -> bytes:
+def _state_of(one: DataPass) -> bytes:
     if one.kind != STATEFUL or one.over:
         return b""
     return pickle.dumps(one.loader.state_dict())  # at once: a loader may give out its live state

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .robust import SIGMA_OF_MAD, change_point, median, standing
+from .robust_stats import SIGMA_OF_MAD, change_point, median, standing
 from .sample import Matrix
 
 MIN_SHARE, MIN_SHARE_OF_TWO = 0.10, 0.20
@@ -36,7 +36,7 @@ ERROR_OF_MEDIAN = 1.2533
 
 
 @dataclass(frozen=True)
-class Excess:
+class Slowdown:
     """What a rank takes longer than the others in a window of blocks that ends with the newest.
 
     Attributes:
@@ -64,7 +64,7 @@ class Excess:
     since: int = 0
 
 
-def proven(found: Excess, ranks: int, others: int = 0) -> bool:
+def proven(found: Slowdown, ranks: int, others: int = 0) -> bool:
     """Whether a rank is named for this.
 
     Args:
@@ -83,7 +83,7 @@ def proven(found: Excess, ranks: int, others: int = 0) -> bool:
     )
 
 
-def measure(matrix: Matrix, ranks: Sequence[int], usual: float) -> list[Excess]:
+def measure(matrix: Matrix, ranks: Sequence[int], usual: float) -> list[Slowdown]:
     """What each rank has too much of: over all blocks, or since its own change point where only that is proven.
 
     Args:
@@ -99,7 +99,7 @@ def measure(matrix: Matrix, ranks: Sequence[int], usual: float) -> list[Excess]:
     return found
 
 
-def _window(matrix: Matrix, ranks: Sequence[int], first: int, usual: float) -> list[Excess]:
+def _window(matrix: Matrix, ranks: Sequence[int], first: int, usual: float) -> list[Slowdown]:
     rows = [row[first:] for row in matrix]
     count = len(rows[0])
     centres = [median(row) for row in rows]
@@ -109,19 +109,19 @@ def _window(matrix: Matrix, ranks: Sequence[int], first: int, usual: float) -> l
     standings = list(zip(*map(standing, columns), strict=True))
     peaks = [max(column) for column in columns]
     return [
-        Excess(
+        Slowdown(
             rank=rank,
             seconds=centre,
             share=centre / usual if usual > 0 else 0.0,
             single=centre / noise,
             certainty=centre / noise * math.sqrt(count) / ERROR_OF_MEDIAN,
-            standing=math.fsum(stands) / count,
+            standing=math.fsum(lasting) / count,
             largest=sum(map(float.__eq__, row, peaks)) / count,
             steady=min(map(median, _parts(row))) / centre if centre > 0 else 0.0,
             blocks=count,
             since=first,
         )
-        for rank, row, centre, stands in zip(ranks, rows, centres, standings, strict=True)
+        for rank, row, centre, lasting in zip(ranks, rows, centres, standings, strict=True)
     ]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from lastgasp.doctor.checks import CHECKS, Diagnosis, examine
 from lastgasp.doctor.machine import JobFacts, Machine, Storage, under_run
-from lastgasp.doctor.traps import TRAPS, Finding, examine
 from lastgasp.launch.ascend import Machine as Found
 
 LISTEN = "  sl  local_address rem_address   st\n   0: 00000000:{port:04X} 00000000:0000 0A 00000000\n"
@@ -82,8 +82,8 @@ class Box:
             self.file(f"/tls/lib/{name}", mode=0o440)
         self.set(job=JobFacts(tls_info=TLS.format(pem=PEM)))
 
-    def found(self) -> dict[str, Finding]:
-        return {one.trap: one for one in examine(self.machine)}
+    def found(self) -> dict[str, Diagnosis]:
+        return {one.check: one for one in examine(self.machine)}
 
 
 @pytest.fixture
@@ -321,16 +321,16 @@ FIXES: dict[str, tuple[str, ...]] = {
 """What the fix of each says, one of them."""
 
 
-@pytest.mark.parametrize(("trap", "before", "breaking"), CASES, ids=[case[0] for case in CASES])
-def test_a_trap_is_seen_where_it_is(box: Box, trap: str, before: Step, breaking: Step) -> None:
+@pytest.mark.parametrize(("check", "before", "breaking"), CASES, ids=[case[0] for case in CASES])
+def test_a_trap_is_seen_where_it_is(box: Box, check: str, before: Step, breaking: Step) -> None:
     before(box)
-    assert trap not in box.found()
+    assert check not in box.found()
     breaking(box)
-    found = box.found()[trap]
-    by_run = trap not in {one.trap for one in examine(under_run(box.machine)) if one.severity == "error"}
-    assert found.severity == ("warning" if by_run else TRAPS[trap].severity)
-    assert found.source == TRAPS[trap].source and len(found.what) > 20
-    assert any(word in found.fix for word in FIXES[trap]), found.fix
+    found = box.found()[check]
+    by_run = check not in {one.check for one in examine(under_run(box.machine)) if one.severity == "error"}
+    assert found.severity == ("warning" if by_run else CHECKS[check].severity)
+    assert found.source == CHECKS[check].source and len(found.what) > 20
+    assert any(word in found.fix for word in FIXES[check]), found.fix
 
 
 def test_a_profiling_directory_that_cannot_be_written(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_a_profiling_directory_that_cannot_be_written(box: Box, monkeypatch: pyt
 
 
 def test_every_trap_has_a_case() -> None:
-    assert {case[0] for case in CASES} | {"profiling-dir"} == set(TRAPS)
+    assert {case[0] for case in CASES} | {"profiling-dir"} == set(CHECKS)
 
 
 EMBEDDED = then(RECOVERING, installed(torch="2.13.0", mindio_ttp="7.3.0", torch_npu="2.13.0"),
@@ -364,7 +364,7 @@ def test_errors_come_first_and_every_source_is_a_file_of_facts(box: Box) -> None
     box.set(ring="missing", storage=Storage(error="Permission denied"))
     assert [one.severity for one in examine(box.machine)] == ["error", "warning"]
     files = "how-it-works|mindformers|torchrun|taskd|mindio_tft|job_yaml|limits|lightning|megatron"
-    assert all(re.match(rf"({files})\.md", one.source) for one in TRAPS.values())
+    assert all(re.match(rf"({files})\.md", one.source) for one in CHECKS.values())
 
 
 def test_cann_that_is_there_and_not_sourced_is_told(box: Box) -> None:

@@ -1,4 +1,4 @@
-"""A black box: the last few small states of a rank, in memory that outlives its SIGKILL.
+"""A crash-safe buffer: the last few auxiliary states of a rank, in memory that outlives its SIGKILL.
 
 The memory is a memfd. Whoever holds a descriptor of it (the controller opens `/proc/PID/fd/N` while the rank
 lives) reads it after the rank's death. Writing takes no lock and no system call: each record goes to the next
@@ -19,7 +19,7 @@ _SLOT = struct.Struct("<qqqqqq")  # magic, seq_begin, step, settled, length, seq
 _BEGIN, _STEP, _SETTLED, _LENGTH, _END = 1, 2, 3, 4, 5
 
 
-class BlackBox:
+class CrashSafeBuffer:
     """Rotating slots of records, each for one step. One writer; any number of readers, of any process.
 
     Settled records take turns in all slots; from the first unsettled one on each kind has half of them, so that a step

@@ -14,7 +14,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Hit:
+class Match:
     """What is wrong, and what to do; a weight where it is not the trap's own."""
 
     what: str
@@ -22,11 +22,11 @@ class Hit:
     severity: Severity | None = None
 
 
-Look = Callable[[Machine], Iterator[Hit]]
+Look = Callable[[Machine], Iterator[Match]]
 
 
 @dataclass(frozen=True)
-class Trap:
+class Check:
     """One trap.
 
     Attributes:
@@ -44,31 +44,31 @@ class Trap:
     look: Look
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Diagnosis(msgspec.Struct, frozen=True):
     """A trap that this machine has."""
 
-    trap: str
+    check: str
     severity: Severity
     source: str
     what: str
     fix: str
 
 
-TRAPS: dict[str, Trap] = {}
+CHECKS: dict[str, Check] = {}
 
 
-def trap(id: str, severity: Severity, source: str, title: str) -> Callable[[Look], Look]:
+def check(id: str, severity: Severity, source: str, title: str) -> Callable[[Look], Look]:
     """Register the function that looks for it."""
 
     def register(look: Look) -> Look:
-        assert id not in TRAPS
-        TRAPS[id] = Trap(id, severity, source, title, look)
+        assert id not in CHECKS
+        CHECKS[id] = Check(id, severity, source, title, look)
         return look
 
     return register
 
 
-def examine(machine: Machine) -> list[Finding]:
+def examine(machine: Machine) -> list[Diagnosis]:
     """Every trap that this machine has, errors first.
 
     What `lastgasp run` sets right by itself is a warning, and its fix says so. A trap that cannot be looked at is one
@@ -77,27 +77,27 @@ def examine(machine: Machine) -> list[Finding]:
     from . import mindcluster, network, software, storage, tls  # they fill the table
 
     assert all((mindcluster, network, software, storage, tls))
-    found = _findings(machine)
-    stays = {one.trap for one in _findings(under_run(machine)) if one.severity == "error"}
-    found = [one if one.severity == "warning" or one.trap in stays else _done_by_run(one) for one in found]
-    return sorted(found, key=lambda one: (one.severity, one.trap))
+    found = _diagnoses(machine)
+    stays = {one.check for one in _diagnoses(under_run(machine)) if one.severity == "error"}
+    found = [one if one.severity == "warning" or one.check in stays else _done_by_run(one) for one in found]
+    return sorted(found, key=lambda one: (one.severity, one.check))
 
 
-def _findings(machine: Machine) -> list[Finding]:
-    return [finding for one in TRAPS.values() for finding in _looked(one, machine)]
+def _diagnoses(machine: Machine) -> list[Diagnosis]:
+    return [diagnosis for one in CHECKS.values() for diagnosis in _looked(one, machine)]
 
 
-def _looked(one: Trap, machine: Machine) -> Iterator[Finding]:
+def _looked(one: Check, machine: Machine) -> Iterator[Diagnosis]:
     try:
-        for hit in one.look(machine):
-            weight = hit.severity or one.severity
-            yield Finding(one.id, weight, one.source, printable(hit.what), printable(hit.fix))
+        for match in one.look(machine):
+            weight = match.severity or one.severity
+            yield Diagnosis(one.id, weight, one.source, printable(match.what), printable(match.fix))
     except OSError as error:
         what = printable(f"could not be looked at: {error}")
-        yield Finding(one.id, "warning", one.source, what, "Run doctor with the rights of the job's user.")
+        yield Diagnosis(one.id, "warning", one.source, what, "Run doctor with the rights of the job's user.")
 
 
-def _done_by_run(one: Finding) -> Finding:
+def _done_by_run(one: Diagnosis) -> Diagnosis:
     fix = f"Start the job with lastgasp run, which does it by itself. Else: {one.fix}"
     return msgspec.structs.replace(one, severity="warning", fix=fix)
 

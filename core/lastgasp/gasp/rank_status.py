@@ -36,7 +36,7 @@ def exit_code(outcome: Release) -> int:
     return _CODES[outcome.ending]
 
 
-class Stand:
+class RankStatus:
     """The status word of one rank.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stand:
         self.step = 0
         self.begun = 0
         self.durable = 0
-        self.inside = self.unsettled = self.parked = False
+        self.inside = self.unsettled = self.at_gate = False
         self.broken = ""
         self.phase: Phase = "start"
         self.ticks = 0
@@ -75,12 +75,12 @@ class Stand:
 
     # -- training thread --------------------------------------------------------------------------
 
-    def moved(self, phase: Phase) -> None:
+    def progress(self, phase: Phase) -> None:
         """Any progress at all."""
         self.phase = phase
         self.ticks += 1
 
-    def updating(self) -> None:
+    def before_update(self) -> None:
         """The next thing is a change of parameters.
 
         Raises:
@@ -91,23 +91,23 @@ class Stand:
         self.inside = True
         self.begun = self.step + 1
         if self._held and self.step >= self._target:
-            self._park()
+            self._wait_at_gate()
 
-    def step_end(self, step: int) -> None:
+    def step_completed(self, step: int) -> None:
         """`step` is completed and captured."""
         self.step = step
         self.inside = False
         self.ticks += 1
 
-    def _park(self) -> None:
+    def _wait_at_gate(self) -> None:
         with self._gate:
             if self.step < self._target and self.outcome is None:
                 return  # the target was moved meanwhile
-            self.inside, self.begun, self.parked = False, self.step, True
-            self._gate.wait_for(lambda: self._over.is_set() or not self.parked, self._limit)
-            if not self.parked:
+            self.inside, self.begun, self.at_gate = False, self.step, True
+            self._gate.wait_for(lambda: self._over.is_set() or not self.at_gate, self._limit)
+            if not self.at_gate:
                 return  # `hold` has said already that this rank is inside
-            self.parked = False
+            self.at_gate = False
         raise Released(self.outcome or given_up("no answer from the controller after the gate was closed"))
 
     # -- control thread ---------------------------------------------------------------------------
@@ -120,8 +120,8 @@ class Stand:
         with self._gate:
             self._limit, self._target, self.all_run, self.since = limit, target, all_run, _clock.monotonic()
             self._held = True
-            if self.parked and self.step < target and self.outcome is None:
-                self.inside, self.begun, self.parked = True, self.step + 1, False
+            if self.at_gate and self.step < target and self.outcome is None:
+                self.inside, self.begun, self.at_gate = True, self.step + 1, False
                 self._gate.notify_all()
 
     def look_again(self) -> str:
