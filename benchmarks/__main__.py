@@ -13,7 +13,7 @@ from benchmarks.harness import Options, run, write
 
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow",
-    "megatron", "mindspore", "report", "scale",
+    "megatron", "mindspore", "report", "scale", "sizes",
 )  # fmt: skip
 
 
@@ -28,12 +28,12 @@ NAMES = (
     "--dir", "scratch", type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where checkpoints are written; on the disk to be measured [the system's temporary directory].",
 )  # fmt: skip
-@click.option("--publish", is_flag=True, help="Also put the numbers into benchmarks/results and the README's table.")
+@click.option("--publish", is_flag=True, help="Also put the numbers into benchmarks/results and the documents.")
 def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None, publish: bool) -> None:
     """Measure NAMES (all by default).
 
     They are: detect, callback, checkpoint, restart, marks, flush, marks_step, slow, megatron, mindspore, report,
-    scale.
+    scale, sizes.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

@@ -1,4 +1,4 @@
-"""Puts measured numbers into the documents: tables between two comments are made from JSON documents.
+"""Puts measured numbers into the documents: tables between two comments, and pictures, are made from JSON documents.
 
 The README gets a few lines, docs/benchmarks.md everything.
 """
@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "marks", "flush", "marks_step", "slow",
-    "report", "megatron", "mindspore", "scale",
+    "report", "megatron", "mindspore", "scale", "sizes",
 )  # fmt: skip
 """In the order of the tables."""
 HEADLINES = (
@@ -27,11 +29,11 @@ HEADLINES = (
     ("marks", "mark on: with mark:"),
 )
 """Benchmark and measure of each line of the README."""
-README, ALL = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+README, ALL, PICTURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "assets"
 
 
 def publish() -> None:
-    """Rewrite both tables.
+    """Rewrite both tables and all pictures.
 
     Raises:
         ValueError: the comments are not in one of the two, once each and in order.
@@ -42,17 +44,22 @@ def publish() -> None:
         if not begin or not end:
             raise ValueError(f"{path} has no {BEGIN} ... {END}")
         path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    figures.write(documents(), PICTURES)
 
 
 def tables() -> dict[Path, str]:
-    """Document -> its table, from the results that are there."""
-    documents = [json.loads(path.read_text()) for name in NAMES if (path := RESULTS / f"{name}.json").exists()]
-    return {README: headlines(documents), ALL: table(documents)}
+    """Document -> its table."""
+    return {README: headlines(documents()), ALL: table(documents())}
 
 
-def headlines(documents: Iterable[dict[str, Any]]) -> str:
+def documents() -> list[dict[str, Any]]:
+    """The results that are there."""
+    return [json.loads(path.read_text()) for name in NAMES if (path := RESULTS / f"{name}.json").exists()]
+
+
+def headlines(results: Iterable[dict[str, Any]]) -> str:
     """Markdown: the measures of `HEADLINES`, without spread and machine."""
-    found = {(d["benchmark"], m["name"]): m for d in documents for m in d["measures"]}
+    found = {(d["benchmark"], m["name"]): m for d in results for m in d["measures"]}
     lines = ["| benchmark | measure | median | n | target |", "|---|---|---|---|---|"]
     for key in HEADLINES:
         if m := found.get(key):
@@ -62,11 +69,11 @@ def headlines(documents: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def table(documents: Iterable[dict[str, Any]]) -> str:
+def table(results: Iterable[dict[str, Any]]) -> str:
     """Markdown: every measure, with the machine and the load that it was taken under."""
     lines = ["| benchmark | measure | median | middle half | n | target | met |", "|---|---|---|---|---|---|---|"]
     notes = []
-    for document in documents:
+    for document in results:
         lines += [f"| {document['benchmark']} {_row(measure)}" for measure in document["measures"]]
         notes.append(_note(document))
     return "\n".join([*lines, "", *notes])

@@ -149,10 +149,33 @@ def test_the_speed_tables_are_those_of_the_results() -> None:
     assert done.returncode == 0
 
 
+def test_the_pictures_of_the_benchmarks_are_those_of_the_results_and_all_are_on_the_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _COMPARE_PICTURES, str(ROOT), str(tmp_path)]
+    done = run_job(command, tmp_path / "log", timeout=250, environ=os.environ)
+    assert done.returncode == 0, done.output
+
+
 _COMPARE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from benchmarks import publish
 inside = {p: p.read_text().partition(publish.BEGIN)[2].partition(publish.END)[0].strip() for p in publish.tables()}
 sys.exit(inside != publish.tables() or not all(inside.values()))
+"""
+_COMPARE_PICTURES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from benchmarks import figures, publish
+drawn = figures.pictures(publish.documents())
+assert drawn
+for one in drawn:
+    assert figures.shown(publish.PICTURES / f"{one.name}.svg") == figures.numbers(one), one.name
+    assert f"](../assets/{one.name}.svg)" in publish.ALL.read_text(), one.name
+assert {p.stem for p in publish.PICTURES.glob("bench-*.svg")} == {one.name for one in drawn}
+once, again = Path(sys.argv[2]) / "once", Path(sys.argv[2]) / "again"
+for folder in (once, again):
+    folder.mkdir()
+    figures.write(publish.documents(), folder)
+assert all(path.read_bytes() == (again / path.name).read_bytes() for path in once.iterdir())
 """
