@@ -22,6 +22,8 @@ from support.waiting import until
 
 LIMIT = 300.0
 """Seconds for a job to end once the fault has happened, on a loaded machine; a lost host is seen after 13."""
+TORCHS_BARRIER = 300.0
+"""Seconds that torch's own launchers wait for one that has died, once their ranks have ended."""
 STEPS, PACE = 120, 0.02
 """Of a job, and seconds that each step takes at least."""
 
@@ -205,6 +207,18 @@ def test_three_hosts_lose_one(tmp_path: Path, lost: int) -> None:
         left = [name for name in names if name != names[lost]]
         assert job.codes(LIMIT, *left) == dict.fromkeys(left, exitcodes.SAVED)
     assert_safe(told, 10)
+
+
+@pytest.mark.full
+def test_the_launcher_of_one_of_three_hosts_is_killed(tmp_path: Path) -> None:
+    """Its rank trains on with the others. In the end those launchers that live wait for each other, and not for it."""
+    with job_on(tmp_path, "h0", "h1", "h2") as (_, job, told):
+        told.reached(10, ranks=3)
+        job.launchers["h1"].kill()
+        assert job.codes(TORCHS_BARRIER / 2, "h0", "h2") == {"h0": 0, "h2": 0}
+        assert "1 of 3 launchers have died before the end" in job.launchers["h0"].output
+    assert told.incidents() == []
+    assert_whole(told, 3)
 
 
 @pytest.mark.full

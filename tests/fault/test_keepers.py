@@ -35,7 +35,7 @@ def elsewhere(folder: Path) -> Iterator[ToyJob]:
 def keeps(job: ToyJob, rank: int) -> None:
     """Wait until the controller knows a launcher of the ranks' host, and has told it of this rank."""
     assert job.thread is not None
-    keepers, deadline = job.thread._controller._keepers, time.monotonic() + 30
+    keepers, deadline = job.thread._controller.keepers, time.monotonic() + 30
     while not (keepers._writers and keepers.has_buffer(rank)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -75,7 +75,7 @@ def test_a_keeper_proves_the_token_and_comes_back() -> None:
             _KeeperLink(end.address, "0" * 64)
         with closing(BufferKeeper(end.address, end.token)) as keeper:
             deadline = time.monotonic() + 30
-            while not thread._controller._keepers._writers:
+            while not thread._controller.keepers._writers:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             keeper.close()

@@ -121,7 +121,7 @@ def test_a_dead_ranks_step_is_that_of_its_buffer(tmp_path: Path) -> None:
 
 def test_on_another_host_its_launcher_tells_it(tmp_path: Path) -> None:
     with buffer_at(12, 13) as buffer, two_ranks(tmp_path, "another boot:1") as ranks:
-        end, keepers = ranks.controller.endpoint, ranks.controller._controller._keepers
+        end, keepers = ranks.controller.endpoint, ranks.controller._controller.keepers
         with closing(BufferKeeper(end.address, end.token)) as keeper:
             ranks.begin(1, 3, buffer.fd)
             ranks.heard(1, 11)

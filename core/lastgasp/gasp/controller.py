@@ -74,7 +74,7 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
-        self._keepers = Keepers(self.incidents.stood_at)
+        self.keepers = Keepers(self.incidents.stood_at)
         self._watch: ProcessMonitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -176,7 +176,7 @@ class Controller:
             if isinstance(hello, m.Operator):
                 await self._service.serve(reader, writer)
             elif isinstance(hello, m.Keeper):
-                await self._keepers.serve(hello.host, reader, writer)
+                await self.keepers.serve(hello.host, reader, writer)
             else:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
@@ -201,7 +201,7 @@ class Controller:
             if isinstance(hello, m.Operator):
                 self._service.admit(hello, self._token, nonce)
             elif isinstance(hello, m.Keeper):
-                self._keepers.admit(hello, self._token, nonce)
+                self.keepers.admit(hello, self._token, nonce)
             else:
                 self._admit(hello, nonce)
         except ControlError as error:
@@ -260,7 +260,7 @@ class Controller:
             self._drop(rank)
         self.incidents.begin(hello)
         self._service.roster.begin()
-        self._keepers.begin()
+        self.keepers.begin()
         self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
 
     def _drop(self, rank: int) -> None:
@@ -312,7 +312,7 @@ class Controller:
             peer.buffer_fd = open_buffer(peer.pid, number)
         elif peer is not None and peer.elsewhere is not None and number >= 0:
             host, pid = peer.elsewhere
-            self._keepers.keep(host, m.Keep(rank=rank, pid=pid, buffer_fd=number))
+            self.keepers.keep(host, m.Keep(rank=rank, pid=pid, buffer_fd=number))
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None
@@ -326,7 +326,7 @@ class Controller:
             return
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
-        self._keepers.ask(rank)
+        self.keepers.ask(rank)
         self._gone(attempt, rank, text, status, at_ns)
         self._service.gone(rank, text)
         self._fail_gathers(f"rank {rank} is gone: {text}")
@@ -386,7 +386,7 @@ class Controller:
     def _send(self, rank: int, message: m.Message) -> bool:
         """False where the rank is not connected."""
         peer = self._peers.get(rank)
-        if isinstance(message, m.Save) and self._keepers.awaited:
+        if isinstance(message, m.Save) and self.keepers.awaited:
             self._spawn(self._send_with_kept(rank, message))
             return True
         if peer is None or peer.writer is None or peer.writer.is_closing():
@@ -407,7 +407,7 @@ class Controller:
 
     async def _send_with_kept(self, rank: int, message: m.Save) -> None:
         """Once other hosts have said what they keep of their dead ranks, or their time is over."""
-        while self._keepers.awaited:  # noqa: ASYNC110 (bounded, and of milliseconds)
+        while self.keepers.awaited:  # noqa: ASYNC110 (bounded, and of milliseconds)
             await asyncio.sleep(TICK / 10)
         self._send(rank, message)
 
@@ -421,10 +421,10 @@ class Controller:
             if aux is None and prepared is not None and prepared.step == step:
                 aux = prepared.aux or None
             if aux is None:
-                aux = self._keepers.aux(rank, step)
+                aux = self.keepers.aux(rank, step)
             if aux is not None:
                 found[rank] = aux
-            elif member.gone and (self._keepers.has_buffer(rank) or (peer is not None and peer.buffer_fd >= 0)):
+            elif member.gone and (self.keepers.has_buffer(rank) or (peer is not None and peer.buffer_fd >= 0)):
                 self.incidents.note(LOST_STATE.format(rank=rank, step=step))
         return found
 

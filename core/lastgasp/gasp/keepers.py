@@ -23,10 +23,14 @@ class Keepers:
 
     Args:
         stood_at: is told which step a dead rank had completed.
+
+    Attributes:
+        connected, most: how many launchers are connected, and the most there have been; read by other threads.
     """
 
     def __init__(self, stood_at: Callable[[int, int], None]) -> None:
         self._stood_at = stood_at
+        self.connected = self.most = 0
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._buffers: dict[int, tuple[str, m.Keep]] = {}
         self._asked: dict[int, float] = {}
@@ -46,6 +50,8 @@ class Keepers:
         for where, order in self._buffers.values():
             if where == host:
                 writer.write(m.frame(order))
+        self.connected += 1
+        self.most = max(self.most, self.connected)
         try:
             while True:
                 message = m.from_keeper(await read_frame(reader, m.MAX_FRAME))
@@ -56,6 +62,7 @@ class Keepers:
                 if message.steps:
                     self._stood_at(message.rank, message.steps[0])
         finally:
+            self.connected -= 1
             if self._writers.get(host) is writer:
                 del self._writers[host]
 

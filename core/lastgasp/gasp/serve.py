@@ -114,6 +114,15 @@ class ControllerThread:
         found = self._attempt(attempt)
         return found is not None and found.progressed
 
+    def living_launchers(self, attempt: int, size: int) -> int | None:
+        """How many of the job's `size` launchers are connected, this one included.
+
+        None while a rank of this attempt trains, and where not all of them were ever connected: nobody could miss them.
+        """
+        found, keepers = self._attempt(attempt), self._controller.keepers
+        trains = found is None or not all(one.left or one.gone for one in found.machine.members.values())
+        return None if trains or keepers.most < size - 1 else keepers.connected + 1
+
     def hold_limit(self) -> float:
         """Seconds that a recovery may take in all: finishing updates, and two saves in a row."""
         found = self._controller.attempt

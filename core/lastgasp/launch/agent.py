@@ -27,6 +27,7 @@ from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
+from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in
@@ -240,6 +241,17 @@ class GaspAgent(LocalElasticAgent):
             timeout = max(timeout, int(self._attempt.hold_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
         super()._shutdown(death_sig, timeout)
+
+    def _exit_barrier(self) -> None:
+        """torch's, which waits for launchers that were killed, too: the first one lets the others go."""
+        size, current = self._worker_group.group_world_size or 1, self._attempt
+        if current is not None and current.controller is not None and size > 1:
+            self._in_exit_barrier = True  # for torch's health check
+            deadline = _clock.monotonic() + self._exit_barrier_timeout
+            if gone := wait_for_living(self._store, size, current.living_launchers, self._exit_barrier_timeout):
+                log.warning("%d of %d launchers have died before the end: not waiting for them", gone, size)
+            self._exit_barrier_timeout = max(1.0, deadline - _clock.monotonic())
+        super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _is_ours(self) -> bool:
         """Started by `lastgasp run`, or its ranks use lastgasp: any other job under torchrun sees no difference."""

@@ -86,6 +86,10 @@ class LaunchAttempt:
             return limit
         return self.desk.hold or HOLD_WITHOUT_CONTROLLER
 
+    def living_launchers(self, size: int) -> int | None:
+        """How many of the job's launchers live; None where this one does not know, and while training is not over."""
+        return None if self.controller is None else self.controller.living_launchers(self.number, size)
+
     def last_word(self) -> LastWord:
         """What became of this attempt's last step, as the controller, this node's ranks or the records tell."""
         led = self.controller.last_ending(self.number) if self.controller is not None else ""

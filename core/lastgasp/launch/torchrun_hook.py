@@ -46,6 +46,7 @@ _OVERRIDDEN = {
     "_assign_worker_ranks": ("self", "store", "group_rank", "group_world_size", "spec"),
     "_start_workers": ("self", "worker_group"),
     "_monitor_workers": ("self", "worker_group"),
+    "_exit_barrier": ("self",),
     "_shutdown": ("self", "death_sig", "timeout"),
     "run": ("self", "role"),
 }
