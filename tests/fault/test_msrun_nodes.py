@@ -134,6 +134,15 @@ def test_both_nodes_restart_in_step_and_stop_together(
     assert len(jobs) == 1
 
 
+def test_a_refusal_to_start_ends_the_launchers_of_both_nodes(net: Net, tmp_path: Path) -> None:
+    """The one without the controller took it for progress, and started its rank again."""
+    with two_nodes(net, tmp_path, "refuse", 1) as launchers:
+        codes = [launcher.wait(LIMIT) for launcher in launchers]
+    logs = [(tmp_path / f"log{node}").read_text(errors="replace") for node in (0, 1)]
+    assert codes == [exitcodes.REFUSED, exitcodes.REFUSED], "\n".join(log[-3000:] for log in logs)
+    assert not list((tmp_path / "d").glob("rank-*-1")), "nobody has started a rank again"
+
+
 def test_told_to_stop_both_nodes_say_that_the_step_was_saved(net: Net, tmp_path: Path) -> None:
     with two_nodes(net, tmp_path, "stuck", 4) as launchers:
         until(stepped(tmp_path, 0), "both ranks have stepped")

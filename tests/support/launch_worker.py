@@ -6,6 +6,7 @@ train N     steps until N, then ends normally
 die N       rank 1 kills itself after step N, in every attempt; resumes from what was saved
 once N      rank 1 kills itself after step N of the first attempt; the second one ends normally two steps later
 stuck N     N steps, then blocks in C until it is released
+refuse N    refuses to start, as what finds a wrong setting does; N is of no account
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
+from lastgasp import exitcodes
 from lastgasp.config import GaspConfig
 from lastgasp.gasp.rank_status import Released, exit_code
 from lastgasp.session import Contact, Session
@@ -36,6 +38,8 @@ def main() -> None:
     place = Place(rank=rank, world_size=world, replicas=data_parallel(world), attempt=attempt)
     session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
     session.gather("start", b"")
+    if mode == "refuse":
+        sys.exit(exitcodes.REFUSED)
     session.take_sigterm()
     begin = newest(directory)
     session.training_started(begin, begin)

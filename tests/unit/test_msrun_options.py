@@ -10,14 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from lastgasp import exitcodes
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.gasp.cards import JobState, RankRow, RankState
 from lastgasp.gasp.messages import Ranks
+from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch import msattempts, msrun
 from lastgasp.launch.msattempts import MsAttempts, Plan, plan, quiet
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
+from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.taskdagent import Agent, serving
+from support.ports import free_port
 
 START = ["-m", "lastgasp_mindformers.start"]
 
@@ -215,6 +219,38 @@ def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeyp
     assert first.close() == "" == first.close()
     assert not second.wait_quiet([1], never)
     assert second.wait_quiet([1], lambda: True), "told to stop, it does not wait"
+
+
+@pytest.mark.parametrize(
+    ("codes", "wanted"),
+    [
+        ({1, -9}, True),
+        ({exitcodes.SAVED, None}, True),
+        ({exitcodes.REFUSED}, False),
+        ({exitcodes.REFUSED, exitcodes.NOTHING_TO_SAVE, None}, False),
+        ({exitcodes.REFUSED, exitcodes.SAVED}, True),
+    ],
+)
+def test_a_node_without_the_controller_hears_that_its_rank_has_refused(codes: set[int | None], wanted: bool) -> None:
+    """It had left that to the first one, and started the rank again, which refused again."""
+    one = MsAttempts(Plan(job="j", host="127.0.0.1", port=free_port(), token="t", here=False, several=True))
+    one.begin()
+    assert one.progressed(codes) is wanted
+    restarts = Restarts(always=True)
+    restarts.ended(one.number, one.in_use(), one.progressed(codes), exitcodes.REFUSED in codes, frozenset({87}))
+    assert restarts.should_give_up is not wanted
+    one.close()
+
+
+def test_progress_is_not_forgotten_when_another_node_starts_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = MsAttempts(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
+    first.begin()
+    found = [False, True, False, False]
+    monkeypatch.setattr(ControllerThread, "progressed", lambda self, attempt: found.pop(0))
+    assert [first.progressed({None}) for _ in range(3)] == [False, True, True]
+    first.begin()
+    assert not first.progressed({exitcodes.SAVED}), "an attempt of its own"
+    first.close()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from lastgasp import _clock
+from lastgasp import _clock, exitcodes
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.keeper import BufferKeeper
@@ -109,7 +109,7 @@ class MsAttempts:
     """
 
     def __init__(self, where: Plan) -> None:
-        self._plan, self.number, self.several = where, -1, where.several
+        self._plan, self.number, self.several, self._progressed = where, -1, where.several, False
         self._controller: ControllerThread | None = None
         self._keeper = None if where.here else BufferKeeper(f"{where.host}:{where.port}", where.token)
         if where.here:
@@ -135,7 +135,7 @@ class MsAttempts:
         Returns:
             What its workers find in their environment.
         """
-        self.number += 1
+        self.number, self._progressed = self.number + 1, False
         if self._controller is not None and not self.several:  # launchers of other nodes count by themselves
             self._controller.expect(self.number)
         end = self._controller.endpoint if self._controller is not None else None
@@ -160,9 +160,20 @@ class MsAttempts:
         """Seconds since the recovery ended, as far as this node knows."""
         return None if self._controller is None else self._controller.over_for(self.number)
 
-    def progressed(self) -> bool:
-        """A new step was completed; a node without the controller leaves that judgement to the first."""
-        return self._controller is None or self._controller.progressed(self.number)
+    def progressed(self, codes: Collection[int | None]) -> bool:
+        """A new step was completed, as far as this node knows.
+
+        A node without the controller leaves that judgement to the first one, unless a rank of its own has refused to
+        start and none of them has saved a step. With it the answer stays true once it was: another node may be the
+        first to start the next attempt, and the controller then speaks of that one.
+
+        Args:
+            codes: how the ranks of this node have ended; None while one runs.
+        """
+        if self._controller is None:
+            return exitcodes.REFUSED not in codes or exitcodes.SAVED in codes
+        self._progressed = self._progressed or self._controller.progressed(self.number)
+        return self._progressed
 
     def event(self) -> str:
         """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""

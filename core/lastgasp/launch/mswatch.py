@@ -61,7 +61,7 @@ class Watch:
         self._attempts = MsAttempts.of(args, bool(manager.is_master))
         self._restarts = Restarts(always=True)
         self._workers: list[Worker] = []
-        self._mark, self._progressed, self._left = "", False, False
+        self._mark, self._left = "", False
         self._told: signal.Signals | None = None
         self._ending, self._said = "", 0
         self._job_log, self._restarted = JobLog(), 0
@@ -90,11 +90,12 @@ class Watch:
                 self._stop()
                 return 128 + self._told
             self._hold()
-            codes = {worker.code() for worker in self._workers}  # lost once they are cleared away
+            codes = self._codes()  # lost once they are cleared away
             refused, self._left = exitcodes.REFUSED in codes, 0 in codes
+            progressed = self._attempts.progressed(codes)
             self._clear()
             how = frozenset(code for code in codes if code)
-            self._restarts.ended(self._attempts.number, self._attempts.in_use(), self._progressed, refused, how)
+            self._restarts.ended(self._attempts.number, self._attempts.in_use(), progressed, refused, how)
             self._restarted += 1
             again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)
             self._say_event("stopping" if self._restarts.should_give_up or self._told is not None else again)
@@ -156,7 +157,6 @@ class Watch:
     def _hold(self) -> None:
         """Let the survivors save and leave; msrun itself would kill them at once."""
         known: set[int] = set()
-        self._progressed = False
         verdict = self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
         limit = self._attempts.hold_limit() if verdict is None else LEAVE  # then there is nothing worth saving
         deadline = _clock.monotonic() + limit
@@ -167,8 +167,7 @@ class Watch:
                     known.add(worker.rank)
                     log.warning("rank %d %s", worker.rank, describe_exit(code))
                     self._attempts.report_exit(worker.rank, describe_exit(code))
-            # Asked now: another node may be the first to start the next attempt.
-            self._progressed = self._progressed or self._attempts.progressed()
+            self._attempts.progressed(self._codes())  # another node may be the first to start the next attempt
             over = self._attempts.over_for()
             if not self._running() or not self._attempts.in_use() or (over is not None and over > LEAVE):
                 return
@@ -187,6 +186,9 @@ class Watch:
             time.sleep(LOOK)
         self._said = max((code for worker in self._workers if (code := worker.code()) in _SAID), default=0)
         self._clear()
+
+    def _codes(self) -> set[int | None]:
+        return {worker.code() for worker in self._workers}
 
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.code() is None]
