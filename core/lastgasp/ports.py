@@ -97,6 +97,11 @@ class StateSource(Protocol):
         """Remove the temporary files of a save that will not be published. Never raises."""
 
 
+def own_source(source: StateSource) -> object:
+    """The adapter's own source, to ask what else it can do; of one that is filled in later (`inner`) what is in it."""
+    return getattr(source, "inner", source)
+
+
 @runtime_checkable
 class Contributor(Protocol):
     """What a StateSource can also have: its auxiliary state can be added to a checkpoint that others committed."""

@@ -19,7 +19,7 @@ def commit(path: Path, data: bytes, stood: frozenset[str] | None = frozenset(), 
     made_by = Provenance(**{"format": "test", "step": 7, "kind": "gasp", "job": "job", "attempt": 1, **about})
     with Staged(path, FILES) as staged:
         staged.open().write(data)
-        staged.publish(made_by, stood=stood)
+        staged.publish(made_by, present=stood)
     return staged
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from lastgasp.checkpoint import Staged
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import Fixed, Position, Row, decode, encode, position_only
 from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
 from lastgasp.pytorch.loop.record import aux_of, buffers_of, notes_on, record_of
-from lastgasp.pytorch.staged import Writer, contribute, with_added
+from lastgasp.pytorch.staged import contribute, with_added
 from lastgasp.topology import Place
 
 
@@ -131,7 +132,7 @@ def test_what_was_added_to_a_checkpoint_is_as_good_as_saved(
     aux_states = {rank: aux(recorder) for rank, recorder in enumerate(recorders)}
     with Staged(path, LAYOUT) as staged:
         staged.open().write(b"the state")
-        staged.publish(Writer("test", LAYOUT, place).provenance(7, "gasp"))
+        staged.publish(ManifestWriter("test", place).provenance(7, "gasp"))
     record = record_of({0: aux_states[0]}, place, True, {}, notes_on({0: aux_states[0]}, place))
     notes: list[str] = []
     other = replace(place, rank=1)

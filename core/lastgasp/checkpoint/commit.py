@@ -11,7 +11,7 @@ Killed before 3, the old data stands with the old manifest. Killed after it, the
 `.next` manifest, which readers accept when it is the one that the data fits (`pairing`); the next commit
 puts it in place. Killed between the renames of scattered files, the data fits neither, and nothing of that name
 is used. Two processes that commit one name take turns. Of single files the last one wins, unless the first one is
-known to be of the same attempt (`stood`); of directories and scattered files the first, because they cannot be
+known to be of the same attempt (`present`); of directories and scattered files the first, because they cannot be
 exchanged atomically: the second finds the same step of the same job and discards its own, and anything else of that
 name is refused or, if asked for, moved aside; when the second is killed before its own stands there, `put_back`
 returns what it moved.
@@ -173,7 +173,7 @@ class Staged:
         *,
         markers: Mapping[str, bytes] | None = None,
         aside: bool = False,
-        stood: Collection[str] | None = None,
+        present: Collection[str] | None = None,
     ) -> Manifest:
         """Make the checkpoint visible, durably. Seals first. Returns the manifest that now stands there.
 
@@ -184,7 +184,7 @@ class Staged:
             markers: files of the framework's own that name the newest checkpoint: path relative to the target's
                 parent -> content. Replaced atomically, one by one; not part of the checkpoint.
             aside: whether another checkpoint of that name is moved away (to a hidden name) rather than refused.
-            stood: own digests of the manifests that stood here when this attempt of the job began. A single file of
+            present: own digests of the manifests that were here when this attempt of the job began. A single file of
                 this very step and attempt that is none of them is kept, because whoever committed it may be believed
                 already. None replaces any.
 
@@ -202,7 +202,7 @@ class Staged:
         manifest = build(provenance, entries)
         with locked(self.target.parent):
             heal(self.target, self._layout, self._disk)
-            standing = self._standing(manifest, aside, stood)
+            standing = self._standing(manifest, aside, present)
             if standing is None:
                 self._put_in_place(manifest, markers or {})
             else:  # its writer may have died before it came to them
@@ -260,7 +260,7 @@ class Staged:
         with contextlib.suppress(OSError):  # nothing of the checkpoint is left in it
             self._disk.remove(self._temp)
 
-    def _standing(self, ours: Manifest, aside: bool, stood: Collection[str] | None) -> Manifest | None:
+    def _standing(self, ours: Manifest, aside: bool, present: Collection[str] | None) -> Manifest | None:
         """The manifest of what stands there and is what we want to publish already; None when the place is free.
 
         Raises CheckpointError for anything else (or for a file where a directory shall go).
@@ -268,7 +268,7 @@ class Staged:
         if not self._layout.parts(self.target):
             return None
         if not (self.target.is_dir() or self._temp.is_dir()):
-            return None if stood is None else self._of_this_attempt(ours, stood)
+            return None if present is None else self._of_this_attempt(ours, present)
         found = read_pair(self.target, self._layout)
         ours_already = isinstance(found, Manifest) and (found.job, found.step) == (ours.job, ours.step)
         if isinstance(found, Manifest) and ours_already and not (self._scattered and self._lacks(found)):
@@ -283,10 +283,10 @@ class Staged:
             "is never overwritten. Save under a name of its own, or move that one away."
         )
 
-    def _of_this_attempt(self, ours: Manifest, stood: Collection[str]) -> Manifest | None:
+    def _of_this_attempt(self, ours: Manifest, present: Collection[str]) -> Manifest | None:
         """The manifest of the single file that somebody else of this job has committed since it began; or None."""
         found = read_pair(self.target, self._layout)
-        if not isinstance(found, Manifest) or found.self_digest in stood or self._lacks(found):
+        if not isinstance(found, Manifest) or found.self_digest in present or self._lacks(found):
             return None
         return found if all(getattr(found, name) == getattr(ours, name) for name in _SAME) else None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from lastgasp import _clock
 from lastgasp.errors import Moved
 from lastgasp.events import Fault, Incident
-from lastgasp.ports import Contributor, SaveResult, StateSource
+from lastgasp.ports import Contributor, SaveResult, StateSource, own_source
 from lastgasp.topology import Place
 
 from . import messages as m
@@ -149,10 +149,11 @@ def _as_settled(incident: Incident, settled: _Settled, source: StateSource, step
 
 
 def _contributed(source: StateSource, step: int, path: str) -> str:
-    if not isinstance(source, Contributor):
+    contributor = own_source(source)
+    if not isinstance(contributor, Contributor):
         return ""
     try:
-        return source.contribute(step, path)
+        return contributor.contribute(step, path)
     except Exception as error:  # an adapter's; the step is saved all the same
         log.exception("the auxiliary state of step %d could not be added to %s", step, path)
         return m.one_line(error)
@@ -166,7 +167,7 @@ def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
     result = source.save(plan.step, aux, f"rank {fault.rank}: {fault.cause}")
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
     # They were at it at the same time. A contributor publishes all the same: it sees whose commit was first, and adds.
-    if found := case.elsewhere.look(plan.step + isinstance(source, Contributor)):
+    if found := case.elsewhere.look(plan.step + isinstance(own_source(source), Contributor)):
         source.discard(result)
         raise _Settled(*found)
     if note := source.publish(result, {source.rank: result.part}):

@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from lastgasp.checkpoint import Provenance, Staged, World, apply, candidates
+from lastgasp.checkpoint import Provenance, Staged, apply
 from lastgasp.checkpoint.addenda import add, added
-from lastgasp.checkpoint.manifest import Fit, Kind
+from lastgasp.checkpoint.manifest import Fit
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
 from lastgasp.ports import Layout
-from lastgasp.pytorch.io import save_verified
 from lastgasp.testing import faults
 from lastgasp.topology import Place
 
@@ -28,13 +25,13 @@ class StagedGasp:
     """Implements `ports.SaveResult`.
 
     Args:
-        stood: the manifests that stood there when this attempt began (`CheckpointSelector.stood`).
+        present: the manifests that were there when this attempt began (`CheckpointSelector.present`).
         small: the auxiliary states that were at hand, by rank, with all buffers: the checkpoint may have left them out.
     """
 
     staged: Staged
     provenance: Provenance
-    stood: frozenset[str] | None = None
+    present: frozenset[str] | None = None
     aux: Mapping[int, bytes] = field(default_factory=dict)
     part: bytes = b""
 
@@ -54,15 +51,15 @@ class StagedGasp:
         return self.staged.first_byte_ns or 0
 
 
-def stage(checkpoint: object, target: Path, layout: Layout, config: GaspConfig) -> Staged:
-    """`checkpoint` in a temporary file beside `target`, durable.
+def stage(write: Callable[[Staged], None], target: Path, layout: Layout, config: GaspConfig) -> Staged:
+    """What `write` writes, under a temporary name beside `target`, durable.
 
     Raises:
         OSError: the disk refused; nothing is left.
     """
     staged = Staged(target, layout, sha256=config.sha256)
     try:
-        save_verified(checkpoint, staged)
+        write(staged)
         faults.fire_at("gasp_save")
         staged.seal()
     except BaseException:
@@ -80,7 +77,7 @@ def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place
     Raises:
         OSError: the disk refused.
     """
-    result.staged.publish(result.provenance, stood=result.stood)
+    result.staged.publish(result.provenance, present=result.present)
     note = result.staged.kept
     if note:
         note = f"{note}; {contribute(result.staged.target, layout, result.aux)}"
@@ -121,32 +118,3 @@ def with_added(record: dict[str, Any], path: Path, layout: Layout) -> None:
     if isinstance(known, dict) and (lacking := {rank: data for rank, data in more.items() if rank not in known}):
         record["small"] = lacking | known
         log.info("%s: the random state of %s was added to it after it was saved", path, ranks_named(lacking))
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Who writes checkpoints of what format.
-
-    Args:
-        format: of the manifest; layout: how they lie.
-        fit: tells which fit this is, where the process may have several.
-    """
-
-    format: str
-    layout: Layout
-    place: Place
-    fit: Callable[[], Fit] | None = None
-
-    def provenance(self, step: int, kind: Kind, parent: str | None = None) -> Provenance:
-        """Who wrote it, for the manifest."""
-        place = self.place
-        world = World(world_size=place.world_size, replica_groups=place.replicas)
-        made = Provenance(
-            format=self.format, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
-        )
-        return made if self.fit is None else msgspec.structs.replace(made, fit=self.fit())
-
-    def newest(self, directory: Path) -> str | None:
-        """The name of the newest checkpoint: the parent of the next one."""
-        found = candidates([directory], self.layout)
-        return found[0].path.name if found else None

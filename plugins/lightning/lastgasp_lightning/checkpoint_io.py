@@ -13,11 +13,12 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.manifest_lookup import has_manifest
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.io import load_verified, save_verified
-from lastgasp.pytorch.staged import Writer, with_added
+from lastgasp.pytorch.staged import with_added
 from lastgasp_lightning.source import LAYOUT
 from lastgasp_lightning.state import KEY
 
@@ -34,7 +35,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(
-        self, original: CheckpointIO, config: GaspConfig, writer: Writer, status: RankStatus, folders: list[Path]
+        self,
+        original: CheckpointIO,
+        config: GaspConfig,
+        writer: ManifestWriter,
+        status: RankStatus,
+        folders: list[Path],
     ) -> None:
         self._original, self._config, self._writer, self._status = original, config, writer, status
         self._folders = [folder.absolute() for folder in folders]
@@ -42,7 +48,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._restore: Any = lambda: None
 
     @classmethod
-    def install(cls, trainer: Any, config: GaspConfig, writer: Writer, status: RankStatus) -> VerifiedCheckpointIO:
+    def install(
+        cls, trainer: Any, config: GaspConfig, writer: ManifestWriter, status: RankStatus
+    ) -> VerifiedCheckpointIO:
         """Put it into the trainer's strategy, inside of wrappers such as AsyncCheckpointIO.
 
         A user's own CheckpointIO stays, and its checkpoints have no manifest; that is said.

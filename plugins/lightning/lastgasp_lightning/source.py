@@ -7,9 +7,11 @@ from pathlib import Path
 
 from lastgasp.checkpoint import SingleFile
 from lastgasp.checkpoint.samefit import name_of_fit
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.ports import SaveResult
-from lastgasp.pytorch.staged import StagedGasp, Writer, contribute, publish, stage
+from lastgasp.pytorch.io import save_verified
+from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage
 from lastgasp.replicas import require_alike
 from lastgasp.topology import Place
 from lastgasp_lightning.state import LightningState
@@ -22,7 +24,7 @@ class LightningSource:
 
     def __init__(self, state: LightningState, config: GaspConfig, place: Place) -> None:
         self._state, self._config, self.place = state, config, place
-        self.writer = Writer("lightning", LAYOUT, place, lambda: state.fit.fit)
+        self.writer = ManifestWriter("lightning", place, lambda: state.fit.fit)
         self.rank = place.rank
         self.alike = True
         self.stood: frozenset[str] | None = None
@@ -40,9 +42,9 @@ class LightningSource:
         """Write `gasp-step=N.ckpt` (of a further fit `gasp-fit=M-step=N.ckpt`) to a temporary name."""
         require_alike(self.alike)
         directory, fit = self._config.directory, name_of_fit(self._state.fit.number())
-        checkpoint = self._state.dump(step, aux)
-        staged = stage(checkpoint, directory / f"gasp-{fit}step={step:08d}.ckpt", LAYOUT, self._config)
-        about = self.writer.provenance(step, "gasp", self.writer.newest(directory))
+        target, checkpoint = directory / f"gasp-{fit}step={step:08d}.ckpt", self._state.dump(step, aux)
+        staged = stage(lambda files: save_verified(checkpoint, files), target, LAYOUT, self._config)
+        about = self.writer.provenance(step, "gasp", self.writer.newest_beside(target, LAYOUT))
         own = self.capture(step)
         return StagedGasp(staged, about, self.stood, {**aux, self.rank: own} if own else aux)
 

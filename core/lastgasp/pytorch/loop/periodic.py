@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.checkpoint import Staged, apply
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.errors import LastgaspError
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
-from lastgasp.pytorch.staged import Writer
 from lastgasp.session import Session as Engine
 from lastgasp.testing import faults
 
@@ -22,7 +22,7 @@ log = logging.getLogger("lastgasp")
 class Periodic:
     """Writes them. All ranks call `save` after the same step."""
 
-    def __init__(self, engine: Engine, writer: Writer, config: GaspConfig, fit: int) -> None:
+    def __init__(self, engine: Engine, writer: ManifestWriter, config: GaspConfig, fit: int) -> None:
         self._engine, self._writer, self._config, self._fit = engine, writer, config, fit
 
     def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:

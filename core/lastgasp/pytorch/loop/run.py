@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lastgasp.adapter.policy import SelectionPolicy
+from lastgasp.adapter.run import AdapterRun, Framework
+from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.checkpoint.manifest_lookup import has_manifest
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.errors import CheckpointMismatch, ControlError, DeadlineExceeded, NotSaveable, UsageError
 from lastgasp.events import FaultKind
-from lastgasp.exception_origin import is_success
 from lastgasp.fits import FITS
-from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released
 from lastgasp.pytorch import exception_origin, rng
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, restore_aux
-from lastgasp.pytorch.io import load_verified
+from lastgasp.pytorch.gasp_source import GaspSource
+from lastgasp.pytorch.io import load_verified, save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
@@ -32,18 +34,13 @@ from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, buffers_of, notes_on, position_of, record_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
-from lastgasp.pytorch.loop.source import LoopSource
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.pytorch.staged import Writer, with_added
-from lastgasp.selection import CheckpointSelector
-from lastgasp.session import Session as Engine
-from lastgasp.session import leave
-from lastgasp.steps.attach import Marking
+from lastgasp.pytorch.staged import with_added
+from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing import faults
-from lastgasp.undoing import run_all
 
 log = logging.getLogger("lastgasp")
 
@@ -66,7 +63,7 @@ class Run:
     Attributes:
         step: completed steps.
         resumed: the checkpoint that was loaded; None at a start from scratch.
-        alike: all ranks hold the same model, as was seen when training began.
+        life: connects, begins, ends; engine: its session.
     """
 
     def __init__(self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int) -> None:
@@ -77,13 +74,11 @@ class Run:
         state.require_supported(self.place.world_size)
         check_writable(config.directory)
         self.fit = this_fit(state, config.directory)
-        self._undo: list[Callable[[], None]] = []
         own = state.per_rank_buffers(self.place.world_size)
         # DDP gives rank 0's to all in the next forward pass; until then an evaluation sees each rank's own.
         self._per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
         self._buffer_rank = self.rank if own else 0
         owner = state.container if self._per_rank or self._buffer_rank == self.rank else None
-        self.recorder = AuxRecorder(state.devices(), owner)
         self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
         self._schedules = ScheduleWatch(state.schedulers.values())
         self._buckets = Buckets(state)
@@ -95,55 +90,61 @@ class Run:
         self._again: Callable[[], None] = _nothing
         users = signal.getsignal(signal.SIGTERM)
         self._users_handler = users if callable(users) else None
-        marking = Marking(config=marks, framework=f"pytorch {torch.__version__}", device=local(self.place)[0])
-        writer = Writer(files.FORMAT, files.LAYOUT, self.place, lambda: self.fit)
-        self.source = LoopSource(self, config, writer)
+        framework = Framework(
+            name=f"pytorch {torch.__version__}", kind_of=_kind_of, device=local(self.place)[0], versions=versions()
+        )
+        writer = ManifestWriter(files.FORMAT, self.place, lambda: self.fit)
+        self.recorder = AuxRecorder(state.devices(), owner)
         try:
-            self.engine = Engine(config, self.place, self.source, connect(self.place), marking)
+            self.life = AdapterRun(framework, config, marks, self.place, connect(self.place))
         except BaseException:
             self.recorder.close()
             raise
+        self.engine = self.life.session
+        self.life.on_close(self.recorder.close, last=True)
+        self.life.on_close(self.book.close)
+        self.life.on_completed(lambda: FITS.end(config.directory))
+        self.source = GaspSource(
+            lambda staged, step, aux: save_verified(self.dump(step, aux), staged),
+            lambda step: files.gasp_path(config.directory, step, self.fit.number), files.LAYOUT,
+            recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
+        )  # fmt: skip
         self._periodic = Periodic(self.engine, writer, config, self.fit.number)
-        self.alike = True
         try:
             self._start()
         except BaseException as error:
-            if not is_success(error):
-                self.engine.failed_to_start(error, _kind_of(error))
-            self.close(goodbye=False)
+            self.life.failed(error)
             raise
 
     # -- start --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        state, config = self.state, self.config
-        where, folders = local(self.place), [config.directory]
-        choice = CheckpointSelector(config, folders, files.LAYOUT, self.place, self.engine.gather, where, fit=self.fit)
-        path = choice.load(self._load, about_content=exception_origin.is_about_content)
-        self.source.stood = choice.stood
-        if path is not None and choice.unnumbered:
-            FITS.resumed_unnumbered(config.directory, path)
+        state, config, life = self.state, self.config, self.life
+        policy = SelectionPolicy(config, self.place, [config.directory], files.LAYOUT, local(self.place), fit=self.fit)
+        selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
+        found = selector.load(lambda candidate: self._load(candidate.path))
+        self.source.present = selector.present
+        if found is not None and policy.unnumbered:
+            FITS.resumed_unnumbered(config.directory, found.path)
         # MindIO counts updates itself, so that a step cannot be left between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
         self.window = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
-        self._undo.append(self.window.remove)
+        life.on_close(self.window.remove)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
-        self._undo.append(self.marks.close)
-        self._undo.append(install_faults(self))
+        life.on_close(self.marks.close)
+        life.on_close(install_faults(self))
         if self.engine.recorder is not None:
             self.engine.recorder.set_groups(process_groups())
             self.engine.recorder.set_device_rows(self.marks.device_rows)
-        self.engine.register(str(next(iter(state.devices()), "cpu")), versions())
-        self.alike = self.engine.compare_replicas(self.state.digests)
-        self.engine.training_started(self.step, durable=self.step)
+        life.bind(self)
+        device = str(next(iter(state.devices()), "cpu"))
+        life.begin(self.step, durable=self.step, users_handler=self._users_handler, device=device)
         self._restore_aux()  # a loop that never asks for batches or epochs comes to no other place
         if self.book.nowhere:
             self.book.forget()
             self._returned()
-        if threading.current_thread() is threading.main_thread():
-            self.engine.take_sigterm(self._users_handler)
 
     def _load(self, path: Path) -> None:
         # Not weights_only: it is our own file, verified, and holds states of the user's objects.
@@ -352,7 +353,7 @@ class Run:
         aux_states = dict(aux) if own is None else {self.rank: own, **aux}
         buffers = buffers_of(step, aux_states, self.recorder, [self._buffer_rank, self.rank])
         notes = list(snapshot.notes)
-        if not self.alike:
+        if not self.life.alike:
             notes.append(f"the ranks did not hold the same when training began; this is what rank {self.rank} held")
         if self._buffer_rank not in aux_states and any(True for _ in self.state.container.buffers()):
             notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
@@ -376,28 +377,24 @@ class Run:
 
     # -- end ----------------------------------------------------------------------------------------------
 
-    def end_with(self, error: BaseException) -> None:
-        """The loop raised: have the step saved. Returns when the exception shall go on as it is."""
-        if isinstance(error, Released):
-            leave(error.outcome)
-        if is_success(error):
-            self.close(goodbye=True)
-            return
-        kind = _kind_of(error)
-        outcome = self._recover(kind, error)
-        if kind == "peer" and self.place.world_size > 1:
-            leave(outcome, exception_origin.cause_of(error))
-        self.close(goodbye=False)
+    def digests(self) -> Digests:
+        """Of what all ranks have in common."""
+        return self.state.digests()
 
-    def _recover(self, kind: FaultKind, error: BaseException) -> Release:
-        status, cause = self.engine.status, exception_origin.cause_of(error)
+    def settle(self, cause: str) -> str:
+        """The loop raised: complete the step, where only the rest of the loop's body is missing."""
         if self._gradients:  # the others may complete the step: this rank's part of it is what stands here
             self._capture_unsettled()
         if self.window.open and not self.window.safe and not self._finish_step(cause):
-            status.broken = f"{cause}: raised inside the update, so the state is between two steps"
-        if not status.inside:
-            status.broken = ""
-        return self.engine.fault(kind, cause)
+            return "raised inside the update, so the state is between two steps"
+        return ""
+
+    def before_exit(self) -> None:
+        """A loop's own files are its own business."""
+
+    def advice(self) -> str:
+        """Of nothing better than what the documents say."""
+        return ""
 
     def _finish_step(self, cause: str) -> bool:
         """All updates of the step are done, but the rest of the loop's body is not: call the step complete.
@@ -423,12 +420,6 @@ class Run:
         window.close(False)
         self.engine.step_completed(snapshot.step)
         return True
-
-    def close(self, goodbye: bool) -> None:
-        """Undo everything. Idempotent."""
-        undone, self._undo = self._undo[::-1], []
-        fit = [lambda: FITS.end(self.config.directory)] if goodbye else []
-        run_all([*fit, *undone, self.book.close, lambda: self.engine.close(goodbye), self.recorder.close])
 
 
 def _nothing() -> None:

@@ -224,7 +224,7 @@ class Session:
         if not self._closed:
             self._run.body_over()
             self._closed = True
-            self._run.close(goodbye=True)
+            self._run.life.close(completed=True)
 
     def __enter__(self) -> Session:
         self._check()
@@ -238,11 +238,11 @@ class Session:
                 self.close()
             except BaseException as last:
                 self._closed = True
-                self._run.end_with(last)
+                self._run.life.failed(last)
                 raise
         elif not self._closed:
             self._closed = True
-            self._run.end_with(error)
+            self._run.life.failed(error)
 
 
 class BatchIterable(Generic[T]):

@@ -21,7 +21,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up
-from lastgasp.ports import InPlace, StateSource
+from lastgasp.ports import InPlace, StateSource, own_source
 from lastgasp.topology import Place
 
 from . import api as package
@@ -138,7 +138,8 @@ class MindioBackend:
     def _decide(self, taskd: bool) -> Strategies:
         asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
         nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("MS_NODE_NUM") or 1)
-        found = decide_strategies(asked, isinstance(self._source, InPlace), taskd, nodes, package.for_mindspore())
+        in_place = isinstance(own_source(self._source), InPlace)
+        found = decide_strategies(asked, in_place, taskd, nodes, package.for_mindspore())
         for name, why in found.refused.items():
             log.warning("strategy %s is refused: %s", name, why)
         return found

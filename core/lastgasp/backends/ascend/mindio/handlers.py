@@ -20,7 +20,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.ports import InPlace, SaveResult, StateSource
+from lastgasp.ports import InPlace, SaveResult, StateSource, own_source
 from lastgasp.topology import Place
 
 from . import api as package
@@ -155,9 +155,10 @@ class Handlers:
     # -- in place ---------------------------------------------------------------------------------
 
     def _in_place(self) -> InPlace:
-        if not isinstance(self.source, InPlace):
+        source = own_source(self.source)
+        if not isinstance(source, InPlace):
             raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot go on in the same process"))
-        return self.source
+        return source
 
     def stop(self, args: Any, ctx: Any) -> None:
         """Abort what the device does, so that the training thread raises.
@@ -165,15 +166,15 @@ class Handlers:
         Before a dump only where TTP_STOP_CLEAN_BEFORE_DUMP=1 asks for it: our saves read the state of a rank that is
         stuck in a collective as it is, so they need no stop, and are done earlier.
         """
-        if isinstance(self.source, InPlace):
-            self.source.stop()
+        if isinstance(source := own_source(self.source), InPlace):
+            source.stop()
         else:
             stop_device()
 
     def clean(self, is_uce_error: bool, args: Any, ctx: Any) -> int:
         """0: good, 1: not, 2: memory is good without a repair; a plain int."""
-        if isinstance(self.source, InPlace):
-            return int(self.source.clean(bool(is_uce_error)))
+        if isinstance(source := own_source(self.source), InPlace):
+            return int(source.clean(bool(is_uce_error)))
         return 1 if is_uce_error else 0
 
     def repair(
@@ -199,8 +200,8 @@ class Handlers:
 
     def stream_sync(self) -> None:
         """After a pause took effect."""
-        if isinstance(self.source, InPlace):
-            self.source.synchronize()
+        if isinstance(source := own_source(self.source), InPlace):
+            source.synchronize()
 
 
 def stop_device() -> None:

@@ -1,0 +1,82 @@
+"""Checkpoints with manifests: layouts, candidates, verification, atomic commits, what does not load."""
+
+from __future__ import annotations
+
+from lastgasp.checkpoint import (
+    Agreement,
+    Candidate,
+    Damage,
+    DirectoryLayout,
+    FileEntry,
+    Provenance,
+    ScatteredLayout,
+    SingleFile,
+    Staged,
+    Verdict,
+    World,
+    apply,
+    candidates,
+    digest_file,
+    newest_good,
+    progress_bar,
+    verify,
+)
+from lastgasp.checkpoint.adopt import data_files, read_entries, read_files, remove_orphans, write_manifest
+from lastgasp.checkpoint.chunks import ChunkReader, chunks_of
+from lastgasp.checkpoint.layout import is_moved_away, next_path
+from lastgasp.checkpoint.manifest import Fit, Kind, Manifest
+from lastgasp.checkpoint.manifest import read as read_manifest
+from lastgasp.checkpoint.manifest_lookup import has_manifest
+from lastgasp.checkpoint.moving import put_back
+from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
+from lastgasp.checkpoint.reader import VerifiedFile
+from lastgasp.checkpoint.samefit import differences, name_of_fit
+from lastgasp.checkpoint.trial import Trial, is_about_content, trained_again
+from lastgasp.checkpoint.unknown import all_of_training, unknown
+from lastgasp.checkpoint.whole import zip_problem
+
+__all__ = [
+    "Agreement",
+    "Candidate",
+    "ChunkReader",
+    "Damage",
+    "DirectoryLayout",
+    "FileEntry",
+    "Fit",
+    "Kind",
+    "Manifest",
+    "Provenance",
+    "ScatteredLayout",
+    "SingleFile",
+    "Staged",
+    "Trial",
+    "Verdict",
+    "VerifiedFile",
+    "World",
+    "all_of_training",
+    "apply",
+    "candidates",
+    "chunks_of",
+    "data_files",
+    "differences",
+    "digest_file",
+    "has_manifest",
+    "is_about_content",
+    "is_moved_away",
+    "name_of_fit",
+    "newest_good",
+    "next_path",
+    "progress_bar",
+    "put_back",
+    "quarantine",
+    "read_entries",
+    "read_files",
+    "read_manifest",
+    "remove_orphans",
+    "set_aside_unfit",
+    "trained_again",
+    "unknown",
+    "verify",
+    "write_manifest",
+    "zip_problem",
+]

@@ -1,0 +1,23 @@
+"""Durable files: every byte that must survive goes through here."""
+
+from __future__ import annotations
+
+from lastgasp._fs import (
+    DISK,
+    fsync_dir,
+    make_directory,
+    read_bounded,
+    remove_stale_temps,
+    unique_temp,
+    write_atomically,
+)
+
+__all__ = [
+    "DISK",
+    "fsync_dir",
+    "make_directory",
+    "read_bounded",
+    "remove_stale_temps",
+    "unique_temp",
+    "write_atomically",
+]

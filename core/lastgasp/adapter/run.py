@@ -1,0 +1,247 @@
+"""The life cycle of one protected training, from connecting to the last undo; the same for every framework."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lastgasp.backends import BackendChoice
+from lastgasp.config import GaspConfig, check_writable
+from lastgasp.deferred_source import DeferredSource
+from lastgasp.events import FaultKind
+from lastgasp.exception_origin import cause_of, is_success
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.rank_status import Released
+from lastgasp.launch import framework_verdict
+from lastgasp.launch.framework_verdict import Verdict
+from lastgasp.ports import StateSource
+from lastgasp.replicas import Digests
+from lastgasp.session import Contact, Session, leave
+from lastgasp.steps.attach import Marking
+from lastgasp.steps.settings import MarksConfig
+from lastgasp.topology import Place
+
+log = logging.getLogger("lastgasp")
+
+
+def _no_verdict(error: BaseException) -> Verdict | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What an adapter says about its framework.
+
+    Args:
+        name: with its version, as it stands in the files of step marks ("lightning 2.6.1").
+        kind_of: whose fault an exception is: that of a peer, this rank's own, an exit, an interrupt.
+        verdict_of: what the framework says by an exception that ends a training for good; None for all others. No
+            restart follows a verdict, and nothing is saved for it.
+        device: this rank's local device number, for the files of step marks.
+        versions: of the framework and its parts, for the table of workers.
+    """
+
+    name: str
+    kind_of: Callable[[BaseException], FaultKind]
+    verdict_of: Callable[[BaseException], Verdict | None] = _no_verdict
+    device: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class Training(Protocol):
+    """What an adapter knows about the training that it protects. Bound once the model exists.
+
+    The run calls `digests` and `settle` on the training thread; the engine calls `source` from threads of its own
+    (`ports.StateSource` says when).
+    """
+
+    @property
+    def source(self) -> StateSource:
+        """Where a gasp gets the state from."""
+
+    def digests(self) -> Digests:
+        """Digests of everything that all replicas have in common. Called before the first step; may be slow."""
+
+    def settle(self, cause: str) -> str:
+        """The training thread has raised: bring the state to a step boundary, if that is possible without other ranks.
+
+        A step whose updates are all done is completed (`Session.step_completed`); one whose update has not begun is
+        left where it is.
+
+        Args:
+            cause: one line about the exception, for notes.
+
+        Returns:
+            Why the state is between two steps and must not be saved; empty where it is that of a step.
+        """
+
+    def before_exit(self) -> None:
+        """This process is about to exit at once, since a peer is gone: close what would lose data (loggers)."""
+
+    def advice(self) -> str:
+        """What the user can do so that the next such fault costs nothing, where no step could be saved; or empty."""
+
+
+class AdapterRun:
+    """One training of this process. All calls are made on the training thread, in this order.
+
+    1. The constructor connects this rank to its controller; the state is deferred (`bind`).
+    2. `CheckpointSelector` chooses what to resume from, by `session.gather`; the framework loads it.
+    3. `bind` says where the state is.
+    4. `begin` starts the protection: replicas are compared, SIGTERM is taken over.
+    5. Per step: `session.progress`, `session.before_update`, `session.step_completed`.
+    6. `failed` when anything raised, before or after `begin`; or `close(completed=True)` at a normal end.
+
+    What is put in place on the way (hooks, marks, replaced attributes) is registered with `on_close` and undone in
+    reverse order, whatever one of the steps raises.
+
+    Args:
+        framework: what the adapter says about it.
+        config, marks: what the user asked for.
+        place: who this rank is, and which ranks should be its replicas.
+        contact: how the controller is reached (`connect`); None for a job of one rank.
+        backend: for a framework that drives the other backend itself.
+
+    Attributes:
+        session: the engine's.
+        source: the state, once `bind` has said where it is.
+        begun: `begin` was called.
+        alike: all replicas hold the same, as was found when training began.
+
+    Raises (constructor):
+        ConfigError: a directory that cannot be written.
+        ControlError and its kin: the controller refused this rank or is not there.
+    """
+
+    def __init__(
+        self,
+        framework: Framework,
+        config: GaspConfig,
+        marks: MarksConfig,
+        place: Place,
+        contact: Contact | None,
+        *,
+        backend: BackendChoice | None = None,
+    ) -> None:
+        check_writable(config.directory)
+        self.framework, self.config = framework, config
+        self.source = DeferredSource(place.rank)
+        self.begun, self.alike = False, True
+        self._training: Training | None = None
+        self._completed, self._undo, self._release = ExitStack(), ExitStack(), ExitStack()
+        marking = Marking(config=marks, framework=framework.name, device=framework.device)
+        self.session = Session(config, place, self.source, contact, marking, backend=backend)
+        self.source.mark = self.session.mark("save_checkpoint")
+
+    @property
+    def place(self) -> Place:
+        """Who this rank is; after `begin` with the replicas as they were found to be."""
+        return self.session.place
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def bind(self, training: Training) -> None:
+        """The model and its optimizers exist: from here on a fault can be answered."""
+        self._training = training
+        self.source.inner = training.source
+
+    def on_close(self, undo: Callable[[], object], *, last: bool = False) -> None:
+        """Have `undo` called at the end, before those that were registered earlier; what it raises is logged.
+
+        Args:
+            last: only after the session is closed, for what its threads still read.
+        """
+        (self._release if last else self._undo).callback(_guarded, undo)
+
+    def on_completed(self, act: Callable[[], object]) -> None:
+        """Have `act` called first at the end of a training that ended well; what it raises is logged."""
+        self._completed.callback(_guarded, act)
+
+    def begin(self, step: int, durable: int, *, users_handler: Any = None, device: str = "") -> bool:
+        """Training starts, or resumes, with `step` completed. All ranks call it together.
+
+        Args:
+            durable: the newest step in a committed checkpoint; 0 for none.
+            users_handler: the user's own SIGTERM handler, called as well.
+            device: of this rank, as the framework writes it.
+
+        Returns:
+            Whether all replicas hold the same; ranks that do not are nobody's replicas from here on.
+        """
+        assert self._training is not None, "bind() comes before begin()"
+        self.session.register(device, self.framework.versions)
+        self.alike = self.session.compare_replicas(self._training.digests)
+        self.session.training_started(step, durable=durable)
+        if threading.current_thread() is threading.main_thread():
+            self.session.take_sigterm(users_handler)
+        self.begun = True
+        return self.alike
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> None:
+        """Something raised: have the step saved, where there is one. Returns when `error` shall go on as it is.
+
+        An exit with code 0 is a normal end, everywhere. A rank that only saw its peers fail exits here, and does not
+        return.
+
+        Raises:
+            SystemExit: a recovery ended this rank's training, and there is no launcher.
+        """
+        if isinstance(error, Released):
+            self._exit(error.outcome)
+        verdict = self.framework.verdict_of(error)
+        if verdict is not None:
+            log.error("%s", verdict)
+            framework_verdict.give(verdict)
+        if verdict is not None or is_success(error):
+            self.close(completed=True)
+            return
+        kind = self.framework.kind_of(error)
+        if not self.begun:
+            self.session.failed_to_start(error, kind)
+        else:
+            outcome = self._recover(error, kind)
+            if kind == "peer" and self.place.world_size > 1:
+                self._exit(outcome, cause_of(error))
+        self.close(completed=False)
+
+    def _recover(self, error: BaseException, kind: FaultKind) -> Release:
+        training, status, cause = self._training, self.session.status, cause_of(error)
+        assert training is not None
+        between = training.settle(cause)
+        status.broken = f"{cause}: {between}" if between else ""
+        outcome = self.session.fault(kind, cause)
+        if outcome.ending == "gave_up" and (advice := training.advice()):
+            log.error("%s", advice)
+        return outcome
+
+    def _exit(self, outcome: Release, because: str = "") -> None:
+        if self._training is not None:
+            _guarded(self._training.before_exit)
+        leave(outcome, because)
+
+    def close(self, *, completed: bool) -> None:
+        """Undo everything. Idempotent; never raises.
+
+        Args:
+            completed: training ended well, so that the end of this process is no fault.
+        """
+        completion, undo, release = (each.pop_all() for each in (self._completed, self._undo, self._release))
+        if completed:
+            completion.close()
+        undo.close()
+        _guarded(lambda: self.session.close(completed))
+        release.close()
+
+
+def _guarded(step: Callable[[], object]) -> None:
+    """The session must be closed although a hook could not be taken out: else a good end would count as a failure."""
+    try:
+        step()
+    except Exception:
+        log.exception("the end of a run left something behind: %s", getattr(step, "__qualname__", step))

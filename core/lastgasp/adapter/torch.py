@@ -1,0 +1,77 @@
+"""What adapters of torch frameworks share: auxiliary state, gasps, data position, digests, marks. Imports torch."""
+
+from __future__ import annotations
+
+from lastgasp.pytorch import exception_origin, fingerprints, rng
+from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, restore_aux, without_buffers
+from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
+from lastgasp.pytorch.buckets import Layout as Buckets
+from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
+from lastgasp.pytorch.data import SamplerStart, SamplerTrack, loader_generators, track_sampler, untrack_sampler
+from lastgasp.pytorch.devicemarks import cuda_marks
+from lastgasp.pytorch.exception_origin import is_about_content, kind_of
+from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
+from lastgasp.pytorch.gasp_source import GaspSource
+from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
+from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress
+from lastgasp.pytorch.loaders import kind_of as kind_of_loader
+from lastgasp.pytorch.processgroups import key_of, process_groups
+from lastgasp.pytorch.ranges import Range, Sink, range_of
+from lastgasp.pytorch.rng import as_tensor
+from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
+from lastgasp.pytorch.statedigest import digests_of
+from lastgasp.pytorch.stepranges import StepRanges
+
+__all__ = [
+    "MAP",
+    "STATEFUL",
+    "STREAM",
+    "AuxRecorder",
+    "AuxState",
+    "BucketLayout",
+    "Buckets",
+    "Closure",
+    "Collectives",
+    "CommunicationMarks",
+    "GaspSource",
+    "Range",
+    "SamplerStart",
+    "SamplerTrack",
+    "Sink",
+    "SkipProgress",
+    "StagedGasp",
+    "Step",
+    "StepRanges",
+    "as_tensor",
+    "at_first_bytes",
+    "contribute",
+    "cuda_marks",
+    "decode_aux",
+    "digests_of",
+    "exception_origin",
+    "fingerprints",
+    "fits",
+    "hook_model",
+    "hook_optimizer",
+    "is_about_content",
+    "key_of",
+    "kind_of",
+    "kind_of_loader",
+    "load_entry",
+    "load_verified",
+    "loader_generators",
+    "process_groups",
+    "publish",
+    "range_of",
+    "replace",
+    "restore_aux",
+    "rng",
+    "save_verified",
+    "stage",
+    "track_sampler",
+    "untrack_sampler",
+    "with_added",
+    "with_assignment",
+    "without_buffers",
+    "without_crc32",
+]

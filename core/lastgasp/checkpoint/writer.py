@@ -1,0 +1,48 @@
+"""Who writes checkpoints, and of what format: what a manifest says of its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lastgasp.ports import Layout
+from lastgasp.topology import Place
+
+from .candidates import candidates
+from .manifest import Fit, Kind, Provenance, World
+
+
+@dataclass
+class ManifestWriter:
+    """One job's, of one format.
+
+    Args:
+        format: of the manifest.
+        place: who this rank is; replaced once the replicas are known.
+        fit: tells which fit this is, where the process may have several.
+    """
+
+    format: str
+    place: Place
+    fit: Callable[[], Fit] | None = None
+
+    def provenance(self, step: int, kind: Kind, parent: str | None = None) -> Provenance:
+        """Who wrote the checkpoint of `step`.
+
+        Args:
+            parent: the name of the newest one before it (`newest_beside`).
+        """
+        place = self.place
+        world = World(world_size=place.world_size, replica_groups=place.replicas)
+        made = Provenance(
+            format=self.format, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
+        )
+        return made if self.fit is None else msgspec.structs.replace(made, fit=self.fit())
+
+    def newest_beside(self, checkpoint: Path, layout: Layout) -> str | None:
+        """The newest other checkpoint in its directory that has a manifest: its parent. None where there is none."""
+        found = candidates([checkpoint.parent], layout)
+        return next((c.path.name for c in found if c.manifest is not None and c.path.name != checkpoint.name), None)

@@ -1,0 +1,158 @@
+"""The life cycle of an adapter's run: one order, one rule for exits, everything undone whatever raises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp import session as session_module
+from lastgasp.adapter.run import AdapterRun, Framework
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ConfigError
+from lastgasp.gasp.messages import Release
+from lastgasp.gasp.rank_status import Released
+from lastgasp.launch.framework_verdict import Verdict
+from lastgasp.replicas import Digests
+from lastgasp.steps.settings import MarksConfig
+from lastgasp.topology import Place, data_parallel
+from support.fake_controller import FakeSource
+
+
+class Peer(RuntimeError):
+    """A collective failed."""
+
+
+class ToyTraining:
+    """A state of numbers.
+
+    Attributes:
+        between: what `settle` answers.
+    """
+
+    def __init__(self) -> None:
+        self.source, self.between, self.exits = FakeSource(), "", 0
+
+    def digests(self) -> Digests:
+        """Of nothing."""
+        return {"model": b"1"}
+
+    def settle(self, cause: str) -> str:
+        """As the test wants it."""
+        return self.between
+
+    def before_exit(self) -> None:
+        """Counted."""
+        self.exits += 1
+
+    def advice(self) -> str:
+        """For people."""
+        return "Buy another one."
+
+
+FRAMEWORK = Framework(
+    name="toy 1.0",
+    kind_of=lambda error: "peer" if isinstance(error, Peer) else "exception",
+    verdict_of=lambda error: Verdict(16, "NaN") if str(error) == "nan" else None,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[AdapterRun]:
+    """Of one rank, without a controller, at step 3 once it has begun."""
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    made = AdapterRun(FRAMEWORK, GaspConfig.resolve(tmp_path), MarksConfig.resolve(False), place, None)
+    yield made
+    made.close(completed=True)
+
+
+def begun(run: AdapterRun) -> ToyTraining:
+    training = ToyTraining()
+    run.bind(training)
+    assert run.begin(3, durable=0)
+    run.session.step_completed(4)
+    return training
+
+
+def test_everything_is_undone_in_reverse_order_once_whatever_raises(
+    run: AdapterRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[str] = []
+
+    def take_out_a_hook() -> None:
+        raise AttributeError("somebody else has taken it out")
+
+    run.on_close(lambda: done.append("session was closed before"), last=True)
+    run.on_close(lambda: done.append("first"))
+    run.on_close(take_out_a_hook)
+    run.on_close(lambda: done.append("last"))
+    run.close(completed=True)
+    run.close(completed=True)
+    assert done == ["last", "first", "session was closed before"]
+    assert "take_out_a_hook" in caplog.text and "somebody else has taken it out" in caplog.text
+
+
+def test_an_interrupt_at_the_end_is_not_swallowed(run: AdapterRun) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    run.on_close(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.close(completed=True)
+
+
+def test_an_exception_in_training_has_the_step_saved(run: AdapterRun) -> None:
+    training = begun(run)
+    run.failed(ValueError("no"))
+    assert "save 4" in training.source.done
+    assert run.session.status.outcome is not None and run.session.status.outcome.ending == "saved"
+
+
+def test_a_state_between_two_steps_is_not_saved(run: AdapterRun, caplog: pytest.LogCaptureFixture) -> None:
+    training = begun(run)
+    run.session.before_update()
+    training.between = "raised inside the update"
+    run.failed(ValueError("no"))
+    outcome = run.session.status.outcome
+    assert outcome is not None and outcome.ending == "gave_up"
+    assert "ValueError: no: raised inside the update" in outcome.reason
+    assert training.source.done == [] and "Buy another one." in caplog.text
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), RuntimeError("nan")])
+def test_a_good_exit_and_a_verdict_are_no_fault(run: AdapterRun, error: BaseException) -> None:
+    training = begun(run)
+    run.failed(error)
+    assert training.source.done == [] and run.session.status.outcome is None
+
+
+def test_what_raises_before_training_is_reported_as_a_failed_start(
+    run: AdapterRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(run.session, "failed_to_start", lambda *what: said.append(what))
+    error = ValueError("no")
+    run.failed(error)
+    assert said == [(error, "exception")]
+
+
+def test_a_rank_that_was_released_exits_with_the_outcomes_code(
+    run: AdapterRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "lastgasp")
+    training = begun(run)
+    outcome = Release(recovery=1, ending="saved", step=4, path="here", reason="")
+    with pytest.raises(SystemExit) as exit_:
+        run.failed(Released(outcome))
+    assert exit_.value.code == 83 and training.exits == 1
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    monkeypatch.setattr(session_module, "Session", None)
+    with pytest.raises(ConfigError, match="a directory that this user can write"):
+        AdapterRun(FRAMEWORK, GaspConfig.resolve(tmp_path / "file"), MarksConfig.resolve(False), place, None)
