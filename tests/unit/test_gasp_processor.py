@@ -423,7 +423,7 @@ def test_a_controller_lost_in_the_middle_of_a_recovery() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "alone"), [(TimeoutError(110, "Connection timed out"), True), (EOFError("gone"), False)]
+    ("error", "uncoordinated"), [(TimeoutError(110, "Connection timed out"), True), (EOFError("gone"), False)]
 )
 def test_a_rank_that_waits_for_a_host_that_has_vanished_saves_alone(
     monkeypatch: pytest.MonkeyPatch, error: Exception, uncoordinated: bool
