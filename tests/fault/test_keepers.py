@@ -83,6 +83,24 @@ def test_a_keeper_proves_the_token_and_comes_back() -> None:
         thread.stop()
 
 
+def test_a_lost_connection_does_not_cost_what_a_dead_rank_left(tmp_path: Path) -> None:
+    """The controller says once more what to keep, and the rank has died meanwhile."""
+    with elsewhere(tmp_path) as job:
+        assert job.endpoint is not None and job.thread is not None
+        keepers = job.thread._controller.keepers
+        with closing(BufferKeeper(job.endpoint.address, job.endpoint.token)) as keeper:
+            job.step(1)
+            keeps(job, 1)
+            _, order = keepers._buffers[1]
+            job.stuck(0)
+            job.ranks[1].signal(signal.SIGKILL)
+            assert job.ranks[0].wait_for("save")["aux"] == {"0": "rank 0 step 1", "1": "rank 1 step 1"}
+            job.ranks[1].code()
+            keeper._keep(order)
+            assert keeper._kept(1).steps[0] == 1
+            assert job.ranks[0].code() == exitcodes.SAVED
+
+
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.timeout(900)

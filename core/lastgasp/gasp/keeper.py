@@ -24,6 +24,7 @@ log = logging.getLogger("lastgasp.launch")
 
 REACH = 5.0
 """Seconds for one attempt to reach the controller."""
+_PATH = "/proc/{}/fd/{}"
 AGAIN = 1.0
 """Seconds between two of them."""
 
@@ -33,7 +34,7 @@ def open_buffer(pid: int, number: int) -> int:
     if number < 0:
         return -1
     try:
-        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(_PATH.format(pid, number), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         log.warning("the buffer of process %d cannot be opened (%s): its random state is lost when it dies", pid, error)
         return -1
@@ -66,6 +67,8 @@ class BufferKeeper:
         self.address = address
         self._token = token
         self._buffers: dict[int, int] = {}
+        self._of: dict[int, tuple[int, int]] = {}
+        """Process and its descriptor, by rank."""
         self._closed = threading.Event()
         self._poke_r, self._poke_w = os.pipe()
         self._thread = threading.Thread(target=self._run, name="lastgasp-keeper", daemon=True)
@@ -109,11 +112,18 @@ class BufferKeeper:
                     link.send(self._kept(message.rank))
 
     def _keep(self, message: m.Keep) -> None:
-        """A rank of an attempt that is over had the same number."""
+        """A rank of an attempt that is over had the same number.
+
+        After a lost connection the controller says it again: the process may have died meanwhile, and then what is
+        open is all that is left of it.
+        """
+        process = (message.pid, message.buffer_fd)
+        if self._of.get(message.rank) == process and not os.path.lexists(_PATH.format(*process)):
+            return
         if (old := self._buffers.pop(message.rank, -1)) >= 0:
             os.close(old)
-        if (buffer_fd := open_buffer(message.pid, message.buffer_fd)) >= 0:
-            self._buffers[message.rank] = buffer_fd
+        if (buffer_fd := open_buffer(*process)) >= 0:
+            self._buffers[message.rank], self._of[message.rank] = buffer_fd, process
 
     def _kept(self, rank: int) -> m.Kept:
         buffer_fd = self._buffers.get(rank, -1)
