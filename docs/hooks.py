@@ -15,6 +15,9 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_PATH = re.compile(r"<code>([^<]*/[^<]*)</code>")
+
 
 def outside() -> dict[Path, str]:
     """File outside of docs/ -> where the site has it."""
@@ -36,6 +39,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = Path(page.file.abs_src_path)
     here = Path(page.file.src_uri).parent
     return _LINK.sub(lambda found: _rewritten(found, source, here), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let paths in the cells of tables break where their parts end."""
+    return _CELL.sub(lambda cell: _PATH.sub(_breakable, cell[0]), html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return "<code>" + re.sub(r"(?<=\w)([/_])(?=\w)", r"\1<wbr>", code[1]) + "</code>"
 
 
 def _rewritten(found: re.Match[str], source: Path, here: Path) -> str:
