@@ -128,7 +128,10 @@ class NativeManifests:
     def _commit(self, save: NativeSave) -> None:
         tag = f"manifest/{next(self._numbers)}"
         begun = [_BEGUN.decode(part) for part in self._gather(tag, _encode(_Begun(str(save.path), save.aux)))]
-        payloads = self._gather(f"{tag}/read", _encode(self._read(save, begun)))
+        problem = self._add(save, begun)
+        if any(one.aux for one in begun):  # only now do all ranks see the same files
+            problem = self._gather(f"{tag}/added", problem.encode())[0].decode()
+        payloads = self._gather(f"{tag}/read", _encode(self._read(save, begun, problem)))
         problem = ""
         if self.place.rank == 0:
             try:
@@ -139,14 +142,23 @@ class NativeManifests:
         if any(said):
             raise CheckpointError(b"; ".join(filter(None, said)).decode())
 
-    def _read(self, save: NativeSave, begun: Sequence[_Begun]) -> _Part:
+    def _add(self, save: NativeSave, begun: Sequence[_Begun]) -> str:
+        """On rank 0, have the auxiliary states put beside the files. Returns why that was not possible, or nothing."""
+        try:
+            if self.place.rank == 0 and len({one.path for one in begun}) == 1:
+                self.add_aux(save, {rank: one.aux for rank, one in enumerate(begun) if one.aux})
+        except OSError as error:
+            return f"rank 0: {error}"
+        return ""
+
+    def _read(self, save: NativeSave, begun: Sequence[_Begun], problem: str) -> _Part:
         """This rank's files, durable and read."""
         paths = sorted({one.path for one in begun})
         if len(paths) > 1:
-            return _Part([], f"the ranks save under different names: {', '.join(paths)}")
+            problem = f"the ranks save under different names: {', '.join(paths)}"
+        if problem:
+            return _Part([], problem)
         try:
-            if self.place.rank == 0:
-                self.add_aux(save, {rank: one.aux for rank, one in enumerate(begun) if one.aux})
             return _Part(read_files(self.share(save, data_files(save.path, save.layout))))
         except OSError as error:
             return _Part([], f"rank {self.place.rank}: {error}")

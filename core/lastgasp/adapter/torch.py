@@ -6,6 +6,7 @@ from lastgasp.pytorch import exception_origin, fingerprints, rng
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, restore_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
+from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
 from lastgasp.pytorch.data import SamplerStart, SamplerTrack, loader_generators, track_sampler, untrack_sampler
 from lastgasp.pytorch.devicemarks import cuda_marks
@@ -15,6 +16,11 @@ from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
 from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress
 from lastgasp.pytorch.loaders import kind_of as kind_of_loader
+from lastgasp.pytorch.loop.faults import install_faults
+from lastgasp.pytorch.loop.marks import LoopMarks
+from lastgasp.pytorch.loop.ranks import connect, local, place_of
+from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
+from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.processgroups import key_of, process_groups
 from lastgasp.pytorch.ranges import Range, Sink, range_of
 from lastgasp.pytorch.rng import as_tensor
@@ -29,11 +35,13 @@ __all__ = [
     "AuxRecorder",
     "AuxState",
     "BucketLayout",
+    "BucketLayouts",
     "Buckets",
     "Closure",
     "Collectives",
     "CommunicationMarks",
     "GaspSource",
+    "LoopMarks",
     "Range",
     "SamplerStart",
     "SamplerTrack",
@@ -42,8 +50,10 @@ __all__ = [
     "StagedGasp",
     "Step",
     "StepRanges",
+    "TorchState",
     "as_tensor",
     "at_first_bytes",
+    "connect",
     "contribute",
     "cuda_marks",
     "decode_aux",
@@ -53,6 +63,7 @@ __all__ = [
     "fits",
     "hook_model",
     "hook_optimizer",
+    "install_faults",
     "is_about_content",
     "key_of",
     "kind_of",
@@ -60,6 +71,9 @@ __all__ = [
     "load_entry",
     "load_verified",
     "loader_generators",
+    "local",
+    "persistent_buffers",
+    "place_of",
     "process_groups",
     "publish",
     "range_of",

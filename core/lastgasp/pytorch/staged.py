@@ -71,13 +71,15 @@ def stage(write: Callable[[Staged], None], target: Path, layout: Layout, config:
 def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place) -> str:
     """Make it visible; then remove gasps beyond `keep`. What others of this attempt have committed before is kept.
 
+    Where gasps are directories, another one of that name (a save that the fault cut short) is moved aside.
+
     Returns:
         What people must know about it; empty where there is nothing.
 
     Raises:
         OSError: the disk refused.
     """
-    result.staged.publish(result.provenance, present=result.present)
+    result.staged.publish(result.provenance, aside=True, present=result.present)
     note = result.staged.kept
     if note:
         note = f"{note}; {contribute(result.staged.target, layout, result.aux)}"
