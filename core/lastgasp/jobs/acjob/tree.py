@@ -2,8 +2,8 @@
 
 ruamel.yaml reads the events, or libyaml where that is installed as well; the tree is ours, because an alias must keep
 its own place, a merge key must stay visible, and a patch is made at places in the text: every byte that it does not
-mean to change stays as it was. Scalars are judged as Kubernetes does, whose parser follows YAML 1.1: a plain `on` is a
-boolean there.
+mean to change stays as it was. ruamel.yaml's round trip does not do that (docs/how-it-works.md §10). Scalars are judged
+as Kubernetes does, whose parser follows YAML 1.1: a plain `on` is a boolean there.
 """
 
 from __future__ import annotations
