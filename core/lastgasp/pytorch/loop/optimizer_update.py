@@ -37,7 +37,7 @@ class OptimizerUpdate:
             numbers may have been drawn, and buffers changed, since the call before.
 
     Attributes:
-        open: an update of this step has begun.
+        in_progress: an update of this step has begun.
         updates: how many of this step are done.
         copying: whether copies are taken.
     """
@@ -46,8 +46,8 @@ class OptimizerUpdate:
         self, optimizers: Sequence[Any], models: Sequence[Any], copies: Copies | None, events: tuple[_Event, ...]
     ) -> None:
         self.copies = copies
-        self._opens, self._safe, self._drawn = events
-        self.open = False
+        self._opens, self._copied, self._drawn = events
+        self.in_progress = False
         self._depth = 0
         self.copying = copies is not None and len(optimizers) > 1  # more than one update in a step is to be expected
         self.updates, self.usual = 0, len(optimizers)
@@ -70,12 +70,12 @@ class OptimizerUpdate:
 
     def begin(self, closure: bool = False) -> None:
         """Parameters are about to change. The first call in a step opens the window."""
-        if self.open:
+        if self.in_progress:
             if not self.inside:
                 self._drawn()
             return
         self._opens()
-        self.open, self.updates = True, 0
+        self.in_progress, self.updates = True, 0
         if self.copies is not None and (self.copying or closure):
             self._copy(self.copies)
 
@@ -92,10 +92,10 @@ class OptimizerUpdate:
         if first:
             log.info("this loop waits between an update and the end of its step, so a copy of the state is kept from "
                      "now on: %.1f MB", copies.nbytes / 1e6)  # fmt: skip
-        self._safe()
+        self._copied()
 
     @property
-    def safe(self) -> bool:
+    def has_copy(self) -> bool:
         """Whether a copy of the state at the end of the last step is there."""
         return self.copies is not None and self.copies.valid
 
@@ -128,7 +128,7 @@ class OptimizerUpdate:
         if self.copies is not None:
             self.copies.valid = False
         self.usual = self.updates
-        self.open = self._waited = False
+        self.in_progress = self._waited = False
         self._depth = 0
 
     def _called(self) -> bool:
@@ -149,7 +149,7 @@ class OptimizerUpdate:
         self._calls = _sequence_number()
 
     def _before_forward(self, module: Any) -> None:
-        if self.open and not self.inside:
+        if self.in_progress and not self.inside:
             self._waited = True
 
 

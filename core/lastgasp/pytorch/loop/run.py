@@ -130,8 +130,8 @@ class Run:
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
-        self.window = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
-        life.on_close(self.window.remove)
+        self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
+        life.on_close(self.update.remove)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
@@ -221,7 +221,7 @@ class Run:
         Raises:
             Released: a recovery took place.
         """
-        if self.window.open:
+        if self.update.in_progress:
             faults.fire_at("step_end", self.step)
             self.complete(self.step + 1)
 
@@ -235,7 +235,7 @@ class Run:
 
     def complete(self, step: int) -> None:
         """Everything of `step` has been done: capture it; write a checkpoint where one is due."""
-        if self.window.safe:
+        if self.update.has_copy:
             self.engine.before_update()  # the gate: from the copy to the live state
         self._capture(step)
         self.marks.step_end(step)
@@ -249,13 +249,13 @@ class Run:
         self.step = step
         self._schedules.closes()
         self._gradients = False
-        self.window.close(drew)
+        self.update.close(drew)
         self.engine.step_completed(step)
 
     def _capture_aux(self, step: int, settled: bool) -> bool:
         """Returns: random numbers were drawn since the last capture."""
         extra = self.state.extra_digest() if settled and self.place.world_size > 1 else b""
-        self.recorder.extra = self.book.record(not settled and self.window.more_to_come, extra)
+        self.recorder.extra = self.book.record(not settled and self.update.more_to_come, extra)
         self.recorder.capture(step, settled)
         return settled and self.place.world_size > 1 and self.recorder.drew()
 
@@ -266,7 +266,7 @@ class Run:
         book = self.book
         if book.before_begin():
             self.body_over()
-        if self.window.open and book.nested():
+        if self.update.in_progress and book.nested():
             raise UsageError("a loop over s.batches() begins inside the body of another one, after an update there: a "
                              "resumed run could not go on inside. Move the update behind the inner loop.")  # fmt: skip
         one, there = book.begin(loader, replay)
@@ -328,7 +328,7 @@ class Run:
 
     def want_save(self) -> None:
         """A checkpoint is wanted: of the step under way, or of the last one where none is."""
-        if self.window.open or self._snapshot is None:
+        if self.update.in_progress or self._snapshot is None:
             self._wanted = True
         else:
             self.save()
@@ -348,7 +348,7 @@ class Run:
         Raises:
             NotSaveable: this rank's state is not that of `step`.
         """
-        snapshot, safe = self._require(step), self.window.safe
+        snapshot, has_copy = self._require(step), self.update.has_copy
         own = self.recorder.read(step)
         aux_states = dict(aux) if own is None else {self.rank: own, **aux}
         buffers = buffers_of(step, aux_states, self.recorder, [self._buffer_rank, self.rank])
@@ -358,8 +358,8 @@ class Run:
         if self._buffer_rank not in aux_states and any(True for _ in self.state.container.buffers()):
             notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
         notes += notes_on(aux_states, self.place)
-        checkpoint = self.state.dump(snapshot, buffers, self.window.copies if safe else None)
-        if self._require(step) is not snapshot or self.window.safe != safe:
+        checkpoint = self.state.dump(snapshot, buffers, self.update.copies if has_copy else None)
+        if self._require(step) is not snapshot or self.update.has_copy != has_copy:
             raise NotSaveable(f"step {step} ended while it was being dumped")
         for note in notes:
             self.engine.note(note)
@@ -371,7 +371,7 @@ class Run:
         if snapshot is None or snapshot.step != step:
             raise NotSaveable(f"this rank stands on step {self.step if snapshot is None else snapshot.step}, "
                               f"not on {step}")  # fmt: skip
-        if self.window.open and not self.window.safe:
+        if self.update.in_progress and not self.update.has_copy:
             raise NotSaveable(f"the update after step {snapshot.step} has begun; step {step} is gone")
         return snapshot
 
@@ -385,7 +385,7 @@ class Run:
         """The loop raised: complete the step, where only the rest of the loop's body is missing."""
         if self._gradients:  # the others may complete the step: this rank's part of it is what stands here
             self._capture_unsettled()
-        if self.window.open and not self.window.safe and not self._finish_step(cause):
+        if self.update.in_progress and not self.update.has_copy and not self._finish_step(cause):
             return "raised inside the update, so the state is between two steps"
         return ""
 
@@ -404,8 +404,8 @@ class Run:
         Returns:
             Whether the state is that of a step now.
         """
-        window = self.window
-        if window.inside or window.updates < max(1, window.usual):
+        update = self.update
+        if update.inside or update.updates < max(1, update.usual):
             return False
         try:
             self._schedules.catch_up()
@@ -417,7 +417,7 @@ class Run:
         snapshot.notes.append(f"the loop's body of step {snapshot.step} was cut short after its update by {cause}; "
                               "what follows the update there was not repeated")  # fmt: skip
         self._snapshot, self.step = snapshot, snapshot.step
-        window.close(False)
+        update.close(False)
         self.engine.step_completed(snapshot.step)
         return True
 

@@ -173,7 +173,7 @@ class Session:
             Released: a recovery took place; the update must not happen.
         """
         self._check()
-        self._run.window.begin()
+        self._run.update.begin()
 
     def updated(self, step: int | None = None) -> bool:
         """All of a step has been done; for loops that do not ask `batches` for data.
@@ -190,7 +190,7 @@ class Session:
         """
         self._check()
         run = self._run
-        if not run.window.open:
+        if not run.update.in_progress:
             run.not_updated()
             return False
         number = run.step + 1 if step is None else step
