@@ -1,4 +1,4 @@
-"""What the controller's machine wants done; the shell around it does it."""
+"""Actions that the controller's state machine requests and the code around it carries out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from . import messages as m
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Send `message` to `rank`. A Save goes out with the auxiliary states that the shell can find."""
+    """Send `message` to `rank`. The shell adds the auxiliary states that it can find to a Save."""
 
     rank: int
     message: m.Message
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
-    """SIGKILL the hung process of `rank`; its peers' collectives then raise."""
+    """Send SIGKILL to the hung process of `rank`, so that its peers' collectives raise."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""By which address other hosts reach this one."""
+"""Find the address by which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def address_towards(host: str) -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(address)  # connecting a UDP socket sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return ""

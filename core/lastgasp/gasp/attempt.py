@@ -22,16 +22,16 @@ from .observer import Observer
 from .progress import Progress
 
 UNUSED_KEPT = 1000
-"""Ranks that did not save and that an incident names."""
+"""At most so many ranks that did not save are named in an incident."""
 GROUPS_SHOWN = 64
-"""Ranks in replica groups that an error names one by one."""
+"""At most so many ranks of differing replica groups are named in an error."""
 GATHER_TIMEOUT = 300.0
-"""Seconds that ranks get to arrive at the same gather (start-up of the slowest rank included)."""
+"""Seconds within which all ranks must join a gather, including the start-up of the slowest one."""
 
 
 @dataclass
 class GatherState:
-    """The parts of one all-gather that have come in."""
+    """The parts of one all-gather received so far."""
 
     since: float
     parts: dict[int, bytes] = field(default_factory=dict)
@@ -46,17 +46,17 @@ class Attempt:
     begun: set[int] = field(default_factory=set)
     """Ranks whose training has begun."""
     begun_at: int | None = None
-    """The oldest step that one of them began after."""
+    """The oldest step from which one of them started."""
     reached: int = -1
     gathers: dict[str, GatherState] = field(default_factory=dict)
     incident: Incident | None = None
     over_since: float | None = None
     notes: list[str] = field(default_factory=list)
-    """Of the incident, or of the one that there will be."""
+    """Notes for the current incident, or for the next one."""
 
     @classmethod
     def of(cls, hello: m.Hello) -> Attempt:
-        """Begin with what the first rank says; the others must say the same."""
+        """Create the attempt from the first rank's Hello; the other ranks' must agree with it."""
         machine = Machine(
             replicas=unpack(hello.replicas),
             world_size=hello.world_size,
@@ -67,10 +67,10 @@ class Attempt:
         return cls(hello=hello, machine=machine)
 
     def disagreement(self, hello: m.Hello) -> str:
-        """What a rank was started with differently from the first one; empty when nothing."""
+        """Which settings of a rank differ from the first rank's; empty when they agree."""
         for name in _SAME:
             mine, theirs = getattr(self.hello, name), getattr(hello, name)
-            if name == "replicas" and mine != theirs:  # bytes of another zlib may differ, and mean the same
+            if name == "replicas" and mine != theirs:  # other zlib versions may pack the same groups differently
                 mine, theirs = _shown(unpack(mine)), _shown(unpack(theirs))
             if mine != theirs:
                 return (
@@ -83,7 +83,7 @@ class Attempt:
         return ""
 
     def heard_step(self, rank: int, message: m.Begin | m.Status | m.Prepared) -> None:
-        """Keep what tells whether this attempt made progress; a rank's heartbeats before its Begin tell nothing."""
+        """Track whether this attempt made progress; a rank's heartbeats before its Begin are ignored."""
         if isinstance(message, m.Begin):
             self.begun.add(rank)
             self.begun_at = message.step if self.begun_at is None else min(self.begun_at, message.step)
@@ -91,7 +91,7 @@ class Attempt:
             self.reached = max(self.reached, message.step)
 
     def led_by(self, leader: str) -> None:
-        """Recoveries of this attempt are somebody else's; the first rank that says so counts. Idempotent."""
+        """Hand the recoveries of this attempt to another leader, as the first rank requests. Idempotent."""
         if not isinstance(self.machine, Observer):
             self.machine = Observer.following(self.machine, leader)
 
@@ -102,7 +102,7 @@ class Attempt:
 
     @property
     def newest_held(self) -> int:
-        """The step that the next attempt starts from, as far as known here."""
+        """The step from which the next attempt starts, if known."""
         durable = max((member.durable for member in self.machine.members.values()), default=0)
         saved = self.machine.outcome.step if self.machine.outcome.ending == "saved" else None
         return max(durable, saved if saved is not None else 0)
@@ -110,7 +110,7 @@ class Attempt:
     # -- gathers ----------------------------------------------------------------------------------
 
     def gather(self, rank: int, part: m.GatherPart) -> m.Gathered | None:
-        """Take one part; the whole when it was the last one."""
+        """Store one part; return all parts when it was the last one."""
         state = self.gathers.setdefault(part.tag, GatherState(since=_clock.monotonic()))
         state.parts[rank] = part.payload
         if len(state.parts) < self.hello.world_size:
@@ -119,7 +119,8 @@ class Attempt:
         return m.Gathered(tag=part.tag, parts=tuple(state.parts[r] for r in sorted(state.parts)))
 
     def failed_gathers(self, now: float, why: str = "") -> list[tuple[int, m.Gathered]]:
-        """Answers for the ranks that wait in vain: all if `why`; those past the deadline, or for a rank that ended."""
+        """Build answers for gathers that cannot complete: all of them if `why` is given, else those that have expired
+        or that wait for a rank that has ended."""
         answers = []
         for tag, state in list(self.gathers.items()):
             text = why or self._never(state)
@@ -133,7 +134,7 @@ class Attempt:
         return answers
 
     def _never(self, state: GatherState) -> str:
-        """Why some rank will not arrive any more: it ended, or its training did; empty where all may."""
+        """Why some rank will never join (its process or its training ended); empty while all still may."""
         lost = self.machine.lost
         rank = min((rank for rank in lost if rank not in state.parts), default=None) if lost else None
         return "" if rank is None else f"rank {rank} {lost[rank]}"
@@ -141,7 +142,7 @@ class Attempt:
     # -- incident ---------------------------------------------------------------------------------
 
     def note(self, note: RecordPhase) -> None:
-        """Stamp a phase; open the incident at the first one, fill it in at the last."""
+        """Record the time of a phase; open the incident at the first one and complete it at the last."""
         now = _clock.wall_ns()
         if self.incident is None:
             self.incident = new_incident(self.hello, self.machine.recovery, now)
@@ -155,7 +156,7 @@ class Attempt:
             self.refresh()
 
     def refresh(self) -> None:
-        """Fill in what the machine knows now; the causes of deaths become known a little later."""
+        """Update the incident from the state machine; causes of death become known a little later."""
         if self.incident is not None:
             fill_incident(self.incident, self.machine)
             if isinstance(self.machine, Observer) and self.machine.leading:
@@ -163,7 +164,7 @@ class Attempt:
 
 
 def _shown(groups: ReplicaGroups) -> str | ReplicaGroups:
-    """All of them, or how many and which these are."""
+    """All groups, or a summary with their number, a digest and the first ones."""
     if sum(map(len, groups)) <= GROUPS_SHOWN:
         return groups
     digest = xxhash.xxh3_64_hexdigest(repr(groups).encode())
@@ -183,7 +184,7 @@ _SAME = (
 
 
 def new_incident(hello: m.Hello, recovery: int, now_ns: int, led_by: str = "controller") -> Incident:
-    """An open incident; its id sorts by time."""
+    """Create an open incident, whose id sorts by time."""
     stamp = f"{now_ns // 1_000_000}"
     return Incident(
         id=f"{stamp}-attempt{hello.attempt}-{os.getpid()}-{recovery}",
@@ -195,7 +196,7 @@ def new_incident(hello: m.Hello, recovery: int, now_ns: int, led_by: str = "cont
 
 
 def fill_incident(incident: Incident, machine: Machine) -> None:
-    """Copy the machine's outcome. A rank that only saw its peers fail is no cause where a cause is known."""
+    """Copy the state machine's outcome. Where a cause is known, ranks that only saw their peers fail are left out."""
     causes = [fault for fault in machine.faults if fault.kind != "peer"]
     incident.faults = causes or list(machine.faults)
     incident.phases.fault = min((fault.seen_ns for fault in incident.faults), default=None)
@@ -207,7 +208,7 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         [out.path] if out.path else [],
     )
     incident.phases.first_byte, incident.savers = out.first_byte_ns, sorted(set(out.savers))
-    # What can be told in one line each; with tens of thousands of ranks most of them were not needed.
+    # Bounded: of tens of thousands of ranks most were simply not needed for the save.
     incident.unused = list(out.unused if len(out.unused) <= UNUSED_KEPT else _with_a_reason(out.unused))[:UNUSED_KEPT]
     if out.ending != "saved":
         incident.step_saved = None
@@ -220,7 +221,7 @@ def _with_a_reason(unused: Iterable[Unused]) -> list[Unused]:
 
 
 def record_path(incident: Incident, directory: Path) -> Path:
-    """Where the record of an incident stands."""
+    """The path of an incident's record."""
     return directory / "incidents" / f"{incident.id}.json"
 
 

@@ -1,4 +1,4 @@
-"""What is told about the ranks of a job: to the controller when they start, and by it to operators."""
+"""Descriptions of a job's ranks, sent to the controller at start and from there to operators."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Literal
 import msgspec
 
 JobState = Literal["waiting", "running", "recovering", "over", "ended"]
-"""waiting: no rank has joined yet. over: a recovery has ended, and the ranks leave. ended: all have left."""
+"""waiting: no rank has joined yet. over: a recovery has ended and the ranks are exiting. ended: all have exited."""
 RankState = Literal["awaited", "running", "hung", "left", "dead"]
-"""awaited: has not joined yet. left: its training ended. dead: its process or its connection ended before."""
+"""awaited: not joined yet. left: its training ended. dead: its process or connection ended before that."""
 
 
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
-    """Who one worker (one rank's process) is."""
+    """Identity of one worker (one rank's process)."""
 
     rank: int
     node: str
     """Host name."""
     pid: int
     device: str = ""
-    """As the framework writes it: cpu, cuda:0, npu:3; empty where nobody said."""
+    """In the framework's notation (cpu, cuda:0, npu:3); empty if unknown."""
     versions: dict[str, str] = {}
-    """lastgasp, python, and what the adapter adds."""
+    """Versions of lastgasp and Python, and of what the adapter adds."""
     started_ns: int = 0
     """When the worker registered; wall-clock ns since the epoch."""
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank as the controller sees it now."""
+    """Current state of one rank as seen by the controller."""
 
     rank: int
     state: RankState
@@ -37,19 +37,19 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     card: WorkerCard | None = None
     """None until it has registered."""
     step: int | None = None
-    """The last step that it is known to have completed; None until its training has begun."""
+    """The last step it is known to have completed; None until its training has begun."""
     phase: str = ""
     marks: int | None = None
-    """The marks that are on (`steps.bits`), at its last heartbeat; None where nothing is marked."""
+    """The marks enabled at its last heartbeat (`steps.bits`); None where nothing is marked."""
     heard_s: float | None = None
-    """Seconds since it was last heard; None where it never was."""
+    """Seconds since its last message; None if there was none."""
 
 
 class SwitchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank did about a switch."""
+    """One rank's response to a switch."""
 
     rank: int
     mask: int | None = None
-    """The marks that are on there now; None where it did not acknowledge."""
+    """The marks now enabled on it; None if it did not acknowledge."""
     why: str = ""
-    """Why it did not; empty where it did."""
+    """Why it did not acknowledge; empty if it did."""

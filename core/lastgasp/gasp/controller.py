@@ -1,4 +1,4 @@
-"""The controller: a socket server around the machine. It lives outside the training ranks.
+"""The controller: a socket server around the state machine, outside the training ranks.
 
 In the launcher's process it is a thread (`ControllerThread`); without a launcher rank 0 starts it as a
 detached process (`python -m lastgasp.gasp.serve`).
@@ -42,25 +42,25 @@ from .tls import TlsFiles
 log = logging.getLogger("lastgasp.controller")
 
 GREETING_TIMEOUT = 10.0
-"""Seconds a connection gets to prove that it knows the token."""
+"""Seconds within which a connection must prove that it knows the token."""
 RECORDS_LIMIT = 10.0
-"""Seconds that the records may take at the end; a file system may stall for longer, and the job does not wait."""
+"""Seconds to wait at the end for records to be written; the job does not wait longer for a stalled file system."""
 ANNOUNCE_LIMIT = 1.0
-"""Seconds that the start waits for the file by which `lastgasp ps` finds the job."""
+"""Seconds that start-up waits for the file by which `lastgasp ps` finds the job."""
 READ_OUT = 1.0
-"""Seconds that reading the last words of a dead process may take; they are on this host already."""
+"""Seconds for reading a dead process's last messages, which are already on this host."""
 TURNS = 3
-"""Turns of the loop without anything in its socket until all of them have been heard: one to read, one to obey."""
+"""Idle turns of the event loop after which all messages have been handled: one to read, one to process."""
 TICK = 0.02
-"""Seconds between two looks at the deadlines."""
+"""Seconds between two checks of the deadlines."""
 
 
 class Controller:
-    """Serves one job, all its attempts. All methods run on the event loop's thread.
+    """Serves all attempts of one job. All methods run on the event loop's thread.
 
     Args:
         token: the job's secret; ranks prove that they know it.
-        host: address to listen on; loopback unless told otherwise.
+        host: address to listen on; loopback by default.
     """
 
     def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -82,10 +82,10 @@ class Controller:
         self._announcement: Announcement | None = None
 
     async def start(self) -> int:
-        """Listen; over TLS where the environment names the files.
+        """Start listening, with TLS if the environment names the files.
 
         Raises:
-            ConfigError: the TLS files.
+            ConfigError: the TLS files are unusable.
 
         Returns:
             The port.
@@ -112,15 +112,15 @@ class Controller:
             self._announcement.withdraw()
 
     async def _written(self, seconds: float) -> None:
-        """Return once nothing waits to be written, after `seconds` at the latest."""
+        """Wait until everything is written, for `seconds` at most."""
         deadline = _clock.monotonic() + seconds
-        while not self.records.idle and _clock.monotonic() < deadline:  # noqa: ASYNC110 (a thread's doing)
+        while not self.records.idle and _clock.monotonic() < deadline:  # noqa: ASYNC110 (a thread writes)
             await asyncio.sleep(TICK / 10)
 
     async def stop(self) -> None:
-        """Close every connection, thread and descriptor. A stalled file system is waited for in bounds."""
+        """Close every connection, thread and descriptor, in bounded time even if a file system stalls."""
         self._door.close()
-        # All that runs on this loop is ours, and a connection that is being accepted becomes a handler only in a while.
+        # Every task on this loop is ours; a connection being accepted becomes a handler task only later.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
                 task.cancel()
@@ -136,26 +136,26 @@ class Controller:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt that runs; None before the first rank has joined."""
+        """The current attempt; None before the first rank has joined."""
         return self.incidents.current
 
     def expect(self, attempt: int) -> None:
-        """The launcher begins this attempt: no rank of another is let in. Without this word the ranks' own counts."""
+        """Accept only ranks of this attempt, as counted by the launcher; without this call the ranks' count is used."""
         self._expected = attempt
 
     @property
     def connected(self) -> int:
-        """Ranks that are connected now."""
+        """The connected ranks."""
         return sum(peer.writer is not None for peer in self._peers.values())
 
     def stop_ranks(self) -> None:
-        """Tell the ranks of this host to save and leave, as whoever stops a job does: by SIGTERM."""
+        """Ask the ranks of this host to save and exit, by SIGTERM as when a job is stopped."""
         for pid in [peer.pid for peer in self._peers.values() if peer.writer is not None and peer.pid is not None]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
 
     def report_exit(self, rank: int, how: str) -> None:
-        """The launcher's word: this rank's process ended (also one that never joined)."""
+        """Take the launcher's report that this rank's process ended, even if it never joined."""
         if self.attempt is not None:
             self._spawn(self._ended(rank, how))
 
@@ -180,7 +180,7 @@ class Controller:
             else:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
-            # The end of one that had proven itself is no news here; of a rank the machine has its own word.
+            # The end of an authenticated connection is handled elsewhere; a rank's by the state machine.
             say = self._door.log.warning if self._door.is_stranger() else log.debug
             say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
@@ -219,7 +219,7 @@ class Controller:
         return hello
 
     def _admit(self, hello: m.Hello, nonce: bytes) -> None:
-        """Raise what is wrong with this rank; the token comes first and is never repeated in a message."""
+        """Raise an error if this rank must be refused. The token is checked first and never quoted in a message."""
         if not m.proven(self._token, "rank", nonce, hello.rank, hello.mac):
             raise AuthenticationError(WRONG_TOKEN)
         if hello.protocol != m.PROTOCOL or hello.version != __version__:
@@ -253,7 +253,7 @@ class Controller:
                 self._watch.watch(hello.rank, hello.pid)
 
     def _begin_attempt(self, hello: m.Hello) -> None:
-        """Where this rank is the first of its attempt; before its welcome, so that who has one finds the job in use."""
+        """Start an attempt if this rank is its first. Precedes the Welcome: a welcomed rank finds the job in use."""
         if self.attempt is not None and hello.attempt <= self.attempt.hello.attempt:
             return
         for rank in list(self._peers):
@@ -277,7 +277,7 @@ class Controller:
             message = m.from_rank(await read_frame(reader, m.MAX_FRAME))
             peer = self._peers.get(rank)
             if peer is None or peer.writer is not writer:
-                return  # a process of an earlier attempt must not speak for the one of this
+                return  # a process of an earlier attempt must not be taken for this attempt's
             with self._guard(f"what a rank said ({type(message).__name__})"):
                 self._heard(rank, message)
 
@@ -349,9 +349,9 @@ class Controller:
 
     @staticmethod
     async def _read_out(peer: Peer | None) -> None:
-        """Hear all that a dead process has said before: its Goodbye, or what it raised, may still be in the socket.
+        """Read everything a dead process sent: its Goodbye or its exception may still be in the socket.
 
-        Its death is seen earlier than the end of its connection, which waits until its memory is freed.
+        Its death is noticed before its connection ends, because the kernel frees its memory first.
         """
         deadline, quiet = _clock.monotonic() + READ_OUT, 0
         while peer is not None and peer.writer is not None and quiet < TURNS and _clock.monotonic() < deadline:
@@ -369,9 +369,9 @@ class Controller:
         for action in actions:
             try:
                 self._act(action)
-            except Exception as error:  # the other ranks need theirs
+            except Exception as error:  # the other ranks still need their orders
                 self._guard.failed("an order to a rank", error)
-        self.incidents.flush()  # after the orders: what is written must not hold them up
+        self.incidents.flush()  # after the orders, which must not wait for a write
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Send):
@@ -384,20 +384,20 @@ class Controller:
             self.incidents.phase(action)
 
     def _send(self, rank: int, message: m.Message) -> bool:
-        """False where the rank is not connected."""
+        """Return False if the rank is not connected."""
         peer = self._peers.get(rank)
         if isinstance(message, m.Save) and self.keepers.awaited:
             self._spawn(self._send_with_kept(rank, message))
             return True
         if peer is None or peer.writer is None or peer.writer.is_closing():
             return False
-        if message is not self._framed[0]:  # an order to all is completed and encoded once
+        if message is not self._framed[0]:  # an order to all ranks is completed and encoded once
             self._framed = message, m.frame(self._completed(message))
         peer.writer.write(self._framed[1])
         return True
 
     def _completed(self, message: m.Message) -> m.Message:
-        """With what only the shell can find."""
+        """Complete an order with what only the shell knows."""
         if isinstance(message, m.Save | m.Consulted):
             return msgspec.structs.replace(message, aux=self._aux(message.step))
         if isinstance(message, m.Prepare):
@@ -406,13 +406,13 @@ class Controller:
         return message
 
     async def _send_with_kept(self, rank: int, message: m.Save) -> None:
-        """Once other hosts have said what they keep of their dead ranks, or their time is over."""
-        while self.keepers.awaited:  # noqa: ASYNC110 (bounded, and of milliseconds)
+        """Send once the other hosts have reported what they keep of their dead ranks, or their time has expired."""
+        while self.keepers.awaited:  # noqa: ASYNC110 (bounded, takes milliseconds)
             await asyncio.sleep(TICK / 10)
         self._send(rank, message)
 
     def _aux(self, step: int) -> dict[int, bytes]:
-        """The auxiliary state of every rank, dead ones included: from its crash-safe buffer, or as it sent it."""
+        """The auxiliary states of all ranks, also dead ones: from their crash-safe buffers, or as they sent them."""
         assert self.attempt is not None
         found: dict[int, bytes] = {}
         for rank, member in self.attempt.machine.members.items():
@@ -434,7 +434,7 @@ class Controller:
             self._do(Send(rank=rank, message=answer) for rank, answer in answers)
 
     async def _tick(self) -> None:
-        """Whatever is called here may raise: deadlines are kept, and hangs found."""
+        """Enforce deadlines and detect hangs, whatever the calls below raise."""
         while True:
             await asyncio.sleep(TICK)
             attempt, now = self.attempt, _clock.monotonic()

@@ -1,4 +1,4 @@
-"""Which step is saved, and who saves it: a pure function of what is known about the ranks."""
+"""Decide which step is saved and by whom: a pure function of what is known about the ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NOT_NEEDED = "not needed: another holder saves"
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What the one who decides knows about one rank.
+    """What is known about one rank when deciding.
 
     Attributes:
         step: the newest step that the rank completed, as far as known; -1 when nothing is known.
-        holds: its state is that of `step`, whole, and it can write it now.
-        faulty: it raised or was told to stop: a holder of last resort.
-        why: why it cannot be used, or is a holder of last resort; empty when there is nothing against it.
+        holds: its state is the complete state of `step`, and it can write it now.
+        faulty: it raised or was asked to stop, so it is a holder of last resort.
+        why: why it cannot be used, or only as a last resort; empty when there is no objection.
         alive: it answers.
     """
 
@@ -45,7 +45,7 @@ class SavePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class NothingToSave:
-    """The newest step is on disk already, or none was completed."""
+    """The newest step is already on disk, or none was completed."""
 
     step: int
     unused: tuple[Unused, ...]
@@ -70,7 +70,7 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
         views: one per rank of the job. Dead ranks do not count for the step.
         replicas: the holders of each shard.
         durable: the newest step that a committed checkpoint holds; 0 when there is none and no step
-            was completed, since a job that has done nothing has nothing to lose.
+            was completed, since such a job has nothing to lose.
     """
     holding = {view.rank: view for view in views if view.holds}
     holders = [[rank for rank in group if rank in holding] for group in replicas]
@@ -102,9 +102,9 @@ def _newest_common(holders: list[list[int]], holding: dict[int, RankView]) -> in
 
 
 def _savers(holders: list[list[int]], holding: dict[int, RankView], step: int) -> tuple[int, ...]:
-    """The first holder of each shard that nothing is against; the first one where there is no such."""
+    """For each shard the first holder without an objection, or simply the first holder."""
     if not any(view.faulty or view.step != step for view in holding.values()):
-        return tuple(map(min, holders))  # as a rule, and there may be 100 000 of them
+        return tuple(map(min, holders))  # the usual case, and there may be 100 000 shards
     return tuple(min(shard, key=lambda rank: _order(holding[rank], step)) for shard in holders)
 
 

@@ -1,8 +1,8 @@
-"""Where the controller takes connections: strangers are few at a time, last a few seconds, and write few log lines.
+"""Accepts the controller's connections, with bounds on unauthenticated ones: number, lifetime and log lines.
 
-Anybody on the machine, or on the training network, can connect. Who has not proven that he belongs to the job costs one
-descriptor, and there are bounds for those: the oldest stranger has to go when one more would be too many, so that a
-rank, which proves itself within milliseconds, gets in past any number of connections that only wait.
+Anyone on the machine or the training network can connect. An unauthenticated connection costs one descriptor, and their
+number is bounded: when the limit is reached the oldest one is closed. A rank authenticates within milliseconds, so it
+gets in past any number of connections that only wait.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from . import messages as m
 log = logging.getLogger("lastgasp.controller")
 
 STRANGERS, STRANGERS_PER_ADDRESS = 4096, 2048
-"""Connections that have proven nothing yet, at the same time. All ranks of a large job come within a second, and one
-that has to go and comes again costs more than its place."""
+"""Limit of unauthenticated connections. All ranks of a large job connect within a second, and closing one that then
+reconnects costs more than keeping it."""
 DESCRIPTORS = 65536
-"""The soft limit is raised up to this, as far as the hard one allows, once a quarter of it is connections."""
+"""The soft descriptor limit is raised up to this, as the hard limit allows, once connections use a quarter of it."""
 AT_ONCE = 64
-"""Connections that are taken in one turn of the loop."""
+"""Connections accepted in one turn of the event loop."""
 LINES, PER_SECONDS = 5, 10.0
-"""Log lines about strangers; the rest is counted."""
+"""Log lines about unauthenticated connections; further ones are only counted."""
 _BUSY = m.frame(m.Refused(reason=m.BUSY))
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -39,10 +39,10 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class LimitedLog:
-    """Some lines in each span of time; then how many there were besides.
+    """Limits log lines per time span, then reports how many were suppressed.
 
     Args:
-        lines, seconds: so many lines in so much time.
+        lines, seconds: at most `lines` lines in `seconds` seconds.
     """
 
     def __init__(self, lines: int = LINES, seconds: float = PER_SECONDS) -> None:
@@ -65,7 +65,7 @@ class LimitedLog:
 
 @dataclass(eq=False)
 class _Stranger:
-    """A connection that has proven nothing yet; the writer comes with its first turn, after a handshake."""
+    """An unauthenticated connection; its writer is set on its first turn, after the TLS handshake."""
 
     address: str
     connection: socket.socket
@@ -74,11 +74,11 @@ class _Stranger:
 
 
 class Doorway:
-    """Listens, and gives each connection to `serve` on a task of its own.
+    """Listens, and runs `serve` in a separate task for each connection.
 
     Args:
-        serve: what to do with a connection; it calls `known` once that has proven itself, and closes its writer.
-        secure: for TLS; handshake: seconds that one may take.
+        serve: handles a connection; it calls `known` once the peer has authenticated, and closes the writer.
+        secure: the TLS context; handshake: seconds allowed for a handshake.
 
     All methods run on the event loop.
     """
@@ -101,25 +101,25 @@ class Doorway:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more; connections are the caller's to end. Idempotent."""
+        """Stop listening; the caller closes the connections. Idempotent."""
         if self._listener is not None and self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
     def known(self) -> None:
-        """The connection of the task that calls has proven that it belongs to the job."""
+        """Mark the calling task's connection as authenticated."""
         task = asyncio.current_task()
         if task is not None:
             self._forget(task)
 
     def is_stranger(self) -> bool:
-        """The connection of the task that calls has proven nothing yet."""
+        """Whether the calling task's connection is still unauthenticated."""
         return asyncio.current_task() in self._strangers
 
     # -- connections ------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """All that wait. No task: what a cancelled one has just accepted would be nobody's."""
+        """Accept all waiting connections. Not a task: cancelling it could leak a connection just accepted."""
         assert self._listener is not None
         for _ in range(AT_ONCE):
             try:
@@ -152,12 +152,12 @@ class Doorway:
     def _ended(self, task: asyncio.Task[None], stranger: _Stranger) -> None:
         self._count -= 1
         self._forget(task)
-        if not stranger.begun:  # its turn had not come yet
+        if not stranger.begun:  # its task has not run yet
             with contextlib.suppress(OSError), stranger.connection:
                 stranger.connection.send(_BUSY if self._secure is None else b"")
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        """It is no stranger (any more)."""
+        """Remove it from the unauthenticated connections."""
         stranger = self._strangers.pop(task, None)
         if stranger is not None:
             same = self._of_address[stranger.address]
@@ -166,7 +166,7 @@ class Doorway:
                 del self._of_address[stranger.address]
 
     def _make_room(self, address: str) -> None:
-        """The oldest stranger goes: of the same address, or of all, where one more would be too many."""
+        """Close the oldest unauthenticated connection, of the same address or of all, when the limit is exceeded."""
         most = min(STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         same = self._of_address.get(address, {})
         if len(same) >= min(STRANGERS_PER_ADDRESS, most):
@@ -200,7 +200,7 @@ class Doorway:
 
 
 def _raise_limit(connections: int) -> None:
-    """More descriptors for this process, where connections take a quarter of what it may have."""
+    """Raise the descriptor limit once connections use a quarter of it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if connections >= soft // 4 and soft < most:

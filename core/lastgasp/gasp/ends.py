@@ -1,4 +1,4 @@
-"""How far a rank had come when it ended, and how it ended: what its heartbeats could not tell any more."""
+"""How far a rank had come when it ended, and how it ended: what its heartbeats could no longer report."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _newest(buffer_fd: int) -> int:
 
 
 def kind_of_end(how: str) -> FaultKind:
-    """exit for a process that ended with a code of its own; killed for a signal, and while nobody knows.
+    """Return exit for a process that exited with a code; killed for a signal, or while the cause is unknown.
 
     Args:
-        how: what is known, as `deathwatch.describe_exit` says it; may be empty.
+        how: what is known, as `process_monitor.describe_exit` formats it; may be empty.
     """
     return "exit" if how.startswith("exited with code") else "killed"

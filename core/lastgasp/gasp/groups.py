@@ -1,6 +1,6 @@
-"""Replica groups as bytes: a greeting has 64 KiB at most, and a job may have a hundred thousand ranks. Pure.
+"""Encode replica groups: a greeting is limited to 64 KiB, and a job may have a hundred thousand ranks. Pure.
 
-Groups come out of parallel layouts, so most of them are another one moved by a few ranks. Written as differences and
+Groups result from parallel layouts, so most of them are another group shifted by a few ranks. Delta-encoded and
 compressed, 50 000 pairs take about a kilobyte.
 """
 
@@ -15,18 +15,18 @@ from lastgasp.errors import ControlError, ProtocolError
 from lastgasp.topology import ReplicaGroups
 
 MOST = 48 * 1024
-"""Bytes, packed: what a greeting has room for."""
+"""Greatest packed size in bytes, limited by the greeting."""
 MOST_UNPACKED = 64 * 1024 * 1024
-"""Bytes before compression: room for ten million ranks."""
+"""Greatest size in bytes before compression: enough for ten million ranks."""
 
 _decoder: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
 
 
 def pack(groups: ReplicaGroups) -> bytes:
-    """The groups as bytes.
+    """Encode the groups.
 
     Raises:
-        ControlError: they follow no pattern, and there are too many of them.
+        ControlError: there are too many groups without a pattern.
     """
     numbers: list[int] = []
     before = 0
@@ -47,10 +47,10 @@ def pack(groups: ReplicaGroups) -> bytes:
 
 
 def unpack(packed: bytes) -> ReplicaGroups:
-    """What `pack` was given.
+    """Decode what `pack` encoded.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: the data is invalid.
     """
     try:
         reader = zlib.decompressobj()

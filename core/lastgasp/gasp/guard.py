@@ -1,4 +1,4 @@
-"""Keeps a thread or a loop alive, whatever what it calls may raise: others rely on it."""
+"""Keeps a thread or an event loop alive when its callees raise, because others rely on it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Guard:
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """What is inside may raise anything, and the caller goes on. Not for code that awaits.
+        """Suppress and log any exception of the body. Not for code that awaits.
 
         Args:
-            what: one of few; what fails, for people.
+            what: what failed, for the log; from a small fixed set of texts.
         """
         try:
             yield
-        except BaseException as error:  # SystemExit, too: it would end this thread, and nobody else
+        except BaseException as error:  # SystemExit, too: it would silently end only this thread
             self.failed(what, error)
 
     def failed(self, what: str, error: BaseException) -> None:
@@ -46,5 +46,5 @@ class Guard:
             return
         self._seen[what] = (now, 0)
         again = f" ({since} times more since this was said last)" if since else ""
-        with contextlib.suppress(Exception):  # a handler of the user's
+        with contextlib.suppress(Exception):  # a logging handler of the user's may raise
             self._log.error("%s failed%s; it goes on", what, again, exc_info=error)

@@ -1,4 +1,4 @@
-"""Whether a rank waits in vain for a host that has vanished together with the controller. Pure."""
+"""Detects that a rank waits for a host that was lost together with the controller. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _VANISHED = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, e
 
 
 def vanished(error: BaseException) -> bool:
-    """The other host no longer answers; a process of it that has ended would have closed its connection."""
+    """Errors of a host that no longer answers; a process that merely ended would have closed its connection."""
     return isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno in _VANISHED
 
 
 class HostLoss:
-    """No FIN comes from a host without power, so a collective with its ranks waits for as long as its library likes.
+    """A host without power sends no FIN, so a collective with its ranks waits until its library times out.
 
-    The controller's host has ranks of the job. Once the kernel has given up the connection to it, a training thread
-    that has not moved for as long as that took waits for them; one that moves on does not.
+    The controller's host also runs ranks of the job. Once the kernel has given up the connection to it, a training
+    thread without progress for as long as that took is waiting for them; one that makes progress is not.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class HostLoss:
         self._lost = False
 
     def lost(self) -> None:
-        """The controller's host has vanished."""
+        """Record that the controller's host was lost."""
         self._lost = True
 
     def look(self, ticks: int, now: float) -> bool:
-        """True once: the training thread waits in vain.
+        """Return True, once, when the training thread waits for the lost host.
 
         Args:
             ticks: its progress so far; 0 before training.

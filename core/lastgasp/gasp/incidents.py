@@ -1,4 +1,4 @@
-"""The incident records of one job: what is put into them, when, and by whom they are written."""
+"""The incident records of one job: their contents and when they are written."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .records import RecordWriter
 log = logging.getLogger("lastgasp.controller")
 
 EXPLAIN_FOR = 10.0
-"""Seconds after a recovery in which the kernel is asked how the dead processes ended."""
+"""Seconds after a recovery during which the kernel is asked how the dead processes ended."""
 
 
 class Incidents:
-    """Keeps the record of the attempt that runs, and of the one before until the job has recovered from it.
+    """Keeps the record of the current attempt, and the previous one's until the job has recovered from it.
 
-    Nothing here waits for a disk: `records` writes, after `flush`.
+    Nothing here waits for a disk: `records` writes in the background, after `flush`.
 
     Attributes:
-        current, previous: the attempt that runs, and the one before it.
-        tally: of the whole job.
+        current, previous: the current attempt and the one before it.
+        tally: counts over the job.
     """
 
     def __init__(self, records: RecordWriter) -> None:
@@ -46,7 +46,7 @@ class Incidents:
         self._changed: dict[str, tuple[Incident, Path]] = {}
 
     def begin(self, hello: m.Hello) -> Attempt:
-        """Another attempt, made by the first rank that joins it."""
+        """Start another attempt; called when its first rank joins."""
         self.previous, self.current = self.current, Attempt.of(hello)
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
@@ -55,7 +55,7 @@ class Incidents:
         return self.current
 
     def phase(self, note: RecordPhase) -> None:
-        """A phase of the recovery began; the record is written with the last one."""
+        """Record the start of a phase; the last phase writes the record."""
         assert self.current is not None
         self.current.note(note)
         if note.phase == "released":
@@ -63,7 +63,7 @@ class Incidents:
             self._write(self.current)
 
     def reached(self, step: int) -> None:
-        """A rank has completed `step`: the first new one is the last thing that the incident before waits for."""
+        """Record that a rank completed `step`; the first new step completes the previous incident."""
         self.tally.reached(step)
         previous = self.previous
         if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
@@ -74,9 +74,9 @@ class Incidents:
             self._write(previous)
 
     def note(self, text: str) -> None:
-        """Keep what a rank has to say, with the incident that it belongs to.
+        """Add a rank's note to the incident that it belongs to.
 
-        That is the recovery which is on, or has just ended; else the one that this attempt answers; else the next.
+        That is the current or just ended recovery; else the incident that led to this attempt; else the next one.
         """
         current, previous = self.current, self.previous
         if current is None:
@@ -90,7 +90,7 @@ class Incidents:
                 self._write(owner)
 
     def explain(self, status_of: Callable[[int], str]) -> None:
-        """Ask how the dead ended: the kernel knows once a process has freed its memory and is a zombie."""
+        """Ask how dead processes ended: the kernel knows once a process has freed its memory and is a zombie."""
         current = self.current
         over = current.over_since if current is not None else None
         if current is None or over is None or _clock.monotonic() - over > EXPLAIN_FOR:
@@ -101,14 +101,14 @@ class Incidents:
                 self.add_cause(current, rank, status)
 
     def stood_at(self, rank: int, step: int) -> None:
-        """The launcher of its host tells which step a dead rank had completed."""
+        """Record the step a dead rank had completed, as reported by its host's launcher."""
         current = self.current
         if current is not None and current.machine.stood_at(rank, step):
             self._again(current)
             self.flush()
 
     def add_cause(self, attempt: Attempt, rank: int, status: str) -> None:
-        """How the process of `rank` ended; also after the record was written."""
+        """Record how the process of `rank` ended, even after the record was written."""
         faults = attempt.machine.faults
         for i, fault in enumerate(faults):
             if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
@@ -117,13 +117,13 @@ class Incidents:
                 self._again(attempt)
 
     def _again(self, attempt: Attempt) -> None:
-        """More is known than was written."""
+        """Mark the record for rewriting: more is known than was written."""
         if attempt.incident is not None and attempt.over_since is not None:
             attempt.refresh()
             self._write(attempt)
 
     def flush(self) -> None:
-        """Hand what has changed to the thread that writes; after the orders that went with it."""
+        """Hand changed records to the writer thread, after the orders have been sent."""
         while self._changed:
             incident, directory = self._changed.popitem()[1]
             path, data = record_path(incident, directory), encode_incident(incident)

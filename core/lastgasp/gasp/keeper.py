@@ -1,6 +1,6 @@
-"""A launcher keeps the crash-safe buffers of its host's ranks open, and tells what is in them once a rank is dead.
+"""A launcher keeps the crash-safe buffers of its host's ranks open and reports their contents once a rank is dead.
 
-The controller does that itself on its own host, and cannot reach descriptors on another one.
+The controller does so itself on its own host; it cannot reach descriptors on another one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .operator import NOBODY
 log = logging.getLogger("lastgasp.launch")
 
 REACH = 5.0
-"""Seconds for one attempt to reach the controller."""
+"""Seconds for one try to reach the controller."""
 _PATH = "/proc/{}/fd/{}"
 AGAIN = 1.0
-"""Seconds between two of them."""
+"""Seconds between two tries."""
 
 
 def open_buffer(pid: int, number: int) -> int:
-    """Our own descriptor of a rank's crash-safe buffer, which outlives the rank; -1 when it cannot be had."""
+    """Open a rank's crash-safe buffer by a descriptor that outlives the rank; -1 if that fails."""
     if number < 0:
         return -1
     try:
@@ -41,7 +41,7 @@ def open_buffer(pid: int, number: int) -> int:
 
 
 def states(buffer_fd: int) -> dict[int, bytes]:
-    """What a box holds of the newest step, which comes first, of the one before, and of one that was begun."""
+    """Records of the newest step (first), the one before, and the step that was begun."""
     newest = newest_step(buffer_fd)
     near = (newest, newest - 1, newest + 1) if newest is not None else ()
     return {step: found for step in near if (found := CrashSafeBuffer.read(buffer_fd, step)) is not None}
@@ -57,7 +57,7 @@ class _KeeperLink(Channel):
 
 
 class BufferKeeper:
-    """One thread of a launcher; it connects again whenever the connection is lost. Close it when the job ends.
+    """A thread of a launcher that reconnects whenever the connection is lost. Close it when the job ends.
 
     Args:
         address, token: of the controller.
@@ -112,10 +112,10 @@ class BufferKeeper:
                     link.send(self._kept(message.rank))
 
     def _keep(self, message: m.Keep) -> None:
-        """A rank of an attempt that is over had the same number.
+        """Replace the buffer of an earlier attempt's rank of the same number.
 
-        After a lost connection the controller says it again: the process may have died meanwhile, and then what is
-        open is all that is left of it.
+        After a lost connection the controller repeats the order: the process may have died meanwhile, and then the
+        open descriptor is all that is left of it.
         """
         process = (message.pid, message.buffer_fd)
         if self._of.get(message.rank) == process and not os.path.lexists(_PATH.format(*process)):

@@ -1,4 +1,4 @@
-"""The controller's end of the keepers: what the launchers of other hosts keep of their ranks."""
+"""The controller's side of the keepers, which run in the launchers of other hosts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .peers import read_frame
 
 LOST_STATE = "the random state of rank {rank} at step {step} died with its process or host: from there on it draws anew"
 ANSWER = 2.0
-"""Seconds that a keeper may take to say what it keeps of a dead rank; the save waits for it."""
+"""Seconds for a keeper to report what it keeps of a dead rank; the save waits for it."""
 
 
 class Keepers:
     """All methods run on the event loop.
 
     Args:
-        stood_at: is told which step a dead rank had completed.
+        stood_at: called with the step that a dead rank had completed.
 
     Attributes:
         connected, most: how many launchers are connected, and the most there have been; read by other threads.
@@ -38,14 +38,14 @@ class Keepers:
 
     @staticmethod
     def admit(hello: m.Keeper, token: str, nonce: bytes) -> None:
-        """Raise what is wrong with this keeper; the token comes first."""
+        """Raise an error if this keeper must be refused; the token is checked first."""
         if not m.proven(token, "keeper", nonce, NOBODY, hello.mac):
             raise AuthenticationError("wrong token: the launcher does not belong to this job")
         if hello.protocol != m.PROTOCOL or hello.version != __version__:
             raise VersionMismatch(f"lastgasp version {hello.version} on {hello.host}, but {__version__} here")
 
     async def serve(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear one keeper until it goes; the newest of a host counts."""
+        """Serve one keeper until it disconnects; the newest of a host counts."""
         self._writers[host] = writer
         for where, order in self._buffers.values():
             if where == host:
@@ -67,17 +67,17 @@ class Keepers:
                 del self._writers[host]
 
     def begin(self) -> None:
-        """Another attempt: its ranks have boxes of their own."""
+        """Start another attempt, whose ranks have buffers of their own."""
         self._buffers, self._asked, self._states = {}, {}, {}
 
     def keep(self, host: str, order: m.Keep) -> None:
-        """A rank of another host has a box."""
+        """Register the buffer of a rank on another host."""
         self._buffers[order.rank] = (host, order)
         if (writer := self._writers.get(host)) is not None:
             writer.write(m.frame(order))
 
     def ask(self, rank: int) -> None:
-        """The process of this rank is gone; of no effect for one without a box on another host."""
+        """Ask for the states of a dead rank; no effect for a rank without a buffer on another host."""
         host, _ = self._buffers.get(rank, ("", None))
         writer = self._writers.get(host)
         if writer is None or rank in self._asked or rank in self._states:
@@ -88,14 +88,14 @@ class Keepers:
 
     @property
     def awaited(self) -> bool:
-        """A keeper still may answer."""
+        """Whether a keeper may still answer."""
         now = _clock.monotonic()
         return any(deadline > now for deadline in self._asked.values())
 
     def has_buffer(self, rank: int) -> bool:
-        """Whether this rank of another host has one."""
+        """Whether this rank of another host has a buffer."""
         return rank in self._buffers
 
     def aux(self, rank: int, step: int) -> bytes | None:
-        """The auxiliary state of a dead rank, as its host's launcher told."""
+        """The auxiliary state of a dead rank, as reported by its host's launcher."""
         return self._states.get(rank, {}).get(step)

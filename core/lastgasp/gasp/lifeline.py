@@ -1,4 +1,4 @@
-"""Kernel options by which either end of a connection finds a lost host: no thread that the GIL could starve."""
+"""Kernel options that detect a lost host at either end of a connection, without a thread that the GIL could starve."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def keep_alive(connection: socket.socket) -> None:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit),
         (socket.IPPROTO_TCP, _RTO_MAX_MS, _RETRANSMIT_EVERY_MS),
     ):
-        with contextlib.suppress(OSError):  # an older kernel, or no TCP: what there is, helps
+        with contextlib.suppress(OSError):  # an older kernel, or no TCP: the other options still help
             connection.setsockopt(level, option, value)

@@ -29,21 +29,21 @@ M = TypeVar("M", bound=m.Message)
 CONNECT_TIMEOUT = 30.0
 """Seconds to reach the controller, retries included."""
 SEND_TIMEOUT = 10.0
-"""Seconds a single send may block; a controller that takes longer counts as lost."""
+"""Seconds a single send may block; a controller that blocks it longer counts as lost."""
 
 
 class Channel:
     """Frames over a socket to the controller, with a proof of the token on both sides.
 
-    `send` may be called from any thread; `receive` from one. Over TLS where the environment names the files (`tls`).
+    `send` may be called from any thread; `receive` from one. Uses TLS if the environment names the files (`tls`).
 
     Args:
-        seconds: to reach the controller, and as many again to be greeted.
-        retry: try again where nobody listens yet.
+        seconds: limit for reaching the controller, and again for its greeting.
+        retry: try again while nobody listens yet.
 
     Raises (constructor):
-        DeadlineExceeded: nobody listens at `address`, or who does says nothing.
-        ControlError: no TLS came about with who listens there.
+        DeadlineExceeded: nobody listens at `address`, or the listener does not answer.
+        ControlError: the TLS handshake failed.
         ConfigError: the TLS files.
     """
 
@@ -60,7 +60,7 @@ class Channel:
         _live.add(self)
 
     def _greet(self, token: str, role: m.Role, rank: int, hello: m.Greeting) -> tuple[m.Challenge, m.Welcome]:
-        """Prove the token, have it proven; the socket is closed where that fails."""
+        """Authenticate mutually by the token; close the socket on failure."""
         try:
             challenge = self._expect(m.Challenge)
             nonce = os.urandom(32)
@@ -108,11 +108,11 @@ class Channel:
             self._socket.sendall(m.frame(message))
 
     def receive(self) -> list[m.FromController]:
-        """All messages that have come in; call when readable, or while `unread`.
+        """Return all received messages; call when readable, or while `unread`.
 
         Raises:
             OSError, EOFError: the controller is gone.
-            ProtocolError: it said something that is no message.
+            ProtocolError: it sent something that is not a message.
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._read_secured(self._socket)
@@ -125,7 +125,7 @@ class Channel:
 
     @property
     def unread(self) -> bool:
-        """More has come in together with the greeting: it is in no socket any more, so that it would wake no select."""
+        """Whether messages arrived with the greeting: they have left the socket, so they wake no select."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True
         if len(self._buffer) < m.HEADER:
@@ -133,7 +133,7 @@ class Channel:
         try:
             return len(self._buffer) >= m.HEADER + m.body_size(bytes(self._buffer[: m.HEADER]), m.MAX_FRAME)
         except ProtocolError:
-            return True  # `receive` says it
+            return True  # `receive` reports it
 
     def _read_more(self) -> None:
         data = self._socket.recv(1 << 20)
@@ -142,7 +142,7 @@ class Channel:
         self._buffer += data
 
     def _read_secured(self, secured: ssl.SSLSocket) -> None:
-        """All that has come in: what TLS holds back would wake no select. Never beside a send, as OpenSSL demands."""
+        """Read all pending data: what TLS has buffered wakes no select. Never during a send, as OpenSSL demands."""
         with self._lock:
             secured.settimeout(0)
             try:
@@ -167,7 +167,7 @@ class Channel:
 
 
 class Link(Channel):
-    """The rank's end: connects, proves the token both ways, then sends and receives messages.
+    """The rank's end: connects, authenticates mutually, then sends and receives messages.
 
     Attributes:
         shares_host: the controller sees this rank's processes in /proc.
@@ -175,7 +175,7 @@ class Link(Channel):
 
     Raises (constructor):
         DeadlineExceeded: nobody listens at `address`.
-        AuthenticationError: one of the two does not know the token.
+        AuthenticationError: one side does not know the token.
         VersionMismatch, ControlError: refused, with the controller's reason.
     """
 
@@ -184,7 +184,7 @@ class Link(Channel):
         self.shares_host, self.started_s = challenge.host == hello.host, welcome.started_s
 
     def _let_in(self, address: str, token: str, hello: m.Hello, deadline: float) -> tuple[m.Challenge, m.Welcome]:
-        """Greet, again and again while strangers fill the controller's port."""
+        """Greet, retrying while unauthenticated connections fill the controller's port."""
         while True:
             super().__init__(address, CONNECT_TIMEOUT, retry=True)
             try:
@@ -196,14 +196,15 @@ class Link(Channel):
 
 
 class _Busy(ControlError):
-    """The controller has closed this connection to make room."""
+    """Whether the controller closed this connection to make room."""
 
 
 _live: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A data-loader worker must not keep the connection open when its rank dies: its end is the death certificate."""
+    """Close it in forked children: a data-loader worker must not keep it open when its rank dies, since its end signals
+        the death."""
     for channel in list(_live):
         channel.close()
 
@@ -222,7 +223,7 @@ def _connect(address: str, seconds: float, retry: bool) -> socket.socket:
                 raise DeadlineExceeded(
                     f"the controller at {address} ({error})",
                     seconds,
-                    "Is LASTGASP_CONTROLLER that of this job, and does a firewall stand between?",
+                    "Is LASTGASP_CONTROLLER that of this job, and is there a firewall in between?",
                 ) from error
             threading.Event().wait(0.1)  # the launcher may still be starting it
 

@@ -1,13 +1,13 @@
-"""One generation of a job as a state machine: events in, actions out. No socket, clock, thread or file.
+"""One attempt of a job as a state machine: events in, actions out. No socket, clock, thread or file.
 
 running --fault--> preparing --all answered--> saving --all saved--> committing --> over
 
-One recovery at a time. Orders carry the recovery and the plan they belong to; an answer to an older one
-is dropped, so orders and answers may be repeated or late. A second fault while saving makes a new plan
-with the holders that are left.
+One recovery runs at a time. Orders carry the numbers of their recovery and plan; answers to an older one are
+dropped, so orders and answers may be repeated or late. A second fault while saving leads to a new plan with the
+remaining holders.
 
-Jobs have many ranks: what one of them says costs the same whatever their number, and only the beginning of a recovery
-and a plan look at all of them.
+Jobs may have many ranks: handling one message takes constant time, and only the start of a recovery and a plan look
+at all ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .progress import Progress
 from .views import SAVE_TRIES, causes, later, named, nothing_new, safe_step, view
 
 MARGIN = 2.0
-"""Seconds of grace for messages, on top of what a rank may take."""
+"""Seconds of grace for messages, on top of a rank's own limit."""
 
 GO_ON_TRIES = 3
-"""How often in one recovery ranks are told to go on to a later step; one that is held can begin none beyond it."""
+"""How often in one recovery the target step is raised; a held rank cannot start a step beyond it."""
 
 State = Literal["running", "preparing", "saving", "committing", "over"]
 
@@ -40,11 +40,11 @@ Handler = Callable[[Member, m.FromRank, float], list[Action]]
 
 @dataclass
 class Machine:
-    """The controller's mind for one generation (one attempt) of a job.
+    """The controller's state machine for one attempt of a job.
 
     Args:
         replicas: holders of each shard.
-        world_size: ranks that are expected.
+        world_size: number of expected ranks.
         finish_timeout, save_timeout: seconds for a rank to leave its update, for a save to be written.
         progress: the hang watchdog.
     """
@@ -61,27 +61,27 @@ class Machine:
     faults: list[Fault] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)
     unlike: str = ""
-    """Why ranks that should be replicas are none; empty where all of them are."""
+    """Why some ranks are not the replicas that they should be; empty if all are."""
     reach: int = -1
-    """The step to the end of which ranks that have stopped before it were told to go on."""
+    """The step that ranks stopped before it were ordered to complete."""
     _asked_again: int = 0
     _deadline: float = 0.0
     _current: SavePlan | None = None
     _saved: dict[int, m.Saved] = field(default_factory=dict)
     _unsaved: set[int] = field(default_factory=set)
     _savers: frozenset[int] = frozenset()
-    """Of the plan that is carried out; `_unsaved` are those that have not saved yet."""
+    """Savers of the current plan; `_unsaved` are those that have not saved yet."""
     _here: set[int] = field(default_factory=set)
-    """Ranks that can be asked and can answer."""
+    """Ranks that are connected and can answer."""
     _awaited: set[int] = field(default_factory=set)
-    """Those of them whose answer to the last order to prepare has not come."""
+    """Those that have not yet answered the last Prepare."""
     _known: set[tuple[int, str]] = field(default_factory=set)
-    """Rank and kind of each fault."""
+    """Rank and kind of each known fault."""
     _only_told: bool = True
-    """No fault is anything but a SIGTERM."""
+    """Whether all faults are SIGTERMs."""
     _handlers: dict[type, Handler] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that will not arrive anywhere any more, and why; not those that have said goodbye."""
+    """Ranks that will never join another gather, and why; without those that said goodbye."""
 
     def __post_init__(self) -> None:
         self._handlers = self._handling()
@@ -89,7 +89,7 @@ class Machine:
     # -- events -----------------------------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Action]:
-        """A rank proved itself."""
+        """A rank has authenticated."""
         self._admit(rank, now)
         if self.state == "over":
             return [Send(rank=rank, message=self._release_order())]
@@ -97,7 +97,7 @@ class Machine:
             return []
         if self.state == "preparing":
             self._awaited.add(rank)
-        return [Send(rank=rank, message=self._prepare_order())]  # it may be the holder that a next plan needs
+        return [Send(rank=rank, message=self._prepare_order())]  # the next plan may need it as a holder
 
     def _admit(self, rank: int, now: float) -> None:
         self.members[rank] = Member(rank=rank)
@@ -106,12 +106,12 @@ class Machine:
         self.progress.joined(rank, now)
 
     def _out(self, rank: int) -> None:
-        """It cannot be asked any more."""
+        """The rank can no longer be asked."""
         self._here.discard(rank)
         self._awaited.discard(rank)
 
     def stood_at(self, rank: int, step: int) -> bool:
-        """A dead rank had completed `step`, as its crash-safe buffer tells; False where that is no news."""
+        """Record that a dead rank had completed `step`, according to its crash-safe buffer; False if that was known."""
         member = self.members.get(rank)
         if member is None or step <= member.step:
             return False
@@ -120,7 +120,7 @@ class Machine:
         return True
 
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
-        """The rank's process or connection ended. After a Goodbye that is no fault."""
+        """The rank's process or connection ended; after a Goodbye that is no fault."""
         member = self.members.setdefault(rank, Member(rank=rank))
         if member.left or member.gone:
             return []
@@ -131,13 +131,13 @@ class Machine:
         if self.state == "over":
             return []
         told = member.fault is not None and member.fault.step < 0 and member.fault.kind == "exception"
-        if told:  # what it raised while it was starting is why it ended
+        if told:  # it ended because of what it raised during start-up
             return self._after_loss(rank, now)
         fault = Fault(kind=kind, rank=rank, cause=evidence, step=member.step, seen_ns=at_ns)
         return self._fault(fault, now) + self._after_loss(rank, now)
 
     def said(self, rank: int, message: m.FromRank, now: float) -> list[Action]:
-        """A member spoke."""
+        """Handle a message of a rank."""
         member = self.members.get(rank)
         if member is None or member.gone:
             return []
@@ -145,7 +145,7 @@ class Machine:
         return handler(member, message, now) if handler else []
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
-        """Time passed. `stopped`: ranks whose process is seen stopped (SIGSTOP) right now."""
+        """Handle the passing of time. `stopped`: ranks whose process is currently stopped (SIGSTOP)."""
         if self.state == "running":
             hung = self.progress.hung(now, stopped)
             return self._hang(hung, at_ns, now) if hung else []
@@ -155,7 +155,7 @@ class Machine:
             return self._deadline_passed(now)
         return self._hung_savers(now, stopped)
 
-    # -- what members say -------------------------------------------------------------------------
+    # -- messages of ranks ------------------------------------------------------------------------
 
     def _handling(self) -> dict[type, Handler]:
         return {
@@ -197,9 +197,9 @@ class Machine:
         return self._fault(message.fault, now)
 
     def _on_entered(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
-        """It may be in a collective that waits for ranks which have stopped before that step: all go on to its end.
+        """The rank may be in a collective with ranks that have stopped before that step: let all complete it.
 
-        Only where every rank runs: a dead one would never come.
+        Only while every rank is running: a dead one would never arrive.
         """
         assert isinstance(message, m.Entered)
         current = (message.recovery, "preparing") == (self.recovery, self.state)
@@ -208,7 +208,7 @@ class Machine:
     def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Prepared)
         if message.recovery != self.recovery or message.target < self.reach:
-            return []  # it crossed an order to go on, and answers that one, too
+            return []  # it crossed a later order, and answers that one as well
         member.prepared = message
         self._awaited.discard(member.rank)
         member.reached(message.step, message.durable)
@@ -217,7 +217,7 @@ class Machine:
         return self._prepare_again(member, now) if self._moved(member, message) else []
 
     def _moved(self, member: Member, message: m.Prepared) -> bool:
-        """A saver says anew what it holds: its state has gone on since (a compiled graph cannot be stopped)."""
+        """A saver reports again what it holds: its state has advanced (a compiled graph cannot be stopped)."""
         current = self._current
         saving = self.state == "saving" and member.rank in self._savers
         if not saving or member.rank in self._saved:
@@ -269,13 +269,13 @@ class Machine:
         if not self._remember(fault) or self.state != "running":
             return []
         self.state, self.recovery = "preparing", self.recovery + 1
-        # A rank answers by itself when its update does not end in time; MARGIN is for the way.
+        # A rank reports on its own when its update does not end in time; MARGIN allows for latency.
         self._deadline = now + self.finish_timeout + MARGIN
         self._awaited = {rank for rank in self._here if self.members[rank].prepared is None}
         return [RecordPhase(phase="detected"), *self._ask(self._here), *self._decide_if_ready(now)]
 
     def _remember(self, fault: Fault) -> bool:
-        """False where it is known already, or comes too late to matter."""
+        """Return False if the fault is known, or too late to matter."""
         if self.state == "over" or (fault.rank, fault.kind) in self._known:
             return False
         self._known.add((fault.rank, fault.kind))
@@ -294,7 +294,7 @@ class Machine:
         return self._only_told and len(self._here) >= self.world_size
 
     def _go_on(self, step: int, now: float) -> list[Action]:
-        """Ask all ranks again, and have those that have stopped before `step` complete it; a few times at most."""
+        """Ask all ranks again, and let those stopped before `step` complete it; a few times at most."""
         if step <= self.reach or self._asked_again >= GO_ON_TRIES:
             return []
         self.reach, self._asked_again = step, self._asked_again + 1
@@ -307,7 +307,7 @@ class Machine:
         return self._ask(self._here)
 
     def _hang(self, ranks: frozenset[int], at_ns: int, now: float) -> list[Action]:
-        # Where all ranks wait for each other nobody is to blame, and everybody can still save.
+        # Where all ranks wait for each other none is to blame, and all can still save.
         for rank in ranks if ranks < self._here else ():
             self.members[rank].hung = True
             self._out(rank)
@@ -328,7 +328,7 @@ class Machine:
         return [RecordPhase(phase="agreed"), *self._carry_out(decision, now)]
 
     def _meet(self, now: float) -> list[Action]:
-        """Each shard has a holder, but they stopped on two sides of an update: those behind may make it yet."""
+        """Each shard has a holder, but they stopped on both sides of an update: those behind may still complete it."""
         views = [self._view(rank) for rank in self.members]
         steps = {view.rank: view.step for view in views if view.holds}
         complete = all(steps.keys() & set(group) for group in self.replicas)
@@ -367,11 +367,11 @@ class Machine:
         return [Send(rank=rank, message=order) for rank in dict.fromkeys(decision.savers)]
 
     def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
-        """This rank answers an order of the plan that is carried out now."""
+        """Whether this is a rank's answer to an order of the current plan."""
         return rank in self._savers and (recovery, plan) == (self.recovery, self.plan)
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
-        """A rank went while a recovery runs: go on without it."""
+        """A rank was lost during a recovery: continue without it."""
         if self.state == "preparing":
             return self._decide_if_ready(now)
         if self.state in ("saving", "committing") and rank in self._savers:
@@ -389,9 +389,9 @@ class Machine:
         return [Send(rank=rank, message=void) for rank in savers if self.members[rank].here]
 
     def _prepare_again(self, mover: Member, now: float) -> list[Action]:
-        """The others may have gone on too: ask them, then plan with what they hold now."""
+        """The others may have advanced too: ask them, then plan with what they hold now."""
         mover.moves += 1
-        if mover.moves >= SAVE_TRIES:  # the gate is closed, so a state goes on once; this one is not to be trusted
+        if mover.moves >= SAVE_TRIES:  # with a closed gate a state can advance only once; this one cannot be trusted
             mover.failed, mover.failures = "its state went on twice", SAVE_TRIES
             return self._plan_again(now)
         actions = self._call_off()
@@ -403,7 +403,7 @@ class Machine:
         return actions + self._ask(self._awaited) + self._decide_if_ready(now)
 
     def _hung_savers(self, now: float, stopped: frozenset[int]) -> list[Action]:
-        """A saver that no longer sends heartbeats (stopped, or its host is gone) will not finish its save."""
+        """Drop savers without heartbeats (stopped, or their host is lost): they will not finish their save."""
         silent = self.progress.silent(now, stopped)
         hung = silent & self._savers & self._here
         if not hung:
@@ -434,7 +434,7 @@ class Machine:
 
     @staticmethod
     def _must_be_killed(member: Member) -> bool:
-        """Hung, or so far gone that not even its control thread answered: it will not leave by itself."""
+        """Whether it is hung, or not even its control thread answered: it will not exit on its own."""
         return not member.gone and not member.left and (member.hung or member.prepared is None)
 
     def _release_order(self) -> m.Release:

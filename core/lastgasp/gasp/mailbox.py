@@ -1,4 +1,4 @@
-"""Answers of the controller that some thread of the rank waits for."""
+"""Answers of the controller for which threads of the rank wait."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 from . import messages as m
 
 Key = tuple[str, str | int]
-"""The answer's kind, and to what."""
+"""The kind of answer, and what it answers."""
 
 
 class Mailbox:
-    """Filled by the control thread. Once closed (the controller is lost) nobody waits any more."""
+    """Filled by the control thread. Closing it (the controller is lost) ends all waits."""
 
     def __init__(self) -> None:
         self._found: dict[Key, m.Message] = {}
@@ -19,24 +19,24 @@ class Mailbox:
         self._closed = False
 
     def put(self, key: Key, answer: m.Message) -> None:
-        """An answer has come."""
+        """Deliver an answer."""
         with self._changed:
             self._found[key] = answer
             self._changed.notify_all()
 
     def take(self, key: Key, seconds: float) -> m.Message | None:
-        """Wait for an answer, and take it out; None where none came in time or the controller was lost."""
+        """Wait for an answer and remove it; None if none arrived in time or the controller was lost."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._found or self._closed, seconds)
             return self._found.pop(key, None)
 
     def drop(self, key: Key) -> None:
-        """Forget an answer to an earlier question."""
+        """Discard an answer to an earlier question."""
         with self._changed:
             self._found.pop(key, None)
 
     def close(self) -> None:
-        """No more answers will come."""
+        """End all waits: no more answers will arrive."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

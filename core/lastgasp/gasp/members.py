@@ -1,4 +1,4 @@
-"""What the controller's machine knows about each rank, and how its recovery ended."""
+"""What the controller's state machine knows about each rank, and how the recovery ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Member:
     step: int = -1
     durable: int = 0
     begun: bool = False
-    """Its training has begun; what it says of steps before that tells nothing."""
+    """Whether its training has begun; steps that it reports before that are ignored."""
     gone: str = ""
     left: bool = False
     hung: bool = False
@@ -25,19 +25,19 @@ class Member:
     prepared: m.Prepared | None = None
     failures: int = 0
     moves: int = 0
-    """How often its state went on while it was being saved."""
+    """How often its state advanced while it was being saved."""
     failed: str = ""
     """Why its last save failed."""
 
     def reached(self, step: int, durable: int) -> None:
-        """As it says itself."""
+        """Record the steps that the rank reports itself."""
         if self.begun or step > 0:
             self.step = max(self.step, step)
         self.durable = max(self.durable, durable)
 
     @property
     def here(self) -> bool:
-        """It can be asked and can answer."""
+        """Whether it is connected and can answer."""
         return not self.gone and not self.left and not self.hung
 
 

@@ -1,4 +1,4 @@
-"""What ranks and controller say to each other: typed, versioned, pickle-free.
+"""The messages between ranks and controller: typed, versioned, pickle-free.
 
 A frame is a 4-byte big-endian length and a msgpack array tagged with the message's name. Ranks speak
 first only after the controller's Challenge; until the token is proven a frame may be 64 KiB at most.
@@ -31,7 +31,7 @@ MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
 BUSY = "too many connections: try again"
-"""The reason of a Refused that is no last word: strangers fill the port."""
+"""The reason of a Refused after which one may retry: unauthenticated connections fill the port."""
 
 Phase = Literal["start", "data", "forward", "backward", "update", "between", "validation", "save"]
 
@@ -41,7 +41,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=Tr
 
 
 class Challenge(Message, frozen=True, kw_only=True):
-    """Controller, first thing: prove that you know the token."""
+    """Controller, first message: prove that you know the token."""
 
     protocol: int
     version: str
@@ -61,18 +61,18 @@ class Hello(Message, frozen=True, kw_only=True):
     rank: int
     world_size: int
     replicas: bytes
-    """`groups.pack`: the holders of each shard; not looked into before the token is proven."""
+    """`groups.pack`: the holders of each shard; not parsed before the token is proven."""
     host: str
     pid: int
     directory: str
     hang_timeout: float
-    """Seconds; 0 means learn it from the run."""
+    """Seconds; 0 learns it from the run."""
     save_timeout: float
     finish_timeout: float
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Controller: the proof in return."""
+    """Controller: its own proof."""
 
     mac: bytes
     started_s: int
@@ -80,7 +80,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Controller: not you; the connection closes."""
+    """Controller: refused; the connection is closed."""
 
     reason: str
 
@@ -95,9 +95,9 @@ class Begin(Message, frozen=True, kw_only=True):
 
 
 class Regroup(Message, frozen=True, kw_only=True):
-    """Rank, before its Begin: the digests of ranks that should hold the same differ, so they are no replicas.
+    """Rank, before its Begin: the digests of supposed replicas differ, so they are none.
 
-    `replicas` is Hello's, each group in parts that are equal; all ranks say the same. `why` is for people.
+    `replicas` is Hello's with each group split into equal parts; all ranks send the same. `why` is for people.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -105,7 +105,7 @@ class Regroup(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """Rank, twice a second: where I stand. `tick` changes with any progress at all."""
+    """Rank, twice a second: my current step. `tick` changes with any progress at all."""
 
     step: int
     durable: int
@@ -122,11 +122,11 @@ class Report(Message, frozen=True, kw_only=True):
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """Controller: stop before the update that follows `target`, and tell me which step you hold.
+    """Controller: stop before the update that follows `target`, and report which step you hold.
 
-    `target` is the newest step that any rank has completed, dead ones included: who is behind may have all
-    gradients of it already, and gets a moment to complete it too. Where no rank has stopped it is the newest step
-    that any rank has begun. A Prepare with a greater target lets a rank go on that has stopped before it.
+    `target` is the newest step that any rank has completed, dead ones included: ranks behind it may already have all
+    its gradients and get a moment to complete it too. While no rank has stopped it is the newest step that any rank
+    has begun. A Prepare with a greater target lets a rank continue that has stopped before it.
     """
 
     recovery: int
@@ -142,7 +142,7 @@ class Entered(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """Rank: I hold `step` and can write it; or I cannot, and why. `target` is that of the order that I answer."""
+    """Rank: I hold `step` and can write it, or cannot, and why. `target` is copied from the order answered."""
 
     recovery: int
     step: int
@@ -164,7 +164,7 @@ class Save(Message, frozen=True, kw_only=True):
 
 
 class Saved(Message, frozen=True, kw_only=True):
-    """Rank: written and fsynced, not yet visible. `part` is opaque: what the committing rank needs."""
+    """Rank: written and fsynced, not yet visible. `part` is opaque data for the committing rank."""
 
     recovery: int
     plan: int
@@ -205,7 +205,7 @@ class Discard(Message, frozen=True, kw_only=True):
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """Controller: the recovery is over; leave the job."""
+    """Controller: the recovery is over; exit."""
 
     recovery: int
     ending: Ending
@@ -222,7 +222,7 @@ class GatherPart(Message, frozen=True, kw_only=True):
 
 
 class Gathered(Message, frozen=True, kw_only=True):
-    """Controller: all parts, by rank; or `missing` says why there will be none."""
+    """Controller: all parts, by rank; or `missing` says why the gather failed."""
 
     tag: str
     parts: tuple[bytes, ...]
@@ -230,11 +230,11 @@ class Gathered(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """Rank: training ended; my leaving is no fault."""
+    """Rank: training ended; my exit is no fault."""
 
 
 class Farewell(Message, frozen=True, kw_only=True):
-    """Controller: your Goodbye was heard."""
+    """Controller: your Goodbye was received."""
 
 
 class Register(Message, frozen=True, kw_only=True):
@@ -250,14 +250,14 @@ class Led(Message, frozen=True, kw_only=True):
 
 
 class Consult(Message, frozen=True, kw_only=True):
-    """Rank of a job that somebody else leads: what do you keep of `step`? With `saved` also: keep this."""
+    """Rank of a job led by another backend: what do you keep of `step`? With `saved` also: keep this."""
 
     step: int
     saved: Saved | None = None
 
 
 class Consulted(Message, frozen=True, kw_only=True):
-    """Controller: the auxiliary states and, of the ranks that have saved `step`, what they passed on."""
+    """Controller: the auxiliary states and the parts of the ranks that have saved `step`."""
 
     step: int
     aux: dict[int, bytes]
@@ -265,7 +265,7 @@ class Consulted(Message, frozen=True, kw_only=True):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """Rank of a job that somebody else leads: so the recovery ended. The controller releases everybody."""
+    """Rank of a job led by another backend: how the recovery ended. The controller releases all ranks."""
 
     ending: Ending
     step: int
@@ -290,7 +290,7 @@ class Switched(Message, frozen=True, kw_only=True):
 
 
 class Noted(Message, frozen=True, kw_only=True):
-    """Rank: what the incident's record must say; `Session.note`."""
+    """Rank: a note for the incident's record (`Session.note`)."""
 
     text: str
 
@@ -305,7 +305,7 @@ class Operator(Message, frozen=True, kw_only=True):
 
 
 class Keeper(Message, frozen=True, kw_only=True):
-    """Launcher of another host: the proof (in the role "keeper", for rank -1). I keep the boxes of the ranks here."""
+    """Launcher of another host: the proof (in the role "keeper", for rank -1). I keep the buffers of the ranks here."""
 
     protocol: int
     version: str
@@ -315,7 +315,7 @@ class Keeper(Message, frozen=True, kw_only=True):
 
 
 class Keep(Message, frozen=True, kw_only=True):
-    """Controller, to the keeper of a rank's host: open this box now, so that it outlives the rank."""
+    """Controller, to the keeper of a rank's host: open this buffer now, so that it outlives the rank."""
 
     rank: int
     pid: int
@@ -323,7 +323,7 @@ class Keep(Message, frozen=True, kw_only=True):
 
 
 class AskKept(Message, frozen=True, kw_only=True):
-    """Controller: what is in the box of this rank, whose process is gone?"""
+    """Controller: what is in the buffer of this dead rank?"""
 
     rank: int
 
@@ -341,7 +341,7 @@ class AskRanks(Message, frozen=True, kw_only=True):
 
 
 class Ranks(Message, frozen=True, kw_only=True):
-    """Controller: this is; one row for each rank of the job's size."""
+    """Controller: one row for each rank of the job's size."""
 
     job: str
     directory: str
@@ -353,7 +353,7 @@ class Ranks(Message, frozen=True, kw_only=True):
 
 
 class AskSwitch(Message, frozen=True, kw_only=True):
-    """Operator: have these ranks (None: all) switch, and wait `wait` seconds at most for their word."""
+    """Operator: have these ranks (None: all) switch, and wait `wait` seconds at most for their answers."""
 
     ranks: tuple[int, ...] | None
     on: int
@@ -388,7 +388,7 @@ _greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def frame(message: Message) -> bytes:
-    """The bytes on the wire."""
+    """Encode a message as a frame."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME:
         raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes; a frame has at most {MAX_FRAME}")
@@ -396,37 +396,37 @@ def frame(message: Message) -> bytes:
 
 
 def from_rank(body: bytes) -> FromRank:
-    """Decode what a rank said.
+    """Decode a message of a rank.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: it is not one.
     """
     return _decode(_from_rank, body)
 
 
 def from_controller(body: bytes) -> FromController:
-    """Decode what the controller said.
+    """Decode a message of the controller.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: it is not one.
     """
     return _decode(_from_controller, body)
 
 
 def from_operator(body: bytes) -> FromOperator:
-    """Decode what an operator said.
+    """Decode a message of an operator.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: it is not one.
     """
     return _decode(_from_operator, body)
 
 
 def from_keeper(body: bytes) -> FromKeeper:
-    """Decode what a keeper said.
+    """Decode a message of a keeper.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: it is not one.
     """
     return _decode(_from_keeper, body)
 
@@ -435,7 +435,7 @@ def greeting(body: bytes) -> Greeting:
     """Decode the first frame of a rank or an operator.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: it is not one.
     """
     return _decode(_greeting, body)
 

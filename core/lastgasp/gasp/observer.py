@@ -1,9 +1,9 @@
-"""The machine of a job whose recoveries somebody else leads (MindIO): it keeps, records, releases, and orders nothing.
+"""The state machine of a job led by another backend (MindIO): it stores, records and releases, but gives no orders.
 
-What MindIO lacks is added here: the auxiliary state of dead ranks, what savers pass to the rank that publishes, the
-incident record, a word to all ranks how the recovery ended, and the end of ranks that hang (MindIO notices only
-processes that are gone, mindio_tft.md §7.1). Where it ends without a checkpoint, or begins none (§16.4-6), this
-one leads after all, as the embedded engine does; what MindIO does to the ranks ten seconds later waits for that.
+It adds what MindIO lacks: the auxiliary state of dead ranks, the data that savers pass to the publishing rank, the
+incident record, a message to all ranks about the outcome, and killing hung ranks (MindIO notices only processes that
+ended, mindio_tft.md §7.1). If MindIO ends without a checkpoint, or never starts one (§16.4-6), this machine takes the
+lead like the embedded engine; what MindIO does to the ranks ten seconds later waits for that.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .members import Member
 from .views import why_unusable
 
 PATIENCE = 40.0
-"""Seconds from a fault until the leader must have ordered a save: 8 to 12 until it notices, 2 and 5 to look again, and
+"""Seconds from a fault until the leader must have ordered a save: 8 to 12 until it notices, 2 and 5 to check again, and
 half a minute in which ranks reach the step (docs/facts/mindio_tft.md §12)."""
 IN_MINDX = "MindIO in TaskD"
-"""The leader's name where TaskD decides what is done, which may take as long as it likes."""
+"""The leader's name where TaskD decides, for which there is no time limit."""
 
 
 @dataclass
 class Observer(Machine):
-    """As the machine, for one generation that `leader` leads."""
+    """The state machine of an attempt led by `leader`."""
 
     leader: str = ""
     leading: bool = False
-    """It has taken over."""
+    """Whether this machine has taken the lead."""
     _kept: dict[int, m.Saved] = field(default_factory=dict)
     _asked: bool = False
     _patient_until: float = math.inf
 
     @classmethod
     def following(cls, machine: Machine, leader: str) -> Observer:
-        """Take over from `machine`, which has given no order yet."""
+        """Continue from `machine`, which has given no order yet."""
         return cls(
             replicas=machine.replicas,
             world_size=machine.world_size,
@@ -54,15 +54,15 @@ class Observer(Machine):
         )
 
     def joined(self, rank: int, now: float) -> list[Action]:
-        """A rank proved itself; also one that the leader has started anew in the middle of the job."""
+        """A rank has authenticated, possibly one restarted by the leader in the middle of the job."""
         if self.leading or self.state == "over":
             return super().joined(rank, now)
         self._admit(rank, now)
         return []
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
-        """Of the deadlines only one is this one's: the leader must begin."""
-        if self.state == "over":  # who still hangs was told to leave, and cannot hear it
+        """Enforce the only deadline of this machine: the leader must start to save."""
+        if self.state == "over":  # a rank that still hangs was released but cannot receive the message
             return self._kill_silent(now, stopped)
         if self.leading:
             return super().tick(now, at_ns, stopped)
@@ -96,7 +96,7 @@ class Observer(Machine):
         return [RecordPhase(phase="detected")]
 
     def _take_over(self, now: float) -> list[Action]:
-        """Lead, from the faults that are known, as if they had happened just now."""
+        """Take the lead with the known faults, as if they had just happened."""
         self.leading, self.state = True, "running"
         self._handlers = self._handling()
         faults, self.faults, self._known = self.faults, [], set()
@@ -109,7 +109,7 @@ class Observer(Machine):
         return actions + [Kill(rank=rank) for rank in sorted(ranks) if self.members[rank].hung]
 
     def _must_be_killed(self, member: Member) -> bool:  # type: ignore[override]
-        """Nobody is asked to prepare while another leads, so an answer that is missing tells nothing."""
+        """No rank is asked to prepare while another backend leads, so a missing answer means nothing."""
         if self.leading:
             return Machine._must_be_killed(member)
         return member.hung and not member.gone
@@ -132,7 +132,7 @@ class Observer(Machine):
         return [*notes, answer]
 
     def _on_leaders_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
-        """The leader gives up with that; another holder may do better."""
+        """The leader gives up after a failed save; another holder may succeed."""
         assert isinstance(message, m.SaveFailed)
         member.failed, member.failures = message.why, member.failures + 1
         return self._take_over(now) if self.faults else []

@@ -1,4 +1,4 @@
-"""The operator's end of the control connection: asks who is in a job, and has its ranks switch their marks."""
+"""The operator's end of the control connection: lists a job's ranks and switches their marks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .link import Channel, M
 REACH = 5.0
 """Seconds to reach the controller and to be greeted; it answers in milliseconds unless its process is stopped."""
 MARGIN = 5.0
-"""Seconds for the controller's answer, on top of what it may wait for ranks."""
+"""Seconds for the controller's answer, beyond its own wait for ranks."""
 NOBODY = -1
-"""The rank in the proof of an operator."""
+"""The rank number in an operator's proof."""
 
 
 class OperatorLink(Channel):
-    """Connects to the controller of a job and asks, one question at a time. Of no effect on the job's recovery.
+    """Connects to a job's controller and asks one question at a time. Has no effect on recoveries.
 
     Args:
         address: host:port.
@@ -28,7 +28,7 @@ class OperatorLink(Channel):
 
     Raises (constructor):
         DeadlineExceeded: nobody listens at `address`.
-        AuthenticationError: one of the two does not know the token.
+        AuthenticationError: one side does not know the token.
         VersionMismatch, ControlError: refused, with the controller's reason; or it does not answer.
     """
 
@@ -38,7 +38,7 @@ class OperatorLink(Channel):
         self._greet(token, "operator", NOBODY, hello)
 
     def ranks(self) -> m.Ranks:
-        """Who is in the job.
+        """Return the job's state and its ranks.
 
         Raises:
             ControlError: the controller is gone, or refused to answer, with its reason.

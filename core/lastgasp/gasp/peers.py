@@ -17,7 +17,7 @@ from . import messages as m
 
 @dataclass
 class Peer:
-    """One rank's connection, and what outlives it."""
+    """One rank's connection, and data that outlives it."""
 
     rank: int
     writer: asyncio.StreamWriter | None
@@ -28,11 +28,11 @@ class Peer:
     elsewhere: tuple[str, int] | None = None
     """Its host and process, where it runs on another one."""
     death: tuple[str, int] | None = None
-    """The evidence that its process has died, and when that was seen; its connection may not have ended yet."""
+    """Evidence of its process's death and when it was seen; its connection may not have ended yet."""
 
 
 def unread(writer: asyncio.StreamWriter) -> bool:
-    """Something, or the end, waits in its socket."""
+    """Whether data, or the end of the connection, waits in its socket."""
     number = writer.get_extra_info("socket").fileno()
     if number < 0:
         return False
@@ -42,7 +42,7 @@ def unread(writer: asyncio.StreamWriter) -> bool:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Small messages go at once, and the kernel finds a lost host."""
+    """Send small messages at once, and let the kernel detect a lost host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     lifeline.keep_alive(sock)
 
@@ -55,7 +55,7 @@ def plain(error: BaseException) -> str:
 
 
 def by_our_clock(peer: Peer | None, message: m.FromRank) -> m.FromRank:
-    """What a rank says, with the times of this host if it is on another one: the clocks may differ by hours."""
+    """A rank's message, with this host's times if the rank is on another one: clocks may differ by hours."""
     if peer is None or peer.elsewhere is None:
         return message
     if isinstance(message, m.Report):

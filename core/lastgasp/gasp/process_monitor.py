@@ -1,7 +1,7 @@
-"""Sees the death of processes on this host within about a millisecond, whatever their memory.
+"""Detects the death of processes on this host within about a millisecond, however much memory they use.
 
 A killed process is marked PF_EXITING in /proc/PID/stat before its memory is freed; sockets, pidfds and
-waitpid only tell afterwards, about 85 ms per GB later (docs/facts/limits.md §7).
+waitpid only report it afterwards, about 85 ms per GB later (docs/facts/limits.md §7).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .guard import Guard
 log = logging.getLogger("lastgasp.controller")
 
 PERIOD = 0.001
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 LONGEST = 0.05
-"""Seconds between two looks at most."""
+"""Greatest number of seconds between two checks."""
 SHARE = 0.05
-"""Of one core at most, where very many processes are watched: the looks get rarer."""
+"""Greatest share of one core; with very many processes the checks get rarer."""
 _PF_EXITING = 0x4
 _FLAGS, _EXIT_CODE = 6, 49  # fields after the command's closing parenthesis, proc_pid_stat(5)
 
@@ -42,7 +42,7 @@ class _Watched:
 
 
 class ProcessMonitor:
-    """One thread that looks at all watched processes in turn."""
+    """A thread that checks all watched processes in turn."""
 
     def __init__(self, on_death: OnDeath) -> None:
         self._on_death = on_death
@@ -56,9 +56,9 @@ class ProcessMonitor:
         self._thread.start()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Begin to look at `pid`; a process that is gone already is reported at once.
+        """Start watching `pid`; a process that has already ended is reported at once.
 
-        One that cannot be looked at (no descriptor left) is told of in the log; its connection still tells its end.
+        One that cannot be watched (no descriptor left) is logged; the end of its connection still reveals its death.
         """
         try:
             stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -74,26 +74,26 @@ class ProcessMonitor:
         self._wake.set()
 
     def forget(self, rank: int) -> None:
-        """Stop looking; unknown ranks are fine."""
+        """Stop watching; unknown ranks are ignored."""
         with self._lock:
             watched = self._watched.pop(rank, None)
             if watched is not None:
                 os.close(watched.stat)
 
     def stopped(self) -> frozenset[int]:
-        """Ranks whose process is stopped (SIGSTOP, debugger) at this moment."""
+        """Ranks whose process is currently stopped (SIGSTOP, debugger)."""
         return self._stopped
 
     def kill(self, rank: int) -> None:
-        """SIGKILL the process, if it is still the one that was watched."""
+        """Send SIGKILL to the process if it is still the watched one."""
         with self._lock:
             watched = self._watched.get(rank)
             if watched is not None and _fields(watched.stat) is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                     os.kill(watched.pid, signal.SIGKILL)
 
     def exit_status(self, rank: int) -> str:
-        """How a process that died, and that nobody has reaped yet, ended; empty when it cannot be told."""
+        """How a dead, not yet reaped process ended; empty if unknown."""
         with self._lock:
             watched = self._watched.get(rank)
             fields = _fields(watched.stat) if watched is not None else None

@@ -1,4 +1,4 @@
-"""The rank's control thread: heartbeats, orders, SIGTERM; and the recovery alone when nobody leads."""
+"""The rank's control thread: heartbeats, orders, SIGTERM, and uncoordinated recovery without a controller."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ log = logging.getLogger("lastgasp")
 HEARTBEAT = 0.5
 """Seconds between two Status messages."""
 LOOK = 0.001
-"""Seconds between two looks at a training thread that must leave its update."""
+"""Seconds between two checks of a training thread that must leave its update."""
 REACH = 1.0
-"""Seconds that a rank gets to complete a step that another one has completed already."""
+"""Seconds for a rank to complete a step that another one has already completed."""
 PATIENCE = 0.8
-"""Of `finish_timeout`: the same where no rank has stopped, so that it will come to that step's end by itself."""
+"""The same as a share of `finish_timeout`, while no rank has stopped, so that the step will end normally."""
 ANSWER = 15.0
-"""Seconds that the controller gets to answer a report; it answers in milliseconds, unless it is stopped."""
+"""Seconds for the controller to answer a report; it takes milliseconds unless its process is stopped."""
 
 FAREWELL = 5.0
-"""Seconds that the controller gets to confirm a Goodbye; until then the end of this process would be a fault."""
+"""Seconds for the controller to confirm a Goodbye; until then the end of this process would be a fault."""
 RECOVER = 0.05
-"""Seconds that the thread rests after something that it called has raised."""
+"""Seconds that the thread pauses after an exception in a callee."""
 
 Uncoordinated = Callable[[Fault], m.Release]
-"""Carry out the recovery without a controller; runs on a thread of its own."""
+"""Carries out the recovery without a controller, in a separate thread."""
 
 OnSwitch = Callable[[int, int], int]
-"""Turn marks on and off (two masks of `steps.bits`); returns what is on now. With (0, 0) it only tells. Runs on the
+"""Turns marks on and off (two masks of `steps.bits`) and returns what is now on; (0, 0) only queries. Runs on the
 control thread, so it must not wait."""
 
 
@@ -69,17 +69,17 @@ class Processor:
     """One daemon thread per rank.
 
     Args:
-        stand: the status word, shared with the training thread.
+        status: the status word, shared with the training thread.
         source: where the state lives.
-        link: the control connection, or None where this rank is on its own.
+        link: the control connection, or None without a controller.
         term: SIGTERM, once the adapter has installed it.
-        alone: what to do when there is no controller.
+        uncoordinated: recovers without a controller.
         after_release: called once when the outcome is known, on this thread.
 
     Attributes:
-        on_switch: what carries out a switch of the marks; None (at first) where nothing is marked.
-        led_elsewhere: who leads the recoveries of this job, where the controller does not: it is told each fault that
-            this thread sees (SIGTERM), and must not wait.
+        on_switch: carries out a switch of the marks; None initially, and where nothing is marked.
+        led_elsewhere: called with each fault seen by this thread (SIGTERM) where another backend leads the
+            recoveries; must not wait.
     """
 
     def __init__(
@@ -118,25 +118,25 @@ class Processor:
 
     @property
     def led(self) -> bool:
-        """A controller is connected."""
+        """Whether a controller is connected."""
         return self._link is not None
 
     def begin(self) -> None:
-        """Tell where training begins; from now on this rank's death costs steps."""
+        """Report the step at which training begins; from now on this rank's death costs steps."""
         status, buffer_fd = self._status, self._source.buffer_fd
         self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=buffer_fd))
 
     def register(self, card: WorkerCard) -> None:
-        """Tell who this worker is; of no effect where no controller is connected."""
+        """Report who this worker is; no effect without a controller."""
         self._try_send(m.Register(card=card))
 
     def beat_now(self) -> None:
-        """Send a Status with the next turn of the thread, not half a second later."""
+        """Send a Status in the next turn of the thread instead of half a second later."""
         self._next_beat = 0.0
         self._poke_w.send(b"b")
 
     def report(self, fault: Fault) -> None:
-        """Something went wrong on this rank: tell the controller, or act alone."""
+        """Report a fault of this rank to the controller, or recover without one."""
         self._raised = self._raised or fault.kind != "sigterm"
         if self._status.outcome is not None or self._reported is not None:
             return
@@ -150,24 +150,24 @@ class Processor:
             self._begin_uncoordinated(fault)
 
     def not_started(self, kind: FaultKind, cause: str) -> None:
-        """Training cannot begin on this rank: for the record. What comes of it is the controller's."""
+        """Report that training cannot begin on this rank; the controller decides what follows."""
         now = _clock.wall_ns()
         self._try_send(m.Report(fault=Fault(
             kind=kind, rank=self._source.rank, cause=m.encodable(cause), step=-1, seen_ns=now)))  # fmt: skip
 
     def gather(self, tag: str, payload: bytes, seconds: float) -> m.Gathered | None:
-        """Send a part and wait for the whole; None when it did not come in time or the link broke."""
+        """Send a part and wait for all parts; None if they did not arrive in time or the link broke."""
         if not self._try_send(m.GatherPart(tag=tag, payload=payload)):
             return None
         answer = self._mail.take(("gathered", tag), seconds)
         return answer if isinstance(answer, m.Gathered) else None
 
     def tell(self, message: m.Message) -> bool:
-        """Say something that needs no answer; False where no controller is connected."""
+        """Send a message that needs no answer; return False without a controller."""
         return self._try_send(message)
 
     def consult(self, step: int, saved: m.Saved | None, seconds: float) -> m.Consulted | None:
-        """What the controller keeps of `step`, after it has kept `saved`; None when it does not answer in time."""
+        """Fetch what the controller keeps of `step`, after storing `saved`; None if it does not answer in time."""
         self._mail.drop(("consulted", step))
         if not self._try_send(m.Consult(step=step, saved=saved)):
             return None
@@ -175,13 +175,13 @@ class Processor:
         return answer if isinstance(answer, m.Consulted) else None
 
     def goodbye(self) -> None:
-        """Tell the controller that training ended, so that leaving is no fault; once.
+        """Report, once, that training ended, so that this process's exit is no fault.
 
-        Returns when it has said that it knows, or after a few seconds without its word.
+        Returns when the controller has confirmed it, or after a few seconds without confirmation.
         """
         if self._left or self._closed:
             return
-        if self._status.held:  # a peer failed behind the last step, and this rank may be the one that saves it
+        if self._status.held:  # a peer failed after the last step, and this rank may be its saver
             self._status.wait_over(self._finish + 2 * self._save_limit)
         self._left = True
         if not self._try_send(m.Goodbye()) or threading.current_thread() is self._thread:
@@ -191,7 +191,7 @@ class Processor:
                         FAREWELL)  # fmt: skip
 
     def close(self, goodbye: bool) -> None:
-        """End the thread; `goodbye` tells the controller that this is no fault."""
+        """End the thread; `goodbye` reports that this is no fault."""
         if self._closed:
             return
         if goodbye:
@@ -210,11 +210,11 @@ class Processor:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Whatever is called here may raise: this thread keeps the deadlines and hears SIGTERM."""
+        """Keep running whatever the callees raise: this thread enforces deadlines and handles SIGTERM."""
         link = self._link
         if link is not None and link.unread:
             with self._guard("reading the controller's first words"):
-                self._receive(link)  # a recovery is on, or over
+                self._receive(link)  # a recovery is in progress, or over
         while not self._closed:
             failures = self._guard.count
             with self._guard("a turn of the control thread"):
@@ -246,7 +246,7 @@ class Processor:
                 self._begin_uncoordinated(self._fault_here("lost", cause))
 
     def _wait(self, link: Link | None) -> set[int]:
-        poll = select.poll()  # select() ends at descriptor 1023, and training jobs open more
+        poll = select.poll()  # select() is limited to descriptors below 1024, and training jobs open more
         for end in (link, self.term, self._poke_r):
             if end is not None and (number := end.fileno()) >= 0:  # another thread may close it meanwhile
                 poll.register(number, select.POLLIN)
@@ -302,7 +302,7 @@ class Processor:
             return
         try:
             answer = m.Switched(order=order.order, mask=self.on_switch(order.on, order.off))
-        except Exception as error:  # this thread must live: it leads the recovery
+        except Exception as error:  # this thread must survive: it carries out the recovery
             log.exception("the marks could not be switched")
             answer = m.Switched(order=order.order, mask=-1, why=m.one_line(error))
         self._try_send(answer)
@@ -326,14 +326,14 @@ class Processor:
             # A thread that has raised will not complete another step.
             if self._raised or _clock.monotonic() >= pending.reach_by:
                 pending.target = -1
-                status.close()  # and look again: what is told must stay true
+                status.close()  # and check again: what is reported must stay true
             return
         self._pending = None
         late_words = f"still inside its update after {self._finish:g} s"
         self._answer(pending.recovery, status.broken or trouble or ("" if status.whole else late_words))
 
     def _answer(self, recovery: int, why: str) -> None:
-        """Tell which step this rank holds; or `why` it holds none."""
+        """Report which step this rank holds; or `why` it holds none."""
         status = self._status
         aux = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, status.step)
         answer = m.Prepared(
@@ -347,7 +347,7 @@ class Processor:
         )
         try:
             self._try_send(answer)
-        except Exception as error:  # not one to be sent: a rank without an answer counts as hung, and is killed
+        except Exception as error:  # too large to send; but a rank that does not answer counts as hung and is killed
             words = f"its answer could not be sent: {m.one_line(error)}"
             self._try_send(msgspec.structs.replace(answer, usable=False, why=words, aux=b""))
 
@@ -362,7 +362,7 @@ class Processor:
         self._try_send(self.status())
 
     def status(self) -> m.Status:
-        """Where this rank stands."""
+        """This rank's heartbeat."""
         status = self._status
         return m.Status(
             step=status.step, durable=status.durable, tick=status.ticks, phase=status.phase, marks=self._marks()
@@ -375,14 +375,14 @@ class Processor:
         threading.Thread(target=target, name=f"lastgasp-{name}", daemon=True).start()
 
     def _moved(self, order: m.Save) -> None:
-        """The state has gone on while it was saved: the controller asks everybody again when it hears this."""
+        """The state has advanced while it was saved: report it, and the controller asks all ranks again."""
         self._prepare(order.recovery, order.step + 1)
 
     # -- without a controller ---------------------------------------------------------------------
 
     def _terminate(self) -> None:
         if self._status.outcome is not None:
-            self._after_release(self._status.outcome)  # told to stop again, and there is nothing left to do
+            self._after_release(self._status.outcome)  # a second SIGTERM: there is nothing left to do
             return
         self.report(self._fault_here("sigterm", "told to stop by SIGTERM"))
 
@@ -418,13 +418,13 @@ class Processor:
     def _carry_uncoordinated(self, fault: Fault) -> None:
         try:
             outcome = self._uncoordinated(fault)
-        except BaseException as error:  # the training thread waits for an outcome, whatever it is
+        except BaseException as error:  # the training thread waits for an outcome of any kind
             log.exception("the recovery failed")
             outcome = given_up(m.one_line(error))
         self.over(outcome)
 
     def over(self, outcome: m.Release) -> None:
-        """The recovery ended. It is told first: the training thread may be about to end the process."""
+        """The recovery ended. Notify first: the training thread may be about to end the process."""
         self._pending = None
         try:
             self._after_release(outcome)

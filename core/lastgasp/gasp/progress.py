@@ -1,4 +1,4 @@
-"""The hang watchdog: which ranks make no progress, and which of them are to blame. Pure."""
+"""The hang watchdog: finds ranks without progress and which of them are to blame. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LEARNT_AFTER = 20
 SILENT = 5.0
 """Seconds without a heartbeat after which a stalled rank counts as the culprit."""
 SUSPENDED = 2.0
-"""Seconds between two looks that mean the watcher itself was stopped (laptop lid, Ctrl-Z, debugger)."""
+"""A gap of so many seconds between two checks means that the watchdog was stopped (laptop lid, Ctrl-Z, debugger)."""
 
-# A rank that waits for others sits in backward (or in a collective of validation or save); one that is
-# stuck elsewhere is the one that the others wait for.
+# A rank that waits for others is in backward (or in a collective of validation or a save); the others wait for
+# one that is stuck elsewhere.
 _IN_STEP: frozenset[str] = frozenset({"forward", "backward", "update", "between"})
 _WAITING: frozenset[str] = frozenset({"backward"})
 
@@ -39,7 +39,7 @@ class _Track:
 
 @dataclass
 class Progress:
-    """Learns how long the job goes without progress, and says when it is too long.
+    """Learns how long the job usually goes without progress, and detects when it takes too long.
 
     Args:
         limit: seconds without any progress; 0 learns it.
@@ -48,11 +48,11 @@ class Progress:
     limit: float
     _tracks: dict[int, _Track] = field(default_factory=dict)
     _by_heard: OrderedDict[int, _Track] = field(default_factory=OrderedDict)
-    """The same, the one that was heard longest ago first."""
+    """The same, ordered by the time of the last heartbeat, oldest first."""
     _started: int = 0
     """Ranks that are past their start."""
     _witness: _Track | None = None
-    """One that shows that the job does not hang; while it does, nobody needs to look at the others."""
+    """A rank whose progress proves that the job does not hang; while it does, the others need no check."""
     _looked: float | None = None
 
     def joined(self, rank: int, now: float) -> None:
@@ -77,13 +77,13 @@ class Progress:
         track.heard, track.phase, track.step = now, status.phase, status.step
         self._by_heard.move_to_end(rank)
         if status.tick != track.tick:
-            # What piled up while the watcher was stopped says nothing about the job.
+            # Gaps that accumulated while the watchdog was stopped say nothing about the job.
             if track.tick >= 0 and not self._away(now):
                 track.longest, track.gaps = max(track.longest, now - track.moved), track.gaps + 1
             track.tick, track.moved = status.tick, now
 
     def allowed(self, rank: int) -> float:
-        """Seconds that this rank may go without progress now."""
+        """Seconds that this rank may currently go without progress."""
         return self._allowed(self._tracks[rank])
 
     def _allowed(self, track: _Track) -> float:
@@ -95,9 +95,9 @@ class Progress:
         return max(floor, FACTOR * track.longest)
 
     def silent(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
-        """Ranks that sent no heartbeat for as long as the job may go without progress; 0.5 s is usual.
+        """Ranks without a heartbeat for as long as the job may go without progress; 0.5 s is usual.
 
-        A rank that is not seen stopped gets a minute at least: its save may hold the GIL.
+        A rank whose process is not stopped gets at least a minute: its save may hold the GIL.
         """
         if self._was_suspended(now):
             return frozenset()
@@ -110,7 +110,7 @@ class Progress:
         return frozenset(found)
 
     def hung(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
-        """The culprits, once no rank has moved for too long; all ranks when none stands out."""
+        """The culprits, once no rank has made progress for too long; all ranks when none stands out."""
         if self._was_suspended(now) or not self._started or self._in_time(self._witness, now):
             return frozenset()
         started = {r: t for r, t in self._tracks.items() if t.phase != "start"}
@@ -144,7 +144,7 @@ class Progress:
 
     @staticmethod
     def _culprits(tracks: dict[int, _Track], now: float) -> frozenset[int]:
-        """Silent processes, else those that do not wait for a peer; nobody where that is all of them."""
+        """Silent processes, else those not waiting for a peer; empty if that would be all ranks."""
         everybody = frozenset(tracks)
         for suspects in (
             frozenset(r for r, t in tracks.items() if now - t.heard > SILENT),

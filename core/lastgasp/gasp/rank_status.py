@@ -1,8 +1,8 @@
-"""Where this rank stands: written by the training thread on every step, read by the control thread.
+"""The status of this rank: written by the training thread on every step, read by the control thread.
 
 The hot path takes no lock. Under the GIL attribute stores are ordered, so the gate is Dekker's scheme: the
-training thread first says that it is inside its update and then looks whether it is held; the control
-thread first holds and then looks whether the rank is inside.
+training thread first marks that it is inside its update and then checks whether the gate is closed; the
+control thread first closes the gate and then checks whether the rank is inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CODES: dict[Ending, int] = {
 
 
 class Released(SystemExit):
-    """Raised in the training thread at the update gate once a recovery is over: leave with this code."""
+    """Raised in the training thread at the update gate once a recovery is over: exit with this code."""
 
     def __init__(self, outcome: Release) -> None:
         super().__init__(exit_code(outcome))
@@ -32,7 +32,7 @@ class Released(SystemExit):
 
 
 def exit_code(outcome: Release) -> int:
-    """The documented exit code of an ending."""
+    """Return the documented exit code of an ending."""
     return _CODES[outcome.ending]
 
 
@@ -43,16 +43,15 @@ class RankStatus:
         step: the newest step that is completed and captured.
         begun: the newest step whose update this rank has begun: `step`, or the one that follows it.
         durable: the newest step that a committed checkpoint holds.
-        inside: the state is between two steps (update begun, step not yet ended), as the training thread says.
-        unsettled: it is, or may be, as `look` says. The gate does not heed it, so that nobody passes it unseen.
-        parked: the training thread waits at the closed gate; only `hold` and the end of the recovery let it go on.
+        inside: the state is between two steps (update begun, step not yet completed); set by the training thread.
+        unsettled: it is, or may be, according to `look`. Ignored by the gate; only the control thread reads it.
+        at_gate: the training thread waits at the closed gate; only `hold` and the end of the recovery let it continue.
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
         look: called by the control thread before it reads `step` and `whole` in a recovery. An adapter whose steps
-            run where Python cannot stand in their way (a compiled graph) brings `step` and `unsettled` up to date
-            there; must not wait.
-        all_run: said by `hold`: no rank has stopped, so the training thread will come to the gate by itself.
-        since: when `hold` was last called, on the monotonic clock.
+            cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
+        all_run: set by `hold`: no rank has stopped, so the training thread will reach the gate normally.
+        since: monotonic time of the last call of `hold`.
     """
 
     def __init__(self) -> None:
@@ -76,12 +75,12 @@ class RankStatus:
     # -- training thread --------------------------------------------------------------------------
 
     def progress(self, phase: Phase) -> None:
-        """Any progress at all."""
+        """Record progress of any kind."""
         self.phase = phase
         self.ticks += 1
 
     def before_update(self) -> None:
-        """The next thing is a change of parameters.
+        """Announce that the parameters are about to change.
 
         Raises:
             Released: a recovery took place; the update must not happen.
@@ -102,20 +101,20 @@ class RankStatus:
     def _wait_at_gate(self) -> None:
         with self._gate:
             if self.step < self._target and self.outcome is None:
-                return  # the target was moved meanwhile
+                return  # the target was raised meanwhile
             self.inside, self.begun, self.at_gate = False, self.step, True
             self._gate.wait_for(lambda: self._over.is_set() or not self.at_gate, self._limit)
             if not self.at_gate:
-                return  # `hold` has said already that this rank is inside
+                return  # `hold` has already marked this rank as inside
             self.at_gate = False
         raise Released(self.outcome or given_up("no answer from the controller after the gate was closed"))
 
     # -- control thread ---------------------------------------------------------------------------
 
     def hold(self, limit: float, target: int = -1, all_run: bool = False) -> None:
-        """Close the gate to updates beyond `target`; the training thread parks there for `limit` seconds at most.
+        """Close the gate to updates beyond `target`; the training thread waits there for `limit` seconds at most.
 
-        Where it is parked before the update that makes `target`, it goes on, and is inside when this returns.
+        If it waits before the update that completes `target`, it continues, and is inside when this returns.
         """
         with self._gate:
             self._limit, self._target, self.all_run, self.since = limit, target, all_run, _clock.monotonic()
@@ -125,10 +124,10 @@ class RankStatus:
                 self._gate.notify_all()
 
     def look_again(self) -> str:
-        """Bring `step` and `whole` up to date; what the adapter raised, which leaves them unknown, else empty."""
+        """Update `step` and `whole`; return the adapter's error, which leaves them unknown, or an empty string."""
         try:
             self.look()
-        except BaseException as error:  # the adapter's; the threads that ask must live
+        except BaseException as error:  # raised by the adapter; the calling threads must survive it
             return f"its state could not be looked at: {one_line(error)}"
         return ""
 
@@ -138,16 +137,16 @@ class RankStatus:
         return not self.inside and not self.unsettled
 
     def close(self) -> None:
-        """Close a gate that is held for every update: what is said of this rank from now on must stay true."""
+        """Close the gate for every update: what is reported about this rank from now on must stay true."""
         self._target = -1
 
     @property
     def held(self) -> bool:
-        """A recovery is on, or over."""
+        """Whether a recovery is in progress or over."""
         return self._held
 
     def release(self, outcome: Release) -> None:
-        """The recovery is over; the first outcome counts."""
+        """End the recovery; the first outcome counts."""
         with self._gate:
             if self.outcome is None:
                 self.outcome = outcome
@@ -156,15 +155,15 @@ class RankStatus:
             self._gate.notify_all()
 
     def wait_over(self, seconds: float) -> Release | None:
-        """The outcome, or None when it did not come in time."""
+        """Wait for the outcome; None if it did not arrive in time."""
         self._over.wait(seconds)
         return self.outcome
 
 
 def _up_to_date() -> None:
-    """The training thread itself keeps `step` and `inside` up to date."""
+    """Default of `look`: the training thread itself keeps `step` and `inside` up to date."""
 
 
 def given_up(reason: str) -> Release:
-    """An outcome for a rank that has to end the recovery by itself."""
+    """The outcome of a rank that ends the recovery without the controller."""
     return Release(recovery=0, ending="gave_up", step=-1, path="", reason=reason)

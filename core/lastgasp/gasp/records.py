@@ -1,4 +1,4 @@
-"""Files that must not make anybody wait: a thread writes them, however long the disk takes."""
+"""Writes files in the background, so that no caller waits for a slow disk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lastgasp import _clock
 log = logging.getLogger("lastgasp.controller")
 
 STALLED = 30.0
-"""Seconds that one write may take before people are told."""
+"""Seconds that one write may take before a warning."""
 
 
 class RecordWriter:
-    """Writes in the order of `put`, on a thread of its own that begins with the first one.
+    """Writes in the order of `put`, in a thread that starts with the first one.
 
-    A file system may stall for minutes; whoever calls `put` never notices. What waits is bounded, because a write
-    replaces the one of the same name that has not begun.
+    A file system may stall for minutes without delaying callers of `put`. The queue is bounded, because a write
+    replaces a pending one of the same name.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class RecordWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, name: str, write: Callable[[], None]) -> None:
-        """Have `write` called soon; `name` says for people what it writes. Of no effect once closed."""
+        """Queue a call of `write`; `name` describes for people what it writes. No effect once closed."""
         with self._changed:
             if self._closed:
                 return
@@ -41,24 +41,24 @@ class RecordWriter:
 
     @property
     def idle(self) -> bool:
-        """Everything has been written, or has failed."""
+        """Whether everything has been written or has failed."""
         with self._changed:
             return self._idle()
 
     def settle(self, seconds: float) -> bool:
-        """Wait until everything has been written, for `seconds` at most; False where it has not."""
+        """Wait until everything has been written, for `seconds` at most; return whether it has."""
         with self._changed:
             return self._changed.wait_for(self._idle, seconds)
 
     def look(self) -> None:
-        """Say once when a write hangs; never waits for it."""
+        """Warn once when a write hangs, without waiting for it."""
         if self._writing and not self._warned and _clock.monotonic() - self._since > STALLED:
             self._warned = True
             log.warning("%s has not been written for %g s: the file system stalls; the job goes on", self._writing,
                         STALLED)  # fmt: skip
 
     def close(self) -> None:
-        """End the thread once it has written what waits; waits for nothing. Says what was not written until now."""
+        """Let the thread end after the pending writes, without waiting for it. Logs what is not written yet."""
         with self._changed:
             self._closed = True
             if names := [*filter(None, [self._writing]), *self._waiting]:
@@ -72,7 +72,7 @@ class RecordWriter:
         while (write := self._next()) is not None:
             try:
                 write()
-            except Exception as error:  # a record that cannot be written costs the record
+            except Exception as error:  # only the record is lost
                 log.error("%s could not be written: %s", self._writing, error)
             with self._changed:
                 self._writing = ""

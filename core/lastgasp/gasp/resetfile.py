@@ -1,4 +1,4 @@
-"""reset.json: MindCluster asks a job to save and leave by `"GracefulExit": 1` in it (docs/facts/taskd.md §8)."""
+"""reset.json: by `"GracefulExit": 1` in it MindCluster asks a job to save and exit (docs/facts/taskd.md §8)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lastgasp import _clock
 log = logging.getLogger("lastgasp")
 
 DEFAULT_PATH = Path("/user/restore/reset/config/reset.json")
-"""Where the job's volume brings it (docs/facts/job_yaml.md §6)."""
+"""Where the job's volume mounts it (docs/facts/job_yaml.md §6)."""
 VARIABLE = "LASTGASP_RESET_FILE"
 """Environment variable that names another file."""
 PERIOD = 1.0
-"""Seconds between two looks, as TaskD's (docs/facts/taskd.md §8)."""
+"""Seconds between two checks, as in TaskD (docs/facts/taskd.md §8)."""
 SIZE_LIMIT = 1 << 20
-"""Bytes of a file that is read."""
+"""Greatest size in bytes of a file that is read."""
 
 
 class _Reset(msgspec.Struct, frozen=True, rename="pascal"):
-    """The two of its fields that count here; the others are TaskD's business."""
+    """The two fields used here; the others are for TaskD."""
 
     graceful_exit: int = 0
     update_time: int = 0
@@ -36,21 +36,20 @@ _DECODER = msgspec.json.Decoder(_Reset, strict=False)
 
 
 def reset_path() -> Path:
-    """The file to look at: what `LASTGASP_RESET_FILE` names, else MindCluster's."""
+    """Return the file to check: the one named by `LASTGASP_RESET_FILE`, else MindCluster's."""
     named = os.environ.get(VARIABLE)
     return Path(named).expanduser().absolute() if named else DEFAULT_PATH
 
 
 class ResetFile:
-    """Looks at the file when asked. Never raises, and waits for nothing but the file system.
+    """Checks the file on request. Never raises, and waits for nothing but the file system.
 
-    A request that was there before this process looked for the first time belongs to the run before: it counts only
-    when the file says, by its `UpdateTime` (unix seconds), that it was made since. One that is seen to appear counts
-    whatever the times are.
+    A request that exists at this process's first check belongs to the run before, unless its `UpdateTime` (unix
+    seconds) is later than the start. A request that appears between two checks always counts.
 
     Args:
         path: the file; None takes `reset_path()`.
-        started_s: since when a request counts, unix seconds; None takes now.
+        started_s: the start, in unix seconds, from which requests count; None takes the current time.
     """
 
     def __init__(self, path: Path | None = None, started_s: int | None = None) -> None:
@@ -60,7 +59,7 @@ class ResetFile:
         self._problem = ""
 
     def poll(self) -> bool:
-        """True once, when the job is asked to leave."""
+        """Return True, once, when the job is asked to exit."""
         found = self._read()
         if found is None:
             return False
@@ -74,12 +73,12 @@ class ResetFile:
         return True
 
     def _read(self) -> _Reset | None:
-        """What it says; None where it says nothing."""
+        """The file's content; None without a request."""
         try:
             data = _content(self.path)
         except (FileNotFoundError, NotADirectoryError):
             if self._asked_before is None:
-                self._asked_before = False  # it was not there: whatever appears now is meant for this run
+                self._asked_before = False  # it did not exist: what appears later is meant for this run
             return None
         except OSError as error:
             self._warn(f"it cannot be read ({error.strerror})")
@@ -110,13 +109,13 @@ def _content(path: Path) -> bytes:
 
 
 class ResetWatch:
-    """Looks every second, on a thread of its own, until the job is asked to leave or `close` is called.
+    """Checks every second, in a thread of its own, until the job is asked to exit or `close` is called.
 
     Args:
-        act: called once, on that thread, when the job is asked to leave.
-        file: what to look at.
-        period: seconds between two looks.
-        when: whether to look at all; a job that does not use lastgasp is left alone.
+        act: called once, in that thread, when the job is asked to exit.
+        file: what to check.
+        period: seconds between two checks.
+        when: whether to check at all; a job that does not use lastgasp is left alone.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class ResetWatch:
         self._act()
 
     def close(self) -> None:
-        """Look no more. Idempotent; a look that hangs in a dead file system is left behind."""
+        """Stop checking. Idempotent; does not wait for a check that hangs in a dead file system."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=self._period)

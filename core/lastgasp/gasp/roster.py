@@ -1,4 +1,4 @@
-"""What the controller knows of each rank for people to look at: the card and the last heartbeat. Pure."""
+"""What the controller shows operators about each rank: its card and last heartbeat. Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class _Entry:
 
 
 class Roster:
-    """The ranks of one attempt; `begin` starts the next one."""
+    """The ranks of one attempt; `begin` starts the next attempt."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
     def begin(self) -> None:
-        """Another attempt: forget everybody."""
+        """Start another attempt: forget all ranks."""
         self._entries.clear()
 
     def joined(self, rank: int, now: float) -> None:
-        """A rank proved itself; what an earlier process of that rank has said is forgotten."""
+        """A rank has authenticated; forget what an earlier process of that rank reported."""
         self._entries[rank] = _Entry(heard=now)
 
     def heard(self, rank: int, message: m.FromRank, now: float) -> None:
-        """A rank spoke."""
+        """Handle a message of a rank."""
         entry = self._entries.get(rank)
         if entry is None:
             return
@@ -43,7 +43,7 @@ class Roster:
             entry.card = message.card
 
     def rows(self, attempt: Attempt, now: float) -> tuple[RankRow, ...]:
-        """One row for each rank that the job should have."""
+        """Return one row for each rank that the job should have."""
         members = attempt.machine.members
         ranks = sorted(set(range(attempt.hello.world_size)) | set(members))
         return tuple(self._row(rank, members.get(rank), now) for rank in ranks)

@@ -1,8 +1,8 @@
 """How `lastgasp ps` and `lastgasp switch` find the jobs of this user on this machine: one small file per job.
 
 Each controller writes `<job>-<pid>-<port>.json` into the runtime directory and removes it when it ends. The file
-holds the job's token, so the directory is the user's alone (0700, no symlink) and so is the file (0600). A job
-runs as well without: where the directory cannot be had, that is one warning.
+holds the job's token, so the directory (0700, no symlink) and the file (0600) belong to the user only. If the
+directory cannot be created, the job runs without it after one warning.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach the controller of one job. Version 1."""
+    """How to reach the controller of one job; format version 1."""
 
     version: int = 1
     address: str
     token: str
     job: str = ""
-    """Empty until the first rank has told it."""
+    """The job's name; empty until the first rank has reported it."""
     directory: str = ""
-    """The checkpoints; empty until the first rank has told it."""
+    """The checkpoint directory; empty until the first rank has reported it."""
     pid: int
-    """The controller's process."""
+    """Process id of the controller."""
     born: int
-    """Its start time in clock ticks since boot (proc_pid_stat(5)): tells it from a later process of that number."""
+    """Its start time in clock ticks since boot (proc_pid_stat(5)), which a later process with that id lacks."""
     host: str
     """`topology.host_identity()`."""
     started_s: int
@@ -56,15 +56,15 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runtime_directory() -> Path:
-    """Where a controller writes: LASTGASP_RUNTIME_DIR, else $XDG_RUNTIME_DIR/lastgasp, else /tmp/lastgasp-<uid>.
+    """Return where a controller writes: LASTGASP_RUNTIME_DIR, else $XDG_RUNTIME_DIR/lastgasp, else /tmp/lastgasp-<uid>.
 
-    XDG_RUNTIME_DIR is passed over where it names no directory, as it does under sudo and in containers.
+    XDG_RUNTIME_DIR is ignored if it names no directory, as under sudo and in containers.
     """
     return _candidates()[0]
 
 
 def _candidates() -> list[Path]:
-    """Every directory that a controller of this user may have taken, in whatever kind of shell it was started."""
+    """Return every directory that a controller of this user may have used, whatever shell started it."""
     env, uid = os.environ, os.geteuid()
     if env.get(VARIABLE):
         return [Path(os.path.abspath(os.path.expanduser(env[VARIABLE])))]
@@ -78,7 +78,7 @@ def _candidates() -> list[Path]:
 
 
 class Announcement:
-    """The file of one job, from the controller's start to its end. Never raises: a job runs as well without."""
+    """The file of one job, from the controller's start to its end. Never raises: the job can run without it."""
 
     def __init__(self, address: str, token: str, started_s: int) -> None:
         pid = os.getpid()
@@ -95,7 +95,7 @@ class Announcement:
         self._write()
 
     def tell(self, job: str, directory: str) -> None:
-        """The first rank has told what the job is."""
+        """Complete the file with the job's name and directory, once the first rank has reported them."""
         if (job, directory) == (self._file.job, self._file.directory):
             return
         old, self._file = self._file, msgspec.structs.replace(self._file, job=job, directory=directory)
@@ -104,7 +104,7 @@ class Announcement:
             self._remove(old.name)
 
     def withdraw(self) -> None:
-        """The controller ends; idempotent."""
+        """Remove the file at the controller's end; idempotent."""
         self._remove(self._file.name)
 
     def _write(self) -> None:
@@ -127,10 +127,10 @@ def _for_this_machine(address: str) -> str:
 
 
 def replace_in(folder: int, name: str, data: bytes, temp: str = "") -> None:
-    """Readers see the old file or the new one; durability is not asked for, a reboot ends the job, too.
+    """Replace a file atomically. It need not be durable: a reboot ends the job, too.
 
     Args:
-        folder: from `open_private`; temp: the name meanwhile, where several may write.
+        folder: from `open_private`; temp: the temporary name, where several may write.
     """
     temp = temp or f".{name}.new"
     with contextlib.suppress(FileNotFoundError):
@@ -147,10 +147,10 @@ def replace_in(folder: int, name: str, data: bytes, temp: str = "") -> None:
 
 
 def running_jobs() -> list[JobFile]:
-    """The jobs of this user on this machine whose controller lives, oldest first. Files of dead ones are removed.
+    """List the jobs of this user on this machine whose controller is alive, oldest first; remove files of dead ones.
 
     Raises:
-        ConfigError: there is none to be seen, and a directory that may hold some cannot be trusted.
+        ConfigError: no job was found, and a directory that may hold some cannot be trusted.
     """
     found: list[JobFile] = []
     refused: list[ConfigError] = []
@@ -161,7 +161,7 @@ def running_jobs() -> list[JobFile]:
         except ConfigError as error:
             refused.append(error)
         except OSError:
-            continue  # not there, as a rule
+            continue  # usually it does not exist
     if not found and refused:
         raise refused[0]
     return sorted(found, key=lambda job: (job.started_s, job.pid, job.address))
@@ -173,7 +173,7 @@ def _listed(folder: int) -> Iterator[JobFile]:
     for name in os.listdir(folder):
         job = _read(folder, name) if name.endswith(".json") and not name.startswith(".") else None
         if job is None or job.host.partition(":")[0] != boot:
-            continue  # another machine's, on a shared file system, or from before a reboot
+            continue  # from another machine (shared file system), or from before a reboot
         if job.host == here and _born(job.pid) != job.born:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
@@ -182,7 +182,7 @@ def _listed(folder: int) -> Iterator[JobFile]:
 
 
 def _read(folder: int, name: str) -> JobFile | None:
-    """None for what is no such file, or not this user's own."""
+    """Read a file; None if it is not a job file or not owned by this user."""
     try:
         fd = os.open(name, os.O_RDONLY | _FILE_FLAGS, dir_fd=folder)
     except OSError:
@@ -200,7 +200,7 @@ def _read(folder: int, name: str) -> JobFile | None:
 
 
 def _born(pid: int) -> int | None:
-    """None where there is no such process."""
+    """Return the start time of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -215,11 +215,11 @@ def _born(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def open_private(directory: Path, create: bool = False) -> Iterator[int]:
-    """A descriptor of the directory, once it is known to be this user's alone.
+    """Open the directory after checking that only this user has access.
 
     Raises:
-        ConfigError: it is not.
-        OSError: it is not there, or cannot be made.
+        ConfigError: others have access.
+        OSError: it does not exist, or cannot be created.
     """
     if create:
         directory.parent.mkdir(parents=True, exist_ok=True)
