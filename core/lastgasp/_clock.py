@@ -1,4 +1,4 @@
-"""Every clock reading goes through here, so that tests can inject time."""
+"""All clock readings go through here, so that tests can inject time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 
 
 def monotonic() -> float:
-    """Seconds on a clock that never goes back; for deadlines."""
+    """Return monotonic seconds, for deadlines."""
     return time.monotonic()
 
 
 def wall_ns() -> int:
-    """Nanoseconds since the epoch; for records that people read."""
+    """Return nanoseconds since the epoch, for records that people read."""
     return time.time_ns()

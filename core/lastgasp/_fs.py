@@ -1,4 +1,4 @@
-"""Every durable byte: create, write, fsync, rename, directory fsync, and temporary names.
+"""All durable file operations: create, write, fsync, rename, directory fsync, and temporary names.
 
 The whole durable commit (fsync, rename, directory fsync) costs 0.45 ms (`docs/facts/limits.md` §4), so it is
 always done.
@@ -28,24 +28,24 @@ from .topology import host_identity
 _log = logging.getLogger("lastgasp")
 _TEMP = re.compile(r"^\.(?P<name>.+)\.tmp-(?P<pid>[1-9]\d*)-(?P<host>[0-9a-f]{6})[0-9a-f]{6}$")
 STALE_AFTER_S = 24 * 3600.0
-"""A temporary of another host is left alone for this long: whether its process lives cannot be seen from
-here, and only the age of its last write tells. Clocks may differ by hours."""
+"""A temporary of another host is left alone for so many seconds: whether its process is alive cannot be seen from
+here, so only the age of its last write counts. Clocks may differ by hours."""
 LOCK_NAME = ".lastgasp.lock"
 LOCK_WAIT_S = 10.0
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
-"""How a file system says that it cannot sync a directory; any other error is one of the disk's."""
+"""Errors of a file system that cannot sync a directory; any other error is a disk error."""
 
 
 class Disk:
-    """The calls that change what is on disk. Tests wrap it to fail, or to die, at any of them."""
+    """The calls that change what is on disk. Tests wrap it to fail or be killed at any of them."""
 
     def create(self, path: Path, *, direct: bool = False) -> int:
-        """Open a new file for writing and return its descriptor; `direct` asks for O_DIRECT where it works."""
+        """Open a new file for writing and return its descriptor; `direct` requests O_DIRECT if possible."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         if direct and hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):
                 return os.open(path, flags | os.O_DIRECT, 0o644)
-            # A refused O_DIRECT may have left the empty file behind; the name is ours and random.
+            # A refused O_DIRECT may have left an empty file, whose random name is ours.
             path.unlink(missing_ok=True)
         return os.open(path, flags, 0o644)
 
@@ -68,8 +68,8 @@ class Disk:
     def sync_dir(self, directory: Path) -> None:
         """Return when the names in `directory` are on the device.
 
-        Some file systems (FUSE and network ones) cannot do that for a directory, and say so. The files themselves are
-        on the device then; their names come when the file system sees fit, and that is said once.
+        Some file systems (FUSE, network) cannot do that for a directory. The files themselves are on the device then,
+        and their names follow at some later time; a warning is logged once.
         """
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -93,11 +93,11 @@ DISK = Disk()
 
 
 _SAID: set[int] = set()
-"""File systems that were warned of, by their device numbers."""
+"""File systems for which a warning was logged, by device number."""
 
 
 def _warn_of_no_fsync(fd: int, directory: Path, error: OSError) -> None:
-    """Once per file system."""
+    """Log a warning once per file system."""
     device = os.fstat(fd).st_dev
     if device in _SAID:
         return
@@ -148,13 +148,13 @@ def write_tail(fd: int, data: memoryview, offset: int, disk: Disk = DISK) -> Non
 
 
 def write_atomically(path: Path, data: bytes, disk: Disk = DISK, mode: int | None = None) -> None:
-    """Put `data` at `path`: after return it is durable; a crash leaves the old content or the new.
+    """Write `data` to `path` durably and atomically: a crash leaves either the old content or the new.
 
     Args:
         path: the file.
         data: its new content.
-        disk: what writes.
-        mode: its permissions; None takes those of a new file.
+        disk: performs the writes.
+        mode: its permissions; None for those of a new file.
 
     Raises:
         OSError: the disk is full or refuses; nothing at `path` has changed then.
@@ -177,7 +177,7 @@ def write_atomically(path: Path, data: bytes, disk: Disk = DISK, mode: int | Non
 
 
 def make_directory(directory: Path) -> None:
-    """Create `directory` and its parents durably; nothing happens where it exists."""
+    """Create `directory` and its parents durably, unless it exists."""
     if directory.is_dir():
         return
     make_directory(directory.parent)
@@ -186,12 +186,12 @@ def make_directory(directory: Path) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a file that must be a regular one: a pipe would wait for ever, a device has no end.
+    """Open a regular file for reading; others are refused, as a pipe could block for ever and a device has no end.
 
     Raises:
         OSError: it is something else, is not there, or cannot be read.
     """
-    _must_be_regular(os.stat(path), path)  # first: to open a device may do something
+    _must_be_regular(os.stat(path), path)  # before opening, as opening a device may have effects
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _must_be_regular(os.fstat(fd), path)
@@ -207,7 +207,7 @@ def _must_be_regular(found: os.stat_result, path: Path) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """All of a regular file of at most `limit` bytes.
+    """Read a regular file of at most `limit` bytes.
 
     Raises:
         OSError: it is longer, no regular file, not there, or cannot be read.
@@ -220,18 +220,18 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def unique_temp(path: Path) -> Path:
-    """A name beside `path` that no other process or thread uses: `.{name}.tmp-{pid}-{host}{random}`."""
+    """Return a name beside `path` that no other process or thread uses: `.{name}.tmp-{pid}-{host}{random}`."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{host_tag()}{secrets.token_hex(3)}")
 
 
 @functools.cache
 def host_tag() -> str:
-    """Six hex digits that tell this host's /proc from another's."""
+    """Six hex digits that identify this host's /proc."""
     return xxhash.xxh3_64_hexdigest(host_identity().encode())[:6]
 
 
 def is_temp(path: Path) -> bool:
-    """Whether the name is exactly one that `unique_temp` makes."""
+    """Whether the name has exactly the form of `unique_temp`."""
     return _TEMP.match(path.name) is not None
 
 
@@ -249,7 +249,7 @@ def is_stale(path: Path, older_than_s: float = STALE_AFTER_S) -> bool:
 
 
 def _earliest_now_ns(directory: Path) -> int:
-    """Now by this host's clock or by that of the file system, whichever is behind: what is young by one is young."""
+    """The time by this host's clock or the file system's, whichever is behind: recent by either is recent."""
     probe = unique_temp(directory / "clock")
     fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -278,7 +278,7 @@ def _last_write_ns(path: Path) -> int:
 
 
 def remove_stale_temps(directory: Path, older_than_s: float = STALE_AFTER_S) -> list[Path]:
-    """Remove what dead processes left in `directory`; returns what was removed.
+    """Remove temporaries of dead processes in `directory`; return the removed paths.
 
     Touches only names of the exact pattern of `unique_temp`. A racing removal is no error.
     """
@@ -295,15 +295,15 @@ def remove_stale_temps(directory: Path, older_than_s: float = STALE_AFTER_S) -> 
 def locked(directory: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[bool]:
     """Hold the advisory lock of `directory` among threads, processes and (where flock reaches) hosts.
 
-    The kernel drops it when the holder dies. Yields False, with a warning, when it could not be had: the
+    The kernel releases it when the holder dies. Yields False, with a warning, if it could not be acquired: the
     file system has no locks, or a stopped process has held it for `wait_s` seconds. A gasp must not be lost
-    to that; two writers of one name could then spoil it, which verification sees.
+    because of that; two writers of one name could then corrupt it, which verification detects.
     """
     fd = _open_lock(directory / LOCK_NAME)
     try:
         got = fd >= 0 and _acquire(fd, _clock.monotonic() + wait_s)
         if not got:
-            _log.warning("no lock on %s: going on without it", directory)
+            _log.warning("no lock on %s: continuing without it", directory)
         yield got
     finally:
         if fd >= 0:
@@ -311,9 +311,9 @@ def locked(directory: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """The lock file, made for this user alone; -1 for what somebody else could hold, or has put there.
+    """Open the lock file, private to this user; -1 if another user could hold it, or has created it.
 
-    Who owns the directory may own the lock, too: he can do as he likes there anyway.
+    The owner of the directory may own the lock as well, as he controls the directory anyway.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
@@ -325,9 +325,9 @@ def _open_lock(path: Path) -> int:
         if found.st_uid not in (os.geteuid(), os.stat(path.parent).st_uid):
             raise OSError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
         if found.st_mode & 0o077 and found.st_uid == os.geteuid():
-            os.fchmod(fd, 0o600)  # who can open it can hold it, and each commit would wait
+            os.fchmod(fd, 0o600)  # anyone who can open it can hold it and delay each commit
     except OSError as error:
-        _log.warning("%s is no lock to rely on: %s", path, error.strerror)
+        _log.warning("%s is not a reliable lock: %s", path, error.strerror)
         os.close(fd)
         return -1
     return fd

@@ -20,17 +20,17 @@ HangTimeout = float | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class GaspConfig:
-    """What the engine needs to know; build it with `GaspConfig.resolve`.
+    """The engine's settings; build them with `GaspConfig.resolve`.
 
     Attributes:
-        directory: where checkpoints and incidents stand; the same path on every rank.
-        keep: how many gasp checkpoints to keep; older ones are removed after a newer one verified.
-        resume: "auto" takes the newest good checkpoint, "never" ignores what was there before this job,
-            a path loads that one.
+        directory: for checkpoints and incidents; the same path on every rank.
+        keep: how many gasp checkpoints to keep; older ones are removed after a newer one was verified.
+        resume: "auto" loads the newest good checkpoint, "never" ignores those from before this job, a path loads
+            that checkpoint.
         hang_timeout: seconds without any progress until ranks count as hung; "auto" learns it
             (10 times the longest gap seen, at least 60 s).
         save_timeout: seconds a gasp's save may take before another holder is tried.
-        finish_timeout: seconds a rank that is inside its update gets to finish it.
+        finish_timeout: seconds for a rank that is inside its update to finish it.
         sha256: also write SHA-256 digests (for signatures; about ten times slower than xxh3).
     """
 
@@ -47,7 +47,7 @@ class GaspConfig:
         """Merge arguments (None means not given), `LASTGASP_*` and defaults, and check every value.
 
         Raises:
-            ConfigError: a value outside what is allowed, or an unknown argument.
+            ConfigError: a value is not allowed, or an argument is unknown.
         """
         env = os.environ
         unknown = set(given) - set(_FIELDS)
@@ -70,7 +70,7 @@ def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str])
 
 
 def pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str, object], T]) -> T | None:
-    """`value` if given, else what the environment says, else None; checked.
+    """Return `value` if given, else the environment's value, else None; checked.
 
     Raises:
         ConfigError: by `check`, naming the argument or the variable.
@@ -88,10 +88,10 @@ def _positive_int(field: str, value: object) -> int:
 
 
 def integer(field: str, value: object, least: int, remedy: str) -> int:
-    """`value` as an integer of at least `least`.
+    """Return `value` as an integer of at least `least`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     allowed = f"an integer of at least {least}"
     number = _number(field, value, allowed, remedy)
@@ -155,7 +155,7 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., Any]) 
     """Refuse keyword arguments that `function` does not have.
 
     Raises:
-        ConfigError: names the argument, those that there are, and the one that was probably meant.
+        ConfigError: names the argument, the known ones, and the one probably meant.
     """
     known = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for name, value in unknown.items():
@@ -165,17 +165,17 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., Any]) 
 
 
 def check_writable(directory: Path) -> None:
-    """Create `directory` if need be and prove that a file can be made in it.
+    """Create `directory` if necessary and check that a file can be created in it.
 
     Raises:
-        ConfigError: it cannot be written; names the operating system's reason.
+        ConfigError: it is not writable; with the operating system's reason.
     """
     probe = directory / f".lastgasp-probe-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-        fsync_dir(directory)  # says at the start where the file system cannot
+        fsync_dir(directory)  # warns at the start if the file system cannot sync directories
     except OSError as error:
         raise ConfigError(
             "dir",

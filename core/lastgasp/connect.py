@@ -1,4 +1,4 @@
-"""How a rank gets into its job: who it is, and how it reaches the controller. The same for every framework."""
+"""How a rank joins its job: its identity and its way to the controller, the same for every framework."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lastgasp.topology import Place, ReplicaGroups
 log = logging.getLogger("lastgasp")
 
 FromRank0 = Callable[[Any], Any]
-"""Rank 0's value on all ranks; all of them call it at the same point."""
+"""Returns rank 0's value on all ranks, which call it at the same point."""
 _LOOPBACK = "127.0.0.1"
 
 
 def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_0: FromRank0) -> Place:
-    """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
+    """Determine rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
     env = os.environ
     job = env.get("LASTGASP_JOB") or env.get("TORCHELASTIC_RUN_ID")
     attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -33,18 +33,18 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
 
 
 def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Contact | None:
-    """The launcher's controller, or one of our own that rank 0 starts; none for a job of one rank.
+    """Find the launcher's controller, or one that rank 0 starts; none for a job of one rank.
 
     Args:
         several_nodes: why the controller must be reached from other nodes, such as "this job spans 2 nodes"; empty
-            where all ranks are on one.
+            if all ranks are on one.
 
     Returns:
-        None for a job of one rank, and, with a warning, where several nodes share no secret.
+        None for a job of one rank, and, with a warning, if several nodes share no secret.
 
     Raises:
-        ConfigError: the job spans several nodes and nobody said where the controller may listen; or rank 0 knows a
-            secret that this node lacks.
+        ConfigError: the job spans several nodes and the controller's address is not set; or rank 0 knows a secret
+            that this node lacks.
         ControlError, DeadlineExceeded: it could not be started.
     """
     contact = Contact.from_environment()
@@ -58,7 +58,7 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
         raise ConfigError(
             "LASTGASP_BIND",
             bind,
-            f"this node's address, because {several_nodes} and MASTER_ADDR does not tell it",
+            f"this node's address, because {several_nodes} and MASTER_ADDR does not give it",
             "Set it on each node to its own address on the training network; loopback cannot be reached.",
         )
     secret = Secret.from_environment() if several_nodes else Secret()
@@ -76,13 +76,13 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
 
 
 def _towards_rank_0() -> str:
-    """This node's address on the way to rank 0's, which on rank 0's node is that by which the others reach it."""
+    """This node's address on the route to rank 0's; on rank 0's node the one by which the others reach it."""
     found = address_towards(os.environ.get("MASTER_ADDR", ""))
     return "" if is_loopback(found) else found
 
 
 def _tell_uncoordinated(place: Place, why: str) -> None:
-    """Say once what the job lacks; it trains all the same."""
+    """Warn once about what the job lacks; it trains nevertheless."""
     if place.rank == 0:
         log.warning(
             "no rank knows of the others after a fault: each saves on its own, without the random state of the others, "

@@ -1,8 +1,8 @@
 """A crash-safe buffer: the last few auxiliary states of a rank, in memory that outlives its SIGKILL.
 
-The memory is a memfd. Whoever holds a descriptor of it (the controller opens `/proc/PID/fd/N` while the rank
-lives) reads it after the rank's death. Writing takes no lock and no system call: each record goes to the next
-of a few slots between two sequence numbers, so that a torn record is recognised and never returned.
+The memory is a memfd. A process with a descriptor of it (the controller opens `/proc/PID/fd/N` while the rank
+lives) can read it after the rank's death. Writing takes no lock and no system call: each record goes to the next
+of a few slots between two sequence numbers, so that a torn record is detected and never returned.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _BEGIN, _STEP, _SETTLED, _LENGTH, _END = 1, 2, 3, 4, 5
 class CrashSafeBuffer:
     """Rotating slots of records, each for one step. One writer; any number of readers, of any process.
 
-    Settled records take turns in all slots; from the first unsettled one on each kind has half of them, so that a step
-    with many unsettled records costs no settled one, and a writer that is killed leaves the unsettled one before.
+    Settled records rotate through all slots; after the first unsettled one each kind has half of them, so that a step
+    with many unsettled records overwrites no settled one, and a killed writer leaves the previous unsettled one.
 
     Args:
         capacity: greatest payload of one record, bytes.
         slots: how many records are kept. Four hold the settled records of two steps and two unsettled ones.
 
-    All memory is touched here: first touch costs ten times the copy (docs/facts/limits.md §5).
+    All memory is touched here, because the first touch costs ten times the copy (docs/facts/limits.md §5).
     """
 
     def __init__(self, capacity: int, slots: int = 4) -> None:
@@ -62,15 +62,15 @@ class CrashSafeBuffer:
     def grow(self, capacity: int) -> None:
         """Make room for payloads of `capacity` bytes, under the same descriptor. All records are lost.
 
-        Views of the old slots stay valid memory, but nobody reads them any more.
+        Views of the old slots stay valid memory but are no longer read.
         """
         self._map(capacity)
 
     def begin(self, step: int, settled: bool) -> memoryview:
         """Open the next slot for a record of `step` and return its payload, `capacity` bytes.
 
-        Its number is `slot`; it keeps what an earlier record wrote there, so that unchanged parts need not
-        be written again. Until `end` the slot counts as torn.
+        Its number is `slot`. It still contains an earlier record, so that unchanged parts need not be written
+        again. Until `end` the slot counts as torn.
 
         Args:
             step: completed optimizer updates.
@@ -88,7 +88,7 @@ class CrashSafeBuffer:
         return self.payloads[slot]
 
     def _share(self) -> list[int]:
-        """The oldest slots are for unsettled records from now on."""
+        """Reserve the oldest slots for unsettled records."""
         order = self._order[True]
         unsettled = order[: self.slots - self.slots // 2]
         del order[: len(unsettled)]
@@ -109,9 +109,9 @@ class CrashSafeBuffer:
 
     @staticmethod
     def read(fd: int, step: int) -> bytes | None:
-        """The record of `step` in the box behind `fd`, or None when there is no whole one.
+        """Return the record of `step` in the buffer behind `fd`, or None if there is no complete one.
 
-        A settled record beats an unsettled one, then the newer the older. Safe while the writer writes.
+        Settled records take precedence over unsettled ones, then newer over older. Safe while the writer writes.
 
         Raises:
             OSError: `fd` cannot be read.
@@ -135,7 +135,7 @@ class CrashSafeBuffer:
 
 
 def newest_step(fd: int) -> int | None:
-    """The newest step whose boundary was recorded in the box behind `fd`; None when there is none."""
+    """Return the newest step whose boundary is recorded in the buffer behind `fd`, or None."""
     layout = os.pread(fd, _FILE.size, 0)
     if len(layout) < _FILE.size or _FILE.unpack(layout)[0] != _MAGIC:
         return None

@@ -11,11 +11,11 @@ from lastgasp.steps.attach import no_mark
 
 
 class DeferredSource:
-    """The state, once there is one: a session must exist before the model does, for the ranks to agree on what to load.
+    """Forwards to a source set later: a session must exist before the model, for the ranks to agree on what to load.
 
     Attributes:
         inner: the adapter's own source; None before training begins.
-        mark: marks a gasp's save.
+        mark: the step mark around a gasp's save.
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,19 +34,19 @@ class DeferredSource:
         return self.inner
 
     def capture(self, step: int) -> bytes:
-        """As the state says; empty without one."""
+        """As the inner source; empty without one."""
         return self.inner.capture(step) if self.inner is not None else b""
 
     def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SaveResult:
-        """As the state says. Raises NotSaveable without one."""
+        """As the inner source. Raises NotSaveable without one."""
         with self.mark:
             return self._known().save(step, aux, reason)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str | None:
-        """As the state says."""
+        """As the inner source."""
         return self._known().publish(result, parts)
 
     def discard(self, result: SaveResult) -> None:
-        """As the state says."""
+        """As the inner source."""
         if self.inner is not None:
             self.inner.discard(result)

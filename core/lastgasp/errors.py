@@ -1,4 +1,4 @@
-"""One error tree. Every message says what was wrong, what is allowed, and what to do."""
+"""The error tree. Every message says what was wrong, what is allowed, and what to do."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 _SINGLE = 3
-"""Checkpoints with the same fault that are listed one by one."""
+"""Greatest number of checkpoints with the same fault that are listed one by one."""
 
 
 class LastgaspError(Exception):
     """Base of every error that lastgasp raises on purpose.
 
     Attributes:
-        restart_helps: whether another try may end better; a launcher stops where it does not.
+        restart_helps: whether another try may succeed; if not, a launcher stops.
     """
 
     restart_helps: ClassVar[bool] = True
@@ -25,7 +25,7 @@ class ConfigError(LastgaspError, ValueError):
     Args:
         field: name of the argument, environment variable or file key.
         value: what was given.
-        allowed: what would have been accepted.
+        allowed: what is accepted.
         remedy: what to do now.
     """
 
@@ -37,7 +37,7 @@ class ConfigError(LastgaspError, ValueError):
 
 
 class MissingExtra(LastgaspError, ImportError):
-    """A framework or optional library is not installed; names the extra that brings it."""
+    """A framework or optional library is not installed; names the extra that installs it."""
 
     restart_helps = False
 
@@ -46,11 +46,11 @@ class MissingExtra(LastgaspError, ImportError):
 
 
 class CheckpointError(LastgaspError):
-    """Something about a checkpoint on disk."""
+    """Base of errors about a checkpoint on disk."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that was asked for by name does not verify.
+    """A checkpoint requested by name does not verify.
 
     Args:
         path: the checkpoint.
@@ -72,11 +72,11 @@ class DamagedCheckpoint(CheckpointError):
 
 
 def grouped(reasons: Mapping[str, str], verb: str = "") -> list[str]:
-    """One line per checkpoint and why it was refused; one for all where the same holds for many.
+    """Format one line per checkpoint and why it was refused; one line for many with the same reason.
 
     Args:
         reasons: path -> why.
-        verb: what stands between the two, such as " was not used".
+        verb: the text between the two, such as " was not used".
     """
     by_reason: dict[str, list[str]] = {}
     for path, why in reasons.items():
@@ -135,7 +135,7 @@ class NothingLoads(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A good checkpoint that is of another model, optimizer or loop than the one that wants to resume from it.
+    """A good checkpoint of another model, optimizer or loop than the one that is to resume from it.
 
     Args:
         path: the checkpoint.
@@ -155,11 +155,11 @@ class CheckpointMismatch(CheckpointError):
 
 
 class UsageError(LastgaspError, RuntimeError):
-    """A call that may not be made now; says what was expected."""
+    """A call that is not allowed in this state; says what was expected."""
 
 
 class ControlError(LastgaspError):
-    """Something about the control connection between a rank and the controller."""
+    """Base of errors of the control connection between a rank and the controller."""
 
 
 class AuthenticationError(ControlError):
@@ -167,7 +167,7 @@ class AuthenticationError(ControlError):
 
 
 class ProtocolError(ControlError):
-    """Bytes that are no message of ours, or a message where it may not stand."""
+    """Bytes that are no valid message, or a message out of order."""
 
 
 class VersionMismatch(ControlError):
@@ -177,12 +177,12 @@ class VersionMismatch(ControlError):
 
 
 class DeadlineExceeded(LastgaspError, TimeoutError):
-    """A bounded wait ran out.
+    """A bounded wait timed out.
 
     Args:
         what: what was waited for.
         seconds: how long.
-        remedy: what to look at or to raise.
+        remedy: what to check or to increase.
     """
 
     def __init__(self, what: str, seconds: float, remedy: str) -> None:
@@ -195,4 +195,4 @@ class NotSaveable(LastgaspError):
 
 
 class Moved(NotSaveable):
-    """The state went on to a later step while it was being saved; that one may be saved instead."""
+    """The state advanced to a later step while it was being saved; that step may be saved instead."""

@@ -1,6 +1,6 @@
-"""The incident record: one JSON document per fault, versioned, written by whoever leads the recovery.
+"""The incident record: one versioned JSON document per fault, written by the leader of the recovery.
 
-Every phase is a wall-clock time in ns since the epoch, or None while (or because) it did not happen.
+Every phase is a wall-clock time in ns since the epoch, or None as long as it has not happened.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 FaultKind = Literal["killed", "exception", "exit", "sigterm", "interrupt", "hang", "lost", "peer"]
-"""killed: the process is gone. exit: it ended with an exit code of its own, by SystemExit in user code or as seen
-from outside. lost: host or link silent. peer: a collective failed and no rank has owned up to it."""
+"""killed: the process was killed. exit: it ended with an exit code, by SystemExit in user code or as observed from
+outside. lost: its host or link is silent. peer: a collective failed and no rank has reported the cause."""
 
 Ending = Literal["saved", "nothing_to_save", "gave_up", "open"]
 
@@ -19,14 +19,14 @@ INCIDENT_VERSION = 1
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that went wrong on one rank."""
+    """One fault on one rank."""
 
     kind: FaultKind
     rank: int
     cause: str
-    """One line for people: the exception's text, the signal, the evidence of death."""
+    """One line for people: the exception's text, the signal, or the evidence of death."""
     step: int
-    """The last step that the rank is known to have completed."""
+    """The last step the rank is known to have completed."""
     seen_ns: int
 
 
@@ -52,7 +52,7 @@ class Phases(msgspec.Struct, kw_only=True):
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """Everything about one fault and what came of it."""
+    """The record of one fault and its recovery."""
 
     version: int = INCIDENT_VERSION
     id: str
@@ -61,33 +61,33 @@ class Incident(msgspec.Struct, kw_only=True):
     world_size: int
     ending: Ending = "open"
     reason: str = ""
-    """Why there is no checkpoint, or a note about the one there is; empty when all went well."""
+    """Why there is no checkpoint, or a note about it; empty if all went well."""
     faults: list[Fault] = []
     phases: Phases = msgspec.field(default_factory=Phases)
     step_saved: int | None = None
     steps_lost: int | None = None
-    """Steps that some rank had completed and that no checkpoint holds."""
+    """Steps that some rank had completed and that no checkpoint contains."""
     nbytes: int = 0
     files: list[str] = []
     savers: list[int] = []
     unused: list[Unused] = []
     notes: list[str] = []
     led_by: str = ""
-    """controller, or rank N where the controller was gone; MindIO where that led."""
+    """controller, or rank N if the controller was lost; MindIO if that led."""
     backend: str = "embedded"
-    """Whose gasp it was: embedded or mindio. Records of earlier versions have no such field."""
+    """The backend: embedded or mindio. Records of earlier versions lack this field."""
 
 
 def encode_incident(incident: Incident) -> bytes:
-    """The JSON document, two-space indented, with a final newline."""
+    """Encode it as JSON, indented by two spaces, with a final newline."""
     return msgspec.json.format(msgspec.json.encode(incident), indent=2) + b"\n"
 
 
 def decode_incident(data: bytes) -> Incident:
-    """Read one document.
+    """Decode one document.
 
     Raises:
-        msgspec.ValidationError: no incident, or of a newer version than this lastgasp knows.
+        msgspec.ValidationError: it is no incident, or of a newer version than this lastgasp supports.
     """
     incident = msgspec.json.decode(data, type=Incident)
     if incident.version > INCIDENT_VERSION:

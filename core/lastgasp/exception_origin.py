@@ -1,4 +1,4 @@
-"""What an exception that ended training says about its origin, whatever the framework is."""
+"""Classifies exceptions that ended training by their origin, for every framework."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from lastgasp.events import FaultKind
 
 _LINE, _LISTED = 300, 600
-"""Characters of a cause: of one line, and with a list below it."""
+"""Greatest length of a cause in characters: of one line, and with a list below it."""
 
 
 def kind_by(error: BaseException, is_peer: Callable[[BaseException], bool]) -> FaultKind:
-    """exit and interrupt by type; peer where `is_peer` says that another rank is gone."""
+    """Classify an error: exit and interrupt by type; peer if `is_peer` says that another rank was lost."""
     if isinstance(error, SystemExit):
         return "exit"
     if isinstance(error, KeyboardInterrupt):
@@ -20,12 +20,12 @@ def kind_by(error: BaseException, is_peer: Callable[[BaseException], bool]) -> F
 
 
 def is_success(error: BaseException) -> bool:
-    """Whether user code ends the job by an exit with code 0: training has ended well."""
+    """Whether user code ended the job by an exit with code 0, so that training ended well."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def cause_of(error: BaseException) -> str:
-    """One line: type and first line of the text, with what follows where that announces it by a colon (`misfits:`)."""
+    """Describe an error in one line: its type and first line, plus the following lines if that ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,7 +1,7 @@
 """The training runs (fits) of this process, numbered by directory.
 
-A script may train several models one after the other: the folds of a cross-validation, the trials of a sweep. Each
-resumes from its own checkpoints alone. The number is the same after a restart, because the whole script runs again.
+A script may train several models one after another: the folds of a cross-validation, the trials of a sweep. Each
+resumes only from its own checkpoints. The number is the same after a restart, because the whole script runs again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Last:
     ended: bool = False
     durable: bool = True
     unnumbered: Path | None = None
-    """A checkpoint that did not say its fit, and from which one of this process resumed."""
+    """A checkpoint without a fit number from which a fit of this process resumed."""
 
 
 @dataclass
@@ -35,20 +35,20 @@ class Fits:
     _last: dict[Path, _Last] = field(default_factory=dict)
 
     def begin(self, directory: Path, owner: object) -> int:
-        """Count a fit; returns its number from 0.
+        """Count a fit and return its number, from 0.
 
-        Training the model of a fit that did not end well is the same fit once more, not another one.
+        Training the model of an unsuccessful fit again is the same fit, not another one.
 
         Args:
             directory: where its checkpoints go.
-            owner: what is trained; must be able to have weak references.
+            owner: what is trained; must support weak references.
         """
         number, before = self.coming(directory, owner), self._last.get(directory)
         self._last[directory] = _Last(number, weakref.ref(owner), unnumbered=before.unnumbered if before else None)
         return number
 
     def coming(self, directory: Path, owner: object = None) -> int:
-        """The number that `begin` would return."""
+        """Return the number that `begin` would return."""
         last = self._last.get(directory)
         if last is None:
             return 0
@@ -56,28 +56,28 @@ class Fits:
         return last.number if again else last.number + 1
 
     def interrupted(self, directory: Path) -> bool:
-        """Whether the newest fit in `directory` did not end well (yet)."""
+        """Whether the newest fit in `directory` has not (yet) ended successfully."""
         return directory in self._last and not self._last[directory].ended
 
     def end(self, directory: Path, durable: bool = True) -> None:
-        """The newest fit in `directory` ended well; `durable`: with its last step in a checkpoint."""
+        """Record that the newest fit in `directory` was successful; `durable`: its last step is in a checkpoint."""
         if directory in self._last:
             self._last[directory].ended, self._last[directory].durable = True, durable
 
     def trains_again(self, directory: Path) -> int | None:
-        """The newest fit in `directory`, if it ended well and a restart would have to train (a part of) it again."""
+        """The newest fit in `directory`, if it was successful and a restart would have to train (part of) it again."""
         last = self._last.get(directory)
         return last.number if last is not None and last.ended and not last.durable else None
 
     def resumed_unnumbered(self, directory: Path, path: Path) -> None:
-        """The newest fit resumed from a checkpoint that does not say of which fit it is."""
+        """Record that the newest fit resumed from a checkpoint without a fit number."""
         self._last[directory].unnumbered = path
 
     def refuse_unnumbered(self, directory: Path) -> None:
-        """Refuse a further fit where nobody can know what the first one resumed from.
+        """Refuse a further fit if it is unknown which fit's checkpoint the first one resumed from.
 
         Raises:
-            ConfigError: a fit of this process resumed from a checkpoint that does not say of which fit it is.
+            ConfigError: a fit of this process resumed from a checkpoint without a fit number.
         """
         last = self._last.get(directory)
         if last is not None and last.number > 0 and last.unnumbered is not None:
@@ -92,11 +92,11 @@ class Fits:
 
 
 FITS = Fits()
-"""Those of this process."""
+"""The fits of this process."""
 
 
 def fingerprint(rows: Iterable[object]) -> str:
-    """The digest of what `repr` says of each row; rows are plain values that are equal in every process."""
+    """Return the digest of the `repr` of each row; rows are plain values that are equal in every process."""
     digest = xxhash.xxh3_128()
     for row in rows:
         digest.update(repr(row).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""Where lastgasp's log lines go, and how they look, where nobody has configured logging.
+"""Destination and format of lastgasp's log lines if logging is not configured.
 
 Everything is logged under `lastgasp`. A program that configures logging gets these records like any others, and this
 module adds nothing. Where neither the root logger nor `lastgasp` has a handler, lines go to standard error with time
-and rank. `LASTGASP_LOG` says how much: `quiet` (warnings and errors), `normal` (one line per event as well), `debug`,
+and rank. `LASTGASP_LOG` sets how much: `quiet` (warnings and errors), `normal` (one line per event as well), `debug`,
 or `json` (as `normal`, one JSON object per line).
 """
 
@@ -20,7 +20,7 @@ _ROOT = "lastgasp"
 
 
 class _Handler(logging.Handler):
-    """Writes to what is standard error at the moment, unless somebody else's handlers get the record as well."""
+    """Writes to the current standard error, unless other handlers receive the record as well."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or any(not isinstance(one, _Handler) for one in _own().handlers):
@@ -58,7 +58,7 @@ class _Json(logging.Formatter):
 
 
 def _who() -> str:
-    """Which rank speaks; empty in a launcher or controller, which have no rank of their own."""
+    """The rank prefix; empty in a launcher or controller, which have no rank."""
     rank = os.environ.get("RANK") if os.environ.get("LOCAL_RANK") else None
     return f" rank {rank}" if rank is not None else ""
 
@@ -68,8 +68,8 @@ def _own() -> logging.Logger:
 
 
 def set_up() -> None:
-    """Do it for this process. Idempotent; a level that somebody has set stays. Never raises: a wrong `LASTGASP_LOG` is
-    said, and counts as `normal`."""
+    """Set up logging for this process. Idempotent; a level that is already set stays. Never raises: a wrong
+    `LASTGASP_LOG` is logged and counts as `normal`."""
     logger, chosen = _own(), (os.environ.get(VARIABLE) or "normal").strip().lower()
     if any(isinstance(one, _Handler) for one in logger.handlers):
         return

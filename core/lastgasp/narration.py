@@ -1,4 +1,4 @@
-"""What a job says while it runs: one line at its start, one per event, one at its end. Pure."""
+"""The lines that a job logs: one at its start, one per event, one at its end. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from lastgasp.events import Fault, Incident
 
 SHOWN = 3
-"""Faults of one incident that are told one by one."""
+"""Greatest number of faults of one incident that are listed one by one."""
 CAUSE = 200
-"""Characters of one cause; the incident record has all of it."""
+"""Greatest length of a cause in characters; the incident record has all of it."""
 STARTING = {"killed": "was killed", "exit": "ended", "exception": "raised an exception"}
-"""What became of a rank that had not begun to train."""
+"""What happened to a rank before it began to train."""
 _END = re.compile(r"exited with code \d+|\bSIG[A-Z]+\b")
 _SIGNAL = re.compile(r"\bSIG[A-Z]+\b")
 
 
 def event(incident: Incident) -> str:
-    """One recovery: who failed how and in which step, and what was saved by whom in what time."""
-    # A collective that failed on a peer is how the others saw it, not what went wrong.
+    """Describe one recovery: which ranks failed how and in which step, and what was saved by whom and how fast."""
+    # A collective that failed on a peer is a symptom, not the cause.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
     return f"{_faults(causes, incident.world_size)}; {_outcome(incident)}"
 
@@ -90,11 +90,11 @@ def _steps(count: int | None) -> str:
 
 
 def started(version: str, ranks: int, backend: str, directory: str, step: int) -> str:
-    """The line at the start of an attempt.
+    """Format the line at the start of an attempt.
 
     Args:
-        backend: who leads recoveries, and why, in words.
-        step: what training resumes from; 0 for from scratch.
+        backend: which backend leads recoveries, and why, in words.
+        step: the step that training resumes from; 0 if from scratch.
     """
     whence = f"resumes from step {step}" if step else "starts from scratch"
     plural = "1 rank" if ranks == 1 else f"{ranks} ranks"
@@ -103,10 +103,10 @@ def started(version: str, ranks: int, backend: str, directory: str, step: int) -
 
 @dataclass
 class Tally:
-    """What a launcher counts for its last line.
+    """What a launcher counts for its final line.
 
     Attributes:
-        steps: the newest step that a rank has completed. survived: incidents after which training went on.
+        steps: the newest step that a rank has completed. survived: incidents after which training continued.
         lost_ns: wall-clock time between faults and the next completed step, ns.
     """
 
@@ -116,11 +116,11 @@ class Tally:
     _counted: set[str] = field(default_factory=set)
 
     def reached(self, step: int) -> None:
-        """A rank has completed this step."""
+        """Record that a rank has completed this step."""
         self.steps = max(self.steps, step)
 
     def went_on(self, incident: Incident) -> None:
-        """Training completed a step after this incident; counted once."""
+        """Record that training completed a step after this incident; counted once."""
         begin, end = incident.phases.fault or incident.phases.detected, incident.phases.first_step
         if incident.id in self._counted or end is None:
             return
@@ -129,7 +129,7 @@ class Tally:
         self.lost_ns += max(0, end - begin) if begin is not None else 0
 
     def summary(self, ending: str) -> str:
-        """The line at the end of the job.
+        """Format the line at the end of the job.
 
         Args:
             ending: in words: "done", "stopped".

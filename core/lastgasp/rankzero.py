@@ -1,7 +1,7 @@
-"""What rank 0 tells the other ranks of its machine before they are connected, where the framework has no broadcast.
+"""A broadcast from rank 0 to the other ranks of its machine before they are connected, if the framework has none.
 
-An abstract unix socket, named by something that all ranks of the job know and no other job has. It ends with the
-process that holds it, so that an earlier attempt leaves nothing behind. Each side asks the kernel who the other is.
+It uses an abstract unix socket whose name is known to all ranks of the job and to no other job. The socket ends with
+the process that holds it, so an earlier attempt leaves nothing behind. Each side asks the kernel who its peer is.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lastgasp import _clock
 from lastgasp.errors import AuthenticationError, ConfigError
 
 WAIT = 120.0
-"""Seconds that the other ranks wait for rank 0, which may import and build more than they do."""
+"""Seconds that the other ranks wait for rank 0, which may have more to import and build."""
 PAUSE = 0.05
-"""Seconds between two attempts to reach it."""
+"""Seconds between two tries to reach it."""
 LIMIT = 1 << 16
-"""Bytes of one answer."""
+"""Greatest size of an answer in bytes."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class RankZero:
-    """Rank 0's values on all ranks of one machine: a `connect.FromRank0`. All ranks make the same calls in order.
+    """Passes rank 0's values to all ranks of one machine: a `connect.FromRank0`. All make the same calls in order.
 
     Args:
         key: the same on all ranks of the job, and unique on this machine while the job runs.
@@ -36,7 +36,7 @@ class RankZero:
         wait: seconds that a rank waits for rank 0.
 
     Raises (constructor):
-        ConfigError: another process holds the name for all that time.
+        ConfigError: another process holds the name for all of that time.
     """
 
     def __init__(self, key: str, rank: int, world_size: int, wait: float = WAIT) -> None:
@@ -52,11 +52,11 @@ class RankZero:
             threading.Thread(target=self._serve, args=(self._server,), name="lastgasp-rank-zero", daemon=True).start()
 
     def __call__(self, value: Any) -> Any:
-        """Rank 0's `value`, which JSON can hold; tuples come back as lists.
+        """Return rank 0's `value`, which must be representable in JSON; tuples become lists.
 
         Raises:
-            ConfigError: rank 0 did not answer: it is on another machine, or it has not come so far.
-            AuthenticationError: it is another user's process that answers.
+            ConfigError: rank 0 did not answer: it is on another machine, or has not reached this point.
+            AuthenticationError: another user's process answered.
         """
         if not self._others:
             return value
@@ -69,7 +69,7 @@ class RankZero:
         return json.loads(self._ask(number))
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Stop answering. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown(socket.SHUT_RDWR)
@@ -117,7 +117,7 @@ class RankZero:
                     answer = self._values[number] if len(self._values) > number else b""
                 connection.sendall(answer)
             except (OSError, ValueError):
-                return  # it asks again, or is gone
+                return  # it will ask again, or has ended
 
     # -- the other ranks --------------------------------------------------------------------------
 
@@ -149,6 +149,6 @@ class RankZero:
 
 
 def _user(connection: socket.socket) -> int:
-    """Who is at the other end, as the kernel says."""
+    """Return the peer's user id as reported by the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])

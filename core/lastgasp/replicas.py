@@ -1,8 +1,8 @@
-"""Which ranks are replicas: proven by comparing digests of what they hold, never taken from a parallel mode.
+"""Which ranks are replicas: proven by comparing digests of their state, never assumed from a parallel mode.
 
-Two ranks may save for one another only where they hold the same. A parallel mode does not prove that: a loop without
-DDP whose ranks were seeded differently trains two models under one name, and what one rank saves is then loaded by the
-other. So every adapter compares once before the first step, and again after each resume.
+Two ranks may save for one another only if they hold the same state. A parallel mode does not prove that: a loop
+without DDP whose ranks were seeded differently trains two models under one name, and what one rank saves is then loaded
+by the other. So every adapter compares once before the first step, and again after each resume.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp.topology import ReplicaGroups
 
 Digests = Mapping[str, bytes]
-"""What a rank holds: name of a part ("model", "optimizer") -> digest. A name is for people; all ranks use the same."""
+"""The digests of a rank's state by part ("model", "optimizer"). Names are for people; all ranks use the same ones."""
 Gather = Callable[[str, bytes], list[bytes]]
 
 log = logging.getLogger("lastgasp")
@@ -26,7 +26,7 @@ _decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def needs_comparing(replicas: ReplicaGroups) -> bool:
-    """Whether any rank counts as another's replica; the same on all ranks."""
+    """Whether any rank is supposed to be another's replica; the same on all ranks."""
     return any(len(group) > 1 for group in replicas)
 
 
@@ -35,11 +35,11 @@ def compared(gather: Gather, replicas: ReplicaGroups, own: Digests) -> tuple[Rep
 
     Args:
         gather: an all-gather that needs no process group (`Session.gather`); raises what it raises.
-        replicas: who should hold the same.
-        own: digests of what this rank holds. An empty mapping is equal to nothing.
+        replicas: the ranks that should hold the same.
+        own: the digests of this rank. An empty mapping equals no other.
 
     Returns:
-        Each group in parts that hold the same; and why a group was split, for people, empty where none was. Both are
+        The groups, split into parts that hold the same; and for people why one was split, empty if none was. Both are
         the same on all ranks.
     """
     found = [_decoder.decode(part) for part in gather(TAG, msgspec.msgpack.encode(dict(own)))]
@@ -48,7 +48,7 @@ def compared(gather: Gather, replicas: ReplicaGroups, own: Digests) -> tuple[Rep
 
 
 def computed(digests: Callable[[], Digests]) -> Digests:
-    """What `digests` returns; nothing where it fails, because training must not fail with it."""
+    """Return what `digests` returns; nothing if it fails, because training must not fail with it."""
     try:
         return digests()
     except Exception:
@@ -57,7 +57,7 @@ def computed(digests: Callable[[], Digests]) -> Digests:
 
 
 def require_alike(alike: bool) -> None:
-    """For a format with room for one copy of each shard: refuse to save one rank's where another holds another.
+    """For a format with room for one copy of each shard: refuse to save it if the ranks' copies differ.
 
     Args:
         alike: what `Session.compare_replicas` returned.
@@ -70,12 +70,12 @@ def require_alike(alike: bool) -> None:
 
 
 def split(replicas: ReplicaGroups, found: Sequence[Digests]) -> ReplicaGroups:
-    """Each group in parts of equal digests, in the order of the groups. `found` is indexed by rank."""
+    """Split the groups into parts of equal digests, keeping their order. `found` is indexed by rank."""
     return tuple(tuple(part) for group in replicas for part in _parts(group, found))
 
 
 def is_split_of(groups: ReplicaGroups, replicas: ReplicaGroups) -> bool:
-    """Whether `groups` is what `split` can have made of `replicas`."""
+    """Whether `groups` can be the result of `split` for `replicas`."""
     rest = list(reversed(groups))
     for group in replicas:
         taken: list[int] = []

@@ -1,4 +1,4 @@
-"""The one object that an adapter holds: the composition root of the resilience of one rank."""
+"""The object that an adapter holds: the composition root of the resilience of one rank."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from lastgasp.topology import Place, host_identity
 log = logging.getLogger("lastgasp")
 
 LEAVE_GRACE = 10.0
-"""Seconds that the training thread gets to leave by itself once a recovery is over."""
+"""Seconds for the training thread to exit on its own once a recovery is over."""
 OWN_FAULT_GRACE = 60.0
 """The same for a rank that raised: its own traceback and clean-up come first."""
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
 FLUSH_LIMIT = 2.0
-"""Seconds that a rank that leaves gives its disk for the last step marks; the launcher writes what is left."""
+"""Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Contact:
 
     @classmethod
     def from_environment(cls) -> Contact | None:
-        """What a launcher has set (`LASTGASP_CONTROLLER`, `LASTGASP_TOKEN`), or a user (a file); or None."""
+        """Read what a launcher (`LASTGASP_CONTROLLER`, `LASTGASP_TOKEN`) or a user (a file) has set, if anything."""
         address, token = os.environ.get("LASTGASP_CONTROLLER"), os.environ.get(TOKEN)
         if address and not token:
             token = token_from_environment()
@@ -67,7 +67,7 @@ class Contact:
 
 
 def launched() -> bool:
-    """A launcher of ours restarts this job."""
+    """Whether a launcher of lastgasp's restarts this job."""
     return bool(os.environ.get("LASTGASP_LAUNCHER"))
 
 
@@ -82,20 +82,20 @@ class Session:
     begins. Hoist the mark out of a hot loop: `forward = session.mark("forward")`, it is always the same object.
 
     Args:
-        contact: the controller; None leaves this rank on its own (a job of one rank).
+        contact: the controller; None for a rank without one (a job of one rank).
         marking: what is marked; None marks nothing.
-        backend: for an adapter whose framework drives the other one itself; None: `backends.choose_backend()`.
+        backend: for an adapter whose framework drives another backend itself; None: `backends.choose_backend()`.
 
     Attributes:
         backend: who leads the recoveries, and why (`backends.choose_backend`).
-        mark: the mark of a name (`steps.marks.Marks.mark`).
-        step: the step before ends, the one of this number begins (`steps.marks.Marks.step`).
+        mark: returns the mark of a name (`steps.marks.Marks.mark`).
+        step: ends the previous step and begins the one of this number (`steps.marks.Marks.step`).
         recorder: the step marks of this rank; None where nothing is marked.
         started_s: when the job's controller started, unix seconds; the same for all ranks and attempts (without a
             controller: when this Session was made).
 
     Raises (constructor):
-        ControlError and its kin: the controller refused this rank or is not there.
+        ControlError and subclasses: the controller refused this rank or is not reachable.
     """
 
     def __init__(
@@ -125,16 +125,16 @@ class Session:
         self._registry, self._registered = self._open_registry(marking), False
         self._backend = self._open_gasp(contact)
         self._patience = min(self._patience or LEAVE_GRACE, self._backend.grace)
-        # The hot path: with the embedded engine bound methods of the status word, no extra call in between.
+        # The hot path: with the embedded engine these are bound methods of the status word, without a call in between.
         self.progress = self.status.progress
         self.before_update, self.step_completed = self._backend.before_update, self._backend.step_completed
         self._mark(marking)
 
     def _open_gasp(self, contact: Contact | None) -> RecoveryBackend:
-        """What leads the recoveries; the only place that loads a backend."""
+        """Create what leads the recoveries; the only place that loads a backend."""
         limit = self.config.finish_timeout + 2 * self.config.save_timeout + 5
         log.debug("%s", self.backend.describe())
-        if self.backend.backend == "embedded" or self.place.world_size == 1:  # MindIO saves nothing of a lone rank
+        if self.backend.backend == "embedded" or self.place.world_size == 1:  # MindIO saves nothing of a single rank
             return EmbeddedBackend(self.place.rank, self.status, self._processor, limit)
         from lastgasp.backends.ascend.mindio import Control, MindioBackend
 
@@ -143,7 +143,7 @@ class Session:
         return MindioBackend(self.config, self.place, self._source, control)
 
     def _open_registry(self, marking: Marking | None) -> WorkerRegistry:
-        """Where this worker registers: with TaskD as well, in a job of MindCluster's."""
+        """Create the registry of this worker; in a job of MindCluster's it registers with TaskD as well."""
         own = EmbeddedRegistry(self._processor)
         if not in_taskd_job(self.backend, os.environ):
             return own
@@ -153,7 +153,7 @@ class Session:
         return TaskdRegistry.open(framework_of_taskd(sys.modules), limit, own)
 
     def _open_recorder(self, marking: Marking | None) -> Recorder | None:
-        """The marks: by mstx where MindCluster collects them, for two writers must not share a rank's directory."""
+        """Create the recorder: mstx where MindCluster collects marks, as two writers must not share a directory."""
         if marking is not None and in_taskd_job(self.backend, os.environ):
             from lastgasp.backends.ascend.mstx import open_recorder as open_mstx
 
@@ -164,7 +164,7 @@ class Session:
 
     def _mark(self, marking: Marking | None) -> None:
         if not launched():
-            recover_orphans(FLUSH_LIMIT)  # of a job that was killed, and that nobody but the user starts again
+            recover_orphans(FLUSH_LIMIT)  # of a job that was killed and that only the user restarts
         self.recorder = self._open_recorder(marking)
         self.mark: Callable[[str], AbstractContextManager[None]] = no_mark
         self.step: Callable[[int], None] = no_step
@@ -199,19 +199,19 @@ class Session:
         """Find out which ranks are replicas: before `training_started`, once the initial state is loaded.
 
         All ranks call it together. Ranks whose digests differ are taken out of each other's group: from then on each
-        is the only holder of what it holds, and nobody saves for it. Rank 0 logs that, and it stands in the notes of
-        each incident. Where the ranks cannot be asked, every rank counts as the only holder.
+        is the only holder of its shard, and no other rank saves it. Rank 0 logs that, and each incident notes it. If
+        the ranks cannot be asked, every rank counts as the only holder.
 
         An adapter whose checkpoint has room for one copy of each shard must then refuse to save
         (`replicas.require_alike`), since the others would load that copy.
 
         Args:
-            digests: computes those of what this rank holds: everything that all replicas have in common (parameters,
-                optimizer state), nothing that is a rank's own (random state, buffers that are not synchronized).
-                Not called where no rank counts as another's replica.
+            digests: computes the digests of what all replicas have in common (parameters, optimizer state), without
+                what belongs to one rank (random state, buffers that are not synchronized). Not called if no rank
+                is supposed to be another's replica.
 
         Returns:
-            Whether all groups are as the adapter said. `self.place` has the groups as they are.
+            Whether all groups are as the adapter stated. `self.place` has the actual groups.
         """
         replicas = self.place.replicas
         if not needs_comparing(replicas):
@@ -238,16 +238,16 @@ class Session:
         if self.place.rank == 0:
             log.info("%s", narration.started(__version__, self.place.world_size, self.backend.brief(),
                                              str(self.config.directory), step))  # fmt: skip
-        self.status.progress("data")  # the hang watchdog counts from here: starting the backend may take minutes
+        self.status.progress("data")  # the hang watchdog counts from here, as starting the backend may take minutes
         self.register()
 
     def register(self, device: str = "", versions: Mapping[str, str] | None = None) -> None:
-        """Tell the job's control plane who this worker is; once, and the first call counts.
+        """Register this worker with the job's control plane; only the first call counts.
 
-        Call it after the process group is up and before the first step; `training_started` does where nobody has.
+        Call it after the process group is up and before the first step; else `training_started` does.
 
         Args:
-            device: as the framework writes it: cpu, cuda:0.
+            device: in the framework's notation: cpu, cuda:0.
             versions: of the framework and its parts, by name.
         """
         if not self._registered:
@@ -255,21 +255,21 @@ class Session:
             self._registry.register(card_of_this_process(self.place.rank, device, versions))
 
     def defer_to_framework(self) -> None:
-        """Somebody else leads the recoveries of this job: its end is no fault any more; `gather` still works."""
+        """Leave the recoveries to the framework: this rank's end is no longer a fault; `gather` still works."""
         self._processor.goodbye()
 
     def on_switch(self, switch: OnSwitch | None) -> None:
-        """Let `lastgasp switch` turn marks on and off by this function; None: nothing is marked here."""
+        """Set the function by which `lastgasp switch` turns marks on and off; None: nothing is marked here."""
         self._processor.on_switch = switch
 
     def _first_step_completed(self, step: int) -> None:
-        """Tell at once that the first step is done (the incident before waits for it); then only the hot path."""
+        """Report the first step at once, because the previous incident waits for it; then use only the hot path."""
         self._backend.step_completed(step)
         self.step_completed = self._backend.step_completed
         self._processor.beat_now()
 
     def take_sigterm(self, users: Any = None) -> None:
-        """Take SIGTERM over, on the main thread; `users` is the user's own handler, called as well."""
+        """Take over SIGTERM, on the main thread; `users` is the user's own handler, which is called as well."""
         self._processor.term.install(users)
 
     def gather(self, tag: str, payload: bytes) -> list[bytes]:
@@ -293,15 +293,14 @@ class Session:
         return list(whole.parts)
 
     def note(self, text: str) -> None:
-        """Tell people what they must know about a recovery, such as what could not be restored exactly.
+        """Note what people must know about a recovery, such as what could not be restored exactly.
 
-        The text goes into the log, and into the `notes` of the incident that it belongs to: the recovery that is on;
-        after a restart the incident that the restart answers; else the next one, if there is any. There each text
-        stands once, whoever and how many said it. May be called from any thread, from the constructor's return on;
-        never raises.
+        The text goes into the log, and into the `notes` of its incident: that of the current recovery; after a restart
+        the incident that caused it; else the next one, if any. Each text is kept once, however many ranks note it.
+        May be called from any thread once the constructor has returned; never raises.
 
         Args:
-            text: one line. Say the rank only where it matters: equal texts of several ranks are one note.
+            text: one line. Name the rank only if it matters: equal texts of several ranks become one note.
         """
         kept = add_note(self._notes, text)
         if kept and not self._processor.tell(m.Noted(text=kept)):
@@ -322,12 +321,12 @@ class Session:
         if self._patience is not None:
             self._patience = min(self._patience, self._backend.grace)
         self._backend.fault(kind, cause)
-        return self.status.outcome or given_up("the backend told no outcome")
+        return self.status.outcome or given_up("the backend reported no outcome")
 
     def failed_to_start(self, error: BaseException, kind: FaultKind) -> None:
-        """`error` ends this rank before `training_started`: what it says goes into the incident. Does not wait.
+        """Report that `error` ends this rank before `training_started`, for the incident. Does not wait.
 
-        Let the exception go on behind it. Of no effect once training has begun.
+        Re-raise the exception afterwards. No effect once training has begun.
         """
         if self.status.phase == "start":
             peer = isinstance(error, ControlError | DeadlineExceeded)
@@ -335,7 +334,7 @@ class Session:
             self._processor.not_started("peer" if peer else kind, cause_of(error))
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """`train`, entered again after each fault that was repaired in place (MindIO's retry, where the state can)."""
+        """Wrap `train` so that it is entered again after each fault repaired in place (MindIO's retry)."""
         inner = getattr(self._backend, "protect", None)
         return inner(train) if inner is not None else train
 
@@ -344,15 +343,15 @@ class Session:
         return recover_uncoordinated(self.status, self._source, self.place, self._hello(), fault, known)
 
     def _sign(self, left: bool = False, ending: str = "", step: int = -1) -> None:
-        """Tell the launcher of this host, which asks nobody else."""
+        """Inform the launcher of this host, which relies on this alone."""
         config = self.config
         hold = config.finish_timeout + 2 * config.save_timeout
         place, pid, directory = self.place, os.getpid(), str(config.directory)
         sign(Entry(rank=place.rank, pid=pid, hold=hold, directory=directory, left=left, ending=ending, step=step))
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
-        """Whatever the training thread is stuck in, the process ends."""
-        # A launcher says it for all ranks.
+        """End the process even if the training thread is stuck."""
+        # A launcher logs it for all ranks.
         log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
         self._sign(ending=outcome.ending, step=outcome.step)
         with self._leaving:
@@ -366,13 +365,13 @@ class Session:
     def close(self, goodbye: bool = True) -> None:
         """Release thread, socket and signal; `goodbye` says that training ended well. Idempotent.
 
-        With `goodbye` the process is the caller's own from here on: it is not ended for a recovery any more, and the
-        controller has confirmed, as a rule, that its end will be no fault.
+        After `goodbye` this process is no longer ended for a recovery, and the controller has usually confirmed that
+        its end will be no fault.
         """
         if goodbye:
             self._keep_process()
             self._registry.deregister()
-            self._processor.tell(self._processor.status())  # the last step may be younger than the last heartbeat
+            self._processor.tell(self._processor.status())  # the last step may be newer than the last heartbeat
             self._backend.goodbye()
             if self.status.outcome is None:
                 self._sign(left=True)
@@ -382,7 +381,7 @@ class Session:
         self._processor.close(goodbye)
 
     def _leave(self, code: int) -> None:
-        with self._leaving:  # `close` may have come in between
+        with self._leaving:  # `close` may have been called meanwhile
             if not self._ended:
                 leave_now(code)
 
@@ -394,7 +393,7 @@ class Session:
 
 
 def gather_without_controller(tag: str, payload: bytes) -> list[bytes]:
-    """By the framework's own collective, on the training thread of a job that is well; only torch has one here.
+    """Gather by the framework's own collective, on the training thread of a healthy job; only torch is supported.
 
     Raises:
         ControlError: there is no process group of torch's.
@@ -407,7 +406,7 @@ def gather_without_controller(tag: str, payload: bytes) -> list[bytes]:
 
 
 def describe(outcome: m.Release) -> str:
-    """One line for people."""
+    """Describe an outcome in one line for people."""
     if outcome.ending == "saved":
         return f"step {outcome.step} saved to {outcome.path}; start the job again and it resumes from there"
     if outcome.ending == "nothing_to_save":
@@ -416,13 +415,13 @@ def describe(outcome: m.Release) -> str:
 
 
 def leave(outcome: m.Release, because: str = "") -> NoReturn:
-    """Leave after a recovery: at once where a launcher waits to restart the job, else with a word and the exit code.
+    """Exit after a recovery: at once if a launcher waits to restart the job, else with a message and the exit code.
 
     Args:
-        because: what was raised here since a peer is gone; worth a line where no step was saved.
+        because: what was raised here because a peer was lost; logged if no step was saved.
 
     Raises:
-        SystemExit: with the exit code of the outcome, where there is no launcher.
+        SystemExit: with the exit code of the outcome, if there is no launcher.
     """
     if because:
         log.log(logging.DEBUG if outcome.ending == "saved" else logging.WARNING, "a peer is gone (%s)", because)
@@ -433,9 +432,9 @@ def leave(outcome: m.Release, because: str = "") -> NoReturn:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End the process from any thread, whatever the others do; what was printed is kept.
+    """End the process from any thread, whatever the others do, after flushing its output.
 
-    Its data-loader workers go with it: by themselves they would notice only seconds later.
+    Its data-loader workers are ended as well: they would notice only seconds later.
     """
     for child in multiprocessing.active_children():
         child.kill()

@@ -1,4 +1,4 @@
-"""Whether the ranks of several hosts see one checkpoint directory; found out at the start, by a file."""
+"""Checks at the start, by a file, whether the ranks of several hosts see the same checkpoint directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lastgasp.ports import Gather
 from lastgasp.topology import Place, host_identity
 
 SEEN_WITHIN = 15.0
-"""Seconds in which a file must be seen on another host; network file systems cache names for some."""
+"""Seconds within which a file must appear on another host; network file systems cache names for a while."""
 _PAUSE = 0.1
 
 
@@ -26,17 +26,17 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 def require_shared(directory: Path, place: Place, gather: Gather, host: str = "") -> None:
-    """Refuse a directory of which each host has its own; all ranks call it together, before anything is loaded.
+    """Refuse a directory that is not shared by all hosts; all ranks call it together, before anything is loaded.
 
-    Otherwise the first fault would be fatal: what one host has saved is nowhere to be seen on the next one, or two
-    hosts commit different checkpoints of one step.
+    Otherwise the first fault would be fatal: one host would not see what another has saved, or two hosts would
+    commit different checkpoints of one step.
 
     Args:
         directory: the same path on all ranks; it exists.
-        host: what tells this rank's host from others; found out where it is empty.
+        host: identifies this rank's host; determined if empty.
 
     Raises:
-        ConfigError: some rank of another host does not see what rank 0 has just written there.
+        ConfigError: a rank of another host does not see what rank 0 has just written.
         ControlError, DeadlineExceeded: as `gather`.
     """
     if place.world_size == 1:
@@ -64,7 +64,7 @@ def require_shared(directory: Path, place: Place, gather: Gather, host: str = ""
 
 
 def _write(probe: Path) -> None:
-    with contextlib.suppress(OSError):  # the others are told, and the first save says why
+    with contextlib.suppress(OSError):  # the other ranks are notified, and the first save reports the reason
         write_atomically(probe, b"is this directory shared?\n")
 
 
@@ -74,7 +74,7 @@ def _word(host: str, probe: Path | None) -> bytes:
 
 
 def _sees(directory: Path, name: str) -> bool:
-    """Listing the directory has a network file system look again."""
+    """List the directory, which makes a network file system refresh its cache."""
     deadline = _clock.monotonic() + SEEN_WITHIN
     while True:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A rank that refuses to start tells its launcher that another try would not help."""
+"""Lets a rank that refuses to start tell its launcher that another try would not help."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _refused = False
 
 
 def tell_launcher() -> None:
-    """From now on an uncaught error that no restart can mend ends this process with `exitcodes.REFUSED`.
+    """Make an uncaught error that no restart can fix end this process with `exitcodes.REFUSED`.
 
-    Only under a launcher of ours, which stops then; elsewhere the exit code is Python's. Idempotent.
+    Only under a launcher of lastgasp's, which then stops; otherwise the exit code is Python's. Idempotent.
     """
     global _before
     if os.environ.get("LASTGASP_LAUNCHER") and _before is None:
         _before = sys.excepthook
         sys.excepthook = _hook
-        atexit.register(_leave)  # early, so that it runs when the others are through
+        atexit.register(_leave)  # registered early, so that it runs last
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether starting again would end the same way."""
+    """Whether another start would end the same way."""
     return isinstance(error, LastgaspError) and not error.restart_helps
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Only takes a note: torch calls this from a hook of its own, which prints the traceback afterwards."""
+    """Only remember it: torch calls this from a hook of its own, which prints the traceback afterwards."""
     global _refused
     _refused = is_refusal(error)
     _before(kind, error, trace)

@@ -1,4 +1,4 @@
-"""Ranks, hosts and who holds which shard of the state."""
+"""Ranks, hosts, and which rank holds which shard of the state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one rank stands in its job.
+    """The place of one rank in its job.
 
     Attributes:
-        rank, world_size: as torch.distributed counts them.
+        rank, world_size: as in torch.distributed.
         replicas: one group per shard of the state; plain data parallel is a single group of all ranks.
         attempt: how often the launcher has restarted the job (0 at first).
         job: the same string on all ranks and for all attempts.
@@ -41,12 +41,12 @@ class Place:
 
 
 def data_parallel(world_size: int) -> ReplicaGroups:
-    """Every rank holds everything."""
+    """Return the groups of plain data parallelism: every rank holds everything."""
     return (tuple(range(world_size)),)
 
 
 def check_replicas(replicas: ReplicaGroups, world_size: int) -> None:
-    """Refuse groups that name a rank twice, an unknown rank, or no rank.
+    """Refuse groups that are empty, or name a rank twice or an unknown rank.
 
     Raises:
         ConfigError: with the group that is wrong.
@@ -61,6 +61,6 @@ def check_replicas(replicas: ReplicaGroups, world_size: int) -> None:
 
 
 def host_identity() -> str:
-    """The same for all processes that see each other in /proc: boot id and pid name space."""
+    """Return an id shared by all processes that see each other in /proc: boot id and pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,7 +1,7 @@
-"""Which backend a job gets: the embedded engine, or MindCluster's own packages. Decided here, and only here.
+"""Selects the backend of a job, here only: the embedded engine or MindCluster's own packages.
 
-Nothing of `backends.ascend` is imported, and no package of MindCluster either: looking whether they are there costs
-a few look-ups in the file system. (Importing `mindio_ttp` patches torchelastic, docs/facts/mindio_tft.md §1; importing
+Imports neither `backends.ascend` nor any package of MindCluster: checking whether they are installed takes a few file
+system look-ups. (Importing `mindio_ttp` patches torchelastic, docs/facts/mindio_tft.md §1; importing
 `taskd` makes a log directory, docs/facts/taskd.md §1.)
 """
 
@@ -21,15 +21,15 @@ WANTED = ("embedded", "ascend", "auto")
 _NPU_DEVICES = Path("/dev")
 
 Find = Callable[[str], Path | None]
-"""Where a top-level package lies that could be imported, or None."""
+"""Finds the location of an importable top-level package, or None."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One thing that was looked for.
+    """The result of looking for one package or device.
 
     Args:
-        name: a package or a device; found: it is there and is what it should be; why: in words, for people.
+        name: a package or device; found: whether it is there and valid; why: the reason, for people.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What was chosen, and why; for the log, the incident record and `lastgasp doctor`.
+    """The selected backend and the reasons; for the log, the incident record and `lastgasp doctor`.
 
     Attributes:
         backend: embedded or ascend.
-        wanted: what `LASTGASP_BACKEND` asked for.
-        attempts: what was looked for, in order; empty where nothing had to be.
+        wanted: the value of `LASTGASP_BACKEND`.
+        attempts: what was looked for, in order; empty if nothing had to be.
     """
 
     backend: str
@@ -52,11 +52,11 @@ class BackendChoice:
     attempts: tuple[Probe, ...] = ()
 
     def found(self, name: str) -> bool:
-        """Whether `mindio_ttp`, `taskd`, ... is there."""
+        """Whether `mindio_ttp`, `taskd`, ... was found."""
         return any(attempt.found for attempt in self.attempts if attempt.name == name)
 
     def brief(self) -> str:
-        """Who leads, and the one reason that decided it; for the line at the start of a job."""
+        """The backend and the deciding reason, for the line at the start of a job."""
         missing = next((attempt for attempt in self.attempts if not attempt.found and attempt.name != "taskd"), None)
         if self.wanted == self.backend:
             return f"{self.backend} engine ({VARIABLE}={self.wanted})"
@@ -71,13 +71,13 @@ class BackendChoice:
 
 
 def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None = None) -> BackendChoice:
-    """Choose by `LASTGASP_BACKEND`: embedded, ascend, or auto (the default), which takes ascend where it is there.
+    """Select by `LASTGASP_BACKEND`: embedded, ascend, or auto (the default), which is ascend if available.
 
     Args:
-        environ: the environment; None takes this process's. find: where packages lie; None asks the import system.
+        environ: the environment; None for this process's. find: locates packages; None for the import system.
 
     Raises:
-        ConfigError: another value, or `ascend` where something that it needs is missing; names each thing.
+        ConfigError: another value, or `ascend` although something it needs is missing; names everything missing.
     """
     env = os.environ if environ is None else environ
     wanted = (env.get(VARIABLE) or "auto").strip().lower()
@@ -97,19 +97,19 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
 
 
 def in_taskd_job(choice: BackendChoice, environ: Mapping[str, str]) -> bool:
-    """Whether workers register with TaskD: it is there, nobody has asked for `embedded`, and this is a job of its."""
+    """Whether workers register with TaskD: it is installed, `embedded` was not set, and the job is TaskD's."""
     return choice.found("taskd") and bool(environ.get("MINDX_TASK_ID"))
 
 
 def framework_of_taskd(modules: Mapping[str, object]) -> Literal["pt", "ms"]:
-    """TaskD's name of the framework that this process has loaded (docs/facts/taskd.md §1)."""
+    """Return TaskD's name for the framework loaded by this process (docs/facts/taskd.md §1)."""
     return "ms" if "mindspore" in modules else "pt"
 
 
 def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Probe, ...]:
     attempts = [_package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")]
     if not attempts[0].found:
-        return (*attempts, _taskd(find))  # the usual case: three look-ups and no more
+        return (*attempts, _taskd(find))  # the usual case costs only three look-ups
     if env.get("MINDIO_FOR_MINDSPORE", "").lower() in ("true", "1"):
         attempts.append(_package("mindspore", find, "needed with MINDIO_FOR_MINDSPORE=1"))
     else:
@@ -132,7 +132,7 @@ def _npu() -> Probe:
 
 
 def _taskd(find: Find) -> Probe:
-    """PyPI has a `taskd` that has nothing to do with MindCluster (a task runner); only the real one counts."""
+    """PyPI has an unrelated `taskd` (a task runner); only MindCluster's counts."""
     place = find("taskd")
     if place is None:
         return Probe("taskd", False, "not installed")

@@ -1,4 +1,4 @@
-"""The embedded engine as the gasp's backend: the rank's control thread and the controller outside the ranks."""
+"""The embedded engine as recovery backend: the rank's control thread and the controller outside the ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lastgasp.gasp.rank_status import RankStatus, given_up
 
 
 class EmbeddedBackend:
-    """As the port says (ports.RecoveryBackend). The hot path is the status word's own: no call in between.
+    """Implements ports.RecoveryBackend. The hot path consists of the status word's own methods.
 
     Args:
         rank: this rank.
-        stand, processor: its status word and its control thread; both are shared with the Session.
-        limit: seconds that a recovery may take in all.
+        status, processor: its status word and its control thread; both are shared with the Session.
+        limit: greatest duration of a recovery, in seconds.
     """
 
     name = "embedded"
@@ -29,11 +29,11 @@ class EmbeddedBackend:
         self.before_update, self.step_completed = status.before_update, status.step_completed
 
     def training_started(self) -> None:
-        """Tell the controller where this rank stands."""
+        """Report this rank's step to the controller."""
         self._processor.begin()
 
     def fault(self, kind: str, cause: str) -> None:
-        """Report it, and wait for the controller's word, or for the recovery alone where there is none."""
+        """Report the fault and wait for the outcome, by the controller or by the uncoordinated recovery."""
         now, text = _clock.wall_ns(), m.encodable(cause)
         fault = Fault(kind=cast(FaultKind, kind), rank=self._rank, cause=text, step=self._status.step, seen_ns=now)
         self._processor.report(fault)
@@ -41,8 +41,8 @@ class EmbeddedBackend:
             self._processor.over(given_up(f"no outcome within {self._limit:g} s"))
 
     def goodbye(self) -> None:
-        """Waits for a recovery that may need this rank, within the save's limits."""
+        """Wait for a recovery that may need this rank, within the save's limits."""
         self._processor.goodbye()
 
     def close(self) -> None:
-        """Nothing of its own: the control thread is the Session's."""
+        """Nothing to release: the control thread belongs to the Session."""
