@@ -1,6 +1,6 @@
 """Checkpoints that can be trusted: written with digests, committed atomically, verified before loading.
 
-Writing: `Staged`. Reading alone: `newest_good`, `VerifiedFile`. Reading with all ranks: `candidates`,
+Writing: `Staged`. Reading in one process: `newest_good`, `VerifiedFile`. Reading with all ranks: `candidates`,
 `verify`, `agree`, then `quarantine`. Pruning: `to_remove` and `apply`.
 """
 

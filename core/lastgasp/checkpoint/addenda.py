@@ -1,8 +1,8 @@
-"""What ranks knew of a step that somebody else had committed before them: it is put beside that checkpoint.
+"""Adds auxiliary states to a checkpoint that other ranks have already committed, in files beside it.
 
-After a cut both sides save the step that they stand on, each with the auxiliary states (random state, data position) of
-the ranks that it could reach. The first commit stands, and the second one adds its auxiliary states in a hidden file of
-its own, `.NAME.more-PID-RANDOM`, bound to that very commit. A resume puts all of them together.
+After a network partition both sides save their current step, each with the auxiliary states (random state, data
+position) of the ranks it could reach. The first commit is kept, and the second side adds its auxiliary states in a
+hidden file `.NAME.more-PID-RANDOM`, bound to that commit. A resume combines all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("lastgasp")
 
 VERSION = 1
 LONGEST = 1 << 30
-"""Bytes of one of these files that is read."""
+"""Greatest size in bytes of such a file."""
 _DIGEST = 16
 _NAME = re.compile(r"^\.(?P<checkpoint>.+)\.more-[1-9]\d*-[0-9a-f]{12}$")
 
@@ -35,15 +35,15 @@ _NAME = re.compile(r"^\.(?P<checkpoint>.+)\.more-[1-9]\d*-[0-9a-f]{12}$")
 class _Addendum(msgspec.Struct, frozen=True, array_like=True):
     version: int
     of: str
-    """The own digest of the manifest that it belongs to."""
+    """The digest of the manifest that it belongs to."""
     aux: dict[int, bytes]
 
 
 def add(checkpoint: Path, layout: Layout, aux: Mapping[int, bytes]) -> bool:
-    """Put auxiliary states beside a checkpoint that somebody else has committed.
+    """Store auxiliary states beside a checkpoint that another process has committed.
 
     Returns:
-        False where it has no manifest to be bound to.
+        False if it has no manifest to bind them to.
 
     Raises:
         OSError: the disk refused.
@@ -60,7 +60,7 @@ def add(checkpoint: Path, layout: Layout, aux: Mapping[int, bytes]) -> bool:
 def added(checkpoint: Path, layout: Layout) -> dict[int, bytes]:
     """The auxiliary states put beside a checkpoint; what is incomplete or of another commit is left out.
 
-    Never raises for what is on disk.
+    Never raises, whatever is on disk.
     """
     found = sorted(checkpoint.parent.glob(f".{glob.escape(checkpoint.name)}.more-*"))
     if not found:
@@ -75,7 +75,7 @@ def added(checkpoint: Path, layout: Layout) -> dict[int, bytes]:
 
 
 def remove_orphans(directory: Path) -> None:
-    """Remove what belongs to checkpoints of `directory` that are gone. Raises OSError."""
+    """Remove addenda of checkpoints that no longer exist in `directory`. Raises OSError."""
     for path in directory.glob(".*.more-*"):
         match = _NAME.match(path.name)
         if match is not None and not (directory / match["checkpoint"]).exists():

@@ -1,6 +1,6 @@
-"""Manifests for checkpoints that somebody else has written, in place: files are made durable and read back.
+"""Writes manifests for checkpoints written by other programs, in place: files are made durable and read back.
 
-What is proved is what landed on disk; whether that is what was in memory, nobody can tell any more.
+The manifest proves what is on disk; whether that is what was in memory can no longer be checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_files(files: Mapping[str, Path]) -> list[FileEntry]:
 
 
 def write_manifest(checkpoint: Path, layout: Layout, provenance: Provenance, entries: Sequence[FileEntry]) -> Manifest:
-    """Put the manifest beside `checkpoint`, durably; one that stood there is replaced.
+    """Write the manifest beside `checkpoint`, durably, replacing an existing one.
 
     Raises:
         CheckpointError: the entries are not the files of the checkpoint.
@@ -55,12 +55,12 @@ def write_manifest(checkpoint: Path, layout: Layout, provenance: Provenance, ent
     path = layout.manifest_path(checkpoint)
     with locked(checkpoint.parent):
         write_atomically(path, encode(manifest))
-        next_path(path).unlink(missing_ok=True)  # only now: it may be what vouches for the data until then
+        next_path(path).unlink(missing_ok=True)  # only now: until here it may be the valid manifest of the data
     return manifest
 
 
 def remove_orphans(directory: Path, layout: Layout) -> list[Path]:
-    """Remove manifests whose checkpoint is gone: somebody who knows nothing of manifests has removed it.
+    """Remove manifests whose checkpoint was removed by a program that does not know manifests.
 
     Raises:
         OSError: the disk refused.
@@ -72,7 +72,7 @@ def remove_orphans(directory: Path, layout: Layout) -> list[Path]:
 
 
 def data_files(checkpoint: Path, layout: Layout) -> dict[str, Path]:
-    """The files that belong into its manifest: hidden ones are nobody's data, but for torch's `.metadata`."""
+    """The files that belong into its manifest: no hidden ones, except torch's `.metadata`."""
     found = layout.files(checkpoint)
     return {name: path for name, path in found.items() if not _hidden(name.rpartition("/")[2])}
 

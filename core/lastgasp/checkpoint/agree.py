@@ -1,7 +1,7 @@
-"""All ranks choose one checkpoint: the newest that every rank accepts.
+"""All ranks select one checkpoint: the newest that every rank accepts.
 
 Two kinds of message, both by `ports.Gather`: each rank's list once, then one verdict per candidate that
-all ranks see alike. What a rank cannot see or read is a bad verdict with a reason, never a missing message.
+all ranks see identically. A rank that cannot see or read it sends a bad verdict with a reason, never no message.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Agreement:
         chosen: the newest that all accept; None when there is none.
         rejected: path -> reasons, of every candidate newer than the chosen one, newest first.
         listed: how many candidates the ranks saw together.
-        damaged: rejected ones of which a rank proved bad content. Empty when nothing was chosen: moving
-            the last traces away would make the next start begin from scratch in silence.
+        damaged: rejected ones whose content a rank proved bad. Empty when nothing was chosen: moving them all
+            away would make the next start silently begin from scratch.
     """
 
     chosen: Candidate | None
@@ -61,13 +61,13 @@ def agree(local: list[Candidate], verify_share: VerifyShare, gather: Gather, ran
 
     Args:
         local: what this rank sees.
-        verify_share: verifies this rank's share of a candidate; what it raises becomes a bad verdict.
+        verify_share: verifies this rank's share of a candidate; an exception becomes a bad verdict.
         gather: the all-gather of the job.
-        rank: this rank; world_size: how many take part.
+        rank: this rank; world_size: the number of ranks.
 
     Raises:
         DeadlineExceeded: a rank did not answer in time (from `gather`).
-        ProtocolError: a rank sent something else than a list of candidates.
+        ProtocolError: a rank did not send a list of candidates.
     """
     mine = {str(candidate.path): candidate for candidate in local}
     lists = _gather_lists(mine, gather, world_size)
@@ -113,7 +113,7 @@ def _newest_first(lists: list[dict[str, _Listed]]) -> list[str]:
 
 
 def _from_lists(path: str, lists: list[dict[str, _Listed]]) -> list[_Said] | None:
-    """The answers that the lists already hold; None when all ranks see one sound manifest."""
+    """The verdicts that follow from the lists; None when all ranks see one valid manifest."""
     digest = next((one[path].digest for one in lists if path in one and one[path].digest), "")
     answers = [_listing_says(one.get(path), digest) for one in lists]
     return answers if any(answer.reasons for answer in answers) else None
@@ -132,7 +132,7 @@ def _listing_says(item: _Listed | None, digest: str) -> _Said:
 def _say(candidate: Candidate, verify_share: VerifyShare) -> _Said:
     try:
         verdict = verify_share(candidate)
-    except Exception as error:  # a verdict: the other ranks wait for an answer
+    except Exception as error:  # becomes a verdict, because the other ranks wait for an answer
         return _Said([f"verification failed: {type(error).__name__}: {error}"], False)
     return _Said([] if verdict.ok else verdict.reasons or ["rejected"], verdict.proven)
 
@@ -151,7 +151,7 @@ def _decode(payload: bytes) -> _Said:
 
 
 def merge_reasons(by_rank: list[list[str]]) -> list[str]:
-    """One line per reason, naming the ranks that gave it: a thousand ranks seldom have a thousand reasons."""
+    """One line per reason, naming its ranks: a thousand ranks seldom have a thousand reasons."""
     ranks: dict[str, list[int]] = {}
     for rank, given in enumerate(by_rank):
         for reason in given:

@@ -1,4 +1,4 @@
-"""What stands in the checkpoint directories, newest first."""
+"""Lists the checkpoints in the checkpoint directories, newest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Candidate:
         path: the checkpoint.
         step: completed optimizer updates; from the manifest, else from the name, else None.
         manifest: None when `problem` is about the manifest.
-        problem: why it cannot be used whatever its content is; None when only verification can tell.
+        problem: why it cannot be used, whatever its content; None if that depends on verification.
         proven: whether `problem` proves that bytes are bad.
     """
 
@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def created_ns(self) -> int:
-        """When its manifest was made, wall-clock ns since the epoch; 0 without one."""
+        """When its manifest was created, wall-clock ns since the epoch; 0 without one."""
         return self.manifest.creator.time_ns if self.manifest else 0
 
     @property
@@ -44,12 +44,12 @@ class Candidate:
 
 
 def candidates(directories: Iterable[Path], layout: Layout, job: str | None = None) -> list[Candidate]:
-    """Every checkpoint in `directories`, newest first by step and creation time.
+    """List every checkpoint in `directories`, newest first by step and creation time.
 
-    A bad entry becomes a candidate with a problem. A directory that does not exist holds none.
+    A bad entry becomes a candidate with a problem. A missing directory counts as empty.
 
     Args:
-        directories: where to look; not below.
+        directories: where to look, without subdirectories.
         layout: how checkpoints lie there.
         job: when given, checkpoints of other jobs get a problem.
 
@@ -76,7 +76,7 @@ def _listing(directory: Path, layout: Layout) -> list[Path]:
 
 
 def _second_name(path: Path, found: list[Path], layout: Layout) -> bool:
-    """Whether it is a link to another one of them (`last.ckpt`): the same checkpoint, which has its manifest there."""
+    """Whether it is a link to another one of them (`last.ckpt`), which has the manifest."""
     if not path.is_symlink() or os.path.lexists(layout.manifest_path(path)):
         return False
     target = Path(os.path.realpath(path))

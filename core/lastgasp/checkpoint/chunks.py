@@ -1,4 +1,4 @@
-"""Read and hash chunks with a few threads that take turns, so that the disk sees one long read."""
+"""Reads and hashes chunks in a few threads that take turns, so that the disk sees one sequential read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .manifest import FileEntry
 from .verdict import Damage, merge, of_error
 
 _ALONE = 32 << 20
-"""Below this many bytes a second thread costs more than it brings."""
+"""Below this many bytes a second thread costs more than it gains."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class ChunkReader:
 
     Args:
         chunks: what to check, in the order in which it is read.
-        checked: told about each, under a lock, from any of the threads.
+        checked: called for each, under a lock, from any of the threads.
     """
 
     def __init__(self, chunks: list[Chunk], checked: Checked | None = None) -> None:
@@ -61,7 +61,7 @@ class ChunkReader:
         self._stopped = False
 
     def run(self, threads: int) -> list[Damage]:
-        """Check all; returns damages by file and offset, adjacent ones merged. Raises nothing of the disk."""
+        """Check all; return damages by file and offset, adjacent ones merged. Never raises for disk errors."""
         if threads == 1 or self._nbytes < _ALONE:
             self._work()
         else:
@@ -72,7 +72,7 @@ class ChunkReader:
         return merge(sorted(self._found, key=lambda damage: (damage.file, damage.offset)))
 
     def stop(self) -> None:
-        """Let the threads end after the chunk that they are at."""
+        """Let the threads end after their current chunk."""
         self._stopped = True
 
     def _work(self) -> None:
@@ -95,7 +95,7 @@ class ChunkReader:
 
 
 class _OpenFile:
-    """The descriptor of the file that is being read; one at a time."""
+    """The descriptor of the file being read; one at a time."""
 
     def __init__(self) -> None:
         self._path: Path | None = None

@@ -1,4 +1,4 @@
-"""Write a checkpoint so that a crash at any point leaves the old one or the new one, and both verify.
+"""Writes a checkpoint such that a crash at any point leaves the old or the new one, and either verifies.
 
 Order of a commit, under the lock of the directory:
 
@@ -7,17 +7,16 @@ Order of a commit, under the lock of the directory:
 3. data renamed into place, directory fsynced;
 4. `.next` renamed over the manifest, directory fsynced.
 
-Killed before 3, the old data stands with the old manifest. Killed after it, the new data stands with the
-`.next` manifest, which readers accept when it is the one that the data fits (`pairing`); the next commit
-puts it in place. Killed between the renames of scattered files, the data fits neither, and nothing of that name
-is used. Two processes that commit one name take turns. Of single files the last one wins, unless the first one is
-known to be of the same attempt (`present`); of directories and scattered files the first, because they cannot be
-exchanged atomically: the second finds the same step of the same job and discards its own, and anything else of that
-name is refused or, if asked for, moved aside; when the second is killed before its own stands there, `put_back`
-returns what it moved.
+If killed before 3, the old data and manifest remain. If killed after it, the new data is there with the `.next`
+manifest, which readers accept if the data matches it (`manifest_lookup`); the next commit puts it in place. If killed
+between the renames of scattered files, the data matches neither, and nothing of that name is used. Two processes that
+commit the same name take turns. For single files the last one wins, unless the first is known to be of the same
+attempt (`present`). For directories and scattered files the first wins, because they cannot be exchanged atomically:
+the second finds the same step of the same job and discards its own; anything else of that name is refused or, if
+requested, moved aside. If the second is killed before its own is in place, `put_back` undoes the move.
 
-Files of the framework's own that say what is newest (`markers`) are replaced after the data and before the
-manifest: they never name data that is not there.
+The framework's own files that name the newest checkpoint (`markers`) are replaced after the data and before the
+manifest, so they never name missing data.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ from .structure import compare
 log = logging.getLogger("lastgasp")
 
 _SAME = ("job", "attempt", "step", "kind", "fit")
-"""What two commits of one step of one attempt have in common."""
+"""What identifies commits of the same step of the same attempt."""
 
 
 class Staged:
     """A checkpoint that is being written under temporary names. For one thread at a time.
 
     Use: `open` each file and write it, `seal`, `publish`; or `discard`. As a context manager it discards
-    on leaving unless it was published. The thread that publishes may be another than the one that wrote.
+    on exit unless it was published. One thread may write and another publish.
 
     Args:
-        target: where the checkpoint will stand.
+        target: the path of the finished checkpoint.
         layout: the layout that its directory is read with.
         sha256: whether files get a SHA-256 too.
-        disk: where the bytes go; tests give one that fails.
+        disk: performs the writes; tests pass one that fails.
 
     Attributes:
-        kept: after `publish`, whose checkpoint of this step stands there in place of ours, for people; else empty.
+        kept: after `publish`, a text about another process's checkpoint of this step that was kept instead; or empty.
 
     Raises:
         OSError: the directory cannot be created.
@@ -77,7 +76,7 @@ class Staged:
         make_directory(target.parent)
 
     def open(self, relative: str | None = None) -> HashingWriter:
-        """A writer for one file.
+        """Open a writer for one file.
 
         Args:
             relative: POSIX path relative to the target's parent, as in the manifest: `name` alone for a
@@ -85,7 +84,7 @@ class Staged:
                 scattered file.
 
         Raises:
-            ConfigError: the path lies outside of the target, or mixes both kinds, or is open already.
+            ConfigError: the path lies outside of the target, or mixes both kinds, or is already open.
             OSError: the file cannot be created.
         """
         relative = self.target.name if relative is None else relative
@@ -96,12 +95,12 @@ class Staged:
         return writer
 
     def link(self, relative: str, same_as: str) -> None:
-        """Put what `open` has written for `same_as` at a second place: a hard link, or a copy where links are refused.
+        """Store what `open` has written for `same_as` under a second path: a hard link, or a copy if links are refused.
 
         Seals that file; write to it before.
 
         Raises:
-            ConfigError: the path may not stand here (as `open`), or `same_as` was not opened.
+            ConfigError: the path is not allowed (as `open`), or `same_as` was not opened.
             OSError: the disk refused.
         """
         if same_as not in self._writers:
@@ -143,7 +142,7 @@ class Staged:
                     self._disk.sync_dir(folder)
 
     def sealed(self) -> tuple[Path, tuple[FileEntry, ...]]:
-        """Where the files of this checkpoint wait, and what they are, for `adopt` elsewhere. Seals first.
+        """Return where the files of this checkpoint are, with their entries, for `adopt` elsewhere. Seals first.
 
         For directories and scattered files.
 
@@ -156,8 +155,8 @@ class Staged:
         """Take over the files that another process has sealed for the same checkpoint (`sealed`).
 
         Raises:
-            ConfigError: a path lies outside of the target, or is there already.
-            OSError: a file is gone, or the disk refused.
+            ConfigError: a path lies outside of the target, or exists already.
+            OSError: a file is missing, or the disk refused.
         """
         for entry in entries:
             path = self._temp_path(entry.path)
@@ -175,22 +174,22 @@ class Staged:
         aside: bool = False,
         present: Collection[str] | None = None,
     ) -> Manifest:
-        """Make the checkpoint visible, durably. Seals first. Returns the manifest that now stands there.
+        """Make the checkpoint visible, durably. Seals first. Return the manifest that is now in place.
 
-        It is another one than ours where somebody else has committed this step before; `kept` tells it then.
+        It is another one than ours if another process has committed this step before; `kept` then says so.
 
         Args:
-            provenance: what the manifest tells.
+            provenance: what the manifest records.
             markers: files of the framework's own that name the newest checkpoint: path relative to the target's
                 parent -> content. Replaced atomically, one by one; not part of the checkpoint.
             aside: whether another checkpoint of that name is moved away (to a hidden name) rather than refused.
-            present: own digests of the manifests that were here when this attempt of the job began. A single file of
-                this very step and attempt that is none of them is kept, because whoever committed it may be believed
-                already. None replaces any.
+            present: digests of the manifests that existed when this attempt of the job began. A single file of the
+                same step and attempt that is not among them is kept, because its commit may already have been
+                reported. None replaces any.
 
         Raises:
-            CheckpointError: already ended, nothing was written, or another checkpoint stands there.
-            OSError: the disk refused; what stood there before still stands and verifies.
+            CheckpointError: already ended, nothing was written, or another checkpoint exists there.
+            OSError: the disk refused; an earlier checkpoint is unchanged and verifies.
         """
         if self._ended or not (self._writers or self._adopted):
             raise CheckpointError(
@@ -205,7 +204,7 @@ class Staged:
             standing = self._standing(manifest, aside, present)
             if standing is None:
                 self._put_in_place(manifest, markers or {})
-            else:  # its writer may have died before it came to them
+            else:  # its writer may have died before writing them
                 self._mark(markers or {})
         self._ended, self.kept = standing is None, "" if standing is None else _kept(self.target.name, standing)
         self.discard()
@@ -241,7 +240,7 @@ class Staged:
         replace_durably(next_path(path), path, self._disk)
 
     def _say_replaced(self, found: Manifest | ManifestProblem, job: str) -> None:
-        """Name what another job has saved and this one replaces."""
+        """Warn that this job replaces what another job has saved."""
         if isinstance(found, Manifest) and found.job != job and self.target.is_file():
             log.warning("%s (step %d of job %s) is replaced by this job's", self.target, found.step, found.job)
 
@@ -257,13 +256,13 @@ class Staged:
             self._disk.rename(self._temp / entry.path, place)
         for folder in sorted({place.parent for place in places}):
             self._disk.sync_dir(folder)
-        with contextlib.suppress(OSError):  # nothing of the checkpoint is left in it
+        with contextlib.suppress(OSError):  # the folder contains nothing of the checkpoint any more
             self._disk.remove(self._temp)
 
     def _standing(self, ours: Manifest, aside: bool, present: Collection[str] | None) -> Manifest | None:
-        """The manifest of what stands there and is what we want to publish already; None when the place is free.
+        """The manifest of an existing checkpoint equal to the one to publish; None if the path is free.
 
-        Raises CheckpointError for anything else (or for a file where a directory shall go).
+        Raises CheckpointError for anything else, or for a file in place of a directory.
         """
         if not self._layout.parts(self.target):
             return None
@@ -274,7 +273,7 @@ class Staged:
         if isinstance(found, Manifest) and ours_already and not (self._scattered and self._lacks(found)):
             return found
         if aside:
-            # First the word that this place is wanted, by which `put_back` knows a commit that was killed from here on.
+            # First announce the commit, by which `put_back` recognises one that is killed from here on.
             write_atomically(next_path(self._layout.manifest_path(self.target)), encode(ours), self._disk)
             set_aside(self.target, self._layout, self._disk)
             return None
@@ -284,18 +283,18 @@ class Staged:
         )
 
     def _of_this_attempt(self, ours: Manifest, present: Collection[str]) -> Manifest | None:
-        """The manifest of the single file that somebody else of this job has committed since it began; or None."""
+        """The manifest of the single file that another process of this job has committed since it began; or None."""
         found = read_pair(self.target, self._layout)
         if not isinstance(found, Manifest) or found.self_digest in present or self._lacks(found):
             return None
         return found if all(getattr(found, name) == getattr(ours, name) for name in _SAME) else None
 
     def _lacks(self, found: Manifest) -> bool:
-        """Whether names and sizes are not those of its manifest."""
+        """Whether names or sizes differ from its manifest."""
         return bool(compare(self.target, self._layout, found)[0])
 
     def _inside(self, relative: str) -> tuple[str, ...]:
-        """Where a file of that path lies in the temporary directory."""
+        """The place of a file in the temporary directory."""
         parts = tuple(relative.split("/"))
         return parts if self._scattered else parts[1:]
 

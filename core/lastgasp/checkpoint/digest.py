@@ -1,6 +1,6 @@
 """Digests while writing and while reading.
 
-The writer fills page-aligned buffers of one chunk each; a full buffer is hashed while it is warm in the
+The writer fills page-aligned buffers of one chunk each; a full buffer is hashed while it is in the
 cache and written by a second thread with O_DIRECT. That runs at device speed and does not collapse under
 dirty-page throttling as buffered writes do (`docs/facts/limits.md` §5).
 """
@@ -34,10 +34,10 @@ _BUFFERS = 3
 
 
 class HashingWriter:
-    """A binary file object that hashes what passes through. For one thread at a time.
+    """A binary file object that hashes what is written. For one thread at a time.
 
-    `write`, `tell`, `flush` and `close`, enough for `torch.save`; no `fileno`, so that nothing can write
-    past the digests. Owns `fd`. After `finish` the content is durable and `entry` may be asked for.
+    It has `write`, `tell`, `flush` and `close`, enough for `torch.save`, but no `fileno`, so that nothing can bypass
+    the digests. Owns `fd`. After `finish` the content is durable and `entry` is available.
 
     Args:
         fd: descriptor of a new, empty file, open for writing; O_DIRECT or not.
@@ -62,7 +62,7 @@ class HashingWriter:
         self._finished = False
 
     def write(self, data: Buffer) -> int:
-        """Take all of `data`; returns its length in bytes.
+        """Write all of `data`; return its length in bytes.
 
         Raises:
             OSError: the disk refused these bytes or earlier ones.
@@ -83,10 +83,10 @@ class HashingWriter:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: bytes are durable after `finish`, not before."""
+        """Do nothing: bytes are durable only after `finish`."""
 
     def finish(self) -> None:
-        """Write what is left, fsync, close. Raises OSError; calling it again does nothing."""
+        """Write the remaining bytes, fsync and close. Idempotent. Raises OSError."""
         if self._finished or self._fd < 0:
             return
         self._drain(0)
@@ -113,13 +113,13 @@ class HashingWriter:
         )
 
     def close(self) -> None:
-        """Release the descriptor and the thread. Without `finish` before, the file is worthless."""
+        """Release the descriptor and the thread. Without a `finish` before it, the file is unusable."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
         self._pending.clear()
         self._spare.clear()
-        with contextlib.suppress(BufferError):  # the traceback of a failed write may still hold a view
+        with contextlib.suppress(BufferError):  # the traceback of a failed write may still refer to a view
             self._buffer.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -136,7 +136,7 @@ class HashingWriter:
                 self._ship()
 
     def _ship(self) -> None:
-        """Hash the full buffer, hand it to the writing thread, and go on with another."""
+        """Hash the full buffer, hand it to the writer thread, and continue with another one."""
         offset, full = len(self._chunks) * self._chunk_size, self._buffer
         with memoryview(full) as view:
             self._hash(view)
@@ -156,7 +156,7 @@ class HashingWriter:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="lastgasp-write")
             return self._pool.submit(self._write_out, full, offset)
         except RuntimeError:
-            # The interpreter is shutting down and starts no threads: a gasp still goes on.
+            # The interpreter is shutting down and starts no threads: write here, so that a gasp still succeeds.
             self._write_out(full, offset)
             done: Future[None] = Future()
             done.set_result(None)
@@ -174,7 +174,7 @@ class HashingWriter:
         return self._spare.pop()
 
     def _drain(self, at_most: int) -> None:
-        """Wait until no more than `at_most` buffers are being written; raises what writing raised."""
+        """Wait until at most `at_most` buffers are being written; re-raise errors of the writer thread."""
         while len(self._pending) > at_most:
             future, buffer = self._pending.popleft()
             future.result()
@@ -182,7 +182,7 @@ class HashingWriter:
 
 
 def hash_range(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[str, int]:
-    """xxh3-128 of `length` bytes at `offset`, and how many of them there were before the file ended.
+    """Return the xxh3-128 of `length` bytes at `offset`, and how many of them the file had.
 
     Reads instead of mapping: a failed read of a mapping kills the process with SIGBUS. Raises OSError.
     """
@@ -198,7 +198,7 @@ def hash_range(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[s
 
 
 def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> FileEntry:
-    """The entry of a file that is already there. Raises OSError."""
+    """Compute the entry of an existing file. Raises OSError."""
     whole, chunks, size = xxhash.xxh3_128(), list[str](), 0
     with (
         os.fdopen(open_regular(path), "rb", buffering=0) as file,
@@ -213,7 +213,7 @@ def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> File
 
 
 def _fills(fd: int, buffer: mmap.mmap) -> Iterator[int]:
-    """Fill `buffer` again and again from the start of the file; yields how many bytes are in it."""
+    """Read the file into `buffer` piece by piece; yield the number of bytes in it."""
     offset = 0
     while True:
         fill = 0

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: one file each, or one directory each. Implements `ports.Layout`."""
+"""Layouts with one file or one directory per checkpoint. Implements `ports.Layout`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SingleFile:
             raise ConfigError("suffix", self.suffix, "an ending such as '.ckpt'", "Add the leading dot.")
 
     def discover(self, directory: Path) -> Iterable[Path]:
-        """Names with the suffix, and names that only a manifest is left of."""
+        """Names with the suffix, and names of which only a manifest is left."""
         return [directory / name for name in data_names(directory) if name.endswith(self.suffix)]
 
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
-        """The file itself, or nothing when it is gone."""
+        """The file itself, or nothing if it does not exist."""
         return {checkpoint.name: checkpoint} if os.path.lexists(checkpoint) else {}
 
     def parts(self, checkpoint: Path) -> list[Path]:
@@ -67,7 +67,7 @@ class DirectoryLayout:
     """One directory per checkpoint, as Megatron's `iter_*`.
 
     A directory checkpoint is never overwritten: POSIX has no portable atomic exchange of two directories,
-    so each save needs a name of its own (see `commit`).
+    so each save needs a new name (see `commit`).
 
     Args:
         pattern: shell pattern of the directories' names.
@@ -84,7 +84,7 @@ class DirectoryLayout:
             raise ConfigError("pattern", self.pattern, "a name pattern such as 'iter_*'", "Name no folders.")
 
     def discover(self, directory: Path) -> Iterable[Path]:
-        """Names that match the pattern, and names that only a manifest is left of."""
+        """Names that match the pattern, and names of which only a manifest is left."""
         return [directory / name for name in data_names(directory) if fnmatchcase(name, self.pattern)]
 
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
@@ -117,17 +117,17 @@ class DirectoryLayout:
 
 
 def next_path(manifest: Path) -> Path:
-    """Where a manifest waits while its data is being put in place (see `commit`)."""
+    """The temporary name of a manifest while its data is put in place (see `commit`)."""
     return manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX) + NEXT_SUFFIX)
 
 
 def is_moved_away(name: str) -> bool:
-    """Whether it is the name of a checkpoint that `quarantine` or `set_aside_unfit` has moved, or of its reasons."""
+    """Whether it names a checkpoint moved by `quarantine` or `set_aside_unfit`, or its reasons."""
     return _MOVED.search(name) is not None
 
 
 def data_names(directory: Path) -> list[str]:
-    """Sorted names of what is in `directory` and is no manifest, temporary or quarantine; of lone manifests, too."""
+    """Sorted names in `directory` except manifests, temporaries and quarantine; plus those of lone manifests."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:

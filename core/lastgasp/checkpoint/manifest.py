@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint consists of, and the digests that prove it. Versioned JSON.
 
-A manifest is accepted only when its bytes are exactly those that `encode` makes of it, so that a flipped
-bit anywhere, white space included, is seen.
+A manifest is accepted only if its bytes are exactly those that `encode` produces, so that a flipped bit anywhere,
+even in white space, is detected.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lastgasp import _clock, _fs
 from lastgasp._version import __version__
 
 MANIFEST_VERSION = 2
-"""The newest version that is read. 1 says nothing of the fit; manifests that say none are written as 1 still."""
+"""The newest supported version. Version 1 has no fit; manifests without one are still written as version 1."""
 LONGEST = 256 << 20
-"""Bytes of a manifest that is read: those of some ten terabytes in chunks of the default size."""
+"""Greatest size of a manifest in bytes: enough for some ten terabytes in chunks of the default size."""
 Kind = Literal["gasp", "periodic"]
 ProblemKind = Literal["missing", "unreadable", "newer", "damaged"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -47,19 +47,19 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job that wrote: number of ranks, and groups of ranks that hold the same shard."""
+    """The writing job: number of ranks, and groups of ranks that hold the same shard."""
 
     world_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     replica_groups: tuple[tuple[_Count, ...], ...] = ((0,),)
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which training run of its script wrote: only the same one may resume from it.
+    """The training run of its script that wrote it: only the same one may resume from it.
 
     Args:
-        number: how many runs the process had begun in this directory before this one.
-        model: digest of the names, shapes and dtypes of its parameters; empty where that was not looked at.
-        optimizer: of the optimizers' types; data: of what is known of the data without reading them. The same.
+        number: number of runs that the process had begun in this directory before.
+        model: digest of the names, shapes and dtypes of its parameters; empty if it was not determined.
+        optimizer: likewise of the optimizers' types; data: likewise of what is known of the data without reading them.
     """
 
     number: _Count
@@ -69,7 +69,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Creator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who wrote, and when: wall-clock ns since the epoch."""
+    """Which process wrote it, and when: wall-clock ns since the epoch."""
 
     version: str
     host: str
@@ -78,10 +78,10 @@ class Creator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the caller of a save tells about it.
+    """What the caller of a save states about it.
 
     Args:
-        format: whose native format the data is in, such as "lightning".
+        format: the framework whose native format the data has, such as "lightning".
         step: completed optimizer updates.
         kind: "gasp" after a fault, "periodic" on schedule.
         job: the job's name; attempt: how often it was restarted.
@@ -101,7 +101,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One checkpoint. Fields as in `Provenance`; made by `build`, never by hand."""
+    """One checkpoint. Fields as in `Provenance`; created only by `build`."""
 
     version: int
     format: str
@@ -116,7 +116,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     self_digest: str
     """xxh3-128 of the compact JSON of this document with this field empty."""
     fit: Fit | msgspec.UnsetType = msgspec.UNSET
-    """Not in a document of version 1."""
+    """Absent in version 1."""
 
     def __post_init__(self) -> None:
         names = [entry.path for entry in self.files]
@@ -136,7 +136,7 @@ class _Header(msgspec.Struct):
 
 
 def build(provenance: Provenance, files: tuple[FileEntry, ...]) -> Manifest:
-    """The manifest of `files`, written by this process, now.
+    """Create the manifest of `files`, written by this process at this time.
 
     Raises:
         ValueError: no file, or one named twice.
@@ -149,12 +149,12 @@ def build(provenance: Provenance, files: tuple[FileEntry, ...]) -> Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The document as it stands on disk: two-space indented JSON with a final newline."""
+    """Encode it as on disk: JSON indented by two spaces, with a final newline."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
 def decode(data: bytes) -> Manifest | ManifestProblem:
-    """Read a document; anything wrong with it is a problem, never an exception."""
+    """Decode a document; anything wrong with it is returned as a problem, never raised."""
     try:
         version = msgspec.json.decode(data, type=_Header).version
         if version > MANIFEST_VERSION:
@@ -171,7 +171,7 @@ def decode(data: bytes) -> Manifest | ManifestProblem:
 
 
 def read(path: Path) -> Manifest | ManifestProblem:
-    """Read the manifest at `path`; a failed read is a problem, never an exception."""
+    """Read the manifest at `path`; a failed read is returned as a problem, never raised."""
     try:
         data = _fs.read_bounded(path, LONGEST)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Which manifest belongs to the data: the one in place, or the one that a killed commit left as `.next`."""
+"""Finds the manifest that belongs to the data: the one in place, or one left as `.next` by a killed commit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .manifest import Manifest, ManifestProblem, read
 
 
 def read_pair(checkpoint: Path, layout: Layout) -> Manifest | ManifestProblem:
-    """The manifest of `checkpoint`, or why there is none. Never raises for what is on disk.
+    """Return the manifest of `checkpoint`, or why there is none. Never raises, whatever is on disk.
 
-    Only when a commit was killed does a `.next` manifest exist too; then the data is hashed to tell which
-    of the two it fits. When it fits neither, the one in place is returned, and verification tells the rest.
+    A `.next` manifest exists only if a commit was killed; then the data is hashed to see which of the two it matches.
+    If it matches neither, the one in place is returned, and verification fails.
     """
     path = layout.manifest_path(checkpoint)
     found = read(path)
@@ -25,12 +25,12 @@ def read_pair(checkpoint: Path, layout: Layout) -> Manifest | ManifestProblem:
 
 
 def has_manifest(checkpoint: Path, layout: Layout) -> bool:
-    """Whether there is a manifest to verify with: in place (sound or not), or waiting and the one of this data."""
+    """Whether there is a manifest to verify with: in place (valid or not), or a `.next` one that matches the data."""
     return layout.manifest_path(checkpoint).exists() or isinstance(read_pair(checkpoint, layout), Manifest)
 
 
 def heal(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> None:
-    """Finish what a killed commit left: put a `.next` manifest that fits the data in place.
+    """Complete a killed commit: put a `.next` manifest that matches the data in place.
 
     The caller holds the lock of the directory. Raises OSError.
     """
@@ -41,7 +41,7 @@ def heal(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> None:
 
 
 def _pending(checkpoint: Path, layout: Layout, found: Manifest | ManifestProblem) -> Manifest | None:
-    """The `.next` manifest when the data fits it and does not fit the one in place."""
+    """The `.next` manifest, if the data matches it and not the one in place."""
     waiting = read(next_path(layout.manifest_path(checkpoint)))
     if not isinstance(waiting, Manifest) or not names_only(waiting, checkpoint, layout):
         return None

@@ -1,4 +1,4 @@
-"""Move a whole checkpoint, whatever its layout: one rename, or one for each of its files."""
+"""Moves a complete checkpoint of any layout: by one rename, or by one for each of its files."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ASIDE = re.compile(r"\.(.+)\.aside-\d+")
 
 
 def move_parts(checkpoint: Path, layout: Layout | None, home: Path, disk: Disk = DISK) -> bool:
-    """Rename what stands of `checkpoint` to `home`; scattered files keep their places relative to each other below it.
+    """Rename the files of `checkpoint` to `home`; scattered files keep their relative paths below it.
 
-    A file that vanished meanwhile is no error. Without a layout it is the path itself that moves.
+    A file that vanished meanwhile is no error. Without a layout the path itself is moved.
 
     Returns:
         Whether anything was moved.
 
     Raises:
-        OSError: the disk refused; files at several file systems cannot be moved to one place.
+        OSError: the disk refused; files on several file systems cannot be moved to one place.
     """
     folders, parts = set(), [checkpoint] if layout is None else layout.parts(checkpoint)
     for path in parts:
@@ -44,9 +44,9 @@ def move_parts(checkpoint: Path, layout: Layout | None, home: Path, disk: Disk =
 
 
 def set_aside(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> Path:
-    """Move what stands there to a hidden name beside it, so that its place is free; its manifest goes along.
+    """Move a checkpoint and its manifest to a hidden name beside it, to free its path.
 
-    Nothing ever removes it; `lastgasp verify` lists it. The caller holds the lock of the directory. Raises OSError.
+    It is never removed; `lastgasp verify` lists it. The caller holds the lock of the directory. Raises OSError.
     """
     home = next(
         path
@@ -61,18 +61,18 @@ def set_aside(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> Path:
 
 
 def aside_in(directory: Path) -> list[Path]:
-    """What `set_aside` has moved away there, oldest first."""
+    """The checkpoints that `set_aside` has moved, oldest first."""
     found = [path for path in directory.glob(".*.aside-*") if _ASIDE.fullmatch(path.name)]
     return sorted(found, key=lambda path: (path.name.rpartition("-")[0], int(path.name.rpartition("-")[2])))
 
 
 def put_back(directory: Path, layout: Layout, disk: Disk = DISK) -> list[Path]:
-    """Undo `set_aside` where the commit that wanted the place was killed before a file of its own stood there.
+    """Undo `set_aside` if the commit was killed before it put a file of its own in place.
 
-    For the one process that decides what is resumed from, before it lists. Never raises for what is on disk.
+    Called by the process that selects the checkpoint, before it lists them. Never raises, whatever is on disk.
 
     Returns:
-        The checkpoints that stand in their places again. They may be as incomplete as they were.
+        The restored checkpoints, which may be incomplete if they were so before.
     """
     back: dict[Path, None] = {}
     try:
@@ -89,7 +89,7 @@ def put_back(directory: Path, layout: Layout, disk: Disk = DISK) -> list[Path]:
 
 
 def _was_cut_short(checkpoint: Path, home: Path, layout: Layout) -> bool:
-    """Whether a commit still waits for this place, and none of its files has come to one that was taken before."""
+    """Whether a commit announced itself for this path and has not put any of its files in place."""
     if not next_path(layout.manifest_path(checkpoint)).exists():
         return False
     return not any(os.path.lexists(place) for _, place in _ways_back(checkpoint, home, layout))
@@ -118,5 +118,5 @@ def _move_back(checkpoint: Path, home: Path, layout: Layout, disk: Disk) -> None
 
 
 def _manifest_of(home: Path) -> Path:
-    """Not with the ending of manifests: nothing shall find a checkpoint by it."""
+    """A name without the manifests' suffix, so that it is not mistaken for a checkpoint's manifest."""
     return home.with_name(f"{home.name}.manifest")

@@ -1,4 +1,4 @@
-"""Move a checkpoint away that is proven bad, or that does not load. Nothing is ever deleted or overwritten."""
+"""Moves away a checkpoint that is proven bad or does not load. Nothing is ever deleted or overwritten."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ def quarantine(
 ) -> Path | None:
     """Rename data and manifest to `<name>.corrupt...` and write the reasons beside them.
 
-    Scattered files go to a directory of that name, where they keep their places relative to each other.
+    Scattered files go to a directory of that name, where they keep their relative paths.
 
     Args:
-        candidate: what to move. Left alone when its manifest changed since it was listed: another process
-            may just have published it anew.
+        candidate: what to move. Left alone if its manifest has changed since it was listed: another process may
+            have just published it again.
         reasons: one line each.
-        proven: whether content was read and is bad. With False nothing happens: what could not be read
-            (EIO, EACCES, ENOENT, ESTALE) may be whole, and readable tomorrow.
+        proven: whether content was read and is bad. If False nothing happens: what could not be read (EIO, EACCES,
+            ENOENT, ESTALE) may be intact and readable later.
         layout: how the checkpoint lies; needed where its files are scattered.
 
     Returns:
-        Where the data is now, or None when nothing was moved: not proven, done by a racing rank, or the
-        directory cannot be changed (which is logged; the candidate was rejected anyway).
+        The new path of the data, or None if nothing was moved: not proven, done by a racing rank, or the directory
+        cannot be changed (which is logged; the candidate is rejected anyway).
     """
     return _move_away(candidate, reasons, "corrupt", layout) if proven else None
 
 
 def set_aside_unfit(candidate: Candidate, reasons: Sequence[str], layout: Layout | None = None) -> Path | None:
-    """Rename a checkpoint that is whole and that this job cannot load to `<name>.unfit...`, with the reasons beside.
+    """Rename an intact checkpoint that this job cannot load to `<name>.unfit...`, with the reasons beside it.
 
-    A job that it fits takes it again when data and manifest have their names back. Arguments and result as in
-    `quarantine`; for a caller who knows that another one has been loaded (`trial.Trial`).
+    A suitable job can use it again once data and manifest are renamed back. Arguments and result as in
+    `quarantine`; for callers that know that another one has been loaded (`trial.Trial`).
     """
     return _move_away(candidate, reasons, "unfit", layout)
 
@@ -74,10 +74,10 @@ def _move_away(candidate: Candidate, reasons: Sequence[str], ending: str, layout
 
 
 def _changed(candidate: Candidate, layout: Layout | None) -> bool:
-    """Whether the manifest in place is a sound one, and not the one that was judged."""
+    """Whether the manifest in place is valid, and not the one that was judged."""
     found = read(_beside(candidate.path, MANIFEST_SUFFIX))
     judged = candidate.manifest.self_digest if candidate.manifest else None
-    # A `.next` manifest that fits is judged while the older one still stands in place: leave that to commit.
+    # A matching `.next` manifest is judged while the older one is still in place: leave that to commit.
     return isinstance(found, Manifest) and found.self_digest != judged and _names(found, candidate.path, layout)
 
 
@@ -109,7 +109,7 @@ def _rename(src: Path, dst: Path) -> bool:
 
 
 def _free_name(path: Path, ending: str) -> Path:
-    """`<name>.<ending>`, or with a number when something of that name is there."""
+    """`<name>.<ending>`, with a number if that name exists."""
     for number in itertools.count():
         home = _beside(path, f".{ending}-{number}" if number else f".{ending}")
         taken = [home, *(_beside(home, end) for end in (MANIFEST_SUFFIX, NEXT_SUFFIX, ".reason.json"))]

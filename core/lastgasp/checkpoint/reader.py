@@ -1,7 +1,7 @@
-"""A file object that gives out only bytes that have verified.
+"""A file object that returns only verified bytes.
 
-Other threads read and hash the file ahead of the reader, so that verification and unpickling overlap: both
-are slow for different reasons, the disk and the first touch of fresh memory (`docs/facts/limits.md` §4).
+Other threads read and hash the file ahead of the reader, so that verification and unpickling overlap: they are slow
+for different reasons, the disk and the first touch of fresh memory (`docs/facts/limits.md` §4).
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 class VerifiedFile(io.RawIOBase):
     """A file of a checkpoint, open for reading. A read waits until its bytes have been verified.
 
-    Use it as a context manager, and call `finish` before what was read is used: the parts that the reader
-    skipped must verify too.
+    Use it as a context manager, and call `finish` before using what was read: skipped parts must verify, too.
 
     Args:
         path: the checkpoint, of a single file; layout: how it lies.
-        entry: instead of a layout: what a manifest that was read already says about the file at `path`.
-        threads: how many read and hash ahead.
+        entry: instead of a layout, the file's entry in a manifest that was already read.
+        threads: number of threads that read ahead.
 
     Raises:
         DamagedCheckpoint: manifest, name or size are wrong. `readinto` and `finish` raise it for content.
@@ -53,7 +52,7 @@ class VerifiedFile(io.RawIOBase):
         self._good = bytearray(len(chunks))
         self._bad = False
         self._news = threading.Condition()
-        # The end first: that is where a zip file keeps its directory, and where torch.load begins.
+        # The end first: there a zip file has its directory, with which torch.load begins.
         self._ahead = ChunkReader(chunks[-1:] + chunks[:-1], self._checked)
         self._damages: list[Damage] = []
         self._thread = threading.Thread(target=self._run, args=(threads,), name="lastgasp-verified-file", daemon=True)
@@ -78,7 +77,7 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, into: Buffer) -> int:
-        """Fill `into` as far as the file reaches; returns how many bytes.
+        """Fill `into` until the file ends; return the number of bytes.
 
         Raises:
             DamagedCheckpoint: the bytes, or others read meanwhile, do not verify.

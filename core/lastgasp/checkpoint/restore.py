@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that verifies, for a single process. Many ranks use `agree`."""
+"""Finds the newest checkpoint that verifies, for a single process. Several ranks use `agree`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def newest_good(
     *,
     fit: int | None = None,
 ) -> Candidate | None:
-    """The newest checkpoint whose content matches its manifest; None when there are none at all.
+    """Return the newest checkpoint whose content matches its manifest; None if there are none at all.
 
     Args:
         directories: where to look; layout: how checkpoints lie there.
         quarantine: whether newer ones that are proven bad are moved away, once a good one is found.
         job: when given, checkpoints of other jobs are not used.
-        fit: when given, those of other fits are not even looked at.
+        fit: when given, those of other fits are ignored.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none can be trusted. A file without a manifest counts:
@@ -59,7 +59,7 @@ def newest_good(
 
 
 def _judge(candidate: Candidate, layout: Layout) -> tuple[list[str], bool]:
-    """Reasons against it, none when it is good; and whether one is proven."""
+    """Reasons against it, none if it is good; and whether one is proven."""
     if candidate.problem is not None:
         return [candidate.problem], candidate.proven
     with progress_bar(f"verifying {candidate.path.name}") as progress:

@@ -1,4 +1,4 @@
-"""Remove old gasps. Only what lastgasp wrote as a gasp is ever removed, and never the newest good one."""
+"""Removes old gasps. Only what lastgasp wrote as a gasp is removed, and never the newest good one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .verify import verify
 def to_remove(
     found: list[Candidate], keep: int, kind: Kind = "gasp", protected: Collection[Path] = ()
 ) -> list[Candidate]:
-    """Which checkpoints are superfluous: all of `kind` but the `keep` newest. Pure.
+    """Return superfluous checkpoints: all of `kind` except the `keep` newest. Pure.
 
     Args:
-        found: newest first, as `candidates` gives them.
+        found: newest first, as `candidates` returns them.
         keep: how many of `kind` stay; at least 1.
-        kind: what may be removed; anything else, and anything without a sound manifest, stays.
+        kind: what may be removed; anything else, and anything without a valid manifest, is kept.
         protected: paths that stay and do not count; the newest verified one belongs here.
 
     Raises:
@@ -56,7 +56,7 @@ def apply(
         job: when given, gasps of other jobs stay.
         protected: paths known to be good, such as one just published. When empty, checkpoints are verified
             from the newest on until a good one is found; when none is good, nothing is removed.
-        kind: what is counted and removed; periodic checkpoints only by whoever wrote them.
+        kind: what is counted and removed; periodic checkpoints only by their writer.
         fit: when given, only those of this fit are counted and removed.
 
     Raises:
@@ -78,7 +78,7 @@ def apply(
 
 
 def _remove(path: Path, layout: Layout) -> None:
-    """Data first: a crash leaves a manifest without (all of) its data, which the next call removes."""
+    """Remove the data first: a crash leaves a manifest without (all of) its data, which the next call removes."""
     with locked(path.parent):
         temp = unique_temp(path)
         move_parts(path, layout, temp)

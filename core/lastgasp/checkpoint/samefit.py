@@ -1,4 +1,4 @@
-"""Which checkpoints of a directory are of one fit: a script may train several models one after the other."""
+"""Finds the checkpoints of one fit in a directory: a script may train several models one after another."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NUMBER = re.compile(r"fit=(\d+)")
 
 
 def name_of_fit(number: int) -> str:
-    """What the name of a checkpoint of that fit holds besides its step, so that two fits never write one file."""
+    """The part of a checkpoint's name that distinguishes its fit, so that two fits never write the same file."""
     return f"fit={number}-" if number else ""
 
 
 def number_of(candidate: Candidate) -> int | None:
-    """The fit that a checkpoint says it is of; None where it does not say."""
+    """The fit number in a checkpoint's manifest; None if it has none."""
     if candidate.manifest is not None and not isinstance(candidate.manifest.fit, msgspec.UnsetType):
         return candidate.manifest.fit.number
     named = _NUMBER.search(candidate.path.name)
@@ -28,12 +28,12 @@ def number_of(candidate: Candidate) -> int | None:
 
 
 def of_fit(found: Iterable[Candidate], number: int) -> list[Candidate]:
-    """Those that fit `number` may resume from; what does not say is the first fit's."""
+    """The checkpoints that fit `number` may resume from; those without a number belong to the first fit."""
     return [candidate for candidate in found if (number_of(candidate) or 0) == number]
 
 
 def differences(path: Path, saved: Fit | msgspec.UnsetType, now: Fit) -> list[str]:
-    """Why a fit must not resume from the checkpoint at `path`, one line each; what one of them lacks is equal."""
+    """Why a fit must not resume from the checkpoint at `path`, one line each; missing values count as equal."""
     if isinstance(saved, msgspec.UnsetType):
         return []
     lines = []

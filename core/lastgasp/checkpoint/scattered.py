@@ -1,7 +1,7 @@
-"""Checkpoints that are several files at scattered places, as MindFormers' and TensorFlow's. Implements `ports.Layout`.
+"""Checkpoints of several files in different places, as MindFormers' and TensorFlow's. Implements `ports.Layout`.
 
-A checkpoint has a name of its own, which no file has, in the directory that holds the files or their folders; its
-manifest stands there under that name. `rank_0/tiny_rank_0-2_4.ckpt` and `rank_1/tiny_rank_1-2_4.ckpt` may be
+A checkpoint has a name that none of its files has, in the directory that contains the files or their folders; its
+manifest is there under that name. `rank_0/tiny_rank_0-2_4.ckpt` and `rank_1/tiny_rank_1-2_4.ckpt` may be
 `tiny-2_4`, and `model-7.index` and `model-7.data-00000-of-00001` be `model-7`.
 """
 
@@ -23,7 +23,7 @@ from .layout import MANIFEST_SUFFIX, data_names
 class ScatteredLayout:
     """Several files per checkpoint: their paths tell which belong together.
 
-    Such a checkpoint is never overwritten, as a directory is not: several renames are not atomic (see `commit`).
+    Like a directory, such a checkpoint is never overwritten: several renames are not atomic (see `commit`).
 
     Args:
         pattern: regular expression that the POSIX path of a data file, relative to the directory, matches in full.
@@ -53,23 +53,23 @@ class ScatteredLayout:
             raise ConfigError("folders", self.folders, allowed, "Files lie one level deep.")
 
     def discover(self, directory: Path) -> Iterable[Path]:
-        """The checkpoints that files belong to, and names that only a manifest is left of."""
+        """The checkpoints that files belong to, and names of which only a manifest is left."""
         manifested = (name for name in data_names(directory) if (directory / (name + MANIFEST_SUFFIX)).is_file())
         titles = {title for _, title in self._data(directory)}
         titles |= {name for name in manifested if re.fullmatch(self.names, name)}
         return [directory / title for title in sorted(titles)]
 
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
-        """The files that are there, of this checkpoint. Raises OSError when a folder cannot be listed."""
+        """The existing files of this checkpoint. Raises OSError if a folder cannot be listed."""
         own = (path for path, title in self._data(checkpoint.parent) if title == checkpoint.name)
         return {path: checkpoint.parent / path for path in own}
 
     def parts(self, checkpoint: Path) -> list[Path]:
-        """Each file by itself."""
+        """Each file separately."""
         return sorted(self.files(checkpoint).values())
 
     def owns(self, checkpoint: Path, relative: str) -> bool:
-        """Whether the path tells that name."""
+        """Whether the path belongs to that name."""
         return self.title_of(relative) == checkpoint.name
 
     def manifest_path(self, checkpoint: Path) -> Path:
@@ -83,7 +83,7 @@ class ScatteredLayout:
         return int(found) if found else None
 
     def title_of(self, relative: str) -> str | None:
-        """The name of the checkpoint that a file at this path belongs to; None where it is no checkpoint's."""
+        """The name of the checkpoint that a file at this path belongs to, or None."""
         match = re.fullmatch(self.pattern, relative)
         return match.expand(self.title) if match else None
 

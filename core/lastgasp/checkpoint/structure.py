@@ -1,4 +1,4 @@
-"""Names and sizes of a checkpoint's files against its manifest; no content is read."""
+"""Compares names and sizes of a checkpoint's files with its manifest; reads no content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .verdict import Damage, of_error
 
 
 def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[Damage], list[FileEntry]]:
-    """Damages of names and sizes, and the entries whose content is worth reading. Never raises OSError."""
+    """Return damages of names and sizes, and the entries whose content is to be read. Never raises OSError."""
     damages, sound = [], []
     for entry in manifest.files:
         damage = size_damage(checkpoint.parent / entry.path, entry)
@@ -24,7 +24,7 @@ def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[
 
 
 def size_damage(path: Path, entry: FileEntry) -> Damage | None:
-    """What is wrong with the size of the file at `path`; None where nothing is."""
+    """The damage in the size of the file at `path`, or None."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -41,7 +41,7 @@ def size_damage(path: Path, entry: FileEntry) -> Damage | None:
 
 
 def _foreign(checkpoint: Path, layout: Layout, manifest: Manifest) -> list[Damage]:
-    """Files that the manifest does not name. Hidden ones (`.nfs...`, `.DS_Store`) are nobody's data."""
+    """Files that the manifest does not name. Hidden ones (`.nfs...`, `.DS_Store`) are ignored."""
     try:
         found = layout.files(checkpoint)
     except OSError as error:

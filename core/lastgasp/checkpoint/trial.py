@@ -1,8 +1,8 @@
-"""A checkpoint that verifies and yet does not load: all ranks try the newest, and together go on to the next.
+"""Handles checkpoints that verify but do not load: all ranks try the newest, then together the next one.
 
-It is the content that must be refused, and by every rank: one that is out of memory, or whose disk fails, says nothing
-about a checkpoint. Nothing is moved before another one has been loaded, so that a model that was just changed leaves
-everything where it is.
+A checkpoint is rejected only if every rank rejects its content: a rank that is out of memory, or whose disk fails,
+proves nothing about it. Nothing is moved before another one has been loaded, so that a changed model leaves everything
+in place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("lastgasp")
 
 
 class _Went(msgspec.Struct, frozen=True):
-    """How loading went on one rank: what the framework said against the content, empty where it loaded."""
+    """The result of loading on one rank: the framework's objection to the content, empty if it loaded."""
 
     problem: str
 
@@ -34,7 +34,7 @@ _WENT = msgspec.json.Decoder(_Went)
 
 
 def is_about_content(error: BaseException) -> bool:
-    """Whether an error that came out of loading speaks about what was loaded, and not about the machine."""
+    """Whether an error raised while loading is about the content and not about the machine."""
     if isinstance(error, LastgaspError):
         return isinstance(error, CheckpointError)
     return isinstance(error, Exception) and not isinstance(error, OSError | MemoryError | ImportError)
@@ -45,10 +45,10 @@ class Trial:
 
     Args:
         gather: the all-gather of the job.
-        about_content: tells a framework's errors apart; what it denies is raised at once.
+        about_content: classifies a framework's errors; those not about the content are raised at once.
 
     Attributes:
-        refused: what no rank could load, newest first, with the reasons.
+        refused: checkpoints that no rank could load, newest first, with the reasons.
     """
 
     def __init__(self, gather: Gather, about_content: Callable[[BaseException], bool] = is_about_content) -> None:
@@ -62,16 +62,16 @@ class Trial:
         """Load the newest that loads.
 
         Args:
-            choose: the newest good one besides the given paths, the same on every rank; None where there is none.
-            load: hands it to the framework, and lets what that raises through.
+            choose: returns the newest good one except the given paths, the same on every rank, or None.
+            load: loads it by the framework, and lets its exceptions pass.
 
         Returns:
-            What was loaded; None where there was nothing to load.
+            What was loaded; None if there was nothing to load.
 
         Raises:
             NothingLoads: there are checkpoints, and none of them loads; nothing was moved.
             CheckpointError: it loads here and not on another rank.
-            Exception: what the framework raised, where it is not about the content, or not on all ranks.
+            Exception: the framework's, if it is not about the content, or not on all ranks.
         """
         last: Exception | None = None
         while True:
@@ -91,14 +91,14 @@ class Trial:
         note: Callable[[str], None] = lambda text: _log.warning("%s", text),
         resumed: int | None = None,
     ) -> list[Path]:
-        """One has been loaded: move those away that were not, for the process that may.
+        """Move away the rejected ones after another one was loaded; for the process allowed to do so.
 
         Args:
-            layout_of: how a checkpoint lies; note: tells people what was moved and why, one line each.
-            resumed: the step of the one that was loaded, to say how many are trained again.
+            layout_of: returns a checkpoint's layout; note: reports what was moved and why, one line each.
+            resumed: the step of the loaded one, to report how many are trained again.
 
         Returns:
-            Where they are now.
+            Their new paths.
         """
         moved = [set_aside_unfit(one, reasons, layout_of(one.path)) for one, reasons in self.refused]
         for (one, reasons), home in zip(self.refused, moved, strict=True):
@@ -108,7 +108,7 @@ class Trial:
         return [home for home in moved if home is not None]
 
     def attempt(self, candidate: Candidate, load: Callable[[Candidate], None]) -> Exception | None:
-        """Have all ranks load one. None: it is loaded on all of them. An error: on none, and `refused` has it.
+        """Load one on all ranks. None: all have loaded it. An error: none has, and it is in `refused`.
 
         Raises:
             CheckpointError, Exception: as `load`.
@@ -131,20 +131,20 @@ class Trial:
         return own
 
     def _ask(self, candidate: Candidate, own: Exception | None) -> tuple[list[str], bool]:
-        """Why any rank could not load it, and whether none could."""
+        """The reasons of the ranks that could not load it, and whether none could."""
         self._number += 1
         mine = _Went("" if own is None else f"does not load: {_said(own)}")
         try:
             answers = self._gather(f"load/{self._number}", msgspec.json.encode(mine))
         except (ControlError, DeadlineExceeded) as error:
             if own is not None:
-                raise own from error  # the others may wait for this rank in a collective of the framework's
+                raise own from error  # the others may wait for this rank in a collective of the framework
             raise
         problems = [_WENT.decode(answer).problem for answer in answers]
         return merge_reasons([[problem] if problem else [] for problem in problems]), all(problems)
 
     def _refuse(self, last: Exception | None) -> NoReturn:
-        """None loads. A single one that is refused in words of ours needs no others."""
+        """Create the error that none loads. A single one rejected by our own error re-raises that."""
         if len(self.refused) == 1 and isinstance(last, LastgaspError) and not last.restart_helps:
             raise last
         folder = self.refused[0][0].path.parent
@@ -153,7 +153,7 @@ class Trial:
 
 
 def trained_again(passed_over: int | None, resumed: int | None) -> str:
-    """What passing over a checkpoint costs, to be put behind a sentence; empty where it costs nothing."""
+    """The cost of skipping a checkpoint, to append to a sentence; empty if there is none."""
     if passed_over is None or resumed is None or passed_over <= resumed:
         return ""
     steps = passed_over - resumed
@@ -161,6 +161,6 @@ def trained_again(passed_over: int | None, resumed: int | None) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Type and beginning: torch names what does not fit below the first line."""
+    """The type and first lines: torch lists what does not match below the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"

@@ -1,4 +1,4 @@
-"""Files of training that no layout explains: a directory with such is not an empty one."""
+"""Finds training files of no known layout: a directory with such files is not empty."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TRACKERS = ("latest_checkpointed_iteration.txt",)
 
 
 def unknown(directories: Iterable[Path], layout: Layout) -> dict[str, str]:
-    """What looks like a checkpoint of training and is not listed by `layout`: path -> why it is taken for one.
+    """Find what looks like a checkpoint and is not listed by `layout`: path -> why it is taken for one.
 
-    The name of a file says so (weights of a step or an epoch), or what a directory holds (distributed checkpoints, or
-    weights below a name with a step). Other files are the user's own: a model to start from, data, final weights.
+    It is recognised by a file's name (weights of a step or an epoch) or a directory's content (distributed checkpoints,
+    or weights below a name with a step). Other files are the user's: an initial model, data, final weights.
 
     Raises:
         OSError: a directory cannot be listed.
@@ -37,7 +37,7 @@ def unknown(directories: Iterable[Path], layout: Layout) -> dict[str, str]:
 
 
 def all_of_training(directories: Iterable[Path], layout: Layout) -> list[str]:
-    """What a start from scratch leaves unused: checkpoints, newest first, and what `unknown` finds.
+    """List what a start from scratch leaves unused: checkpoints, newest first, and what `unknown` finds.
 
     Raises:
         ConfigError, OSError: a directory cannot be listed.
@@ -47,7 +47,7 @@ def all_of_training(directories: Iterable[Path], layout: Layout) -> list[str]:
 
 
 def _names(directory: Path) -> list[str]:
-    """With hidden ones, as `.metadata` is; without what `quarantine` has moved."""
+    """All names, also hidden ones such as `.metadata`, except what `quarantine` has moved."""
     hidden = [".metadata"] if (directory / ".metadata").exists() else []
     return [name for name in (*data_names(directory), *hidden) if not is_moved_away(name)]
 
@@ -81,4 +81,4 @@ def _below(path: Path) -> list[str]:
         folders = [entry.path for entry in found if entry.is_dir()]
         return [entry.name for entry in found] + [name for folder in folders for name in os.listdir(folder)]
     except OSError:
-        return []  # no rank may fail over what is not even asked for
+        return []  # no rank may fail because of a directory that was not asked for

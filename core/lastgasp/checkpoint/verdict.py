@@ -1,4 +1,4 @@
-"""What verification says: damages and the verdict."""
+"""The results of verification: damages and the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DamageKind = Literal["no_manifest", "bad_manifest", "missing", "size", "digest",
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing wrong with one file. `offset` and `length` in bytes; length 0 means the whole file."""
+    """One damage of one file. `offset` and `length` in bytes; length 0 means the entire file."""
 
     file: str
     kind: DamageKind
@@ -21,7 +21,7 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
     length: int = 0
     detail: str
     proven: bool = False
-    """The content was read and is bad; it will not get better. Only then may it be quarantined."""
+    """Whether the content was read and is bad, which is permanent. Only then may it be quarantined."""
 
     def __str__(self) -> str:
         where = f" bytes {self.offset}-{self.offset + self.length}" if self.length else ""
@@ -29,7 +29,7 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found about its share of one checkpoint. `step` is None when no manifest tells it."""
+    """One rank's result for its share of one checkpoint. `step` is None without a manifest."""
 
     path: Path
     step: int | None
@@ -48,7 +48,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_manifest(checkpoint: Path, problem: ManifestProblem) -> Damage:
-    """The damage that a manifest's problem is."""
+    """The damage for a manifest's problem."""
     return Damage(
         file=checkpoint.name,
         kind="no_manifest" if problem.kind == "missing" else "bad_manifest",
@@ -58,13 +58,13 @@ def of_manifest(checkpoint: Path, problem: ManifestProblem) -> Damage:
 
 
 def of_error(file: str, offset: int, length: int, error: OSError) -> Damage:
-    """The damage that a failed read is; not proven, since the next read may succeed."""
+    """The damage for a failed read; not proven, since the next read may succeed."""
     detail = f"cannot be read: {error.strerror or error}"
     return Damage(file=file, kind="unreadable", offset=offset, length=length, detail=detail)
 
 
 def merge(damages: list[Damage]) -> list[Damage]:
-    """Join neighbours of one file that lie next to each other and say the same."""
+    """Merge adjacent damages of one file with the same detail."""
     merged: list[Damage] = []
     for damage in damages:
         last = merged[-1] if merged else None

@@ -1,4 +1,4 @@
-"""Compare a checkpoint with its manifest. Every outcome is a verdict; nothing on disk raises."""
+"""Compares a checkpoint with its manifest. Every outcome is a verdict; nothing on disk raises an error."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def verify(
 ) -> Verdict:
     """Check names, sizes and the share's chunk digests.
 
-    Content is proved by its xxh3-128 chunk digests; a SHA-256 in the manifest is for signatures and is not
+    Content is checked by its xxh3-128 chunk digests; a SHA-256 in the manifest is for signatures and is not
     recomputed here. Files are read, not mapped: a failed read of a mapping would kill the process.
 
     Args:
         checkpoint: the checkpoint; layout: how it lies.
         manifest: what to compare with; None reads it from disk. Ranks that agreed on one give it here.
         share: (i, n) checks the chunks whose number modulo n is i. Names and sizes are always checked.
-        progress: told about bytes; threads: how many read and hash.
-        read_by_others: files, by their names in the manifest, whose content whoever loads them verifies.
+        progress: called with bytes done; threads: number of reading threads.
+        read_by_others: files, by their names in the manifest, whose content is verified when they are loaded.
 
     Raises:
-        ConfigError: a share or a number of threads that makes no sense.
+        ConfigError: an invalid share or number of threads.
     """
     _check_arguments(share, threads)
     found = read_pair(checkpoint, layout) if manifest is None else manifest

@@ -1,4 +1,4 @@
-"""Whether a file of `torch.save` is whole, as far as it can tell itself: a zip file with a CRC-32 of each record."""
+"""Checks the integrity of a `torch.save` file by its own means: a zip file with a CRC-32 of each record."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from lastgasp._fs import open_regular
 
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files begin that torch before 1.6 wrote, and `_use_new_zipfile_serialization=False` writes: no checksums."""
+"""First bytes of files written by torch before 1.6 or with `_use_new_zipfile_serialization=False`: no checksums."""
 
 
 def torch_problem(path: Path) -> str:
-    """What is wrong with it; empty where nothing is, or where its old format cannot tell. Reads all of it."""
+    """The damage, or empty if there is none or the old format cannot show it. Reads the entire file."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             old = file.read(len(_BEFORE_1_6)) == _BEFORE_1_6
@@ -23,7 +23,7 @@ def torch_problem(path: Path) -> str:
 
 
 def zip_problem(path: Path) -> str:
-    """What is wrong with a zip file; empty where nothing is. Reads all of it."""
+    """The damage of a zip file, or empty. Reads the entire file."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()

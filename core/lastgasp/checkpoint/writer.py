@@ -1,4 +1,4 @@
-"""Who writes checkpoints, and of what format: what a manifest says of its origin."""
+"""Creates the provenance that manifests record: writer and format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .manifest import Fit, Kind, Provenance, World
 
 @dataclass
 class ManifestWriter:
-    """One job's, of one format.
+    """The provenance of one job's checkpoints in one format.
 
     Args:
         format: of the manifest.
-        place: who this rank is; replaced once the replicas are known.
-        fit: tells which fit this is, where the process may have several.
+        place: this rank's place; replaced once the replicas are known.
+        fit: returns the current fit, if the process may have several.
     """
 
     format: str
@@ -30,7 +30,7 @@ class ManifestWriter:
     fit: Callable[[], Fit] | None = None
 
     def provenance(self, step: int, kind: Kind, parent: str | None = None) -> Provenance:
-        """Who wrote the checkpoint of `step`.
+        """Return the provenance of the checkpoint of `step`.
 
         Args:
             parent: the name of the newest one before it (`newest_beside`).
@@ -43,6 +43,6 @@ class ManifestWriter:
         return made if self.fit is None else msgspec.structs.replace(made, fit=self.fit())
 
     def newest_beside(self, checkpoint: Path, layout: Layout) -> str | None:
-        """The newest other checkpoint in its directory that has a manifest: its parent. None where there is none."""
+        """The newest other checkpoint with a manifest in its directory, which is the parent; or None."""
         found = candidates([checkpoint.parent], layout)
         return next((c.path.name for c in found if c.manifest is not None and c.path.name != checkpoint.name), None)
