@@ -76,6 +76,8 @@ class Incident(msgspec.Struct, kw_only=True):
     """controller, or rank N if the controller was lost; MindIO if that led."""
     backend: str = "embedded"
     """The backend: embedded or mindio. Records of earlier versions lack this field."""
+    restart: str = ""
+    """How the controller's host started its ranks again: warm, or cold and why; empty where it did not."""
 
 
 def encode_incident(incident: Incident) -> bytes:

@@ -19,6 +19,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of
+from lastgasp.gasp import imported
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.groups import pack
@@ -267,6 +268,7 @@ class Session:
         self._backend.step_completed(step)
         self.step_completed = self._backend.step_completed
         self._processor.beat_now()
+        imported.report()
 
     def take_sigterm(self, users: Any = None) -> None:
         """Take over SIGTERM, on the main thread; `users` is the user's own handler, which is called as well."""

@@ -120,6 +120,8 @@ def _facts(record: Incident) -> Table:
         "files": "\n".join(line for name in record.files for line in _written(Path(name))) or "none",
         "led by": record.led_by or "unknown",
     }
+    if record.restart:
+        rows["restarted"] = record.restart
     for name, value in rows.items():
         table.add_row(name, escape(value))
     return table

@@ -41,6 +41,7 @@ class Incidents:
         self.current: Attempt | None = None
         self.previous: Attempt | None = None
         self._held_before = 0
+        self._started = (-1, "")
         self.tally = Tally()
         self._unexplained = set[int]()
         self._changed: dict[str, tuple[Incident, Path]] = {}
@@ -52,7 +53,18 @@ class Incidents:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()
             self._write(self.previous)
+            self.started(*self._started)
         return self.current
+
+    def started(self, attempt: int, how: str) -> None:
+        """The launcher tells how it has started the ranks of an attempt, before or after the first of them joins."""
+        self._started = (attempt, how)
+        current, previous = self.current, self.previous
+        if current is None or previous is None or previous.incident is None or current.hello.attempt != attempt:
+            return
+        previous.incident.restart = how
+        self._write(previous)
+        self.flush()
 
     def phase(self, note: RecordPhase) -> None:
         """Record the start of a phase; the last phase writes the record."""

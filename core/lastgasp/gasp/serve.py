@@ -96,6 +96,11 @@ class ControllerThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.report_exit, rank, how)
 
+    def report_start(self, attempt: int, how: str) -> None:
+        """Tell it how the ranks of this attempt were started; does not wait, as `report_exit`."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._controller.incidents.started, attempt, how)
+
     # What a launcher asks between two looks at its workers. These read what stands there: they neither wait for the
     # controller's loop, which may be behind, nor raise.
 

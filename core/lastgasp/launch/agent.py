@@ -33,6 +33,8 @@ from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections
+from lastgasp.launch.warm import Warm
+from lastgasp.launch.warm_torch import differs, forking, ranks_of
 from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
@@ -62,6 +64,8 @@ class GaspAgent(LocalElasticAgent):
         self._hosts: Counter[str] | None = None
         self._ever_used = False
         self._stopping = threading.Event()
+        self._warm = Warm()
+        self._warm.why = self._warm.why or differs()
         self._outlive_the_store()
 
     # -- start ------------------------------------------------------------------------------------
@@ -97,8 +101,10 @@ class GaspAgent(LocalElasticAgent):
         self._reap(worker_group)
         self._mark = orphans.new_mark()
         self._stopping.clear()
-        os.environ.update(self._attempt.environment | {orphans.MARK: self._mark})
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        os.environ.update(self._attempt.environment | {orphans.MARK: self._mark} | self._warm.begin())
+        with forking(self._warm):
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        self._attempt.report_start(str(self._warm.start))
         self._hold_before_closing(worker_group)
         return started
 
@@ -176,6 +182,8 @@ class GaspAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(used, frozenset(failure.exitcode for failure in result.failures.values()))
+        elif result.state is WorkerState.HEALTHY and (ranks := ranks_of(self._pcontext)) is not None:
+            self._warm.look(ranks)
         return result
 
     def _hold(self, worker_group: WorkerGroup) -> None:
@@ -281,6 +289,7 @@ class GaspAgent(LocalElasticAgent):
             lost = error
         finally:
             forwarder.close()
+            self._warm.close()
             self._say_event("stopping")
             self._job_log.ended(self._attempts.summary(ending))
             reset.close()

@@ -62,6 +62,14 @@ class LaunchAttempt:
         if self.controller is not None:
             self.controller.report_exit(rank, how)
 
+    def report_start(self, how: str) -> None:
+        """The workers of this node have been started: warm, or cold and why. Told of a restart only."""
+        if self.number == 0:
+            return
+        log.info("restarted %s", how)
+        if self.controller is not None:
+            self.controller.report_start(self.number, how)
+
     def over_for(self) -> float | None:
         """Seconds since the recovery ended, as far as this node knows."""
         return None if self.controller is None else self.controller.over_for(self.number)

@@ -1,0 +1,90 @@
+"""What a rank has imported, for the launcher of its host, which prepares a process from which it can be forked again.
+
+Written once, when the first step is completed: by then everything that a step needs has been imported, torch's
+compiler included, which the first step of an optimizer brings in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+VARIABLE = "LASTGASP_IMPORTED"
+"""Set by the launcher for its ranks: the file that the first of them writes to."""
+AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "PYTORCH_", "ATEN_")
+"""Variables with such names are read when libraries are loaded. A script that sets one must set it before that."""
+_LIBRARIES = ("site-packages", "dist-packages")
+_NOT = ("torch._inductor", "triton")
+"""Importing these may start torch's compile workers."""
+
+
+class Imported(msgspec.Struct, frozen=True):
+    """What one rank reports.
+
+    Attributes:
+        modules: in the order in which they were imported; libraries only, never the user's own files.
+        environment: variables of `AT_IMPORT` that the rank has set or changed itself; None: it has deleted one.
+    """
+
+    modules: list[str]
+    environment: dict[str, str | None] = {}
+
+
+def report() -> None:
+    """On a rank: tell the launcher, where it asks for that. The first rank of a host does. Never raises."""
+    path = os.environ.get(VARIABLE)
+    if not path or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    found = Imported(list(libraries(sys.modules)), changed(_at_start(), os.environ))
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:  # the launcher is gone
+        return
+    try:
+        os.write(file, msgspec.json.encode(found) + b"\n")
+    except OSError:
+        pass
+    finally:
+        os.close(file)
+
+
+def libraries(modules: Mapping[str, ModuleType | None]) -> Iterator[str]:
+    """The names of modules that lie in the standard library, in site-packages, or are lastgasp's own."""
+    standard = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+    for name, module in list(modules.items()):
+        origin = _origin(module)
+        if not origin or name == "__main__" or name.endswith(".__main__"):
+            continue
+        if any(name == one or name.startswith(f"{one}.") for one in _NOT):
+            continue
+        library = any(f"{os.sep}{folder}{os.sep}" in origin for folder in _LIBRARIES)
+        if library or origin.startswith(standard) or name.partition(".")[0].startswith("lastgasp"):
+            yield name
+
+
+def _origin(module: Any) -> str:
+    """Where it was loaded from; empty for what cannot be imported from a file."""
+    try:
+        spec = vars(module).get("__spec__")
+        return str(spec.origin or "") if spec is not None and spec.name == module.__name__ else ""
+    except Exception:  # a stand-in that somebody has put into sys.modules
+        return ""
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """Variables of `AT_IMPORT` that differ."""
+    names = {name for name in (*before, *now) if name.startswith(AT_IMPORT)}
+    return {name: now.get(name) for name in sorted(names) if before.get(name) != now.get(name)}
+
+
+def _at_start() -> dict[str, str]:
+    """The environment that this process was started with."""
+    with open("/proc/self/environ", "rb") as file:
+        lines = os.fsdecode(file.read()).split("\0")
+    return {name: value for name, _, value in (line.partition("=") for line in lines) if name}

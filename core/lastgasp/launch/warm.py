@@ -1,0 +1,169 @@
+"""Restarts from a warm process: when there is one, what it prepares, and why a restart has to do without.
+
+Once a job has completed its first step, its first rank reports what it has imported (`gasp.imported`). The launcher
+then starts a process that imports the same, and has the ranks of the next attempt forked from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp.errors import ConfigError
+from lastgasp.gasp.imported import VARIABLE, Imported
+from lastgasp.launch.forked import ForkedProcess
+from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
+
+log = logging.getLogger("lastgasp.launch")
+
+SWITCH = "LASTGASP_WARM"
+NOT_YET = "no rank has completed a step that long before"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the ranks of this host are started.
+
+    Attributes:
+        command: of the first one: executable, -u, script or -m module, arguments.
+        environments: what each gets on top of the launcher's own environment; also what it alone must get.
+    """
+
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+
+    def cannot(self) -> str:
+        """Why they cannot be forked, or empty."""
+        if len(self.command) < 3 or self.command[1] != "-u":
+            return "the ranks are no Python scripts"
+        script = self.command[2]
+        if script == "-m":
+            return "" if len(self.command) > 3 else "no module is named"
+        return "" if os.path.isfile(script) and not script.endswith(".pyc") else f"{script} is no Python source file"
+
+    def own(self) -> set[str]:
+        """Names of variables that a rank may have its own value of."""
+        return {name for one in self.environments for name, value in one.items() if os.environ.get(name) != value}
+
+
+@dataclass
+class Start:
+    """How the ranks of one attempt were started on this host."""
+
+    forked: int = 0
+    spawned: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        """For people: warm, or cold and why."""
+        if not self.spawned:
+            return "warm"
+        return f"cold: {self.why}" if not self.forked else f"{self.forked} ranks warm, {self.spawned} cold: {self.why}"
+
+
+@dataclass
+class Warm:
+    """One per launcher; all of it is called on its main thread. Close it when the job ends.
+
+    Raises (constructor):
+        ConfigError: LASTGASP_WARM.
+    """
+
+    why: str = field(default_factory=lambda: "" if enabled() else f"{SWITCH}=off")
+    start: Start = field(default_factory=Start)
+    _process: WarmProcess | None = None
+    _file: int = field(default_factory=lambda: os.memfd_create("lastgasp-imported", os.MFD_CLOEXEC))
+    _begun: float = 0.0
+
+    def begin(self) -> dict[str, str]:
+        """Ranks are about to be started. Returns what their environment needs."""
+        self.start = Start()
+        if self.why or self._process is not None:
+            return {VARIABLE: ""}
+        os.ftruncate(self._file, 0)
+        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._file}"}
+
+    def look(self, ranks: Ranks) -> None:
+        """Between two looks at the workers: start the process once it is known what to import, see that it is ready."""
+        if self.why:
+            return
+        try:
+            if self._process is not None:
+                self._see(self._process)
+            elif (found := self._reported()) is not None:
+                self._prepare(ranks, found)
+        except (NoFork, OSError) as error:
+            self._cannot(str(error))
+
+    def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
+    ) -> ForkedProcess | None:
+        """A rank, where it can be forked; None where it must be started as ever."""
+        try:
+            if self._process is None:
+                raise NoFork(self.why or NOT_YET)
+            if why := Ranks(command, ()).cannot():
+                raise NoFork(why)
+            forked = self._process.fork(order_for(command, environment), streams)
+        except (NoFork, OSError) as error:
+            self.start.spawned += 1
+            self.start.why = self.start.why or str(error)
+            if self._process is not None and self._process.gone:
+                self._process = None
+            return None
+        self.start.forked += 1
+        return forked
+
+    def close(self) -> None:
+        """End the process; idempotent. Its ranks are not harmed."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self.why = self.why or "the job has ended"
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _reported(self) -> Imported | None:
+        size = os.fstat(self._file).st_size
+        line, end, _ = os.pread(self._file, size, 0).partition(b"\n") if size else (b"", b"", b"")
+        return msgspec.json.decode(line, type=Imported) if end else None
+
+    def _prepare(self, ranks: Ranks, found: Imported) -> None:
+        if why := ranks.cannot():
+            raise NoFork(why)
+        own = ranks.own()
+        environment = {name: value for name, value in os.environ.items() if name not in own}
+        plan = {"modules": found.modules, "environment": found.environment, "own": sorted(own)}
+        self._begun = _clock.monotonic()
+        self._process = WarmProcess(ranks.command, environment, plan)
+
+    def _see(self, process: WarmProcess) -> None:
+        if (memory := process.look()) is not None:
+            log.info("a restart will fork its ranks from a warm process (%d MB, ready after %.1f s)",
+                     memory / 1e6, _clock.monotonic() - self._begun)  # fmt: skip
+
+    def _cannot(self, why: str) -> None:
+        """Give it up for this job."""
+        log.info("a restart will start its ranks anew, not fork them from a warm process: %s", why)
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self.why = why
+
+
+def enabled() -> bool:
+    """As the user has it.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    value = os.environ.get(SWITCH) or "auto"
+    if value not in ("auto", "off"):
+        raise ConfigError(SWITCH, value, "auto or off", "Leave it out for auto.")
+    return value == "auto"

@@ -1,0 +1,77 @@
+"""What the warm process imports, without being in the way of who trains, and whether it may then be forked."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lastgasp.launch import warm_checks
+
+SLICE, PAUSE = 0.02, 0.04
+"""Seconds of processor time after which the process looks whether it had to wait for a processor, and how long it then
+rests. Its priority stays as it is: a nicer one could not be undone in the ranks without a privilege."""
+WAITED = 2_000_000
+"""Nanoseconds of waiting in one slice that mean a busy machine."""
+
+
+def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
+    """Import; why ranks must not be forked from this process, or empty.
+
+    Args:
+        plan: modules: their names, in order. environment: what the ranks have set themselves of the variables that
+            are read at an import. own: names of variables that each rank has its own value of.
+    """
+    with warm_checks.watching_environment(frozenset(plan["own"])) as readers:
+        for name in plan["modules"]:
+            try:
+                importlib.import_module(name)
+            except Exception:  # the rank imported it under other circumstances, and will again
+                continue
+    for module, name in readers.items():
+        return f"{module} reads {name} when it is imported"
+    for name, value in plan["environment"].items():
+        if os.environ.get(name) != value:
+            return f"the script sets {name} itself, which is read by imports"
+    why = warm_checks.fork_once() or warm_checks.unsafe(own)
+    gc.collect()
+    gc.freeze()  # the garbage collector of a rank leaves these pages shared
+    return why
+
+
+def own_memory() -> int:
+    """Bytes that would be free without this process."""
+    with open("/proc/self/smaps_rollup") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+
+
+@contextmanager
+def resting() -> Iterator[None]:
+    """Rest whenever others need the processor."""
+    waited = _waited()
+
+    def look(number: int, frame: object) -> None:
+        nonlocal waited
+        if (now := _waited()) - waited > WAITED:
+            time.sleep(PAUSE)
+        waited = now
+
+    signal.signal(signal.SIGPROF, look)
+    signal.siginterrupt(signal.SIGPROF, False)
+    signal.setitimer(signal.ITIMER_PROF, SLICE, SLICE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+def _waited() -> int:
+    """Nanoseconds that this process was ready to run and did not get a processor."""
+    with open("/proc/self/schedstat") as file:
+        return int(file.read().split()[1])

@@ -1,0 +1,62 @@
+"""Puts the warm process where torch's launcher starts a rank: its handler keeps log files, signals and waiting.
+
+Built on private names of torch 2.13 (docs/facts/torchrun.md); where they differ, ranks are started as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed.elastic.multiprocessing.api as api
+from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+
+from lastgasp.launch.warm import Ranks, Warm
+
+_MAKER = ("entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options")
+
+
+def differs() -> str:
+    """In what torch's way to start a rank is not as we know it; empty where it is."""
+    maker, handler = getattr(api, "get_subprocess_handler", None), getattr(api, "SubprocessHandler", None)
+    popen = getattr(handler, "_popen", None)
+    if maker is None or popen is None:
+        return "this torch starts its ranks in another way"
+    if tuple(inspect.signature(maker).parameters) != _MAKER:
+        return "get_subprocess_handler of this torch takes other arguments"
+    if tuple(inspect.signature(popen).parameters) != ("self", "args", "env"):
+        return "SubprocessHandler._popen of this torch takes other arguments"
+    return ""
+
+
+@contextmanager
+def forking(warm: Warm) -> Iterator[None]:
+    """Inside, torch's launcher gets its ranks from `warm` where that has any."""
+    if differs():
+        yield
+        return
+
+    class Handler(api.SubprocessHandler):
+        """torch's, for a rank that may be forked."""
+
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            files = (None, self._stdout, self._stderr)
+            streams = [number if file is None else file.fileno() for number, file in enumerate(files)]
+            return warm.fork(args, env, streams) or super()._popen(args, env)
+
+    original = api.get_subprocess_handler
+    vars(api)["get_subprocess_handler"] = Handler
+    try:
+        yield
+    finally:
+        vars(api)["get_subprocess_handler"] = original
+
+
+def ranks_of(context: PContext | None) -> Ranks | None:
+    """How the ranks of this host were started; None where that was not by a command line."""
+    if not isinstance(context, SubprocessContext):
+        return None
+    command = (str(context.entrypoint), *map(str, context.args[0]))
+    return Ranks(command, tuple(context.envs.values()))
