@@ -8,11 +8,8 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,90 +17,15 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.checkpoint import SingleFile, candidates, verify
-from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
-from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked, run_job
+from lastgasp.testing.jobs import Finished
 from lastgasp.testing.weights import differences
-from support import lean
+from support.launchers import PATIENCE, SUPPORT, finish, incidents, run, running, torchrun, until
 from support.places import without_places
 from support.ports import free_port
 
-SUPPORT = Path(__file__).parents[1] / "support"
 TINY, WORKER = SUPPORT / "train_tiny.py", SUPPORT / "launch_worker.py"
-LIMIT = 300.0
-"""Seconds for one job with its restarts, on a loaded machine."""
-PATIENCE = 150.0
-"""Seconds that something which must happen may take."""
-
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def run(*more: object, ranks: int = 2) -> list[str]:
-    """`lastgasp run`."""
-    return [lean.python(), "-m", "lastgasp", "run", "--nproc-per-node", str(ranks), *map(str, more)]
-
-
-def torchrun(*more: object, ranks: int = 2) -> list[str]:
-    """Plain torchrun on one node."""
-    torch = [lean.python(), "-m", "torch.distributed.run", "--standalone"]
-    return [*torch, "--nproc-per-node", str(ranks), *map(str, more)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Workers find the test's helpers; nothing of the shell's own jobs gets through."""
-    paths = os.pathsep.join(filter(None, [str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
-    shell = {name: value for name, value in os.environ.items() if not name.startswith(("LASTGASP_DIR", "PET_"))}
-    return shell | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
-
-
-def finish(command: list[str], folder: Path, **variables: str) -> Finished:
-    """Run one job to its end; nothing of it may be left."""
-    done = run_job(command, folder / "log", timeout=LIMIT, environ=environment(**variables))
-    assert done.left == (), done.output[-4000:]
-    return done
-
-
-class Running:
-    """A job that the test does things to."""
-
-    def __init__(self, command: list[str], folder: Path, mark: str, variables: Mapping[str, str]) -> None:
-        self.log = folder / f"log-{uuid.uuid4().hex[:6]}"
-        with self.log.open("wb") as file:
-            self.process = subprocess.Popen(
-                command, env=environment(**variables) | {MARK: mark}, stdout=file, stderr=file, stdin=subprocess.DEVNULL
-            )
-
-    def code(self) -> int:
-        """The launcher's exit code."""
-        return self.process.wait(LIMIT)
-
-    @property
-    def output(self) -> str:
-        """What it has written so far."""
-        return self.log.read_text(errors="replace")
-
-
-@contextmanager
-def running(folder: Path, *commands: list[str], **variables: str) -> Iterator[list[Running]]:
-    """Start launchers; afterwards no process of theirs is left."""
-    mark = uuid.uuid4().hex
-    jobs: list[Running] = []
-    try:
-        jobs += [Running(command, folder, mark, variables) for command in commands]
-        yield jobs
-        until(lambda: not list(marked(MARK, mark)), "no process left")
-    finally:
-        kill_marked(MARK, mark)
-        for job in jobs:
-            job.process.wait()
-
-
-def until(condition: Any, what: str) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
-        time.sleep(0.02)
 
 
 def ranks_told(directory: Path, attempt: int, world: int = 2) -> list[dict[str, Any]]:
@@ -115,12 +37,6 @@ def ranks_told(directory: Path, attempt: int, world: int = 2) -> list[dict[str, 
 def told(directory: Path, attempt: int) -> list[dict[str, Any]]:
     """The same, as far as there is any."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob(f"rank-*-{attempt}"))]
-
-
-def incidents(directory: Path) -> list[Incident]:
-    """All records, oldest first."""
-    found = [decode_incident(path.read_bytes()) for path in (directory / "incidents").glob("*.json")]
-    return sorted(found, key=lambda incident: incident.id)
 
 
 # -- when to stop ----------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """A rank of a job that waits, in the middle of its first attempt, until the test lets it go on.
 
 Usage: warm_worker.py SHAPE DIRECTORY [MORE]: `lightning` is `train_tiny`, `loop` is `train_loop`; both train 12 steps.
-Each rank writes what it is into DIRECTORY/rank-RANK-ATTEMPT.json.
+Each rank writes what it is into DIRECTORY/rank-RANK-ATTEMPT.json, and imports the module that WARM_TEST_IMPORT names.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -18,21 +19,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.interpreter import interpreter
+
 GATE = 6
 """Before the pass of this number, counted from 1."""
 
 
 def main() -> None:
     """One rank."""
+    if extra := os.environ.get("WARM_TEST_IMPORT"):
+        importlib.import_module(extra)
     shape, directory = sys.argv[1], Path(sys.argv[2])
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True, parents=True)
     attempt = os.environ.get("LASTGASP_ATTEMPT", "0")
     (directory / f"rank-{os.environ['RANK']}-{attempt}.json").write_text(json.dumps(facts()))
     sys.argv[1:] = ["--dir", str(directory), "--final", str(directory / "final.pt"), *sys.argv[3:]]
     first = attempt == "0"
     if shape == "lightning":
+        from lightning.fabric.utilities import rank_zero
+        from torchmetrics.utilities import prints
+
         from support import train_tiny
 
+        ranks = [rank_zero.rank_zero_only.rank, prints.rank_zero_only.rank]
+        (directory / f"read-{os.environ['RANK']}-{attempt}.json").write_text(json.dumps(ranks))
         train_tiny.Tiny.training_step = gated(train_tiny.Tiny.training_step, directory, first)  # type: ignore[method-assign]
         train_tiny.main()
     else:
@@ -57,22 +67,10 @@ def gated(inner: Callable[..., Any], directory: Path, closed: bool) -> Callable[
 
 
 def facts() -> dict[str, Any]:
-    """What a fresh interpreter has, and a forked one must have as well."""
-    status = Path("/proc/self/status").read_text()
-    main = sys.modules["__main__"]
-    return {
-        "pid": os.getpid(),
-        "argv": sys.argv[1:],
-        "folder": sys.path[0],
-        "main": {name: repr(vars(main)[name]) for name in ("__name__", "__file__", "__spec__", "__cached__")},
-        "descriptors": sorted(os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if int(n) > 2
-                              and os.path.exists(f"/proc/self/fd/{n}")),
-        "signals": [line for line in status.splitlines() if line.startswith("Sig")],
-        "cmdline": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode().split("\0"),
-        "leads": os.getsid(0) == os.getpgid(0) == os.getpid(),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if not k.startswith(("LASTGASP", "TORCHELASTIC"))},
+    """What a fresh interpreter has, and a forked one must have as well; `pid`, `parent` and `seeds` are its own."""
+    return interpreter() | {
         "seeds": [torch.initial_seed(), random.getrandbits(64), int(np.random.randint(1 << 62))],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Warm:
     _process: WarmProcess | None = None
     _file: int = field(default_factory=lambda: os.memfd_create("lastgasp-imported", os.MFD_CLOEXEC))
     _begun: float = 0.0
+    _lost: str = ""
 
     def begin(self) -> dict[str, str]:
         """Ranks are about to be started. Returns what their environment needs."""
@@ -106,15 +107,14 @@ class Warm:
         """A rank, where it can be forked; None where it must be started as ever."""
         try:
             if self._process is None:
-                raise NoFork(self.why or NOT_YET)
+                raise NoFork(self.why or self._lost or NOT_YET)
             if why := Ranks(command, ()).cannot():
                 raise NoFork(why)
             forked = self._process.fork(order_for(command, environment), streams)
         except (NoFork, OSError) as error:
             self.start.spawned += 1
             self.start.why = self.start.why or str(error)
-            if self._process is not None and self._process.gone:
-                self._process = None
+            self._forget_if_gone()
             return None
         self.start.forked += 1
         return forked
@@ -144,9 +144,17 @@ class Warm:
         self._process = WarmProcess(ranks.command, environment, plan)
 
     def _see(self, process: WarmProcess) -> None:
-        if (memory := process.look()) is not None:
+        if process.ready:
+            self._forget_if_gone()
+        elif (memory := process.look()) is not None:
             log.info("a restart will fork its ranks from a warm process (%d MB, ready after %.1f s)",
                      memory / 1e6, _clock.monotonic() - self._begun)  # fmt: skip
+
+    def _forget_if_gone(self) -> None:
+        """The ranks of the next attempt report again what they have imported, and it is made anew."""
+        if self._process is not None and (how := self._process.gone):
+            self._lost, self._process = how, None
+            log.info("the next restart will start its ranks anew: %s", how)
 
     def _cannot(self, why: str) -> None:
         """Give it up for this job."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 DEVICES = ("/dev/nvidia", "/dev/davinci", "/dev/hisi", "/dev/kfd", "/dev/dri/", "/dev/infiniband/", "/dev/accel")
@@ -78,7 +79,7 @@ def _device_is_broken() -> bool:
     return any(getattr(module, "_is_in_bad_fork", bool)() for module in _devices())
 
 
-def _devices() -> Iterator[object]:
+def _devices() -> Iterator[Any]:
     torch = sys.modules.get("torch")
     for name in ("cuda", "npu", "xpu"):
         module = getattr(torch, name, None)
@@ -103,7 +104,7 @@ def watching_environment(names: Collection[str]) -> Iterator[dict[str, str]]:
                 found.setdefault(reader, name)
         return original(self, name)
 
-    kind.__getitem__ = getitem  # type: ignore[method-assign, assignment]
+    kind.__getitem__ = getitem  # type: ignore[method-assign]
     try:
         yield found
     finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,9 +66,13 @@ class WarmProcess:
         return self._process.pid
 
     @property
-    def gone(self) -> bool:
-        """It has ended, or has been ended."""
-        return self._process.returncode is not None
+    def gone(self) -> str:
+        """How it has ended, or has been ended; empty while it runs."""
+        pid, code = self._process.pid, self._process.returncode
+        if code is None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return ""
+        self.close()
+        return f"the warm process is gone ({describe_exit(self._process.returncode)})"
 
     def look(self) -> int | None:
         """Whether it has become ready since the last look. Does not wait.
@@ -115,8 +121,10 @@ class WarmProcess:
         """End it, and wait for that; ranks go on. Idempotent."""
         self.ready = False
         self._connection.close()
-        if self._process.poll() is None:
-            self._process.kill()
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # what its imports have started goes with it
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _order(self, data: bytes, *descriptors: int) -> None:
@@ -125,7 +133,7 @@ class WarmProcess:
             os.write(memory, data)
             socket.send_fds(self._connection, [b"x"], [memory, *descriptors])
         except OSError as error:
-            raise NoFork(self._gone()) from error
+            raise NoFork(self._end()) from error
         finally:
             os.close(memory)
 
@@ -136,15 +144,16 @@ class WarmProcess:
         except OSError:
             data = b""
         if not data:
-            raise NoFork(self._gone())
+            raise NoFork(self._end())
         answer: dict[str, Any] = json.loads(data)
         if why := answer.get("why"):
             raise NoFork(why)
         return answer
 
-    def _gone(self) -> str:
+    def _end(self) -> str:
+        """It does not answer any more."""
         self.close()
-        return f"the warm process is gone ({describe_exit(self._process.returncode)})"
+        return self.gone
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+"""Ranks of a restart are forked from a warm process: no step lost, bit-equal, and started as ever where that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.jobs import MARK, marked, read_proc
+from lastgasp.testing.weights import differences
+from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, until
+
+WORKER = SUPPORT / "warm_worker.py"
+READY, REFUSED = "a restart will fork its ranks from a warm process", "a restart will start its ranks anew"
+KILL = "kind=sigkill,rank=1,step=9,phase=backward"
+OWN = ("pid", "draws", "seeds")
+"""Facts that no two processes share."""
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@contextmanager
+def killed(command: list[str], folder: Path, **variables: str) -> Iterator[tuple[Running, Path]]:
+    """A job whose rank 1 is killed in backward after step 9, which comes once the test opens the gate."""
+    directory, log = folder / "d", folder / "faults.log"
+    with running(folder, command, LASTGASP_FAULT=KILL, LASTGASP_FAULT_LOG=str(log), **variables) as [job]:
+        yield job, directory
+        (directory / "go").touch()
+        assert job.code() == 0, job.output[-4000:]
+    assert [(fault["at_rank"], fault["at_step"]) for fault in read_log(log)] == [(1, 9)], job.output[-4000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 9, 0)
+
+
+def restart_of(directory: Path) -> str:
+    """How the job was restarted, as its incident says."""
+    [incident] = incidents(directory)
+    return incident.restart
+
+
+def facts(directory: Path, what: str, rank: int, attempt: int) -> Any:
+    """What a rank wrote about itself."""
+    return json.loads((directory / f"{what}-{rank}-{attempt}.json").read_text())
+
+
+@pytest.mark.parametrize(("shape", "launcher"), [("lightning", run), ("loop", torchrun)], ids=["lightning", "loop"])
+def test_ranks_are_forked_after_a_kill(shape: str, launcher: Any, tmp_path: Path) -> None:
+    with killed(launcher(WORKER, shape, tmp_path / "d"), tmp_path) as (job, directory):
+        until(lambda: READY in job.output, "the warm process is ready")
+    assert restart_of(directory) == "warm"
+    assert "restarted warm" in job.output
+
+    before, after = ([facts(directory, "rank", rank, attempt) for rank in (0, 1)] for attempt in (0, 1))
+    for cold, warm in zip(before, after, strict=True):
+        assert {k: v for k, v in warm.items() if k not in OWN} == {k: v for k, v in cold.items() if k not in OWN}
+    seeds = [seed for rank in (*before, *after) for seed in rank["seeds"]]
+    assert len(set(seeds)) == len(seeds) == 12
+    if shape == "lightning":
+        assert [facts(directory, "read", rank, 1) for rank in (0, 1)] == [[0, 0], [1, 1]]
+
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (undisturbed / "go").touch()
+    assert finish(torchrun(WORKER, shape, undisturbed), tmp_path, LASTGASP_WARM="off").ok
+    assert differences(directory / "final.pt", undisturbed / "final.pt") == []
+
+
+def test_an_import_that_starts_a_thread_is_told_of_and_ranks_start_as_ever(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "culprit.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    paths = os.pathsep.join((str(library), str(SUPPORT.parent)))
+    variables = {"PYTHONPATH": paths, "WARM_TEST_IMPORT": "culprit"}
+    with killed(run(WORKER, "loop", tmp_path / "d"), tmp_path, **variables) as (job, directory):
+        until(lambda: REFUSED in job.output, "the warm process was given up")
+    [line] = [line for line in job.output.splitlines() if REFUSED in line]
+    assert line.endswith("an import has started a thread")
+    assert restart_of(directory) == "cold: an import has started a thread"
+
+
+def test_the_death_of_the_warm_process_costs_nothing(tmp_path: Path) -> None:
+    with killed(run(WORKER, "loop", tmp_path / "d"), tmp_path) as (job, directory):
+        until(lambda: READY in job.output, "the warm process is ready")
+        mark = dict(line.split(b"=", 1) for line in read_proc(str(job.process.pid), "environ").split(b"\0") if line)
+        [pid] = [pid for pid, line in marked(MARK, mark[MARK.encode()].decode()) if "warm_server" in line]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "the next restart will start its ranks anew" in job.output, "its death was seen")
+    assert restart_of(directory) == "cold: the warm process is gone (killed by SIGKILL)"
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    with killed(run(WORKER, "loop", tmp_path / "d"), tmp_path, LASTGASP_WARM="off") as (job, directory):
+        until(directory.exists, "the job has begun")
+    assert READY not in job.output
+    assert restart_of(directory) == "cold: LASTGASP_WARM=off"
