@@ -20,6 +20,7 @@ from lastgasp.checkpoint import SingleFile, candidates, verify
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished
 from lastgasp.testing.weights import differences
+from support import lean
 from support.launchers import PATIENCE, SUPPORT, finish, incidents, run, running, torchrun, until
 from support.places import without_places
 from support.ports import free_port

@@ -50,7 +50,9 @@ def facts(directory: Path, what: str, rank: int, attempt: int) -> Any:
     return json.loads((directory / f"{what}-{rank}-{attempt}.json").read_text())
 
 
-@pytest.mark.parametrize(("shape", "launcher"), [("lightning", run), ("loop", torchrun)], ids=["lightning", "loop"])
+@pytest.mark.parametrize(
+    ("shape", "launcher"), [("lightning", run), pytest.param("loop", torchrun, marks=pytest.mark.full)]
+)
 def test_ranks_are_forked_after_a_kill(shape: str, launcher: Any, tmp_path: Path) -> None:
     with killed(launcher(WORKER, shape, tmp_path / "d"), tmp_path) as (job, directory):
         until(lambda: READY in job.output, "the warm process is ready")
@@ -72,6 +74,18 @@ def test_ranks_are_forked_after_a_kill(shape: str, launcher: Any, tmp_path: Path
     assert differences(directory / "final.pt", undisturbed / "final.pt") == []
 
 
+@contextmanager
+def gated(folder: Path, **variables: str) -> Iterator[tuple[Running, Path]]:
+    """A job without torch in its ranks; one kills itself after step 3, which comes once the test opens the gate."""
+    directory = folder / "d"
+    with running(folder, run(SUPPORT / "launch_worker.py", directory, "gated", 3), **variables) as [job]:
+        yield job, directory
+        (directory / "go").touch()
+        assert job.code() == 0, job.output[-4000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 3, 0)
+
+
 def test_an_import_that_starts_a_thread_is_told_of_and_ranks_start_as_ever(tmp_path: Path) -> None:
     library = tmp_path / "site-packages"
     library.mkdir()
@@ -79,8 +93,7 @@ def test_an_import_that_starts_a_thread_is_told_of_and_ranks_start_as_ever(tmp_p
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     paths = os.pathsep.join((str(library), str(SUPPORT.parent)))
-    variables = {"PYTHONPATH": paths, "WARM_TEST_IMPORT": "culprit"}
-    with killed(run(WORKER, "loop", tmp_path / "d"), tmp_path, **variables) as (job, directory):
+    with gated(tmp_path, PYTHONPATH=paths, LAUNCH_WORKER_IMPORT="culprit") as (job, directory):
         until(lambda: REFUSED in job.output, "the warm process was given up")
     [line] = [line for line in job.output.splitlines() if REFUSED in line]
     assert line.endswith("an import has started a thread")
@@ -88,17 +101,10 @@ def test_an_import_that_starts_a_thread_is_told_of_and_ranks_start_as_ever(tmp_p
 
 
 def test_the_death_of_the_warm_process_costs_nothing(tmp_path: Path) -> None:
-    with killed(run(WORKER, "loop", tmp_path / "d"), tmp_path) as (job, directory):
+    with gated(tmp_path) as (job, directory):
         until(lambda: READY in job.output, "the warm process is ready")
         mark = dict(line.split(b"=", 1) for line in read_proc(str(job.process.pid), "environ").split(b"\0") if line)
         [pid] = [pid for pid, line in marked(MARK, mark[MARK.encode()].decode()) if "warm_server" in line]
         os.kill(pid, signal.SIGKILL)
         until(lambda: "the next restart will start its ranks anew" in job.output, "its death was seen")
     assert restart_of(directory) == "cold: the warm process is gone (killed by SIGKILL)"
-
-
-def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    with killed(run(WORKER, "loop", tmp_path / "d"), tmp_path, LASTGASP_WARM="off") as (job, directory):
-        until(directory.exists, "the job has begun")
-    assert READY not in job.output
-    assert restart_of(directory) == "cold: LASTGASP_WARM=off"

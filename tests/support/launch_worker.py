@@ -5,17 +5,20 @@ Usage: launch_worker.py DIRECTORY MODE [MORE]. Its state is the number of its st
 train N     steps until N, then ends normally
 die N       rank 1 kills itself after step N, in every attempt; resumes from what was saved
 once N      rank 1 kills itself after step N of the first attempt; the second one ends normally two steps later
+gated N     as once, but the first attempt waits after its first step for the file DIRECTORY/go
 stuck N     N steps, then blocks in C until it is released
 refuse N    refuses to start, as what finds a wrong setting does; N is of no account
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from lastgasp import exitcodes
@@ -27,11 +30,14 @@ from support.engine_worker import ToySource
 
 
 def main() -> None:
-    """One rank under torchrun's environment."""
+    """One rank under torchrun's environment; it imports the module that LAUNCH_WORKER_IMPORT names."""
+    if extra := os.environ.get("LAUNCH_WORKER_IMPORT"):
+        importlib.import_module(extra)
     directory, mode, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["LASTGASP_ATTEMPT"])
-    if mode == "once":
+    gated = mode == "gated" and attempt == 0
+    if mode in ("once", "gated"):
         mode, steps = ("die", steps) if attempt == 0 else ("train", steps + 2)
     tell(directory, rank, attempt)
     source = ToySource(rank, directory, {})
@@ -48,6 +54,8 @@ def main() -> None:
             session.before_update()
             source.note(step)
             session.step_completed(step)
+            while gated and not (directory / "go").exists():
+                time.sleep(0.02)
         (directory / f"stepped-{rank}-{attempt}").touch()
         finish(session, mode, rank)
     except Released as released:

@@ -1,12 +1,11 @@
 """A rank of a job that waits, in the middle of its first attempt, until the test lets it go on.
 
 Usage: warm_worker.py SHAPE DIRECTORY [MORE]: `lightning` is `train_tiny`, `loop` is `train_loop`; both train 12 steps.
-Each rank writes what it is into DIRECTORY/rank-RANK-ATTEMPT.json, and imports the module that WARM_TEST_IMPORT names.
+Each rank writes what it is into DIRECTORY/rank-RANK-ATTEMPT.json.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -27,8 +26,6 @@ GATE = 6
 
 def main() -> None:
     """One rank."""
-    if extra := os.environ.get("WARM_TEST_IMPORT"):
-        importlib.import_module(extra)
     shape, directory = sys.argv[1], Path(sys.argv[2])
     directory.mkdir(exist_ok=True, parents=True)
     attempt = os.environ.get("LASTGASP_ATTEMPT", "0")
@@ -41,7 +38,7 @@ def main() -> None:
 
         from support import train_tiny
 
-        ranks = [rank_zero.rank_zero_only.rank, prints.rank_zero_only.rank]
+        ranks = [vars(module.rank_zero_only)["rank"] for module in (rank_zero, prints)]
         (directory / f"read-{os.environ['RANK']}-{attempt}.json").write_text(json.dumps(ranks))
         train_tiny.Tiny.training_step = gated(train_tiny.Tiny.training_step, directory, first)  # type: ignore[method-assign]
         train_tiny.main()

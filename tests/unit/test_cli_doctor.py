@@ -38,6 +38,17 @@ def test_json_and_the_code_of_an_error(tmp_path: Path) -> None:
     assert said["frameworks"]["torch"].startswith("2.")
 
 
+def test_what_a_warm_restart_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        "takes the memory of their imports once per node (LASTGASP_WARM=auto)"
+        in json.loads(run("--json")[1])["restarts"]
+    )
+    monkeypatch.setenv("LASTGASP_WARM", "off")
+    assert "restarts: ranks start anew (LASTGASP_WARM=off)" in run()[1]
+    monkeypatch.setenv("LASTGASP_WARM", "maybe")
+    assert "LASTGASP_WARM='maybe'" in run()[1]
+
+
 def test_the_directory_may_stand_in_the_environment_and_need_not_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from lastgasp.doctor.look import look
 from lastgasp.doctor.machine import JobFacts, Machine
 from lastgasp.doctor.software import frameworks
 from lastgasp.errors import ConfigError
+from lastgasp.launch.warm import SWITCH, enabled
 
 from ._console import console, counted, escape
 
@@ -46,6 +47,8 @@ class Report(msgspec.Struct, frozen=True):
     """Which one a job would get here, and why."""
     frameworks: dict[str, str]
     """What is installed, with versions."""
+    restarts: str
+    """How torchrun's ranks are started again after a fault, and what that takes."""
     diagnoses: list[Diagnosis]
     errors: int
     warnings: int
@@ -87,7 +90,9 @@ def report_of(machine: Machine) -> Report:
     """Everything about a machine."""
     diagnoses = examine(machine)
     errors = sum(one.severity == "error" for one in diagnoses)
-    return Report(_backend(machine), frameworks(machine), diagnoses, errors, len(diagnoses) - errors)
+    return Report(
+        _backend(machine), frameworks(machine), _restarts(machine), diagnoses, errors, len(diagnoses) - errors
+    )
 
 
 def _backend(machine: Machine) -> str:
@@ -97,10 +102,22 @@ def _backend(machine: Machine) -> str:
         return printable(f"none: {error}")
 
 
+def _restarts(machine: Machine) -> str:
+    try:
+        warm = enabled(machine.env)
+    except ConfigError as error:
+        return printable(f"none: {error}")
+    if not warm:
+        return f"ranks start anew ({SWITCH}=off)"
+    return (
+        f"ranks are forked from a warm process, which takes the memory of their imports once per node ({SWITCH}=auto)"
+    )
+
+
 def _print(report: Report) -> None:
     out = console()
     found = ", ".join(f"{name} {version}" for name, version in report.frameworks.items()) or "none"
-    out.print(f"{escape(report.backend)}\nframeworks: {escape(found)}")
+    out.print(f"{escape(report.backend)}\nframeworks: {escape(found)}\nrestarts: {escape(report.restarts)}")
     if report.diagnoses:
         table = Table("", "what is wrong, and what to do", "check", title_justify="left")
         for one in report.diagnoses:

@@ -74,7 +74,7 @@ class Warm:
         ConfigError: LASTGASP_WARM.
     """
 
-    why: str = field(default_factory=lambda: "" if enabled() else f"{SWITCH}=off")
+    why: str = field(default_factory=lambda: "" if enabled(os.environ) else f"{SWITCH}=off")
     start: Start = field(default_factory=Start)
     _process: WarmProcess | None = None
     _file: int = field(default_factory=lambda: os.memfd_create("lastgasp-imported", os.MFD_CLOEXEC))
@@ -154,6 +154,7 @@ class Warm:
         """The ranks of the next attempt report again what they have imported, and it is made anew."""
         if self._process is not None and (how := self._process.gone):
             self._lost, self._process = how, None
+            os.ftruncate(self._file, 0)
             log.info("the next restart will start its ranks anew: %s", how)
 
     def _cannot(self, why: str) -> None:
@@ -165,13 +166,13 @@ class Warm:
         self.why = why
 
 
-def enabled() -> bool:
+def enabled(environ: Mapping[str, str]) -> bool:
     """As the user has it.
 
     Raises:
         ConfigError: the variable has another value.
     """
-    value = os.environ.get(SWITCH) or "auto"
+    value = environ.get(SWITCH) or "auto"
     if value not in ("auto", "off"):
         raise ConfigError(SWITCH, value, "auto or off", "Leave it out for auto.")
     return value == "auto"

@@ -10,22 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed.elastic.multiprocessing.api as api
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastgasp.launch.warm import Ranks, Warm
 
+_NAME = "get_subprocess_handler"
 _MAKER = ("entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options")
 
 
 def differs() -> str:
     """In what torch's way to start a rank is not as we know it; empty where it is."""
-    maker, handler = getattr(api, "get_subprocess_handler", None), getattr(api, "SubprocessHandler", None)
-    popen = getattr(handler, "_popen", None)
+    maker, popen = vars(api).get(_NAME), getattr(SubprocessHandler, "_popen", None)
     if maker is None or popen is None:
         return "this torch starts its ranks in another way"
     if tuple(inspect.signature(maker).parameters) != _MAKER:
-        return "get_subprocess_handler of this torch takes other arguments"
+        return f"{_NAME} of this torch takes other arguments"
     if tuple(inspect.signature(popen).parameters) != ("self", "args", "env"):
         return "SubprocessHandler._popen of this torch takes other arguments"
     return ""
@@ -38,7 +39,7 @@ def forking(warm: Warm) -> Iterator[None]:
         yield
         return
 
-    class Handler(api.SubprocessHandler):
+    class Handler(SubprocessHandler):
         """torch's, for a rank that may be forked."""
 
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
@@ -46,12 +47,12 @@ def forking(warm: Warm) -> Iterator[None]:
             streams = [number if file is None else file.fileno() for number, file in enumerate(files)]
             return warm.fork(args, env, streams) or super()._popen(args, env)
 
-    original = api.get_subprocess_handler
-    vars(api)["get_subprocess_handler"] = Handler
+    original = vars(api)[_NAME]
+    vars(api)[_NAME] = Handler
     try:
         yield
     finally:
-        vars(api)["get_subprocess_handler"] = original
+        vars(api)[_NAME] = original
 
 
 def ranks_of(context: PContext | None) -> Ranks | None:
