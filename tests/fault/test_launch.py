@@ -319,6 +319,7 @@ def test_a_job_says_what_happens_to_it_and_each_thing_once(tmp_path: Path) -> No
     directory = tmp_path / "ckpts"
     done = finish(run(WORKER, directory, "once", 3), tmp_path)
     assert done.ok, done.output[-4000:]
+    assert len(said(done)) == 4, said(done)
     first, event, second, last = said(done)
     assert first[0] == second[0] == "0"
     start = r"lastgasp \S+: 2 ranks, embedded engine.*; checkpoints in .*/ckpts; starts from scratch"

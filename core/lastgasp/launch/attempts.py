@@ -66,7 +66,7 @@ class LaunchAttempt:
         """The workers of this node have been started: warm, or cold and why. Told of a restart only."""
         if self.number == 0:
             return
-        log.info("restarted %s", how)
+        log.debug("restarted %s", how)
         if self.controller is not None:
             self.controller.report_start(self.number, how)
 

@@ -147,15 +147,15 @@ class Warm:
         if process.ready:
             self._forget_if_gone()
         elif (memory := process.look()) is not None:
-            log.info("a restart will fork its ranks from a warm process (%d MB, ready after %.1f s)",
-                     memory / 1e6, _clock.monotonic() - self._begun)  # fmt: skip
+            log.debug("a restart will fork its ranks from a warm process (%d MB, ready after %.1f s)",
+                      memory / 1e6, _clock.monotonic() - self._begun)  # fmt: skip
 
     def _forget_if_gone(self) -> None:
         """The ranks of the next attempt report again what they have imported, and it is made anew."""
         if self._process is not None and (how := self._process.gone):
             self._lost, self._process = how, None
             os.ftruncate(self._file, 0)
-            log.info("the next restart will start its ranks anew: %s", how)
+            log.debug("the next restart will start its ranks anew: %s", how)
 
     def _cannot(self, why: str) -> None:
         """Give it up for this job."""
