@@ -1,7 +1,7 @@
 """Exit codes of ranks and of the launcher (documented in docs/faults.md)."""
 
 SAVED = 83
-"""The step was saved: start the job again and it goes on from there."""
+"""The step was saved: start the job again and it resumes from there."""
 
 NOTHING_TO_SAVE = 84
 """No step since the newest committed checkpoint: start again, nothing is lost."""

@@ -29,7 +29,7 @@ def _faults(faults: Sequence[Fault], world_size: int) -> str:
     if not faults:
         return "a fault that left no trace"
     if len(faults) == world_size > 1 and {fault.kind for fault in faults} == {"sigterm"}:
-        return "all ranks were told to stop (SIGTERM)"
+        return "all ranks were asked to stop (SIGTERM)"
     told = [_fault(fault) for fault in faults[:SHOWN]]
     more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
     return ", ".join(told + more)
@@ -44,7 +44,7 @@ def _fault(fault: Fault) -> str:
         "killed": f"was killed ({signal.group()})" if signal else f"died ({cause})",
         "exception": f"raised {cause}",
         "exit": f"ended in the middle of training ({_how(cause)})",
-        "sigterm": "was told to stop (SIGTERM)",
+        "sigterm": "was asked to stop (SIGTERM)",
         "interrupt": "was interrupted (Ctrl-C)",
         "hang": f"hung ({cause})",
         "lost": f"was lost with its host or link ({cause})",

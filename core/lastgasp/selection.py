@@ -161,7 +161,7 @@ class CheckpointSelector:
         over = all_of_training(self._folders, self._layout) if self._place.rank == 0 else []
         if over:
             log.warning("resume='never': training begins from scratch; %d checkpoints or files of training stay in %s "
-                        "(%s), and a later start with resume='auto' goes on from the newest of all",
+                        "(%s), and a later start with resume='auto' resumes from the newest of all",
                         len(over), folders, ", ".join(over[:3]))  # fmt: skip
 
     def _seen_by_rank_0(self) -> dict[str, str]:

@@ -142,7 +142,7 @@ def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) ->
         job.process.send_signal(number)
         assert job.code() == exitcodes.SAVED, job.output[-4000:]
     assert [path.name for path in directory.glob("step-*")] == ["step-4.toy"]
-    assert told(directory, 1) == [], "it restarted what it was told to stop"
+    assert told(directory, 1) == [], "it restarted what it was asked to stop"
     [incident] = incidents(directory)
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 
@@ -162,7 +162,7 @@ def test_reset_json_asks_for_a_graceful_exit(tmp_path: Path) -> None:
         ask_for_graceful_exit(reset)
         assert job.code() == exitcodes.SAVED, job.output[-4000:]
     assert "asks for a graceful exit" in job.output
-    assert told(directory, 1) == [], "it restarted what it was told to stop"
+    assert told(directory, 1) == [], "it restarted what it was asked to stop"
     [incident] = incidents(directory)
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 

@@ -42,7 +42,7 @@ class Case:
         return f"kind={self.kind},rank={self.rank},step={STEP},phase={self.phase}"
 
 
-# A signal comes when it comes: a rank that is told to stop goes on to the end of its graph, and so do the others, also
+# A signal comes when it comes: a rank that is asked to stop goes on to the end of its graph, and so do the others, also
 # one that was held before it began that step. By the time that all are told it may be the graph of a later step.
 TOLD = range(STEP + 1, LAST)
 KILLED = [Case("sigkill", rank) for rank in (0, 1)]
@@ -228,7 +228,7 @@ def test_a_job_that_is_trained_to_its_end_has_nothing_left_to_do(tmp_path: Path)
 
 @pytest.mark.full
 def test_a_rank_that_waits_for_one_that_was_held_is_not_left_waiting(tmp_path: Path) -> None:
-    """Rank 0 is told to stop when its graph has begun; rank 1 is still at its data, and is held before that step."""
+    """Rank 0 is asked to stop when its graph has begun; rank 1 is still at its data, and is held before that step."""
     job = plain(tmp_path)
     faults = (f"kind=sleep:2,rank=1,step={STEP},phase=data", f"kind=sigterm,rank=0,step={STEP},phase=forward")
     output = run_with(job, ";".join(faults))

@@ -396,7 +396,7 @@ def test_a_healthy_pod_whose_job_lastgasp_run_starts_has_no_errors(box: Box) -> 
     found = box.found()
     assert set(found) == {"preload-missing", "watchdog-torch", "controller-env", "master-addr"}
     assert {one.severity for one in found.values()} == {"warning"}
-    assert all(one.fix.startswith("Start the job with lastgasp run, which does it by itself. Else") for one in
+    assert all(one.fix.startswith("Start the job with lastgasp run, which does it automatically. Else") for one in
                found.values())  # fmt: skip
     box.env(RANK="1")
     assert box.found()["master-addr"].severity == "error", "it sets the address on the first pod only"
@@ -418,7 +418,7 @@ def test_a_place_that_cannot_be_looked_at_is_told(box: Box, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "exists", refuse)
     found = box.found()["reset-json"]
-    assert found.severity == "warning" and "could not be looked at" in found.what
+    assert found.severity == "warning" and "could not be checked" in found.what
 
 
 def test_odd_bytes_of_the_environment_can_be_printed(box: Box) -> None:

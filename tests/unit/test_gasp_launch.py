@@ -223,7 +223,7 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     assert log == [*held, "close None 30"]
     log.clear()
     agent._pcontext.close(signal.SIGTERM, 5)
-    assert log == [f"close {signal.SIGTERM} 5"], "the launcher was told to stop: no hold, the signal goes out"
+    assert log == [f"close {signal.SIGTERM} 5"], "the launcher was asked to stop: no hold, the signal goes out"
 
 
 # -- progress of an attempt ------------------------------------------------------------------------

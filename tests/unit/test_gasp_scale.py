@@ -106,7 +106,7 @@ def test_a_job_that_all_ranks_are_told_to_end_is_linear_too() -> None:
 
         def run() -> None:
             for rank in range(world):
-                fault = Fault(kind="sigterm", rank=rank, cause="told to stop", step=7, seen_ns=1)
+                fault = Fault(kind="sigterm", rank=rank, cause="asked to stop", step=7, seen_ns=1)
                 job.machine.said(rank, m.Report(fault=fault), 1.0)
                 job.machine.said(rank, m.Entered(recovery=1, step=8), 1.0)
             for rank in range(world):
@@ -168,7 +168,7 @@ def test_a_gather_that_waits_costs_nothing_per_look() -> None:
 def test_orders_name_a_few_faults_and_tell_whether_all_were_told_to_stop(told: int) -> None:
     job = Job(MANY)
     for rank in range(told):
-        fault = Fault(kind="sigterm", rank=rank, cause="told to stop", step=7, seen_ns=1)
+        fault = Fault(kind="sigterm", rank=rank, cause="asked to stop", step=7, seen_ns=1)
         job.machine.said(rank, m.Report(fault=fault), 1.0)
     order = job.machine._prepare_order()
     assert {fault.kind for fault in order.faults} == {"sigterm"}

@@ -81,7 +81,7 @@ class Rank:
 
     def told_to_stop(self) -> None:
         """SIGTERM, as the control thread takes it."""
-        fault = Fault(kind="sigterm", rank=self.source.rank, cause="told to stop", step=4, seen_ns=1)
+        fault = Fault(kind="sigterm", rank=self.source.rank, cause="asked to stop", step=4, seen_ns=1)
         self.session._processor.report(fault)
 
 

@@ -184,7 +184,7 @@ def test_told_to_stop_in_the_middle_of_a_recovery_a_rank_stays_a_holder(
     monkeypatch.setattr(backend, "ask_for_dump", lambda endpoint: answer)
     monkeypatch.setattr(backend, "TURN", 0.0)
     threading.Timer(0.2, rank.status.release, (SAVED,)).start()
-    rank.backend._stop_job(rank.backend._fault_here("sigterm", "told to stop"))
+    rank.backend._stop_job(rank.backend._fault_here("sigterm", "asked to stop"))
     assert rank.calls == calls
 
 

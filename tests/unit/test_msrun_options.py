@@ -218,7 +218,7 @@ def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeyp
     assert (first.in_use(), second.in_use()) == (False, True)
     assert first.close() == "" == first.close()
     assert not second.wait_quiet([1], never)
-    assert second.wait_quiet([1], lambda: True), "told to stop, it does not wait"
+    assert second.wait_quiet([1], lambda: True), "asked to stop, it does not wait"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ SAVED = {"ending": "saved", "step_saved": 33, "savers": [1], "steps_lost": 0}
         ),
         (
             incident(fault("sigterm"), fault("sigterm", 1), ending="nothing_to_save", reason="step 33 is on disk"),
-            "all ranks were told to stop (SIGTERM); step 33 is on disk",
+            "all ranks were asked to stop (SIGTERM); step 33 is on disk",
         ),
         (
             incident(fault("exit", cause="process 7 died (exited with code 3)"), **(SAVED | {"savers": [0, 1]})),

@@ -44,7 +44,7 @@ Exit codes:
    0  all is well
    1  a check failed: a checkpoint cannot be trusted, a rank did not acknowledge, a demo step went wrong
    2  wrong usage, or nothing was found to look at
-  {exitcodes.SAVED}  run: the step was saved; start the job again and it goes on from there
+  {exitcodes.SAVED}  run: the step was saved; start the job again and it resumes from there
   {exitcodes.NOTHING_TO_SAVE}  run: no step since the newest checkpoint; start again, nothing is lost
   {exitcodes.GAVE_UP}  run: the step could not be saved; the incident says why
   {exitcodes.NO_PROGRESS}  run: stopped, as three restarts in a row completed no new step
@@ -95,6 +95,6 @@ class LazyGroup(click.Group):
 def main() -> None:
     """A training job loses no step.
 
-    When a rank dies, hangs or is told to stop, the survivors save the step that they stand on, and the job
-    goes on from that very step. Every checkpoint is verified before it is trained on.
+    When a rank dies, hangs or is asked to stop, the survivors save the step that they stand on, and the job
+    resumes from that very step. Every checkpoint is verified before it is trained on.
     """

@@ -144,7 +144,7 @@ _VERB = {
     "killed": "was killed",
     "exception": "raised an exception",
     "exit": "ended in the middle of training",
-    "sigterm": "was told to stop",
+    "sigterm": "was asked to stop",
     "interrupt": "was interrupted",
     "hang": "hung",
     "lost": "was lost",

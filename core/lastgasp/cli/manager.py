@@ -22,7 +22,7 @@ Examples:
 def manager(nodes: int | None, procs_per_node: int | None, dry_run: bool) -> None:
     """Run MindCluster TaskD's manager until it is stopped; no manager.py is needed.
 
-    `lastgasp run` starts one by itself on the pod of rank 0. With TASKD_PROCESS_ENABLE=off (pod rescheduling alone)
+    `lastgasp run` starts one automatically on the pod of rank 0. With TASKD_PROCESS_ENABLE=off (pod rescheduling alone)
     it runs no MindIO controller.
     """
     from lastgasp.backends.ascend.manager import manager_config, run_manager

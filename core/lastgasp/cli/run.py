@@ -36,9 +36,9 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Given first: print the environment and the commands, and end.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...")
 def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
-    """Start a job as torchrun does; after a fault its survivors save, and it restarts by itself.
+    """Start a job as torchrun does; after a fault its survivors save, and it restarts automatically.
 
-    Takes all of torchrun's options. Defaults that differ: --max-restarts 32767 (it stops by itself after three
+    Takes all of torchrun's options. Defaults that differ: --max-restarts 32767 (it stops automatically after three
     restarts in a row without a new step), --monitor-interval 0.01, and --standalone for a job on one node.
     With --framework megatron the script needs no line of lastgasp.
 

@@ -1,4 +1,4 @@
-"""The table of traps: each has an id, a weight, the fact behind it, and the function that looks."""
+"""The table of checks: each has an id, a severity, a source, and a function that inspects the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Match:
-    """What is wrong, and what to do; a weight where it is not the trap's own."""
+    """What is wrong and what to do; a severity if it differs from the check's."""
 
     what: str
     fix: str
@@ -27,14 +27,14 @@ Look = Callable[[Machine], Iterator[Match]]
 
 @dataclass(frozen=True)
 class Check:
-    """One trap.
+    """One check.
 
     Attributes:
-        id: in findings and in the documentation.
-        severity: with an error the job does not start, does not recover, or loses data; a warning costs less.
-        source: where the fact stands, a page of docs/facts (or how-it-works.md) with its section.
+        id: used in the output and in the documentation.
+        severity: with an error the job does not start, does not recover, or loses data; a warning is less severe.
+        source: a page of docs/facts (or how-it-works.md) with the section that explains it.
         title: one line.
-        look: yields what is wrong on a machine.
+        look: yields the problems found on a machine.
     """
 
     id: str
@@ -45,7 +45,7 @@ class Check:
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """A trap that this machine has."""
+    """A problem found on this machine."""
 
     check: str
     severity: Severity
@@ -58,7 +58,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(id: str, severity: Severity, source: str, title: str) -> Callable[[Look], Look]:
-    """Register the function that looks for it."""
+    """Register the function that performs the check."""
 
     def register(look: Look) -> Look:
         assert id not in CHECKS
@@ -69,12 +69,12 @@ def check(id: str, severity: Severity, source: str, title: str) -> Callable[[Loo
 
 
 def examine(machine: Machine) -> list[Diagnosis]:
-    """Every trap that this machine has, errors first.
+    """Run all checks; return the problems found, errors first.
 
-    What `lastgasp run` sets right by itself is a warning, and its fix says so. A trap that cannot be looked at is one
-    as well.
+    What `lastgasp run` corrects automatically is a warning, and its fix says so. A check that cannot be performed is
+    reported as a warning, too.
     """
-    from . import mindcluster, network, software, storage, tls  # they fill the table
+    from . import mindcluster, network, software, storage, tls  # importing them fills the table
 
     assert all((mindcluster, network, software, storage, tls))
     found = _diagnoses(machine)
@@ -93,15 +93,15 @@ def _looked(one: Check, machine: Machine) -> Iterator[Diagnosis]:
             weight = match.severity or one.severity
             yield Diagnosis(one.id, weight, one.source, printable(match.what), printable(match.fix))
     except OSError as error:
-        what = printable(f"could not be looked at: {error}")
+        what = printable(f"could not be checked: {error}")
         yield Diagnosis(one.id, "warning", one.source, what, "Run doctor with the rights of the job's user.")
 
 
 def _done_by_run(one: Diagnosis) -> Diagnosis:
-    fix = f"Start the job with lastgasp run, which does it by itself. Else: {one.fix}"
+    fix = f"Start the job with lastgasp run, which does it automatically. Else: {one.fix}"
     return msgspec.structs.replace(one, severity="warning", fix=fix)
 
 
 def printable(text: str) -> str:
-    """The same text; what UTF-8 cannot carry, as in a path's odd bytes, is escaped."""
+    """Escape what UTF-8 cannot encode, such as odd bytes in a path."""
     return text.encode(errors="backslashreplace").decode()

@@ -65,7 +65,7 @@ def taskd_log_mode(machine: Machine) -> Iterator[Match]:
         if mode != LOG_MODE:
             what = f"TaskD's log directory {path} has mode {mode:04o}: importing taskd raises"
             if machine.uid in (0, found.st_uid):
-                yield Match(what, f"chmod 0750 {path} (lastgasp does it by itself)", "warning")
+                yield Match(what, f"chmod 0750 {path} (lastgasp does it automatically)", "warning")
             else:
                 yield Match(
                     what, f"Have its owner chmod 0750 {path}, or set TASKD_LOG_PATH to a directory of this user."
@@ -77,7 +77,7 @@ def umask(machine: Machine) -> Iterator[Match]:
     """The package makes it, and then refuses it."""
     if machine.in_mindcluster and LOG_MODE & ~machine.umask != LOG_MODE and not _log_directory(machine).exists():
         what = f"with umask {machine.umask:03o} TaskD makes its log directory {LOG_MODE & ~machine.umask:04o}, not 0750"
-        fix = f"umask 027, or mkdir -m 0750 {_log_directory(machine)} (lastgasp does it by itself)"
+        fix = f"umask 027, or mkdir -m 0750 {_log_directory(machine)} (lastgasp does it automatically)"
         yield Match(what + ", and refuses it", fix)
 
 

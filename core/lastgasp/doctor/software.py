@@ -30,7 +30,7 @@ FRAMEWORKS = {
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _CANN = "/usr/local/Ascend/ascend-toolkit/latest"
 LOADS_BACKENDS = (2, 5)
-"""The torch from which on it loads torch_npu by itself."""
+"""The torch from which on it loads torch_npu automatically."""
 
 
 def frameworks(machine: Machine) -> dict[str, str]:
@@ -110,7 +110,7 @@ def torch_npu_torch(machine: Machine) -> Iterator[Match]:
 
 @check("torch-npu-cann", "error", "torchrun.md", "torch_npu without CANN: importing torch fails")
 def torch_npu_cann(machine: Machine) -> Iterator[Match]:
-    """torch loads it by itself."""
+    """torch loads it automatically."""
     if not machine.has("torch-npu") or machine.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return
     folders = [part for part in machine.env.get("LD_LIBRARY_PATH", "").split(":") if part]
@@ -240,7 +240,7 @@ def tft_without_npu(machine: Machine) -> Iterator[Match]:
     """MindSpore refuses it when training begins."""
     items = [one for one in MINDIO_ITEMS if one in machine.tft]
     if items and not machine.npus:
-        fix = "Unset it: lastgasp's embedded engine does without, and lastgasp run sets RSC:1 by itself."
+        fix = "Unset it: lastgasp's embedded engine does without, and lastgasp run sets RSC:1 automatically."
         yield Match(f"MS_ENABLE_TFT asks for {', '.join(items)}, and this machine has no NPU: MindSpore refuses", fix)
 
 

@@ -384,7 +384,7 @@ class Processor:
         if self._status.outcome is not None:
             self._after_release(self._status.outcome)  # a second SIGTERM: there is nothing left to do
             return
-        self.report(self._fault_here("sigterm", "told to stop by SIGTERM"))
+        self.report(self._fault_here("sigterm", "asked to stop by SIGTERM"))
 
     def _fault_here(self, kind: FaultKind, cause: str) -> Fault:
         step, now = self._status.step, _clock.wall_ns()

@@ -21,7 +21,7 @@ class WorkerRegistry(Protocol):
 
     Called by the Session on every rank, on the training thread: `register` once, after the process group is up and
     before the first step; `deregister` at most once, at the normal end of training. A rank that dies, or leaves
-    after a fault, never deregisters; the control plane finds that out by itself. Neither raises, and neither waits
+    after a fault, never deregisters; the control plane finds that out on its own. Neither raises, and neither waits
     for another rank.
     """
 

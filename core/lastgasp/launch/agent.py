@@ -322,7 +322,7 @@ def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> 
     else:
         cause = error.__cause__ or error
         why = f"stopped: the job's rendezvous is gone, with the host or the launcher that held it ({_line(cause)})"
-    return f"{why}; {safe or 'see lastgasp incident for what is saved'}; start the job again and it goes on from there"
+    return f"{why}; {safe or 'see lastgasp incident for what is saved'}; start the job again and it resumes from there"
 
 
 def _line(error: BaseException) -> str:

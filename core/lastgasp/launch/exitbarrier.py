@@ -1,8 +1,8 @@
-"""torch's exit barrier, without the launchers that have died: nobody waits for those once training is over everywhere.
+"""torch's exit barrier without dead launchers, for which no one waits once training is over everywhere.
 
-Each launcher whose ranks have ended well waits in a barrier of the store for all others, for 300 s where one of them
-was killed. The first launcher has a connection from each of them, so it sees who is gone and opens the barrier for
-those that are left.
+Each launcher whose ranks were successful waits in a barrier of the store for all others, for 300 s if one of them was
+killed. The first launcher has a connection from each of them, so it sees which are lost and opens the barrier for the
+remaining ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SIGTERM reaches the ranks of this host even while the launcher's main thread waits for something else.
+"""Forwards SIGTERM to the ranks of this host even while the launcher's main thread is blocked.
 
 Python runs a signal's handler on the main thread only, and not while that is inside a call of the rendezvous store.
-The C level tells this thread at once, through the wake-up descriptor.
+The C-level handler notifies this thread at once, through the wake-up descriptor.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterable
 log = logging.getLogger("lastgasp.launch")
 
 STUCK = 1.0
-"""Seconds that the main thread gets to act on a signal by itself."""
+"""Seconds for the main thread to act on a signal itself."""
 _STOPS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
 
 
 class Forwarder:
-    """One thread of the launcher. Make it, and close it, on the main thread; elsewhere it does nothing.
+    """A thread of the launcher. Create and close it on the main thread; elsewhere it does nothing.
 
     Args:
-        acting: the main thread has begun to stop the ranks itself.
-        pids: the ranks that run, where they use lastgasp; none else.
+        acting: whether the main thread has begun to stop the ranks itself.
+        pids: the running ranks that use lastgasp.
     """
 
     def __init__(self, acting: threading.Event, pids: Callable[[], Iterable[int]]) -> None:
@@ -49,17 +49,17 @@ class Forwarder:
     def _forward(self) -> None:
         try:
             found = list(self._pids())
-        except Exception:  # this thread must live
+        except Exception:  # this thread must survive
             log.exception("the ranks of this host could not be found")
             return
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
         if found:
-            log.warning("told to stop: the ranks of this host were told to save; the launcher itself is held up")
+            log.warning("asked to stop: the ranks of this host were told to save; the launcher itself is held up")
 
     def close(self) -> None:
-        """End the thread; put the wake-up descriptor back."""
+        """End the thread; restore the wake-up descriptor."""
         if self._main:
             theirs = signal.set_wakeup_fd(self._previous, warn_on_full_buffer=False)
             if theirs != self._writer.fileno():

@@ -1,7 +1,7 @@
-"""A framework that ends a training for good tells the launcher so: another attempt would only repeat its verdict.
+"""Lets a framework that ends a training for good inform the launcher: another attempt would only repeat its decision.
 
-The exit code alone does not tell: 16 is Megatron's word on a result, and any other script's business. So the rank
-leaves a file in the user's runtime directory, named by the round that its launcher has started.
+The exit code alone is ambiguous: 16 means an invalid result in Megatron, but anything in other scripts. So the rank
+leaves a file in the user's runtime directory, named after the attempt that its launcher has started.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ log = logging.getLogger("lastgasp.launch")
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a framework has said about its job.
+    """A framework's decision about its job.
 
     Args:
-        code: the exit code that it chose; the launcher's, too.
+        code: the exit code that it chose, also used by the launcher.
         why: one line.
     """
 
@@ -33,27 +33,27 @@ class Verdict(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return (
             f"stopped with exit code {self.code}: {self.why}. A restart would not change it; the checkpoints are kept, "
-            "and the job goes on from them when it is started again."
+            "and the job resumes from them when it is started again."
         )
 
 
 def give(verdict: Verdict) -> bool:
-    """On a rank that is about to exit: the launcher shall not restart. False where it cannot be told. Never raises."""
+    """On an exiting rank: tell the launcher not to restart. Return False if that fails. Never raises."""
     mark = os.environ.get(MARK)
     if not mark:
         return False
     try:
         with open_private(runtime_directory(), create=True) as folder:
-            # Each rank has its own name for it while it writes, and all of them say the same.
+            # Each rank writes under a temporary name of its own, and all write the same.
             replace_in(folder, f"verdict-{mark}", msgspec.json.encode(verdict), f".verdict-{mark}-{os.getpid()}")
     except (OSError, ConfigError) as error:
-        log.warning("the launcher could not be told that another attempt would be in vain: %s", error)
+        log.warning("the launcher could not be informed that another attempt would be useless: %s", error)
         return False
     return True
 
 
 def take(mark: str) -> Verdict | None:
-    """In the launcher, once the workers of the round `mark` have ended. None where none was given. Never raises."""
+    """In the launcher, once the workers of the attempt `mark` have ended. None if there is no verdict. Never raises."""
     name = f"verdict-{mark}"
     try:
         with open_private(runtime_directory()) as folder:

@@ -1,4 +1,4 @@
-"""What a launcher says of its job: each recovery once, with what comes next."""
+"""The lines a launcher logs about its job: each recovery once, with what happens next."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ log = logging.getLogger("lastgasp")
 
 
 class JobLog:
-    """One per launcher; makes sure that its lines are seen."""
+    """One per launcher; ensures that its lines are visible."""
 
     def __init__(self) -> None:
         logs.set_up()
         self._told = -1
 
     def recovery(self, attempt: int, text: str, then: str) -> None:
-        """Say it, unless it was said already.
+        """Log a recovery once.
 
         Args:
-            attempt: whose recovery it is. text: in one line; empty where there was none, or another node tells it.
+            attempt: its attempt. text: one line; empty if there was no recovery, or another node logs it.
             then: what happens now.
         """
         if text and attempt != self._told:
@@ -28,10 +28,10 @@ class JobLog:
             log.warning("%s; %s", text, then)
 
     def restarting(self, restart: int, most: int) -> str:
-        """In words: the first attempt was no restart."""
+        """Describe a restart; the first attempt was none."""
         return f"restarting, attempt {restart + 1} of {most + 1}"
 
     def ended(self, summary: str) -> None:
-        """The job's last line; empty where nobody used lastgasp."""
+        """Log the job's last line; empty if no rank used lastgasp."""
         if summary:
             log.info("%s", summary)

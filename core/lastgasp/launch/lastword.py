@@ -1,4 +1,4 @@
-"""How the last recovery ended, for a launcher whose own ranks could not tell it: from the records of the job."""
+"""How the last recovery ended, from the job's records, for a launcher whose own ranks could not report it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lastgasp.gasp.signin import Entry
 log = logging.getLogger("lastgasp.launch")
 
 LIMIT = 5.0
-"""Seconds that reading the records may take; a launcher that ends waits no longer for a file system."""
+"""Seconds for reading the records; an exiting launcher does not wait longer for a file system."""
 _LOOK_BACK = 20
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """What became of the last step; `ending` is empty where nobody knows (`events.Ending`)."""
+    """What became of the last step; `ending` is empty if unknown (`events.Ending`)."""
 
     ending: str = ""
     step: int = -1
@@ -29,18 +29,18 @@ class LastWord:
 
     @property
     def safe(self) -> str:
-        """For people: which step is safe; empty where that is not known."""
+        """A text about which step is safe; empty if unknown."""
         if self.ending not in ("saved", "nothing_to_save") or self.step < 0:
             return ""
         return f"step {self.step} is safe in {self.directory}" if self.step else "no step was completed yet"
 
 
 def last_word(entries: dict[int, Entry], job: str, attempt: int, led: str = "") -> LastWord:
-    """The best of what the ranks of this host have told, the controller has (`led`), and the records say.
+    """Return the best information from the ranks of this host, the controller (`led`) and the records.
 
     Args:
-        entries: of the ranks that have signed in.
-        led: how the recovery ended, as the controller of this process says; empty without.
+        entries: those of the ranks that have signed in.
+        led: how the recovery ended according to this process's controller; empty without one.
     """
     for ending in ("saved", "nothing_to_save"):
         for entry in entries.values():

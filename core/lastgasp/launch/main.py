@@ -1,4 +1,4 @@
-"""torchrun's main with our agent in it."""
+"""torchrun's main function with lastgasp's agent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
 
     Args:
         arguments: torchrun's command line.
-        taskd: TaskD's agent runs the workers, not ours.
+        taskd: TaskD's agent runs the workers instead of lastgasp's.
 
     Raises:
         ConfigError: the job spans several nodes that share no secret.
         ChildFailedError: ranks failed and no restart was left.
-        SystemExit: the job made no progress (86), or the launcher was told to stop (83, 84 or 85).
+        SystemExit: the job made no progress (86), or the launcher was asked to stop (83, 84 or 85).
     """
     if taskd:
         from lastgasp.backends.ascend.agent import use_taskd_agent
@@ -39,13 +39,13 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
 
 
 def require_secret(nnodes: str) -> None:
-    """A job that may span several nodes needs something by which they know each other.
+    """Require a secret or TLS in a job that may span several nodes.
 
     Args:
         nnodes: torchrun's: `N` or `MIN:MAX`.
 
     Raises:
-        ConfigError: there is nothing, or it cannot be used.
+        ConfigError: there is neither, or it cannot be used.
     """
     if nnodes.split(":")[-1] != "1":
         Secret.from_environment().require(f"this job may span several nodes (--nnodes {nnodes})")

@@ -1,4 +1,4 @@
-"""Says which hosts a launcher waits for, and that nothing is lost meanwhile: at once, and again every while."""
+"""Logs for which hosts a launcher waits, and that nothing is lost meanwhile: at once and then periodically."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 log = logging.getLogger("lastgasp.launch")
 
 FIRST, AGAIN = 3.0, 60.0
-"""Seconds after which it is said, and said again."""
+"""Seconds between these log lines."""
 
 
 def hosts_in(handler: Any) -> Counter[str] | None:
-    """The hosts that have come to the rendezvous; None where this torch, or this kind of rendezvous, does not tell."""
+    """The hosts that have joined the rendezvous; None if this torch or kind of rendezvous does not expose them."""
     try:
         state = handler._state_holder.state
         return Counter(str(node.addr) for node in {*state.participants, *state.wait_list})
@@ -24,12 +24,12 @@ def hosts_in(handler: Any) -> Counter[str] | None:
 
 
 class Waiting:
-    """Around a wait for the other hosts.
+    """Context around a wait for the other hosts.
 
     Args:
         handler: torch's rendezvous handler.
-        before: the hosts of the last round, as `hosts_in` said; None where there was none.
-        safe: what to say of the steps, such as "step 7 is safe in DIR"; empty for nothing.
+        before: the hosts of the last attempt, from `hosts_in`; None if there was none.
+        safe: a text about saved steps, such as "step 7 is safe in DIR", or empty.
     """
 
     def __init__(self, handler: Any, before: Counter[str] | None, safe: Callable[[], str]) -> None:
@@ -52,17 +52,17 @@ class Waiting:
             pause = AGAIN
 
     def text(self) -> str:
-        """What is waited for, and what is safe."""
+        """Describe what is awaited and what is safe."""
         safe = self._safe()
         return f"waiting for {self.missing()}" + (f"; {safe}" if safe else "")
 
     def missing(self) -> str:
-        """The hosts that are not here."""
+        """Describe the missing hosts."""
         here = hosts_in(self._handler)
         if here is None:
             return "other hosts"
         own = getattr(getattr(self._handler, "_this_node", None), "addr", None)
-        if own is not None and own not in here:  # between two rounds the rendezvous is empty
+        if own is not None and own not in here:  # between two attempts the rendezvous is empty
             here[own] += 1
         gone = sorted((self._before - here).elements()) if self._before is not None else []
         if gone:

@@ -122,7 +122,7 @@ def launch(arguments: list[str]) -> int:
         arguments: msrun's command line, less `--framework`.
 
     Returns:
-        The exit code: 0 done, 83, 84 or 85 told to stop, 86 no progress, 128 and more killed by a signal.
+        The exit code: 0 done, 83, 84 or 85 asked to stop, 86 no progress, 128 and more killed by a signal.
 
     Raises:
         MissingExtra: MindSpore is not installed.

@@ -27,21 +27,21 @@ from lastgasp.steps.recover import recover_orphans
 log = logging.getLogger("lastgasp.launch")
 
 LOOK = 0.02
-"""Seconds between two looks at the workers; the controller sees a death by itself, and sooner."""
+"""Seconds between two checks of the workers; the controller detects a death itself, and sooner."""
 LEAVE = 15.0
-"""Seconds that released workers get to leave by themselves."""
+"""Seconds for released workers to exit on their own."""
 STOP = 30.0
-"""Seconds that workers which do not use lastgasp get to end when the job is told to stop."""
+"""Seconds for workers that do not use lastgasp to end when the job is asked to stop."""
 DIE = 10.0
-"""Seconds that killed workers get to give their memory back."""
+"""Seconds for killed workers to release their memory."""
 SHOW = 1.0
 """Seconds that showing the end of the logs may take."""
 SCHEDULER = 10.0
-"""Seconds that msrun's scheduler gets to end after the last worker."""
+"""Seconds for msrun's scheduler to end after the last worker."""
 MARKS_LIMIT = 5.0
 """Seconds that writing the last step marks of killed workers may take."""
 _SAID = (exitcodes.SAVED, exitcodes.NOTHING_TO_SAVE, exitcodes.GAVE_UP)
-"""With these a rank tells how the recovery ended, also to a launcher without the controller."""
+"""Exit codes by which a rank reports how the recovery ended, also to a launcher without the controller."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -68,7 +68,7 @@ class Watch:
         self.code = 1
 
     def run(self) -> None:
-        """The whole job; never raises for a fault of its workers."""
+        """Run the complete job; never raises for a fault of its workers."""
         reset = ResetWatch(_stop_this_launcher)
         with self._signals():
             try:
@@ -90,7 +90,7 @@ class Watch:
                 self._stop()
                 return 128 + self._told
             self._hold()
-            codes = self._codes()  # lost once they are cleared away
+            codes = self._codes()  # lost after the clean-up
             refused, self._left = exitcodes.REFUSED in codes, 0 in codes
             progressed = self._attempts.progressed(codes)
             self._clear()
@@ -121,11 +121,11 @@ class Watch:
         self._workers = workers_of(self._manager.monitor_rank_status([-1]))
 
     def _require_scheduler(self) -> None:
-        """The ranks meet through it, and one that has died is never found.
+        """Restart msrun's scheduler, through which the ranks meet, if it must be replaced.
 
-        One node's restart gets another one. The old one calls its cluster whole as soon as the first rank is back, and
-        so may tell it a dead rank's address: the first AllReduce then fails after 30 s. Where there are several nodes
-        their workers may have come to the old one by now; it stays, unless a rank has taken its leave: then it ends as
+        On one node a restart gets a new one: the old one calls its cluster complete as soon as the first rank is back,
+        and so may report a dead rank's address to it: the first AllReduce then fails after 30 s. On several nodes
+        their workers may already have joined the old one; it stays, unless a rank has signed off: then it ends as
         soon as the others have (MindSpore's own receiving thread crashes now and then while it does so,
         libmindspore_cluster of 2.9.0 on a loaded machine).
         """
@@ -144,7 +144,7 @@ class Watch:
             self._manager.start_scheduler()
 
     def _good(self) -> bool:
-        """Wait until all have ended well, or one has not, or this launcher is told to stop."""
+        """Wait until all have succeeded, or one has failed, or this launcher is asked to stop."""
         while self._told is None:
             codes = [worker.code() for worker in self._workers]
             if any(codes):
@@ -155,7 +155,7 @@ class Watch:
         return False
 
     def _hold(self) -> None:
-        """Let the survivors save and leave; msrun itself would kill them at once."""
+        """Let the survivors save and exit; msrun itself would kill them at once."""
         known: set[int] = set()
         verdict = self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
         limit = self._attempts.hold_limit() if verdict is None else LEAVE  # then there is nothing worth saving
@@ -178,7 +178,7 @@ class Watch:
             time.sleep(LOOK)
 
     def _stop(self) -> None:
-        """This launcher was told to stop: the workers save, and leave."""
+        """This launcher was asked to stop: let the workers save and exit."""
         for worker in self._running():
             worker.tell(signal.SIGTERM)
         deadline = _clock.monotonic() + max(STOP, self._attempts.hold_limit())
@@ -196,7 +196,7 @@ class Watch:
     # -- cleaning up ------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Nothing of the attempt is left; its logs are kept under the attempt's number."""
+        """Clean up the attempt; keep its logs under its number."""
         logs = [worker.log for worker in self._workers if worker.log is not None]
         self._show(logs)
         self._manager.kill_workers([-1])
@@ -222,11 +222,11 @@ class Watch:
         self._mark = ""
 
     def _end(self) -> None:
-        """The last attempt is over, well or not; also when we are leaving by an exception."""
+        """Clean up after the last attempt, successful or not, also when an exception ends it."""
         if self.code == 0:
             self._show([worker.log for worker in self._workers if worker.log is not None])
             self._manager.kill_tail_log_processes()
-            self._mark = ""  # what a good job leaves running, it means to
+            self._mark = ""  # processes left by a successful job are intentional
         else:
             self._manager.kill_workers([-1])
             self._reap()

@@ -1,4 +1,4 @@
-"""The worker processes that msrun has started: who they are, how they ended, what they wrote."""
+"""The worker processes started by msrun: identity, exit and output."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Worker:
 
     Attributes:
         rank: in the job.
-        log: where its output goes; None where the kernel does not tell.
-        ended: its exit code, where msrun had waited for it before we looked.
+        log: where its output goes; None if the kernel does not reveal it.
+        ended: its exit code, if msrun had already waited for it.
     """
 
     rank: int
@@ -31,25 +31,25 @@ class Worker:
     ended: int | None = None
 
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs. It stays to be waited for by msrun."""
+        """Its exit code, negative for a signal; None while it runs. msrun can still wait for it."""
         if self.ended is not None:
             return self.ended
         try:
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return 1  # msrun has waited for it, which it does when it has killed it
+            return 1  # msrun has waited for it, as it does after killing it
         if found is None:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def tell(self, number: signal.Signals) -> None:
-        """Send it a signal, where it still is."""
+        """Send it a signal, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 
 def workers_of(monitored: Mapping[int, Mapping[str, object]]) -> list[Worker]:
-    """What msrun's MONITOR has told about those it started."""
+    """Create workers from what msrun's MONITOR has reported."""
     found = []
     for entry in monitored.values():
         pid, rank, status = entry.get("pid"), entry.get("global_rank"), entry.get("status")
@@ -60,10 +60,10 @@ def workers_of(monitored: Mapping[int, Mapping[str, object]]) -> list[Worker]:
 
 
 def keep_logs(workers: list[Worker], attempt: int) -> list[Path]:
-    """msrun would write the next attempt over them: `worker_0.log` becomes `worker_0.attempt0.log`.
+    """Rename the logs, which the next attempt would overwrite: `worker_0.log` becomes `worker_0.attempt0.log`.
 
     Returns:
-        Where they are now.
+        Their new paths.
     """
     kept = []
     for log in {worker.log for worker in workers if worker.log is not None}:
@@ -75,7 +75,7 @@ def keep_logs(workers: list[Worker], attempt: int) -> list[Path]:
 
 
 def wait_shown(readers: list[int], logs: list[Path], seconds: float) -> None:
-    """Let the processes that show the logs come to the end of them, before they are killed.
+    """Let the processes that show the logs finish reading them before they are killed.
 
     Args:
         readers: their process ids.
@@ -86,7 +86,7 @@ def wait_shown(readers: list[int], logs: list[Path], seconds: float) -> None:
 
 
 def _behind(pid: int, logs: list[Path]) -> bool:
-    folder = Path(f"/proc/{pid}/fd")  # not to be read, where the process has ended
+    folder = Path(f"/proc/{pid}/fd")  # unreadable once the process has ended
     with contextlib.suppress(OSError, ValueError, IndexError):
         for entry in folder.iterdir():
             log = _link(str(entry))
@@ -94,7 +94,7 @@ def _behind(pid: int, logs: list[Path]) -> bool:
                 text = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
                 position = int(text.partition("pos:")[2].split()[0])
                 return position < log.stat().st_size
-        return True  # it has only just been started
+        return True  # it has just been started
     return False
 
 

@@ -1,4 +1,4 @@
-"""What the first launcher of a job tells those of the other nodes, through a store that anybody may read and write."""
+"""The notice of a job's first launcher to those of the other nodes, via a store that anyone may read and write."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lastgasp.gasp.secret import FILE, TOKEN, UNCOORDINATED, Secret
 log = logging.getLogger("lastgasp.launch")
 
 _STRANGER = "-"
-"""In place of a token that this node does not know: the controller refuses its ranks, and says why."""
+"""Replaces a token that this node does not know: the controller then refuses its ranks with a reason."""
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """What the first agent tells the others.
+    """The first agent's notice to the others.
 
     Attributes:
-        token: empty where the nodes share a secret: it does not travel.
-        why: why there is no controller; empty where there is one.
-        seal: by which an agent that knows the secret knows that this comes from one that does.
+        token: empty if the nodes share a secret, which is not transmitted.
+        why: why there is no controller; empty if there is one.
+        seal: proves to agents that know the secret that the sender knows it as well.
     """
 
     controller: str
@@ -33,17 +33,17 @@ class Notice(msgspec.Struct, frozen=True):
     seal: str = ""
 
     def sealed(self, secret: Secret) -> bytes:
-        """For the store."""
+        """Encode it for the store."""
         bare = msgspec.structs.replace(self, seal="", token="" if secret.token else self.token)
         return msgspec.json.encode(msgspec.structs.replace(bare, seal=secret.seal(msgspec.json.encode(bare))))
 
     def genuine(self, secret: Secret) -> bool:
-        """It comes from who knows the secret; as far as there is one."""
+        """Whether its sender knows the secret, if there is one."""
         bare = msgspec.structs.replace(self, seal="")
         return hmac.compare_digest(self.seal, secret.seal(msgspec.json.encode(bare)))
 
     def known_by(self, secret: Secret) -> Notice:
-        """What of it can be believed, with the token that ranks of this node prove."""
+        """The trustworthy part of it, with the token that ranks of this node prove."""
         if self.why:
             return msgspec.structs.replace(self, controller="", token="")
         if not self.genuine(secret):
@@ -53,7 +53,7 @@ class Notice(msgspec.Struct, frozen=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the ranks. A round without a controller takes back what the one before has said."""
+        """The ranks' environment. Without a controller it clears what the previous attempt has set."""
         found = {"LASTGASP_JOB": self.job, "LASTGASP_ATTEMPT": str(self.attempt)}
         found |= {"LASTGASP_CONTROLLER": self.controller, UNCOORDINATED: self.why}
         if self.controller:

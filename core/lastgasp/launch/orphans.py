@@ -1,6 +1,6 @@
-"""Processes that dead workers have left: multiprocessing's helpers do not end with a parent that was killed.
+"""Ends processes left by dead workers: multiprocessing's helpers survive a killed parent.
 
-torch_dist's spawn Manager holds 550 MB for each rank and is still there 40 minutes later (docs/facts/megatron.md §3);
+torch_dist's spawn Manager holds 550 MB per rank and still exists 40 minutes later (docs/facts/megatron.md §3);
 a forked writer of an async save may still be writing into a checkpoint.
 """
 
@@ -17,22 +17,22 @@ from pathlib import Path
 log = logging.getLogger("lastgasp.launch")
 
 MARK = "LASTGASP_ROUND"
-"""An environment variable that tells the workers of one round, and what they start, from all others."""
+"""An environment variable that identifies the workers of one attempt and their children."""
 _HELPERS = (b"from multiprocessing.spawn import", b"from multiprocessing.forkserver import")
 
 
 def new_mark() -> str:
-    """A value that no other round has."""
+    """A value unique to an attempt."""
     return secrets.token_hex(8)
 
 
 def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
-    """SIGKILL what multiprocessing left of the round `mark`, once its workers have ended.
+    """Kill multiprocessing's helpers left by the attempt `mark`, once its workers have ended.
 
-    A resource tracker is left alone: it ends by itself once the others have, and cleans up after them.
+    A resource tracker is left alone: it ends after the others and cleans up.
 
     Args:
-        command: how the workers' command line ends; forked children show the same.
+        command: the end of the workers' command line, which forked children share.
 
     Returns:
         The process ids.

@@ -1,4 +1,4 @@
-"""When the launcher stops restarting: no new step in three restarts, or two starts that fail alike. Pure."""
+"""Decides when the launcher stops restarting: no new step in three restarts, or two starts that fail alike. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Restarts:
     """Counts restarts without progress.
 
     Args:
-        always: judge also jobs whose ranks never joined (`lastgasp run`); under plain torchrun a job that
-            does not use lastgasp keeps torchrun's own rule.
-        verdict_of_framework: what the framework of a rank has said to end the job for good.
+        always: also judge jobs whose ranks never joined (`lastgasp run`); under plain torchrun a job that does not
+            use lastgasp keeps torchrun's own rule.
+        verdict_of_framework: a framework's decision to end the job for good.
     """
 
     always: bool
@@ -35,11 +35,11 @@ class Restarts:
     def ended(
         self, attempt: int, used: bool, progressed: bool, refused: bool = False, how: frozenset[int] = frozenset()
     ) -> None:
-        """An attempt failed.
+        """Record a failed attempt.
 
         Args:
-            refused: a rank of it said that another try would end the same way.
-            how: the exit codes of the ranks that failed; empty where they are not known.
+            refused: one of its ranks reported that another try would end the same way.
+            how: the exit codes of the failed ranks; empty if unknown.
         """
         self._ever_used = self._ever_used or used
         counts = bool(how) and not used and (self.always or self._ever_used)
@@ -66,13 +66,13 @@ class Restarts:
 
     @property
     def verdict(self) -> str:
-        """What to tell the user."""
+        """The message for the user."""
         if self.verdict_of_framework is not None:
             return str(self.verdict_of_framework)
         if self.refused:
             return (
                 "stopped: a rank refused to start, and would refuse again. The traceback above says why and what to "
-                "do; the checkpoints are kept, and the job goes on from them when it is started again."
+                "do; the checkpoints are kept, and the job resumes from them when it is started again."
             )
         if self.starts >= START_LIMIT:
             codes = ", ".join(map(str, sorted(self._how)))
@@ -84,5 +84,5 @@ class Restarts:
         return (
             f"stopped: {self.without_progress} restarts in a row completed no new step, so the fault is in the job, "
             "its data or its machine. Look at the first traceback above and at `lastgasp incident DIR`; the "
-            "checkpoints are kept, and the job goes on from them when it is started again."
+            "checkpoints are kept, and the job resumes from them when it is started again."
         )

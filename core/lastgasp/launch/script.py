@@ -1,4 +1,4 @@
-"""Run a user's script as if by itself, once something has been installed: what `lastgasp run --framework` starts."""
+"""Runs a user's script as the main program after installing a plugin: what `lastgasp run --framework` starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lastgasp.errors import ConfigError
 
 
 def run_script(arguments: Sequence[str], install: Callable[[], object]) -> None:
-    """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]` after `install`; what it raises goes on.
+    """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]` after `install`; exceptions pass.
 
     Nothing is imported through `sitecustomize`, where an exception would be printed and ignored (megatron.md §4).
 

@@ -1,7 +1,7 @@
-"""The launcher's TCP connections, which torch's rendezvous store has opened: bounded, and a source of addresses.
+"""The launcher's TCP connections, opened by torch's rendezvous store: bounds their waits and finds addresses.
 
-The store gives no deadline to most of its calls: with a host that has lost its power they wait for as long as the
-kernel retransmits, which is a quarter of an hour. So the kernel is told to give up sooner.
+Most calls of the store have no deadline: with a host that lost its power they wait as long as the kernel
+retransmits, a quarter of an hour. So the kernel is configured to give up sooner.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lastgasp.gasp.lifeline import keep_alive
 
 
 def guard_connections() -> int:
-    """Have every TCP connection of this process end some seconds after its other host was last heard of.
+    """Let every TCP connection of this process end some seconds after its peer was last heard of.
 
     Returns:
-        How many there are.
+        Their number.
     """
     count = 0
     for connection in _connections():
@@ -29,10 +29,10 @@ def guard_connections() -> int:
 
 
 def own_address(port: int) -> str:
-    """The address by which the other hosts reach this one: that of a connection of the store which listens on `port`.
+    """The address by which the other hosts reach this one, from a connection of the store that listens on `port`.
 
     Returns:
-        A loopback address where all connections are this machine's own; empty where there is no connection.
+        A loopback address if all connections are local; empty if there is none.
     """
     found = []
     for connection in _connections():
@@ -44,14 +44,14 @@ def own_address(port: int) -> str:
 
 
 def _plain(address: str) -> str:
-    """An IPv4 address that a socket of both families has."""
+    """Return the IPv4 address in a mapped IPv6 address."""
     return address.removeprefix("::ffff:")
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Duplicates of the connected TCP sockets of this process: options that are set on them are set on these."""
+    """Duplicates of this process's connected TCP sockets; options set on them apply to the originals."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile, or is no connection
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as found:

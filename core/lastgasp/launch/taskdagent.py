@@ -1,4 +1,4 @@
-"""The interface of TaskD's agent that msrun calls, in both of its forms, answered in this process.
+"""Implements in this process the interface of TaskD's agent that msrun calls, in both of its forms.
 
 mindspore 2.8 and later import `taskd.api.taskd_agent_api`, 2.7 the class `MSRunPlugin` (docs/facts/taskd.md §8).
 """
@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Any
 
 OPERATIONS = ("KILL_WORKER", "START_ALL_WORKER", "MONITOR")
-"""What msrun must let us do."""
+"""The operations that msrun must offer."""
 _API = "taskd.api.taskd_agent_api"
 _PLUGIN = "taskd.python.framework.agent.ms_mgr.msrun_plugin"
 
 
 class Agent:
-    """What msrun gives, and what runs when it hands over.
+    """The operations that msrun registers, and what runs when it hands over.
 
     Attributes:
         operations: msrun's functions by their names.
@@ -30,16 +30,16 @@ class Agent:
         self.main: Callable[[], None] = _nothing
 
     def init_taskd_agent(self, config: Mapping[str, object], cls: object = None) -> bool:
-        """The agent is there."""
+        """Report that the agent is available."""
         return True
 
     def register_func(self, operator: str, func: Callable[..., Any]) -> bool:
-        """Take one of msrun's functions."""
+        """Register one of msrun's functions."""
         self.operations[operator] = func
         return True
 
     def start_taskd_agent(self) -> None:
-        """msrun hands over; returns when the job has ended."""
+        """Take over from msrun; return when the job has ended."""
         self.main()
 
 
@@ -49,7 +49,7 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def serving(agent: Agent) -> Iterator[None]:
-    """While the context lasts, msrun finds this agent where it looks for TaskD's, an installed TaskD or not."""
+    """Within the context, msrun finds this agent in place of TaskD's, whether TaskD is installed or not."""
     modules = _modules(agent)
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "taskd"}
     for name in before:
@@ -80,7 +80,7 @@ def _modules(agent: Agent) -> dict[str, ModuleType]:
         setattr(found[_API], name, getattr(agent, name))
     vars(found[_PLUGIN])["MSRunPlugin"] = MSRunPlugin
     for name, module in found.items():
-        module.__path__ = []  # a package, so that `import a.b` works; nothing is looked for on disk
+        module.__path__ = []  # a package, so that `import a.b` works; nothing is searched on disk
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(found[parent], child, module)

@@ -1,4 +1,4 @@
-"""Entry point of the group `torchrun.handlers`: loaded in every torchrun agent, with no flag given.
+"""Entry point of the group `torchrun.handlers`: loaded in every torchrun agent without any flag.
 
 torch calls `factory` while it imports torch.distributed.elastic.rendezvous (docs/facts/torchrun.md); the agent
 class is swapped once torch.distributed.launcher.api has been imported. A job whose ranks do not use
@@ -30,7 +30,7 @@ def factory() -> Any:
 
 
 def swap_agent(api: ModuleType) -> None:
-    """Put our agent where torch.distributed.launcher.api takes its class from; TaskD's own stays where it is."""
+    """Replace the agent class in torch.distributed.launcher.api, except TaskD's own."""
     if TASKD_PATCH in sys.modules:
         return
     if why := _differs():
@@ -50,11 +50,11 @@ _OVERRIDDEN = {
     "_shutdown": ("self", "death_sig", "timeout"),
     "run": ("self", "role"),
 }
-"""Methods of torch's agent, some of them private, and the parameters that ours pass on."""
+"""Methods of torch's agent, some of them private, and the parameters that lastgasp's agent passes on."""
 
 
 def _differs() -> str:
-    """In what torch's agent is not as we know it; empty where it is."""
+    """How torch's agent differs from the supported one; empty if it does not."""
     try:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 

@@ -46,7 +46,7 @@ _NOT_NEEDED = ("on_train_batch_start", "on_before_zero_grad", "on_before_backwar
 
 
 class LastGasp(Callback):
-    """Saves the step that training stands on when a rank dies, raises, hangs or is told to stop; resumes from it.
+    """Saves the step that training stands on when a rank dies, raises, hangs or is asked to stop; resumes from it.
 
     Args:
         dir: where checkpoints and incidents go, the same on all ranks; default `LASTGASP_DIR`.

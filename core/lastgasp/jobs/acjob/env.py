@@ -183,7 +183,7 @@ def host_network_hccl(job: Job) -> Iterator[Match]:
     """On a node with several networks HCCL may take the address of another one than its peers do."""
     for replica, node in _ascend(job):
         if replica.host_network and replica.variable("HCCL_IF_IP") is None:
-            what = f"{replica.type}: with hostNetwork HCCL chooses one of the node's addresses by itself"
+            what = f"{replica.type}: with hostNetwork HCCL chooses one of the node's addresses on its own"
             yield Match(node, what, "Set HCCL_IF_IP from the field status.hostIP.")
 
 

@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
         every: steps between periodic checkpoints; 0 (default) makes none, so that only gasps are written.
         max_steps: `batches` and `epochs` end when so many steps are complete; default: they do not.
         keep: how many periodic checkpoints, and how many gasps, to keep; default 3.
-        resume: "auto" (default) goes on from the newest checkpoint that verifies on all ranks; "never" ignores what
+        resume: "auto" (default) resumes from the newest checkpoint that verifies on all ranks; "never" ignores what
             was there before this job; a path starts from that one.
         hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it.
         save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
 
 
 class Session:
-    """Saves the step that a loop stands on when a rank dies, raises, hangs or is told to stop; resumes from it.
+    """Saves the step that a loop stands on when a rank dies, raises, hangs or is asked to stop; resumes from it.
 
         with Session.open("ckpts", state=TorchState(model, optimizer, scheduler)) as s:
             for epoch in s.epochs(90):

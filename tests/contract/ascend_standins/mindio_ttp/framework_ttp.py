@@ -404,7 +404,7 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
     elif not _p.replica_sent or not NEEDED.issubset(_p.handlers):
         rules.violation(f"an update without replica info or without handlers for {sorted(NEEDED)}: no dump")
     elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _logs_only:
-        rules.violation("training with MindIO's handler of SIGTERM, which only logs: this rank cannot be told to stop")
+        rules.violation("training with MindIO's handler of SIGTERM, which only logs: this rank cannot be asked to stop")
     _p.locked(_p.step)
     if _p.dumping:
         raise Exception("notify start to updating os failed, error num:1")

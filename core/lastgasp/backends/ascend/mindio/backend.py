@@ -47,7 +47,7 @@ LAG = 1.0
 TOGETHER = 60.0
 """Seconds that ranks wait for each other at the end of training: once one has left, MindIO saves nothing any more."""
 TURN = 5.0
-"""Seconds between rank 0 and the others, where all are told to stop and nobody can be asked for a dump."""
+"""Seconds between rank 0 and the others, where all are asked to stop and nobody can be asked for a dump."""
 TASKD = "MINDX_TASK_ID"
 _PROCESSES = "TASKD_PROCESS_ENABLE"
 

@@ -1,7 +1,7 @@
 """MindIO's controller in a process of ours, outside the ranks: in rank 0 its end hangs others (mindio_tft.md §16.2).
 
 Rank 0 starts it; it leaves by itself once all ranks have. Besides MindIO's port it has one of its own, on which ranks
-that are told to stop ask for a dump of the healthy job (`tft_notify_controller_dump`): where every rank reported a
+that are asked to stop ask for a dump of the healthy job (`tft_notify_controller_dump`): where every rank reported a
 fault instead, MindIO would have no holder left.
 
 What it says goes to a file beside MindIO's own logs; to the job's output only until it has started, since whoever
