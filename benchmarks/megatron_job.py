@@ -37,11 +37,10 @@ from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402
 from lastgasp_megatron import installation  # noqa: E402
 from lastgasp_megatron.compose import file_in_checkpoint  # noqa: E402
-from lastgasp_megatron.manifests import LAYOUT  # noqa: E402
 from lastgasp_megatron.preload import Preload  # noqa: E402
 from lastgasp_megatron.state import MegatronState  # noqa: E402
 from lastgasp_megatron.topology import replicas_of  # noqa: E402
-from lastgasp_megatron.tracker import checkpoint_path  # noqa: E402
+from lastgasp_megatron.tracker import LAYOUT, checkpoint_path  # noqa: E402
 from support.megatron import train_gpt  # noqa: E402
 
 SKIP = 2
@@ -96,7 +95,7 @@ class Toggled:
         assert installed is not None and installed._late is not None
         hooks = installed._late
         run = hooks.hooks[0].around.__self__._run  # type: ignore[attr-defined]
-        steps = run.state._steps
+        steps = run.state.steps
         if on:
             hooks.place()
             steps.install()

@@ -73,7 +73,7 @@ def test_mindspeeds_own_wrappers_stay_inside_ours(
 
 @pytest.mark.parametrize(
     ("order", "found"),
-    [("missing", "None under that name"), ("changed", "train_step(state), without model")],
+    [("missing", "found no such function"), ("changed", "train_step(state), without model")],
 )
 def test_a_hook_that_cannot_be_placed_stops_the_job_with_what_was_expected_and_found(
     order: str, found: str, starts: dict[str, Start]

@@ -94,7 +94,8 @@ def test_what_is_refused(option: str, args: dict[str, Any]) -> None:
 
 def test_what_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for args in ({}, {"ckpt_format": "torch_dist", "async_save": True}, {"ckpt_format": "torch", "async_save": False}):
+    off: dict[str, Any] = {"num_experts": None, "lora_target_modules": [], "reuse_fp32_param": False}
+    for args in ({}, off, {"ckpt_format": "torch_dist", "async_save": True}, {"ckpt_format": "torch"}):
         refuse(Namespace(**args))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lastgasp import sharing
+from lastgasp.adapter import ManifestWriter, NativeSave
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather
@@ -22,10 +23,9 @@ from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import NotLoaded, around_load, verdict_of
-from lastgasp_megatron.manifests import Manifests
 from lastgasp_megatron.reload import MegatronSelector
-from lastgasp_megatron.save import Saver
-from lastgasp_megatron.tracker import NAME, Tracker, checkpoint_path, read_tracker
+from lastgasp_megatron.save import Manifests, Saver
+from lastgasp_megatron.tracker import FORMAT, LAYOUT, NAME, Tracker, checkpoint_path, read_tracker
 from support.checkpoint_kit import as_ranks
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
@@ -35,6 +35,14 @@ Damage = Callable[[Path], object]
 
 def place(rank: int, attempt: int = 0, job: str = "job") -> Place:
     return Place(rank=rank, world_size=2, replicas=data_parallel(2), attempt=attempt, job=job)
+
+
+def manifests(rank: int, gather: Gather, status: RankStatus, job: str = "job") -> Manifests:
+    return Manifests(ManifestWriter(FORMAT, place(rank, job=job)), gather, status)
+
+
+def saved(directory: Path, step: int) -> NativeSave:
+    return NativeSave(checkpoint_path(directory, step), LAYOUT, step)
 
 
 def write_torch(directory: Path, step: int) -> Path:
@@ -66,7 +74,7 @@ def commit(directory: Path, step: int, job: str = "job") -> None:
     statuses = [RankStatus(), RankStatus()]
 
     def body(rank: int, gather: Gather) -> bool:
-        return Manifests(place(rank, job=job), gather, statuses[rank]).commit(directory, step)
+        return manifests(rank, gather, statuses[rank], job).commit(saved(directory, step))
 
     assert as_ranks(2, body) == [True, True]
     assert [status.durable for status in statuses] == [step, step]
@@ -288,7 +296,7 @@ def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[R
 
     def body(rank: int, gather: Gather) -> None:
         args = SimpleNamespace(**{"save": str(directory)} | given)
-        saver = savers[rank] = Saver(args, rank, Manifests(place(rank), gather, statuses[rank]))
+        saver = savers[rank] = Saver(args, manifests(rank, gather, statuses[rank]))
 
         def save_checkpoint(iteration: int, model: Any, release: bool = False) -> None:
             name = saver.tracker(str(directory / NAME))
@@ -326,7 +334,7 @@ def test_manifests_of_removed_checkpoints_go_with_the_next_save(tmp_path: Path) 
 
 def test_a_save_that_raises_leaves_the_tracker_and_no_temporary(tmp_path: Path) -> None:
     track(tmp_path, 10)
-    saver = Saver(SimpleNamespace(save=str(tmp_path)), 0, Manifests(place(0), lambda *_: [], RankStatus()))
+    saver = Saver(SimpleNamespace(save=str(tmp_path)), manifests(0, lambda *_: [], RankStatus()))
 
     def save_checkpoint(iteration: int, model: Any) -> None:
         Path(saver.tracker(str(tmp_path / NAME))).write_text("")
@@ -343,7 +351,7 @@ def test_a_file_that_cannot_be_read_back_leaves_no_manifest_on_any_rank(tmp_path
     (path / "dangling.pt").symlink_to("nowhere")
 
     def body(rank: int, gather: Gather) -> bool:
-        return Manifests(place(rank), gather, status[rank]).commit(tmp_path, 10)
+        return manifests(rank, gather, status[rank]).commit(saved(tmp_path, 10))
 
     assert as_ranks(2, body) == [False, False]
     assert [s.durable for s in status] == [0, 0]

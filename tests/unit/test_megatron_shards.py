@@ -12,8 +12,9 @@ import torch
 from lastgasp.errors import ConfigError, DeadlineExceeded, NotSaveable
 from lastgasp.topology import Place
 from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
+from lastgasp_megatron.settings import refuse
 from lastgasp_megatron.shards import Exchange, slice_of
-from lastgasp_megatron.topology import Shard, advice, refuse_unsupported
+from lastgasp_megatron.topology import Shard, advice
 from support.megatron.slices import KIND, SIZES, optimizers
 
 
@@ -120,8 +121,7 @@ def test_what_older_attempts_left_is_removed_and_nothing_else(tmp_path: Path) ->
 )
 def test_what_cannot_be_saved_is_refused(option: str, value: object, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        refuse_unsupported(SimpleNamespace(**{option: value}))
-    refuse_unsupported(SimpleNamespace(num_experts=None, lora_target_modules=[], reuse_fp32_param=False))
+        refuse(SimpleNamespace(**{option: value}))
 
 
 def test_advice_names_the_flag_and_its_cost() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
 
+from lastgasp.adapter import ManifestWriter  # noqa: E402
 from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.errors import NotSaveable  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402
@@ -54,8 +55,10 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     random: Any = SimpleNamespace(read=lambda step: b"random")
     one: Any = SimpleNamespace(steps=steps, composer=composer)
     nothing_held = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
-    source: Any = MegatronSource(one.steps, random, one.composer, nothing_held, (place, shard))
-    source.configure(GaspConfig(directory=tmp_path), Device(torch.device("cpu")))
+    source: Any = MegatronSource(
+        one.steps, random, one.composer, nothing_held, device=Device(torch.device("cpu")), shard=shard,
+        writer=ManifestWriter("megatron", place), config=GaspConfig(directory=tmp_path), alike=lambda: True,
+    )  # fmt: skip
     return SimpleNamespace(steps=steps, composer=composer, source=source, folder=tmp_path)
 
 

@@ -30,6 +30,7 @@ from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
 from lastgasp.checkpoint.reader import VerifiedFile
+from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.samefit import differences, name_of_fit
 from lastgasp.checkpoint.trial import Trial, is_about_content, trained_again
 from lastgasp.checkpoint.unknown import all_of_training, unknown
@@ -67,6 +68,7 @@ __all__ = [
     "newest_good",
     "next_path",
     "progress_bar",
+    "prune",
     "put_back",
     "quarantine",
     "read_entries",

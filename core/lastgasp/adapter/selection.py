@@ -41,11 +41,12 @@ class CheckpointSelector:
         self.present: frozenset[str] = frozenset()
         self.trial = Trial(gather, about_content)
 
-    def load(self, load: Callable[[Candidate], None]) -> Candidate | None:
+    def load(self, load: Callable[[Candidate], None], selected: Candidate | None = None) -> Candidate | None:
         """Select, and have the framework load; what verifies and loads on no rank is set aside once an older one loads.
 
         Args:
             load: hands it to the framework; where it raises, another one may follow.
+            selected: what `select` has returned, where the framework had to know it before it loads.
 
         Returns:
             What was loaded, the same on every rank; None where there was nothing.
@@ -55,7 +56,8 @@ class CheckpointSelector:
             Exception: as `select`; and what the framework raised, where the user named the checkpoint, where it is not
                 about its content, or not on all ranks.
         """
-        selected = self.select()
+        if selected is None:
+            selected = self.select()
         if selected is None or self.named:
             if selected is not None:
                 load(selected)

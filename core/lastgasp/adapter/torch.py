@@ -18,7 +18,7 @@ from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress
 from lastgasp.pytorch.loaders import kind_of as kind_of_loader
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
-from lastgasp.pytorch.loop.ranks import connect, local, place_of
+from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.processgroups import key_of, process_groups
@@ -61,6 +61,7 @@ __all__ = [
     "exception_origin",
     "fingerprints",
     "fits",
+    "from_rank_0",
     "hook_model",
     "hook_optimizer",
     "install_faults",

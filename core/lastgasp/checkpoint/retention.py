@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lastgasp._fs import DISK, fsync_dir, locked, unique_temp
-from lastgasp.errors import ConfigError
+from lastgasp.config import GaspConfig
+from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.ports import Layout
 
 from .addenda import remove_orphans
@@ -16,6 +18,8 @@ from .manifest import Kind
 from .moving import move_parts
 from .samefit import of_fit
 from .verify import verify
+
+log = logging.getLogger("lastgasp")
 
 
 def to_remove(
@@ -36,6 +40,21 @@ def to_remove(
         raise ConfigError("keep", keep, "1 or more", "At least the newest gasp is kept; to keep all, do not prune.")
     own = [c for c in found if c.problem is None and c.manifest is not None and c.manifest.kind == kind]
     return [candidate for candidate in own[keep:] if candidate.path not in set(protected)]
+
+
+def prune(
+    config: GaspConfig, layout: Layout, newest: Path, job: str, *, kind: Kind = "gasp", fit: int | None = None
+) -> None:
+    """`newest` was just published: remove what is beyond `config.keep` in `config.directory`. Never raises OSError.
+
+    Args:
+        job: with resume='never' those of other jobs stay; kind, fit: as in `apply`.
+    """
+    own = job if config.resume == "never" else None
+    try:
+        apply([config.directory], layout, config.keep, job=own, protected=[newest], kind=kind, fit=fit)
+    except (OSError, LastgaspError) as error:  # the newest is safe; old ones may stay
+        log.warning("old checkpoints could not be removed: %s", error)
 
 
 def apply(

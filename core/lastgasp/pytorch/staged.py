@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.checkpoint import Provenance, Staged, apply
+from lastgasp.checkpoint import Provenance, Staged
 from lastgasp.checkpoint.addenda import add, added
 from lastgasp.checkpoint.manifest import Fit
+from lastgasp.checkpoint.retention import prune
 from lastgasp.config import GaspConfig
-from lastgasp.errors import LastgaspError
 from lastgasp.ports import Layout
 from lastgasp.testing import faults
 from lastgasp.topology import Place
@@ -83,12 +83,8 @@ def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place
     note = result.staged.kept
     if note:
         note = f"{note}; {contribute(result.staged.target, layout, result.aux)}"
-    job = place.job if config.resume == "never" else None
     fit = result.provenance.fit.number if isinstance(result.provenance.fit, Fit) else None
-    try:
-        apply([config.directory], layout, config.keep, job=job, protected=[Path(result.path)], fit=fit)
-    except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
-        log.warning("old checkpoints could not be removed: %s", error)
+    prune(config, layout, Path(result.path), place.job, fit=fit)
     return note
 
 

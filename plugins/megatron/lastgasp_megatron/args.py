@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.config import GaspConfig, pick
-from lastgasp.errors import ConfigError
-from lastgasp.steps.settings import MarksConfig
+from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, pick
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 

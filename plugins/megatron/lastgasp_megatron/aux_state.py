@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lastgasp.pytorch.aux_state import AuxRecorder, decode_aux
-from lastgasp.pytorch.rng import as_tensor
+from lastgasp.adapter.torch import AuxRecorder, as_tensor, decode_aux
 
 _STATES = msgspec.msgpack.Decoder(dict[str, bytes])
 

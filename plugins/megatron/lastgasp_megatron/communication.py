@@ -17,11 +17,9 @@ import torch.distributed as dist
 import wrapt
 from torch.distributed import distributed_c10d
 
-from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
-from lastgasp.pytorch.processgroups import key_of
-from lastgasp.pytorch.ranges import Sink
-from lastgasp_megatron.holders import Function, holders_of
-from lastgasp_megatron.steps import Undo
+from lastgasp.adapter import Undo
+from lastgasp.adapter.hooks import Function, holders_of
+from lastgasp.adapter.torch import Collectives, CommunicationMarks, Sink, key_of
 
 log = logging.getLogger("lastgasp")
 

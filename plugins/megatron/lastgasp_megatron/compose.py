@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lastgasp.errors import NotSaveable
+from lastgasp.adapter import NotSaveable
 from lastgasp_megatron.aux_state import native
 from lastgasp_megatron.steps import Boundary, is_stub, only
 from lastgasp_megatron.topology import Shard
@@ -37,7 +37,7 @@ class Composer:
         Args:
             boundary: the step.
             weights: id of a parameter -> its value, where the live one may be of another step.
-            small: random states by rank.
+            aux: random states by rank.
 
         Raises:
             NotSaveable: this rank's random state of the step is not known.

@@ -6,11 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lastgasp.errors import CheckpointError
-from lastgasp.exception_origin import is_success
-from lastgasp.launch.framework_verdict import Verdict
-from lastgasp.pytorch import exception_origin
-from lastgasp.pytorch.exception_origin import cause_of
+from lastgasp.adapter import CheckpointError, Verdict, cause_of, is_success
+from lastgasp.adapter.torch import exception_origin
 
 
 class NotLoaded(CheckpointError):

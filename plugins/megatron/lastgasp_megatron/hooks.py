@@ -1,4 +1,4 @@
-"""What happens at each of Megatron's functions. Translates them into Session calls; decides nothing."""
+"""What happens at each of Megatron's functions: translates them into calls of one `Run`; decides nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import atexit
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lastgasp.adapter import Around, Hook, argument
 from lastgasp_megatron.exits import around_load
 from lastgasp_megatron.own_part import without_gloo
-from lastgasp_megatron.patches import Around, Hook, argument
 
 if TYPE_CHECKING:
     from lastgasp_megatron.run import Run
@@ -55,21 +55,20 @@ class Training:
         try:
             result = call(*args, **kwargs)
         except BaseException as error:
-            self._end_early(error)
+            self._failed(error)
             raise
         self._close()
         return result
 
-    def _end_early(self, error: BaseException) -> None:
-        """Outside of `train` there is no step to save."""
+    def _failed(self, error: BaseException) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.end_early(error)
+            run.life.failed(error)
 
     def _close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.close(goodbye=True)
+            run.life.close(completed=True)
 
     def _around_setup(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         if self._run is not None:
@@ -89,7 +88,7 @@ class Training:
             run.selector.done()
             run.bind(*result[:3])
         except BaseException as error:
-            self._end_early(error)
+            self._failed(error)
             raise
         self._check()
         return result
@@ -103,10 +102,9 @@ class Training:
         try:
             result = call(*args, **kwargs)
         except BaseException as error:
-            self._run = None
-            run.end_with(error)
+            self._failed(error)
             raise
-        run.trained()
+        run.session.progress("data")  # a last save and the evaluation may follow
         return result
 
     # -- every step -------------------------------------------------------------------------------
@@ -115,23 +113,24 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
-        state, marks = run.state, run.marks
+        state, steps, marks, progress = run.state, run.state.steps, run.marks, run.session.progress
         if marks is not None:
             marks.step_begins()
         state.iteration_begin()
-        run.progress("forward")
-        before = state.step
+        progress("forward")
+        before = steps.step
         result = call(*args, **kwargs)
-        state.iteration_end()
+        steps.iteration_end()
         if marks is not None:
-            marks.step_ends(state.step if state.step > before else None)
-        run.progress("data")
+            marks.step_ends(steps.step if steps.step > before else None)
+        progress("data")
         return result
 
     def _around_log(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         result = call(*args, **kwargs)
         if self._run is not None:
-            self._run.state.log_written()
+            steps = self._run.state.steps
+            steps.logged = steps.step
         return result
 
     def _phase(self, phase: Any, after: Any = None) -> Around:
@@ -139,10 +138,10 @@ class Training:
             run = self._run
             if run is None:
                 return call(*args, **kwargs)
-            run.progress(phase)
+            run.session.progress(phase)
             result = call(*args, **kwargs)
             if after is not None:
-                run.progress(after)
+                run.session.progress(after)
             return result
 
         return around
@@ -165,10 +164,10 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
-        run.progress("save")
+        run.session.progress("save")
         with run.save_mark:
             result = run.saver.save(call, args, kwargs)
-        run.progress("data")
+        run.session.progress("data")
         return result
 
     def _around_finalize(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:

@@ -13,23 +13,35 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from lastgasp.errors import ConfigError, MissingExtra
-from lastgasp.startup_refusal import tell_launcher
+from lastgasp.adapter import Around, ConfigError, Hook, Hooks, MissingExtra, Undo, tell_launcher
 from lastgasp_megatron import mindspeed
 from lastgasp_megatron.args import around_parse_args
-from lastgasp_megatron.patches import HOMES, Around, Hook, Patches
 
 log = logging.getLogger("lastgasp")
 
 ENV_ON = "LASTGASP"
 _SWITCH = {"1": True, "0": False, "": True}
 _TRAINING = "megatron.training.training"
+HOMES = (
+    "megatron.training.training",
+    "megatron.training.checkpointing",
+    "megatron.training.initialize",
+    "megatron.training.arguments",
+    "megatron.training.async_utils",
+    "megatron.training",
+    "mindspeed_llm.training.training",
+    "mindspeed_llm.training.checkpointing",
+    "mindspeed_llm.training.initialize",
+    "mindspeed_llm.training.arguments",
+    "mindspeed_llm.training",
+)
+"""Modules whose function of a hook's name is the hook's, even where it is one of their own."""
 
 _installed: Installation | None = None
 
@@ -68,6 +80,19 @@ def uninstall() -> None:
         installed.undo()
 
 
+def hooks_of(hooks: Iterable[Hook]) -> Hooks:
+    """The keeper of these hooks; nothing is changed before its `place`."""
+    return Hooks(hooks, remedy=_remedy, homes=HOMES, manager=mindspeed)
+
+
+def _remedy() -> str:
+    version = getattr(sys.modules.get("megatron.core"), "__version__", "of unknown version")
+    return (
+        f"This is megatron-core {version}, and lastgasp was written for core_v0.12.1 to 0.19.2. Install one of these "
+        "or a newer lastgasp, or take lastgasp_megatron.install() out of the script to run without it."
+    )
+
+
 class Installation:
     """The hooks of one process.
 
@@ -77,15 +102,16 @@ class Installation:
 
     def __init__(self, late: Callable[[Installation], list[Hook]] | None = None) -> None:
         self._make_late = late or _hooks
-        self._early = Patches(
+        self._early = hooks_of(
             [
                 Hook("megatron.training.arguments", "parse_args", around_parse_args),
                 Hook(_TRAINING, "pretrain", self._around_pretrain),
                 Hook("megatron.training.initialize", "initialize_megatron", self._trigger),
+                Hook("torch.distributed", "init_process_group", self._trigger),
             ]
         )
-        self._late: Patches | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._late: Hooks | None = None
+        self._after_apply: Undo = _nothing
         self._active = False
         self.outermost: Around = _call
         """Called instead of `pretrain`; the late hooks set it."""
@@ -96,20 +122,21 @@ class Installation:
         Raises:
             MissingExtra: torch is not installed.
         """
+        if importlib.util.find_spec("torch") is None:
+            raise MissingExtra("torch", "megatron")
+        importlib.import_module("torch.distributed")
         self._active = True
-        for name in HOMES:
+        for name in ("torch.distributed", *HOMES):
             wrapt.register_post_import_hook(self._imported, name)
-        self._undo.append(self._hook_process_group())
 
     def undo(self) -> None:
         """Take everything back. Idempotent."""
         self._active = False
-        for patches in (self._late, self._early):
-            if patches is not None:
-                patches.undo()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        for hooks in (self._late, self._early):
+            if hooks is not None:
+                hooks.undo()
+        self._after_apply()
+        self._after_apply = _nothing
 
     def check(self) -> None:
         """Put back what was lost, or stop the job.
@@ -129,14 +156,6 @@ class Installation:
         if self._active:
             self._early.place_in(module.__name__)
 
-    def _hook_process_group(self) -> Callable[[], None]:
-        if importlib.util.find_spec("torch") is None:
-            raise MissingExtra("torch", "megatron")
-        importlib.import_module("torch.distributed")
-        patches = Patches([Hook("torch.distributed", "init_process_group", self._trigger)])
-        patches.place_in("torch.distributed")
-        return patches.undo
-
     def _around_pretrain(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._place_late()
         return self.outermost(call, args, kwargs)
@@ -150,11 +169,15 @@ class Installation:
         if not self._active or _TRAINING not in sys.modules:
             return
         if self._late is None:
-            self._late = Patches(self._make_late(self))
-            self._undo.append(mindspeed.after_apply(self.check))
+            self._late = hooks_of(self._make_late(self))
+            self._after_apply = mindspeed.after_apply(self.check)
             self._late.place()
         else:
             self.check()
+
+
+def _nothing() -> None:
+    """There is nothing to put back."""
 
 
 def _call(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,23 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
 
-from lastgasp.pytorch.devicemarks import cuda_marks
-from lastgasp.pytorch.ranges import Range, Sink, range_of
-from lastgasp.steps.bits import BIT_OF_MARK, STEP
+from lastgasp.adapter import Hook, Undo
+from lastgasp.adapter.marks import BIT_OF_MARK, STEP
+from lastgasp.adapter.torch import Range, Sink, cuda_marks, range_of
 from lastgasp_megatron.communication import MegatronCommunication
-from lastgasp_megatron.patches import Hook, Patches
-from lastgasp_megatron.steps import Undo, wrap
+from lastgasp_megatron.installation import hooks_of
+from lastgasp_megatron.steps import wrap
 
 log = logging.getLogger("lastgasp")
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _TRAINING = "megatron.training.training"
-_ITERATORS = ("megatron.core.rerun_state_machine", "RerunDataIterator")
+_RERUN, _ITERATOR = "megatron.core.rerun_state_machine", "RerunDataIterator"
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
@@ -65,11 +64,12 @@ class MegatronMarks:
         self._forward, self._backward, self._optimizer = map(self._stream, ("forward", "backward", "optimizer"))
         self._dataloader: _Open = marks.define("dataloader", bit=BIT_OF_MARK["dataloader"], stream=False)
         self._communication = MegatronCommunication(marks)
-        self._patches = Patches(
+        self._hooks = hooks_of(
             [
                 Hook(_SCHEDULES, "forward_step", self._around_forward, required=False),
                 Hook(_SCHEDULES, "backward_step", self._around_backward, required=False),
                 Hook(_TRAINING, "finalize_model_grads", self._around_backward, required=False),
+                Hook(_RERUN, f"{_ITERATOR}.__next__", self._around_fetch, required=False),
             ]
         )
 
@@ -95,15 +95,16 @@ class MegatronMarks:
         """
         if self._undo:
             return
-        self._undo.append(self._patches.undo)
+        if not hasattr(sys.modules.get(_RERUN), _ITERATOR):
+            log.warning("no marks of dataloader: there is no %s.%s in this version of Megatron", _RERUN, _ITERATOR)
+        self._undo.append(self._hooks.undo)
         self._undo.append(wrap(optimizer, "step", self._around_optimizer))
-        self._undo.append(self._wrap_iterator())
         self.place()
         self._communication.look()
 
     def place(self) -> None:
         """Put back what somebody has replaced since."""
-        self._patches.place()
+        self._hooks.place()
 
     def close(self) -> None:
         """Put everything back; open ranges are thrown away. Idempotent."""
@@ -173,10 +174,10 @@ class MegatronMarks:
         self._optimizer.end()
         return result
 
-    def _around_fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+    def _around_fetch(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """The forward pass is interrupted by each fetch; what comes before the first one is next to nothing."""
         if not self._in_step:
-            return fetch(iterator)
+            return call(*args, **kwargs)
         forward, first = self._forward, not self._fetched
         inside = forward.cancel() if first else True
         if not first:
@@ -184,7 +185,7 @@ class MegatronMarks:
         self._fetched = True
         self._dataloader.begin()
         try:
-            batch = fetch(iterator)
+            batch = call(*args, **kwargs)
         except BaseException:
             self._dataloader.cancel()
             raise
@@ -192,27 +193,3 @@ class MegatronMarks:
         if inside:
             forward.begin()
         return batch
-
-    def _wrap_iterator(self) -> Undo:
-        """Python looks `__next__` up in the class, so that is where it is wrapped."""
-        module, name = _ITERATORS
-        kind = getattr(sys.modules.get(module), name, None)
-        original = vars(kind).get("__next__") if isinstance(kind, type) else None
-        if kind is None or original is None:
-            log.warning("no marks of dataloader: there is no %s.%s in this version of Megatron", module, name)
-            return _nothing
-
-        def ours(iterator: Any) -> Any:
-            return self._around_fetch(original, iterator)
-
-        setattr(kind, "__next__", ours)  # noqa: B010
-
-        def undo() -> None:
-            if vars(kind).get("__next__") is ours:
-                setattr(kind, "__next__", original)  # noqa: B010
-
-        return undo
-
-
-def _nothing() -> None:
-    """There is nothing to put back."""

@@ -1,4 +1,4 @@
-"""MindSpeed's patch manager: hooks are registered with it as wrappers where it is loaded (megatron.md §4, row F).
+"""MindSpeed's patch manager: hooks are registered with it as wrappers where it is loaded (docs/facts/megatron.md §4).
 
 It applies a patch by building `wrapper(...wrapper(replacement or original))` anew and setting it in every module
 that holds the function of before; names that end in `wrapper` stack, all others replace.
@@ -6,12 +6,11 @@ that holds the function of before; names that end in `wrapper` stack, all others
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger("lastgasp")
+from lastgasp.adapter import Undo
 
 MODULE = "mindspeed.patch_utils"
 
@@ -45,28 +44,22 @@ def unregister(path: str, wrapper: Callable[[Any], Any]) -> None:
         patch.apply_patch()
 
 
-def after_apply(then: Callable[[], None]) -> Callable[[], None]:
-    """Call `then` after each `apply_patches`, which undoes and redoes what others have put in place.
-
-    Returns:
-        The way back; idempotent.
-    """
+def after_apply(then: Callable[[], None]) -> Undo:
+    """Call `then` after each `apply_patches`, which undoes and redoes what others have put in place."""
     patches = manager()
     if patches is None:
         return lambda: None
-    original = patches.__dict__["apply_patches"]
-    call = patches.apply_patches
+    original, call = vars(patches)["apply_patches"], patches.apply_patches
 
     def apply_patches(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
         then()
         return result
 
-    ours = staticmethod(apply_patches)
-    patches.apply_patches = ours
+    ours = patches.apply_patches = staticmethod(apply_patches)
 
     def undo() -> None:
-        if patches.__dict__.get("apply_patches") is ours:
+        if vars(patches).get("apply_patches") is ours:
             patches.apply_patches = original
 
     return undo

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastgasp.errors import CheckpointError
+from lastgasp.adapter import CheckpointError, Undo
 from lastgasp_megatron.shards import state_keys
 from lastgasp_megatron.steps import is_stub, only, wrap
 
 
-def without_gloo(optimizer: Any) -> Callable[[], None]:
+def without_gloo(optimizer: Any) -> Undo:
     """Let a distributed optimizer that has no Gloo group load its part by itself; returns the way back."""
     one = only(optimizer)
     needed = not is_stub(one) and getattr(one, "data_parallel_group_gloo", one) is None and hasattr(one, "gbuf_ranges")

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from lastgasp.checkpoint import Candidate, Damage, FileEntry
-from lastgasp.checkpoint.chunks import ChunkReader, chunks_of
-from lastgasp.errors import DamagedCheckpoint
-from lastgasp.pytorch.exception_origin import cause_of
-from lastgasp.pytorch.io import load_entry
+from lastgasp.adapter import DamagedCheckpoint, cause_of
+from lastgasp.adapter.checkpoint import Candidate, ChunkReader, Damage, FileEntry, chunks_of
+from lastgasp.adapter.torch import load_entry
 
 log = logging.getLogger("lastgasp")
 

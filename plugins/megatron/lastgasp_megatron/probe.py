@@ -1,4 +1,4 @@
-"""What can be said of a checkpoint without a manifest: whether its files are whole, as far as their formats tell.
+"""What can be told of a checkpoint before it is loaded: whether files without a manifest are complete, and what fits.
 
 Format torch: zip files with a CRC-32 of each record. Format torch_dist: `.metadata` names files and lengths,
 `metadata.json` is written last (docs/facts/megatron.md §2). A flipped bit in torch_dist is not seen.
@@ -7,15 +7,16 @@ Format torch: zip files with a CRC-32 of each record. Format torch_dist: `.metad
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lastgasp.checkpoint import Damage, Verdict
-from lastgasp.checkpoint.whole import zip_problem
+from lastgasp.adapter.checkpoint import Candidate, Damage, Verdict, zip_problem
 
-_BLOCK = 1 << 20
+_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_\d+)?")
 
 
 def probe(checkpoint: Path, step: int | None, share: tuple[int, int] = (0, 1)) -> Verdict:
@@ -70,3 +71,27 @@ def _distributed(checkpoint: Path) -> Iterator[Damage]:
 def _damage(checkpoint: Path, path: Path, detail: str) -> Damage:
     name = path.relative_to(checkpoint.parent).as_posix()
     return Damage(file=name, kind="missing" if "missing" in detail else "unreadable", detail=detail)
+
+
+def misfit(candidate: Candidate, args: Any) -> str:
+    """Why Megatron cannot load it, in words; empty where nothing speaks against it.
+
+    Format torch has a folder for each tensor and pipeline rank, so that its names tell the sizes; torch_dist reshards.
+    """
+    holds = _sizes(candidate)
+    asked = tuple(int(getattr(args, f"{kind}_model_parallel_size", 1) or 1) for kind in ("tensor", "pipeline"))
+    if holds is None or holds == asked:
+        return ""
+    return f"holds TP{holds[0]} PP{holds[1]} in format torch, and the job asks for TP{asked[0]} PP{asked[1]}"
+
+
+def _sizes(candidate: Candidate) -> tuple[int, int] | None:
+    """Tensor and pipeline parallel size of a checkpoint of format torch; None where it is of another."""
+    if candidate.manifest is not None:
+        names = {Path(entry.path).parts[1] for entry in candidate.manifest.files if len(Path(entry.path).parts) > 2}
+    else:
+        names = {path.name for path in candidate.path.glob("mp_rank_*")}
+    found = [match for name in names if (match := _FOLDER.fullmatch(name))]
+    if not found:
+        return None
+    return 1 + max(int(match[1]) for match in found), 1 + max(int(match[2] or 0) for match in found)

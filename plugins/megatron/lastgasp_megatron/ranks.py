@@ -1,41 +1,15 @@
-"""Who is who in this job, and how its ranks reach the controller."""
+"""What this rank runs on, and with which versions."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as distributed
-
-from lastgasp.connect import contact_of, place_in_job
-from lastgasp.session import Contact
-from lastgasp.topology import Place, ReplicaGroups
-
-T = TypeVar("T")
 
 OLDEST, NEWEST = (0, 12, 1), (0, 19, 2)
 """Versions of megatron-core that this was written for, both included."""
-
-
-def place_of(replicas: ReplicaGroups) -> Place:
-    """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
-    return place_in_job(distributed.get_rank(), distributed.get_world_size(), replicas, _from_rank_0)
-
-
-def connect(place: Place) -> Contact | None:
-    """The launcher's controller, or one of our own that rank 0 starts; none for a job of one rank.
-
-    Raises:
-        ConfigError: the job spans several nodes and nobody said where the controller may listen.
-        ControlError, DeadlineExceeded: it could not be started.
-    """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or place.world_size)
-    several = f"this job has {place.world_size} ranks, {local} of them on this node"
-    return contact_of(place, several if local < place.world_size else "", _from_rank_0)
 
 
 def device() -> torch.device:
@@ -70,13 +44,3 @@ def _version(module: str) -> str:
         return str(getattr(importlib.import_module(module), "__version__", "unknown"))
     except ImportError:
         return "unknown"
-
-
-def _from_rank_0(value: T) -> T:
-    """Rank 0's value on all ranks."""
-    if distributed.get_world_size() == 1:
-        return value
-    box: list[Any] = [value]
-    distributed.broadcast_object_list(box, src=0)
-    found: T = box[0]
-    return found

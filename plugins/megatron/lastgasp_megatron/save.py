@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from lastgasp._fs import make_directory, unique_temp
-from lastgasp_megatron.manifests import Manifests
-from lastgasp_megatron.patches import argument
-from lastgasp_megatron.tracker import NAME
+from lastgasp.adapter import NativeManifests, NativeSave, argument
+from lastgasp.adapter.files import make_directory, unique_temp
+from lastgasp_megatron.tracker import LAYOUT, NAME, checkpoint_path, write_tracker
 
-log = logging.getLogger("lastgasp")
+
+class Manifests(NativeManifests):
+    """Gives Megatron's checkpoints their manifests, and then the tracker. All ranks call `commit` together."""
+
+    def committed(self, save: NativeSave) -> None:
+        """A crash before this leaves the older checkpoint as the one that Megatron resumes from."""
+        super().committed(save)
+        write_tracker(save.path.parent, save.step)
 
 
 class Saver:
@@ -26,8 +31,8 @@ class Saver:
         args: Megatron's namespace.
     """
 
-    def __init__(self, args: Any, rank: int, manifests: Manifests) -> None:
-        self._args, self._rank, self._manifests = args, rank, manifests
+    def __init__(self, args: Any, manifests: Manifests) -> None:
+        self._args, self._manifests = args, manifests
         self._waiting: list[tuple[int, Path | None]] = []
         self._redirect: Path | None = None
 
@@ -66,7 +71,7 @@ class Saver:
 
     def _redirected(self) -> Path | None:
         """A copy of the tracker, which Megatron reads too (--save-retain-interval). Only rank 0 writes it."""
-        if self._rank != 0:
+        if self._manifests.place.rank != 0:
             return None
         make_directory(self._directory)
         self._redirect = temp = unique_temp(self._directory / NAME)
@@ -77,7 +82,7 @@ class Saver:
     def _commit(self) -> None:
         waiting, self._waiting = self._waiting, []
         for iteration, temp in waiting:
-            self._manifests.commit(self._directory, iteration)
+            self._manifests.commit(NativeSave(checkpoint_path(self._directory, iteration), LAYOUT, iteration))
             _remove(temp)
 
 

@@ -9,9 +9,44 @@ from typing import Any
 
 import torch
 
-from lastgasp.errors import ConfigError
+from lastgasp.adapter import ConfigError
 
 log = logging.getLogger("lastgasp")
+
+# Option -> its values that are refused, and what to do. Left out in a version of Megatron that has no such option.
+_REFUSED: dict[str, tuple[str, str]] = {
+    "num_experts": ("no experts", "Their groups differ from the dense ones, which this version cannot save."),
+    "use_megatron_fsdp": ("the default", "Use --use-distributed-optimizer."),
+    "use_custom_fsdp": ("the default", "Use --use-distributed-optimizer."),
+    "use_torch_fsdp2": ("the default", "Use --use-distributed-optimizer."),
+    "use_layer_wise_distributed_optimizer": ("the default", "Use --optimizer adam, which does not bring it about."),
+    "optimizer_cpu_offload": ("the default", "Leave it out."),
+    "use_precision_aware_optimizer": ("the default", "Leave it out."),
+    "fp8_param_gather": ("the default", "Leave it out."),
+    "fp4_param": ("the default", "Leave it out."),
+    "fp4_param_gather": ("the default", "Leave it out."),
+    "optimizer_cuda_graph": ("the default", "Leave it out: nothing can look between two steps of it."),
+    "overlap_param_gather_with_optimizer_step": ("the default", "Leave it out."),
+    "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
+    # MindSpeed's. Between two steps the optimizer's tensors are of another form, or not where they seem to be.
+    "reuse_fp32_param": ("the default", "Leave it out: between two steps it keeps no fp32 weights to save."),
+    "swap_optimizer": ("the default", "Leave it out: between two steps the optimizer's state is not on the device."),
+    "virtual_optimizer": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
+    "quant_states": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
+    "lora_target_modules": ("the default", "Leave it out: what is saved of a model with adapters is not the whole."),
+    # Others that answer a fault in place of lastgasp.
+    "ttp_enabled": ("lastgasp or MindSpeed's own engine, not both", "Leave one out."),
+    "inprocess_restart": ("lastgasp or restarts in the process, not both", "Leave one out."),
+    "enable_high_availability": ("lastgasp or mindio_ttp, not both", "Leave one out."),
+    "non_persistent_ckpt_type": ("none: Megatron loads these without a check", "Leave it out."),
+    "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
+}
+# The same for sizes: those above 1 are refused. The last two follow from options of other names.
+_ONE = {
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
+    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
+}
 
 
 def users_handler(args: Any) -> Callable[..., Any] | None:
@@ -24,21 +59,21 @@ def users_handler(args: Any) -> Callable[..., Any] | None:
 
 
 def refuse(args: Any) -> None:
-    """Refuse settings under which a step could be lost without a word.
+    """Refuse settings under which a step could be lost without a word, or that survivors alone cannot save.
 
     Raises:
-        ConfigError: with the option that is in the way.
+        ConfigError: names the option that is in the way, what is allowed, and what to do.
     """
-    if getattr(args, "enable_high_availability", False):
-        raise ConfigError("--enable-high-availability", True, "lastgasp or mindio_ttp, not both", "Leave one out.")
-    if getattr(args, "non_persistent_ckpt_type", None) is not None:
-        kind = args.non_persistent_ckpt_type
-        raise ConfigError(
-            "--non-persistent-ckpt-type", kind, "none: Megatron loads these without a check", "Leave it out."
-        )
-    if getattr(args, "ckpt_format", "torch") not in ("torch", "torch_dist"):
-        raise ConfigError("--ckpt-format", args.ckpt_format, "torch or torch_dist", "Use one of them.")
-    if getattr(args, "async_save", False) and getattr(args, "ckpt_format", "torch") == "torch":
+    for name, (allowed, remedy) in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError("--" + name.replace("_", "-"), getattr(args, name), allowed, remedy)
+    for name, option in _ONE.items():
+        if (getattr(args, name, None) or 1) > 1:
+            raise ConfigError(option, getattr(args, name), "1", "Leave it out, or train without lastgasp.")
+    format = getattr(args, "ckpt_format", "torch")
+    if format not in ("torch", "torch_dist"):
+        raise ConfigError("--ckpt-format", format, "torch or torch_dist", "Use one of them.")
+    if getattr(args, "async_save", False) and format == "torch":
         remedy = "Use --ckpt-format torch_dist, or leave --async-save out: Megatron would stop at its first save."
         raise ConfigError("--async-save", True, "only with --ckpt-format torch_dist", remedy)
     if not torch.distributed.is_initialized():

@@ -19,10 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lastgasp import _clock
-from lastgasp.errors import DeadlineExceeded, NotSaveable
-from lastgasp.pytorch.io import without_crc32
-from lastgasp.topology import Place
+from lastgasp.adapter import DeadlineExceeded, NotSaveable, Place, clock
+from lastgasp.adapter.torch import without_crc32
 from lastgasp_megatron.topology import Shard
 
 Bucket = dict[str, Tensor]
@@ -137,8 +135,8 @@ class Exchange:
             DeadlineExceeded: it did not come.
             NotSaveable: `stopped` became true meanwhile.
         """
-        path, deadline = self._path(step, part), _clock.monotonic() + self._seconds
-        while _clock.monotonic() < deadline:
+        path, deadline = self._path(step, part), clock.monotonic() + self._seconds
+        while clock.monotonic() < deadline:
             if stopped():
                 raise NotSaveable(f"the save of step {step} was called off")
             with contextlib.suppress(FileNotFoundError):

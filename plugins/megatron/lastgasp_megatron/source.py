@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,19 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from lastgasp.checkpoint import FileEntry, Staged, apply
-from lastgasp.config import GaspConfig
-from lastgasp.errors import LastgaspError, NotSaveable
-from lastgasp.ports import SaveResult
-from lastgasp.pytorch.io import save_verified
-from lastgasp.replicas import require_alike
-from lastgasp.testing import faults
-from lastgasp.topology import Place
+from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, SaveResult, require_alike
+from lastgasp.adapter.checkpoint import FileEntry, Staged, prune
+from lastgasp.adapter.testing import faults
+from lastgasp.adapter.torch import save_verified
 from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
 from lastgasp_megatron.devices import Device
-from lastgasp_megatron.manifests import LAYOUT, newest_name, provenance
 from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
 from lastgasp_megatron.shards import Exchange, slice_of
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
 from lastgasp_megatron.topology import Shard
-from lastgasp_megatron.tracker import checkpoint_path, write_tracker
-
-log = logging.getLogger("lastgasp")
+from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -70,27 +62,34 @@ class MegatronSource:
 
     Args:
         steps, random: what the training thread records; composer: builds a rank's file.
-        optimizer: Megatron's.
+        optimizer: Megatron's; device: where the weights are.
+        shard: what this rank holds; writer: names who writes.
+        alike: whether all replicas were found to hold the same.
 
     Attributes:
         unsound: why nothing can be saved for as long as this process lives; empty where it can.
     """
 
     def __init__(
-        self, steps: Steps, random: RandomState, composer: Composer, optimizer: Any, where: tuple[Place, Shard]
+        self,
+        steps: Steps,
+        random: RandomState,
+        composer: Composer,
+        optimizer: Any,
+        *,
+        device: Device,
+        shard: Shard,
+        writer: ManifestWriter,
+        config: GaspConfig,
+        alike: Callable[[], bool] = lambda: True,
     ) -> None:
         self._steps, self._random, self._composer, self._optimizer = steps, random, composer, only(optimizer)
-        self.place, self._shard = where
-        self.rank = self.place.rank
-        self.alike = True
+        self._device, self._shard, self._writer, self._config, self._alike = device, shard, writer, config, alike
+        self.rank = writer.place.rank
         self._orders = itertools.count(1)
         self._order = 0
         self.unsound = ""
-
-    def configure(self, config: GaspConfig, device: Device) -> None:
-        """Where to write and how; where the weights are."""
-        self._config, self._device = config, device
-        self._exchange = Exchange(config.directory, self.place, self._shard, config.save_timeout)
+        self._exchange = Exchange(config.directory, writer.place, shard, config.save_timeout)
         if self.rank == 0:
             self._exchange.clear_older()
 
@@ -107,7 +106,7 @@ class MegatronSource:
 
     def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SavedShard:
         """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
-        require_alike(self.alike)
+        require_alike(self._alike())
         with self._device.reading():
             return self._save(step, aux)
 
@@ -176,20 +175,12 @@ class MegatronSource:
             if data and (rank != self.rank or result.staged is None):
                 part = _PARTS.decode(data)
                 staged.adopt(Path(part.folder), part.entries)
-        about = provenance(self.place, result.step, "gasp", newest_name(result.target))
+        about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(result.target, LAYOUT))
         staged.publish(about, aside=True)  # what stands there: a save that a fault cut short, another job's
         write_tracker(self._config.directory, result.step)
         self._exchange.close(result.step)
-        self._prune(result)
+        prune(self._config, LAYOUT, result.target, self._writer.place.job)
         return staged.kept
-
-    def _prune(self, result: SavedShard) -> None:
-        config = self._config
-        job = self.place.job if config.resume == "never" else None
-        try:
-            apply([config.directory], LAYOUT, config.keep, job=job, protected=[result.target])
-        except (OSError, LastgaspError) as error:  # the gasp itself is safe; old ones may stay
-            log.warning("old checkpoints could not be removed: %s", error)
 
     def discard(self, result: SaveResult) -> None:
         """Remove what was written."""

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from lastgasp.config import GaspConfig
-from lastgasp.errors import ConfigError
-from lastgasp.pytorch.statedigest import digests_of
-from lastgasp.topology import Place, ReplicaGroups
+from lastgasp.adapter import ConfigError, Digests, GaspConfig, ManifestWriter, Place
+from lastgasp.adapter.torch import digests_of
 from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, is_distributed
 from lastgasp_megatron.devices import Device
@@ -19,6 +17,7 @@ from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
 from lastgasp_megatron.steps import Steps, is_stub, only
 from lastgasp_megatron.topology import advice, shard_of
+from lastgasp_megatron.tracker import FORMAT
 
 log = logging.getLogger("lastgasp")
 
@@ -30,16 +29,21 @@ _OF_ONE_CUT = (
 
 
 class MegatronState:
-    """The state of one training.
+    """The state of one training, as `lastgasp.adapter.Training` wants it. The engine calls `source` from its threads.
 
-    Order: the constructor and `install` after the model was loaded; per iteration `iteration_begin`, `iteration_end`;
-    `finish_step` when `train` raised; `undo` at the end. The engine calls `source` from its own threads.
+    Order: the constructor and `install` after the model was loaded; per iteration `iteration_begin`; at the end
+    `close`, after `steps.uninstall`.
 
     Args:
         args, model, optimizer, scheduler: Megatron's.
         config: where and how to save; place: who this rank is.
         before_update: called before parameters change; may raise, and then they do not.
         step_completed: called as soon as a step is complete.
+        alike: whether all replicas were found to hold the same.
+        note: tells people what they must know about a recovery.
+
+    Attributes:
+        steps: counts them.
 
     Raises:
         ConfigError: an optimizer that cannot be saved.
@@ -56,102 +60,86 @@ class MegatronState:
         place: Place,
         before_update: Callable[[], None],
         step_completed: Callable[[int], None],
+        alike: Callable[[], bool] = lambda: True,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         _check(optimizer)
         chunks, shard = (list(model) if isinstance(model, list | tuple) else [model]), shard_of(args)
-        self._args, self._optimizer, self._place = args, optimizer, place
-        self._chunks = chunks
-        self._device, self._step_completed = Device(_device(chunks)), step_completed
+        self._args, self._optimizer, self._place, self._chunks = args, optimizer, place, chunks
+        self._device, self._step_completed, self._note = Device(_device(chunks)), step_completed, note
         self._random = RandomState(self._device.device)
-        self._steps = Steps(
+        self.steps = Steps(
             args,
             optimizer,
             scheduler,
             capture=self._random.capture,
             before_update=before_update,
-            step_completed=self._ended,
+            step_completed=self._completed,
         )
         composer = Composer(args, chunks, optimizer, shard, place.rank)
-        self.source = MegatronSource(self._steps, self._random, composer, optimizer, (place, shard))
-        self.source.configure(config, self._device)
+        self.source = MegatronSource(
+            self.steps, self._random, composer, optimizer,
+            device=self._device, shard=shard, writer=ManifestWriter(FORMAT, place), config=config, alike=alike,
+        )  # fmt: skip
         self._device.mark()
         self._device.mark_copied()
-        self._steps.on_settled = self._device.mark_copied
+        self.steps.on_settled = self._device.mark_copied
         self._looked = False
 
-    def _ended(self, step: int) -> None:
+    def _completed(self, step: int) -> None:
         self._device.mark()
         self._step_completed(step)
 
-    @property
-    def step(self) -> int:
-        """Completed iterations."""
-        return self._steps.step
-
-    @property
-    def replicas(self) -> ReplicaGroups:
-        """The holders of each shard."""
-        return self._place.replicas
-
     def install(self) -> None:
         """Watch the optimizer, and say once what a lost rank would cost. Idempotent."""
-        self._steps.install()
+        self.steps.install()
         if self._place.rank != 0:
             return
-        if self.advice:
-            log.warning("%s", self.advice)
+        if self.advice():
+            log.warning("%s", self.advice())
         if getattr(self._args, "ckpt_format", "torch") == "torch_dist":
             log.info("%s", _OF_ONE_CUT)
 
-    def undo(self) -> None:
-        """Put everything back as it was. Idempotent."""
-        self._steps.uninstall()
+    def close(self) -> None:
+        """Release the crash-safe buffer, once no gasp can be taken any more."""
         self._random.recorder.close()
 
     def iteration_begin(self) -> None:
         """Call before each `train_step`."""
-        self._steps.iteration_begin()
-        if self._steps.updated and not self._looked:
+        self.steps.iteration_begin()
+        if self.steps.updated and not self._looked:
             self._look()
 
     def _look(self) -> None:
         """Once, behind the first update: what a gasp would find is told now, and not when one is needed."""
         self._looked = True
-        problem = unsound(self._optimizer, settled=self._steps.settled)
+        problem = unsound(self._optimizer, settled=self.steps.settled)
         if problem:
             self.source.unsound = problem
             log.error("rank %d can save nothing after a fault: %s. Leave that option out", self._place.rank, problem)
 
-    def iteration_end(self) -> None:
-        """Call after each `train_step` that returned."""
-        self._steps.iteration_end()
+    # -- the engine asks --------------------------------------------------------------------------
 
-    def finish_step(self) -> bool:
-        """Call when `train` raised. Returns whether the state is that of `step`, and not between two."""
-        return not self._steps.inside
-
-    def log_written(self) -> None:
-        """Call after each `training_log` that returned."""
-        self._steps.logged = self._steps.step
-
-    @property
-    def unlogged(self) -> str:
-        """What of a step that is complete Megatron has not logged, for people; empty where nothing is missing.
-
-        Its last rank is the one that prints and writes to TensorBoard.
-        """
-        step, rank = self.step, self._place.rank
-        if self._steps.logged >= step or rank != self._place.world_size - 1:
-            return ""
-        return f"iteration {step} was cut short on rank {rank} after its update: it counts, and no log has a line of it"
-
-    def digests(self) -> dict[str, bytes]:
+    def digests(self) -> Digests:
         """Of what all holders of this rank's shard have in common: weights, and its part of the optimizer's state."""
         optimizer = only(self._optimizer)
         optimizers = {} if is_stub(optimizer) else {"optimizer": optimizer.optimizer}
         return digests_of({f"model chunk {i}": chunk for i, chunk in enumerate(self._chunks)}, optimizers)
 
-    @property
+    def settle(self, cause: str) -> str:
+        """A step is complete with the inner optimizer's update, whatever is missing behind it.
+
+        Its last rank is the one that prints and writes to TensorBoard.
+        """
+        step, rank = self.steps.step, self._place.rank
+        if self.steps.logged < step and rank == self._place.world_size - 1:
+            self._note(f"iteration {step} was cut short on rank {rank} after its update: it counts, and no log has a "
+                       "line of it")  # fmt: skip
+        return "raised inside the update, so the state is between two steps" if self.steps.inside else ""
+
+    def before_exit(self) -> None:
+        """Megatron's own writers flush each line."""
+
     def advice(self) -> str:
         """What would keep a lost rank's shard, and what it costs in memory; empty where nothing is needed."""
         return advice(self._place.replicas, self._args, _bytes_held(only(self._optimizer)))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Undo = Callable[[], None]
+from lastgasp.adapter import Undo, replace_attribute
 
 
 @dataclass(frozen=True)
@@ -206,20 +206,9 @@ def adam_step(inner: Any) -> int | None:
 
 
 def wrap(owner: Any, name: str, around: Callable[[Callable[..., Any], Any, Any], Any]) -> Undo:
-    """Put `around(original, args, kwargs)` in front of a method of this one object; returns the way back."""
-    original, own = getattr(owner, name), name in vars(owner)
+    """Put `around(original, args, kwargs)` in front of an attribute of this one object; returns the way back."""
 
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return around(original, args, kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: around(original, args, kwargs)
 
-    setattr(owner, name, method)
-
-    def undo() -> None:
-        if vars(owner).get(name) is not method:
-            return  # somebody wrapped it later, and keeps ours inside
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-    return undo
+    return replace_attribute(owner, name, make)

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from lastgasp.testing.archive import FaultyArchive
-from lastgasp.testing.faults import FaultKit, install, kit_from_env
+from lastgasp.adapter import Undo
+from lastgasp.adapter.testing import FaultKit, FaultyArchive, install, kit_from_env
 from lastgasp_megatron.steps import inner_of, wrap
-
-Undo = Callable[[], None]
 
 
 def install_faults(model: Any, optimizer: Any) -> Undo:

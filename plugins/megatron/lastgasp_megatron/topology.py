@@ -1,4 +1,4 @@
-"""Which rank holds which shard of the state, and what this version refuses to save.
+"""Which rank holds which shard of the state.
 
 A shard is what one rank must have for one part of the model: the place in the tensor and pipeline parallel grid,
 and with the distributed optimizer also the slice of its state. Ranks with the same shard are replicas of it.
@@ -11,43 +11,9 @@ from typing import Any
 
 import torch.distributed as distributed
 
-from lastgasp.errors import ConfigError
-from lastgasp.topology import ReplicaGroups
+from lastgasp.adapter import ReplicaGroups
 
 INSTANCES = "--num-distributed-optimizer-instances 2"
-
-# Option -> its values that are refused, and what to do. Left out in a version of Megatron that has no such option.
-_REFUSED: dict[str, tuple[str, str]] = {
-    "num_experts": ("no experts", "Their groups differ from the dense ones, which this version cannot save."),
-    "use_megatron_fsdp": ("the default", "Use --use-distributed-optimizer."),
-    "use_custom_fsdp": ("the default", "Use --use-distributed-optimizer."),
-    "use_torch_fsdp2": ("the default", "Use --use-distributed-optimizer."),
-    "use_layer_wise_distributed_optimizer": ("the default", "Use --optimizer adam, which does not bring it about."),
-    "optimizer_cpu_offload": ("the default", "Leave it out."),
-    "use_precision_aware_optimizer": ("the default", "Leave it out."),
-    "fp8_param_gather": ("the default", "Leave it out."),
-    "fp4_param": ("the default", "Leave it out."),
-    "fp4_param_gather": ("the default", "Leave it out."),
-    "optimizer_cuda_graph": ("the default", "Leave it out: nothing can look between two steps of it."),
-    "overlap_param_gather_with_optimizer_step": ("the default", "Leave it out."),
-    "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
-    # MindSpeed's. Between two steps the optimizer's tensors are of another form, or not where they seem to be.
-    "reuse_fp32_param": ("the default", "Leave it out: between two steps it keeps no fp32 weights to save."),
-    "swap_optimizer": ("the default", "Leave it out: between two steps the optimizer's state is not on the device."),
-    "virtual_optimizer": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
-    "quant_states": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
-    "lora_target_modules": ("the default", "Leave it out: what is saved of a model with adapters is not the whole."),
-    # Others that answer a fault in place of lastgasp.
-    "ttp_enabled": ("lastgasp or MindSpeed's own engine, not both", "Leave one out."),
-    "inprocess_restart": ("lastgasp or restarts in the process, not both", "Leave one out."),
-    "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
-}
-# The same for sizes: those above 1 are refused. The last two follow from options of other names.
-_ONE = {
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
-    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
-}
 
 
 @dataclass(frozen=True)
@@ -95,15 +61,7 @@ def shard_of(args: Any) -> Shard:
 
 
 def replicas_of(args: Any) -> ReplicaGroups:
-    """The holders of each shard, the same on all ranks. All ranks call it together, after `initialize_megatron`.
-
-    Args:
-        args: Megatron's namespace.
-
-    Raises:
-        ConfigError: an option under which the state cannot be saved by survivors alone.
-    """
-    refuse_unsupported(args)
+    """The holders of each shard, the same on all ranks. All ranks call it together, after `initialize_megatron`."""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, shard_of(args).key)
     groups: dict[tuple[int, int, int], list[int]] = {}
@@ -112,32 +70,13 @@ def replicas_of(args: Any) -> ReplicaGroups:
     return tuple(tuple(groups[key]) for key in sorted(groups))
 
 
-def refuse_unsupported(args: Any) -> None:
-    """Refuse what this version cannot save.
-
-    Raises:
-        ConfigError: names the option, what is allowed, and what to do.
-    """
-    for name, (allowed, remedy) in _REFUSED.items():
-        if getattr(args, name, None):
-            raise ConfigError(_option(name), getattr(args, name), allowed, remedy)
-    for name, option in _ONE.items():
-        if (getattr(args, name, None) or 1) > 1:
-            raise ConfigError(option, getattr(args, name), "1", "Leave it out, or train without lastgasp.")
-
-
-def unreplicated_shards(replicas: ReplicaGroups) -> int:
-    """How many shards only one rank holds: with that rank they are lost."""
-    return sum(len(group) == 1 for group in replicas)
-
-
 def advice(replicas: ReplicaGroups, args: Any, shard_bytes: int) -> str:
     """What would keep a lost rank's shard, and what it costs; empty where every shard has a replica.
 
     Args:
         shard_bytes: bytes of optimizer state that this rank holds, fp32 weights included.
     """
-    unreplicated = unreplicated_shards(replicas)
+    unreplicated = sum(len(group) == 1 for group in replicas)  # with their ranks they are lost
     if not unreplicated:
         return ""
     what = f"{unreplicated} of {len(replicas)} shards of the state are on one rank only, and are lost with it"
@@ -148,7 +87,3 @@ def advice(replicas: ReplicaGroups, args: Any, shard_bytes: int) -> str:
         return f"{what}. An even number of data parallel ranks would allow {INSTANCES}, which keeps a second copy."
     more = shard_bytes / 2**20
     return f"{what}. {INSTANCES} would keep a second copy of each, for about {more:.4g} MiB more per rank."
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Megatron's tracker file: the iteration that a plain Megatron resumes from.
+"""Where Megatron's checkpoints lie, and its tracker: the iteration that a plain Megatron resumes from.
 
 Megatron writes it with open and write, so a crash leaves it empty, and then ends with exit code 0 when it reads
 it (docs/facts/megatron.md §2).
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lastgasp._fs import write_atomically
+from lastgasp.adapter.checkpoint import DirectoryLayout
+from lastgasp.adapter.files import write_atomically
 
+LAYOUT, FORMAT = DirectoryLayout("iter_*"), "megatron"
 NAME = "latest_checkpointed_iteration.txt"
 
 

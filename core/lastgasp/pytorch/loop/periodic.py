@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from lastgasp.checkpoint import Staged, apply
+from lastgasp.checkpoint import Staged
+from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
-from lastgasp.errors import LastgaspError
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.session import Session as Engine
@@ -55,13 +54,4 @@ class Periodic:
             return
         status = self._engine.status
         status.durable = max(status.durable, step)
-        self._prune(target)
-
-    def _prune(self, target: Path) -> None:
-        config = self._config
-        job = self._writer.place.job if config.resume == "never" else None
-        try:
-            apply([config.directory], files.LAYOUT, config.keep, job=job, protected=[target], kind="periodic",
-                  fit=self._fit)  # fmt: skip
-        except (OSError, LastgaspError) as error:
-            log.warning("old checkpoints could not be removed: %s", error)
+        prune(self._config, files.LAYOUT, target, self._writer.place.job, kind="periodic", fit=self._fit)
