@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Protocol
 
 import wrapt
@@ -217,6 +217,8 @@ class Hooks:
         inside, path = self._inside, hook.path
 
         def ours(call: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if instance is not None and not isinstance(call, MethodType):
+                call = MethodType(original, instance)  # called through the class: wrapt gives it the object otherwise
             if getattr(inside, path, False):
                 return call(*args, **kwargs)
             setattr(inside, path, True)

@@ -66,20 +66,19 @@ class NativeManifests:
     A framework that needs more overrides `share`, `add_aux` and `committed`.
 
     Args:
-        writer: names who writes.
-        place: who this rank is, and who holds the same.
+        writer: names who writes; its `place` is replaced once the replicas are known.
         gather: the all-gather of the job.
         status: learns which step is durable.
     """
 
     def __init__(self, writer: ManifestWriter, gather: Gather, status: RankStatus) -> None:
-        self._writer, self._gather, self._status = writer, gather, status
+        self.writer, self._gather, self._status = writer, gather, status
         self._numbers = itertools.count(1)
 
     @property
     def place(self) -> Place:
         """Who this rank is."""
-        return self._writer.place
+        return self.writer.place
 
     def commit(self, save: NativeSave, *, alone: bool = False) -> bool:
         """Write the manifest of a finished checkpoint. All ranks call it together; nothing is raised.
@@ -169,7 +168,7 @@ class NativeManifests:
 
     def provenance(self, save: NativeSave) -> Provenance:
         """Who wrote it, for the manifest."""
-        return self._writer.provenance(save.step, "periodic", self._writer.newest_beside(save.path, save.layout))
+        return self.writer.provenance(save.step, "periodic", self.writer.newest_beside(save.path, save.layout))
 
 
 def _join(payloads: Sequence[bytes]) -> list[FileEntry]:

@@ -109,6 +109,10 @@ class SelectionPolicy:
             found = [one for one in found if one.manifest is not None and one.manifest.job == self.place.job]
         return self._of_this_fit(found)
 
+    def shortlist(self, found: list[Candidate]) -> list[Candidate]:
+        """Those that are looked at in this try; what is not gets a problem, so that it is listed with a reason."""
+        return found
+
     def judged(self, candidate: Candidate) -> Candidate:
         """The candidate, with or without a problem: what this framework can tell before it reads the content."""
         return candidate

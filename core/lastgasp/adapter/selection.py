@@ -37,7 +37,7 @@ class CheckpointSelector:
         about_content: Callable[[BaseException], bool] = is_about_content,
     ) -> None:
         self._policy, self._gather = policy, gather
-        self.named = False
+        self.named = self._tidied = False
         self.present: frozenset[str] = frozenset()
         self.trial = Trial(gather, about_content)
 
@@ -86,7 +86,8 @@ class CheckpointSelector:
         """
         policy = self._policy
         self.named = False
-        if not refused:
+        if not self._tidied:
+            self._tidied = True
             require_shared(policy.config.directory, policy.place, self._gather)
             if policy.place.rank == 0:
                 policy.tidy()
@@ -133,7 +134,7 @@ class CheckpointSelector:
     def _agree(self, found: list[Candidate], refused: Collection[Path]) -> Agreement:
         policy = self._policy
         self.present |= {c.manifest.self_digest for c in found if c.manifest is not None}
-        found = [c for c in found if c.path not in refused]
+        found = policy.shortlist([c for c in found if c.path not in refused])
         agreement = agree(found, policy.verify, self._gather, policy.place.rank, policy.place.world_size)
         if policy.place.rank == 0:
             reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.errors import MissingExtra
+from lastgasp.adapter import MissingExtra
 
 if importlib.util.find_spec("mindspore") is None:
     raise MissingExtra("mindspore", "mindformers")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy
 
-from lastgasp.crash_safe_buffer import CrashSafeBuffer
+from lastgasp.adapter import CrashSafeBuffer
 
 VERSION = 1
 _ROOM = 1 << 14

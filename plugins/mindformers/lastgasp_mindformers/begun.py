@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lastgasp._fs import write_atomically
+from lastgasp.adapter.files import write_atomically
 
 log = logging.getLogger("lastgasp")
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lastgasp.checkpoint import trial
-from lastgasp.events import FaultKind
-from lastgasp.exception_origin import cause_of, is_success, kind_by
-from lastgasp.launch.framework_verdict import Verdict
+from lastgasp.adapter import FaultKind, Verdict, cause_of, checkpoint, is_success, kind_by
 
 __all__ = ["cause_of", "is_about_content", "is_success", "kind_of", "verdict_of"]
 
@@ -22,7 +19,7 @@ _MEMORY = re.compile(r"out of memory|memory (is )?not enough|[Aa]lloc\w* .*(fail
 def is_about_content(error: BaseException) -> bool:
     """Whether an error that came out of loading speaks about the checkpoint: no memory, device or peer is behind it."""
     said = str(error)
-    return trial.is_about_content(error) and not _MEMORY.search(said) and not _PEER.search(said)
+    return checkpoint.is_about_content(error) and not _MEMORY.search(said) and not _PEER.search(said)
 
 
 def verdict_of(error: BaseException) -> Verdict | None:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.errors import ConfigError
-from lastgasp_mindformers.patches import bound
+from lastgasp.adapter import ConfigError, arguments_of
 from lastgasp_mindformers.settings import CALLBACK, Options, callback_entry, options_of, options_of_config, switched
 
 if TYPE_CHECKING:
@@ -34,13 +33,14 @@ class Training:
 
     def around_trainer(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """`Trainer.train` and `Trainer.finetune`: the last moment to choose what is loaded (mindformers.md §2)."""
-        config = getattr(args[0], "config", None) if args else None
+        trainer = call.__self__
+        config = getattr(trainer, "config", None)
         options = options_of_config(config) if config is not None else None
-        options = _options_of_object(as_list(getattr(args[0], "callbacks", None))) or options
+        options = _options_of_object(as_list(getattr(trainer, "callbacks", None))) or options
         if options is None:
             with self._absent():
                 return call(*args, **kwargs)
-        return self._protected(call, args[0], bound(call, args, kwargs), options)
+        return self._protected(call, trainer, arguments_of(call, args, kwargs), options)
 
     def _protected(self, call: Any, trainer: Any, arguments: Keywords, options: Options) -> Any:
         self._turn_on()
@@ -51,7 +51,7 @@ class Training:
         run = self._run = new_run(options)
         try:
             run.selector.steer(trainer.config, arguments)
-            result = call(trainer, **arguments)
+            result = call(**arguments)
         except BaseException as error:
             run.end_early(error)
             raise
@@ -64,11 +64,11 @@ class Training:
         """`train` of the pynative Trainer, which has a loop of its own."""
         from lastgasp_mindformers.pynative import asked, protected
 
-        options = asked(args[0])
+        options = asked(call.__self__)
         if options is None:
             with self._absent():
                 return call(*args, **kwargs)
-        return protected(call, args[0], bound(call, args, kwargs), options)
+        return protected(call, call.__self__, arguments_of(call, args, kwargs), options)
 
     def around_process(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """`training_process`: what was chosen must still be what is about to be loaded."""
@@ -76,8 +76,8 @@ class Training:
             return call(*args, **kwargs)
         from lastgasp_mindformers.loads import watched
 
-        config, selector = bound(call, args, kwargs).get("config"), self._run.selector
-        selector.check(getattr(args[0], "config", None) if config is None else config)
+        config, selector = arguments_of(call, args, kwargs).get("config"), self._run.selector
+        selector.check(getattr(call.__self__, "config", None) if config is None else config)
         with watched(selector):
             return call(*args, **kwargs)
 
@@ -85,16 +85,16 @@ class Training:
 
     def around_model(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """`Model.train` and `Model.fit`: the callback goes into the list, a real `list` (mindformers.md §3)."""
-        arguments = bound(call, args, kwargs)
+        arguments, model = arguments_of(call, args, kwargs), call.__self__
         arguments["callbacks"] = as_list(arguments.get("callbacks"))
         if self._run is not None:
-            return _unless_done(call, args[0], self._run.attach(args[0], arguments))
+            return _unless_done(call, self._run.attach(model, arguments))
         options = _options_of_call(arguments["callbacks"])
         if options is None:
             return call(*args, **kwargs)
         run = new_run(options)
         try:
-            result = _unless_done(call, args[0], run.attach(args[0], arguments))
+            result = _unless_done(call, run.attach(model, arguments))
         except BaseException as error:
             run.end_early(error)
             raise
@@ -102,9 +102,9 @@ class Training:
         return result
 
 
-def _unless_done(call: Any, model: Any, arguments: Keywords | None) -> Any:
+def _unless_done(call: Any, arguments: Keywords | None) -> Any:
     """`Model.train`, unless all of its epochs are trained."""
-    return None if arguments is None else call(model, **arguments)
+    return None if arguments is None else call(**arguments)
 
 
 def new_run(options: Options) -> Run:

@@ -13,14 +13,13 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import wrapt
 
-from lastgasp.session import launched
-from lastgasp.startup_refusal import tell_launcher
+from lastgasp.adapter import Hook, Hooks, launched, tell_launcher
 from lastgasp_mindformers.hooks import Training
-from lastgasp_mindformers.patches import Hook, Patches
 from lastgasp_mindformers.settings import switched
 from lastgasp_mindformers.unused import UNUSED
 
@@ -94,20 +93,20 @@ class Installation:
     def __init__(self) -> None:
         training = self.training = Training(self.turn_on, self.absent)
         around = training.around_trainer
-        self._trigger = Patches(
+        self._trigger = _hooks(
             [
-                Hook(_TRAINER, "Trainer", "train", around, _RESUME),
-                Hook(_TRAINER, "Trainer", "finetune", around, _RESUME),
+                Hook(_TRAINER, "Trainer.train", around, _RESUME),
+                Hook(_TRAINER, "Trainer.finetune", around, _RESUME),
             ]
         )
-        self._pynative = Patches([Hook(_PYNATIVE, "Trainer", "train", training.around_pynative, ("checkpoint_path",))])
-        self._model = Patches(
+        self._pynative = _hooks([Hook(_PYNATIVE, "Trainer.train", training.around_pynative, ("checkpoint_path",))])
+        self._model = _hooks(
             [
-                Hook(_MODEL, "Model", "train", training.around_model, ("epoch", *_ARGUMENTS)),
-                Hook(_MODEL, "Model", "fit", training.around_model, ("epoch", "train_dataset", "callbacks")),
+                Hook(_MODEL, "Model.train", training.around_model, ("epoch", *_ARGUMENTS)),
+                Hook(_MODEL, "Model.fit", training.around_model, ("epoch", "train_dataset", "callbacks")),
             ]
         )
-        self._process = Patches([Hook(_BASE, "BaseTrainer", "training_process", training.around_process, ("config",))])
+        self._process = _hooks([Hook(_BASE, "BaseTrainer.training_process", training.around_process, ("config",))])
         self._active = self._on = False
 
     def begin(self) -> None:
@@ -167,3 +166,22 @@ class Installation:
     def _model_imported(self, module: ModuleType) -> None:
         if self._active and self._on:
             self._model.place()
+
+
+def _hooks(hooks: list[Hook]) -> Hooks:
+    return Hooks(hooks, remedy=_remedy)
+
+
+def _remedy() -> str:
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("mindformers", "mindspore"))
+    return (
+        f"This is {versions}; lastgasp was written for mindformers 1.6.0 to 1.9.0 with mindspore 2.7.0 to 2.9.0. "
+        "Install one of these or a newer lastgasp, or set LASTGASP=0 to run without it."
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "of unknown version" if name in sys.modules else "not installed"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from lastgasp.mindspore.layout import (
+from lastgasp.adapter.mindspore import (
     FORMAT,
     ITERATIONS,
     LEGACY,
     META,
+    PLAIN,
     Extension,
     LegacyName,
+    ModelCheckpointLayout,
     decode_aux,
     encode_aux,
     layout_of,
     rank_of,
 )
-from lastgasp.mindspore.modelcheckpoint import PLAIN, ModelCheckpointLayout, Place, place_of
+from lastgasp.adapter.mindspore import SavePlace as Place
+from lastgasp.adapter.mindspore import place_of_callback as place_of
 
 __all__ = [
     "FORMAT",

@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lastgasp.checkpoint import Candidate, candidates
-from lastgasp.checkpoint.layout import next_path
-from lastgasp.checkpoint.manifest import Manifest, read
-from lastgasp.checkpoint.moving import put_back
-from lastgasp.mindspore.probe import told_step
-from lastgasp.ports import Layout
-from lastgasp.topology import Place
+from lastgasp.adapter import Layout, Place
+from lastgasp.adapter.checkpoint import Candidate, Manifest, candidates, next_path, put_back
+from lastgasp.adapter.checkpoint import read_manifest as read
+from lastgasp.adapter.mindspore import told_step
 from lastgasp_mindformers.layouts import (
     ITERATIONS,
     LEGACY,

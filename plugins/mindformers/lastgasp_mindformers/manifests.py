@@ -1,28 +1,30 @@
 """Manifests of the checkpoints that MindFormers and MindSpore themselves write: after each save, all ranks together.
 
-Files on disk are made durable, which MindSpore does not do (mindformers.md §5), and read back, so that what is
-proved is what landed there. Each rank reads its own. Nothing here ends a training: without a manifest the older
-checkpoints stand.
+Each rank makes its own files durable, which MindSpore does not do (mindformers.md §5), and reads them back; rank 0 adds
+the auxiliary states of all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from lastgasp._fs import write_atomically
-from lastgasp.checkpoint import FileEntry, Provenance, World, candidates
-from lastgasp.checkpoint.adopt import data_files, read_files, remove_orphans, write_manifest
-from lastgasp.checkpoint.manifest import Kind
-from lastgasp.errors import CheckpointError, LastgaspError
-from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.ports import Gather, Layout
-from lastgasp.topology import Place
+from lastgasp.adapter import (
+    Gather,
+    LastgaspError,
+    Layout,
+    ManifestWriter,
+    NativeManifests,
+    NativeSave,
+    Place,
+    RankStatus,
+)
+from lastgasp.adapter.checkpoint import remove_orphans
+from lastgasp.adapter.files import write_atomically
 from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, encode_aux, rank_of
 from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of, told_by_all
 
@@ -32,49 +34,16 @@ AUX_SUFFIX = "lastgasp.small"
 """The small-state file of a directory checkpoint, in it."""
 
 
-def provenance(place: Place, step: int, kind: Kind, parent: str | None) -> Provenance:
-    """Who wrote it, for the manifest."""
-    world = World(world_size=place.world_size, replica_groups=place.replicas)
-    return Provenance(
-        format=FORMAT, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
-    )
-
-
-def newest_name(checkpoint: Path, layout: Layout) -> str | None:
-    """The newest other checkpoint beside it that has a manifest; None where there is none."""
-    found = candidates([checkpoint.parent], layout)
-    return next((c.path.name for c in found if c.manifest is not None and c.path.name != checkpoint.name), None)
-
-
-class _Begin(msgspec.Struct, frozen=True):
-    """What one rank has saved: the path of the checkpoint, which is the same on all."""
-
-    path: str
-    aux: bytes = b""
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """What one rank read, or why it could not."""
-
-    entries: list[FileEntry]
-    problem: str = ""
-
-
-_BEGINS, _PARTS = msgspec.msgpack.Decoder(_Begin), msgspec.msgpack.Decoder(_Part)
-
-
-class Manifests:
+class Manifests(NativeManifests):
     """Gives the framework's own checkpoints their manifests. All ranks make the same calls.
 
     Args:
         gather: the all-gather of the job.
-        stand: learns which step is durable.
-        small: this rank's auxiliary state of a step, for the file that stands beside the native ones; b"" where it is
+        status: learns which step is durable.
+        aux: this rank's auxiliary state of a step, for the file that stands beside the native ones; b"" where it is
             not known. Without it there is no such file.
         finished: called when a save is over, before it has a manifest; again for each.
 
-    Attributes:
-        place: who this rank is, and who holds the same.
     """
 
     def __init__(
@@ -85,12 +54,12 @@ class Manifests:
         aux: Callable[[int], bytes] | None = None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        self.place, self._gather, self._status, self._aux = place, gather, status, aux
-        self._finished = finished
+        super().__init__(ManifestWriter(FORMAT, place), gather, status)
+        self._aux, self._finished = aux, finished
         self._monitors: list[Monitor] = []
         self._waiting: list[Saved] = []
         self._together = True
-        self._numbers = itertools.count(1)
+        self._asked = itertools.count(1)
 
     def bind(self, callbacks: Iterable[Any]) -> None:
         """Find what saves among the callbacks of `Model.train`, and have all ranks number their files alike.
@@ -135,81 +104,45 @@ class Manifests:
             self._waiting = []  # asking again would cost every step to come the same wait
             log.error("%s got no manifest and will not be trusted: %s", names, error)
 
-    def commit(self, saved: Saved) -> bool:
-        """Write the manifest of a finished checkpoint; all ranks, unless only this one saves at all.
-
-        Returns:
-            Whether it is in place, on every rank.
-        """
+    def commit(self, save: NativeSave, *, alone: bool = False) -> bool:
+        """As NativeManifests does; by this rank alone where only it saves at all."""
         self._finished()
-        try:
-            if self._together:
-                self._commit(saved)
-            else:
-                self._write(saved, read_files(data_files(saved.path, saved.layout)))
-        except (OSError, LastgaspError) as error:
-            log.error("%s got no manifest and will not be trusted: %s", saved.path, error)
-            return False
-        self._status.durable = max(self._status.durable, saved.step)
-        return True
-
-    # -- together ---------------------------------------------------------------------------------
+        aux = self._aux(save.step) if self._aux is not None else b""
+        return super().commit(dataclasses.replace(save, aux=aux), alone=alone or not self._together)
 
     def _all_there(self) -> bool:
         """Whether the files are there on every rank: a save in the background may be under way."""
         here = all(saved.there for saved in self._waiting)
         if not self._together:
             return here
-        return all(self._gather(f"manifest/there/{next(self._numbers)}", b"1" if here else b""))
+        return all(self._gather(f"manifest/there/{next(self._asked)}", b"1" if here else b""))
 
-    def _commit(self, saved: Saved) -> None:
-        tag, aux = f"manifest/{next(self._numbers)}", self._aux(saved.step) if self._aux else b""
-        begun = self._gather(tag, msgspec.msgpack.encode(_Begin(str(saved.path), aux)))
-        payloads = self._gather(f"{tag}/read", msgspec.msgpack.encode(self._read(saved, begun)))
-        problem = ""
-        if self.place.rank == 0:
-            try:
-                self._write(saved, _join(payloads))
-            except (OSError, LastgaspError) as error:
-                problem = str(error) or type(error).__name__
-        said = self._gather(f"{tag}/done", problem.encode())
-        if any(said):
-            raise CheckpointError(b"; ".join(filter(None, said)).decode())
+    # -- what differs from other frameworks -------------------------------------------------------
 
-    def _read(self, saved: Saved, begun: Sequence[bytes]) -> _Part:
-        """This rank's files, durable and read; rank 0 adds the auxiliary states."""
-        told = [_BEGINS.decode(payload) for payload in begun]
-        paths = sorted({each.path for each in told})
-        if len(paths) > 1:
-            return _Part([], f"the ranks save under different names: {', '.join(paths)}")
-        try:
-            if self.place.rank == 0:
-                put_aux(saved, {rank: each.aux for rank, each in enumerate(told) if each.aux})
-            return _Part(read_files(self._share(saved.path, data_files(saved.path, saved.layout))))
-        except OSError as error:
-            return _Part([], f"rank {self.place.rank}: {error}")
-
-    def _share(self, checkpoint: Path, files: Mapping[str, Path]) -> dict[str, Path]:
+    def share(self, save: NativeSave, files: Mapping[str, Path]) -> dict[str, Path]:
         """The files that this rank reads: its own, which its node has in memory; rank 0 those of nobody."""
         rank, world = self.place.rank, self.place.world_size
         owners = {}
         for number, name in enumerate(sorted(files)):
-            told = rank_of(checkpoint, name)
+            told = rank_of(save.path, name)
             owner = (number % world if "/" in name else 0) if told is None else told
             owners[name] = owner if owner < world else 0
         return {name: path for name, path in files.items() if owners[name] == rank}
 
-    def _write(self, saved: Saved, entries: Sequence[FileEntry]) -> None:
-        made_by = provenance(self.place, saved.step, "periodic", newest_name(saved.path, saved.layout))
-        write_manifest(saved.path, saved.layout, made_by, entries)
-        tidy(saved.path.parent, saved.layout)
+    def add_aux(self, save: NativeSave, aux: Mapping[int, bytes]) -> None:
+        """Beside the checkpoint, or in it where it is a directory."""
+        put_aux(save, aux)
+
+    def committed(self, save: NativeSave) -> None:
+        """keep_checkpoint_max may have removed some."""
+        tidy(save.path.parent, save.layout)
 
 
-def put_aux(saved: Saved, aux: Mapping[int, bytes]) -> None:
+def put_aux(save: NativeSave, aux: Mapping[int, bytes]) -> None:
     """Put the auxiliary states of all ranks beside (or into) the checkpoint, durably. Raises OSError."""
     if aux:
-        inside = saved.layout is ITERATIONS
-        path = saved.path / AUX_SUFFIX if inside else saved.path.with_name(f"{saved.path.name}.small")
+        inside = save.layout is ITERATIONS
+        path = save.path / AUX_SUFFIX if inside else save.path.with_name(f"{save.path.name}.small")
         write_atomically(path, encode_aux(aux))
 
 
@@ -221,11 +154,3 @@ def tidy(directory: Path, layout: Layout) -> None:
             for part in left:
                 part.unlink(missing_ok=True)
     remove_orphans(directory, layout)
-
-
-def _join(payloads: Sequence[bytes]) -> list[FileEntry]:
-    parts = [_PARTS.decode(payload) for payload in payloads]
-    problems = sorted({part.problem for part in parts if part.problem})
-    if problems:
-        raise CheckpointError("; ".join(problems))
-    return [entry for part in parts for entry in part.entries]

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lastgasp.session import Session
-from lastgasp.steps.attach import no_mark, no_step
+from lastgasp.adapter import Session
+from lastgasp.adapter.marks import no_mark, no_step
 
 
 class LoopMarks:

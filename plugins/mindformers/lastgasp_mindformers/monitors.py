@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from lastgasp.errors import ConfigError
-from lastgasp.ports import Gather, Layout
+from lastgasp.adapter import ConfigError, Gather, Layout, NativeSave
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, Place, layout_of, place_of
 from lastgasp_mindformers.tracker import read_tracker
 
@@ -22,18 +21,13 @@ _FOLDER = re.compile(r"rank_\d+")
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(NativeSave):
     """A checkpoint that the framework has written, or is still writing in the background.
 
     Args:
-        path: its name in its directory; layout: how it lies.
-        step: completed updates.
         file: the file of this rank; None of a directory checkpoint.
     """
 
-    path: Path
-    layout: Layout
-    step: int
     file: Path | None = None
 
     @property
@@ -119,7 +113,7 @@ class Monitor:
         path = directory / (title or file.name)
         layout = layout_of(path)
         if layout is not ITERATIONS:
-            return Saved(path, layout, step, file)
+            return Saved(path, layout, step, file=file)
         log.warning("%s got no manifest: its name does not tell epoch and step", file)
         return None
 

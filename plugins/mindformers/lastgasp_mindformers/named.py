@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lastgasp.checkpoint.layout import is_moved_away
-from lastgasp.errors import ConfigError
+from lastgasp.adapter import ConfigError
+from lastgasp.adapter.checkpoint import is_moved_away
 from lastgasp_mindformers.layouts import LEGACY
 from lastgasp_mindformers.listing import CheckpointCatalog
 from lastgasp_mindformers.steering import ResumeRequest

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 
-from lastgasp.errors import CheckpointError
-from lastgasp.ports import Layout
-from lastgasp.topology import Place
+from lastgasp.adapter import CheckpointError, Layout, Place
 from lastgasp_mindformers.preload import FileOf, Preload
 
 if TYPE_CHECKING:

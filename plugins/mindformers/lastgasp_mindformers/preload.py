@@ -17,11 +17,8 @@ import mindspore
 import msgspec
 from mindspore.train import serialization
 
-from lastgasp.checkpoint import Candidate, Damage, FileEntry, Verdict
-from lastgasp.checkpoint.chunks import ChunkReader, chunks_of
-from lastgasp.checkpoint.reader import VerifiedFile
-from lastgasp.errors import CheckpointError, DamagedCheckpoint
-from lastgasp.topology import Place
+from lastgasp.adapter import CheckpointError, DamagedCheckpoint, Place
+from lastgasp.adapter.checkpoint import Candidate, ChunkReader, Damage, FileEntry, Verdict, VerifiedFile, chunks_of
 
 log = logging.getLogger("lastgasp")
 

@@ -12,18 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lastgasp.errors import ConfigError
-from lastgasp.gasp.rank_status import Released
+from lastgasp.adapter import ConfigError, Released
 from lastgasp_mindformers import loads
-from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
-from lastgasp_mindformers.gate import gate_of
+from lastgasp_mindformers.aux_state import Numbers, decode, restore_random
 from lastgasp_mindformers.layouts import ITERATIONS
 from lastgasp_mindformers.monitors import Saved
 from lastgasp_mindformers.pynative_writer import PynativeWriter
 from lastgasp_mindformers.run import Run
 from lastgasp_mindformers.settings import Options, options_of_config
-from lastgasp_mindformers.source import MindSporeSource
-from lastgasp_mindformers.state import MindSporeState
 
 log = logging.getLogger("lastgasp")
 
@@ -52,7 +48,7 @@ def protected(call: Any, trainer: Any, arguments: dict[str, Any], options: Optio
     run = PynativeRun(options, trainer)
     try:
         with run.callbacks(), loads.method_watched(run.selector, trainer, "_load_checkpoint"):
-            result = call(trainer, **run.steered(arguments))
+            result = call(**run.steered(arguments))
     except BaseException as error:
         end = run.end_with if run.begun else run.end_early
         end(_origin(error))
@@ -125,19 +121,8 @@ class PynativeRun(Run):
         self._bind_pynative()
 
     def _bind_pynative(self) -> None:
-        session, both = self.session, _Both(self._trainer)
-        self.state = MindSporeState(
-            gate_of(both),
-            AuxRecorder(both),
-            session.status,
-            before_update=session.before_update,
-            step_completed=lambda step: session.step_completed(
-                step
-            ),  # looked up each time: the first one is another method
-            finish=session.config.finish_timeout,
-        )
-        writer = PynativeWriter(self._trainer, self._directory)
-        self._source.inner = MindSporeSource(self.state, writer, self.place, session.config)
+        self._network = _Both(self._trainer)
+        self._hold(self._network, PynativeWriter(self._trainer, self._directory))
 
     def callbacks(self) -> _Callbacks:
         """While its context lasts, the trainer calls this run."""
@@ -179,8 +164,7 @@ class PynativeRun(Run):
             self._skip(done)
         self.state.begin(self._numbers(self.at(done)) if done else Numbers(step=0, epoch=1, within=0))
         self._seen = done
-        self.session.training_started(done, durable=done if done and done == self.selector.resumed else 0)
-        self.session.take_sigterm()
+        self._start(done)
         self.begun = True
 
     def _skip(self, done: int) -> None:

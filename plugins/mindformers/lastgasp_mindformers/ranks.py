@@ -8,11 +8,16 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lastgasp.connect import contact_of, place_in_job
-from lastgasp.errors import ConfigError
-from lastgasp.rankzero import RankZero
-from lastgasp.session import Contact
-from lastgasp.topology import Place, ReplicaGroups, data_parallel
+from lastgasp.adapter import (
+    ConfigError,
+    Contact,
+    Place,
+    RankZero,
+    ReplicaGroups,
+    contact_of,
+    data_parallel,
+    place_in_job,
+)
 
 _LOOPBACK = ("127.", "localhost", "::1")
 

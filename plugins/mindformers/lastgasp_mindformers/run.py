@@ -5,27 +5,18 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mindspore
 
-from lastgasp.config import check_writable
-from lastgasp.deferred_source import DeferredSource
-from lastgasp.gasp.rank_status import Released
-from lastgasp.launch import framework_verdict
-from lastgasp.ports import Layout
-from lastgasp.replicas import Digests
-from lastgasp.session import Session, leave
-from lastgasp.steps.attach import Marking
-from lastgasp.testing import faults
-from lastgasp.undoing import run_all
+from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, Released, is_success
+from lastgasp.adapter.testing import faults
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of, unknown_yet
-from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
+from lastgasp_mindformers.exits import kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.layouts import LEGACY, PLAIN
 from lastgasp_mindformers.manifests import Manifests
@@ -36,7 +27,7 @@ from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
 from lastgasp_mindformers.settings import Options
-from lastgasp_mindformers.source import MindSporeSource
+from lastgasp_mindformers.source import MindSporeSource, Writer
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.topology import (
     advice,
@@ -68,25 +59,31 @@ class Run:
     def __init__(self, options: Options) -> None:
         UNUSED.used()
         self.options = options
-        check_writable(options.gasp.directory)
         self.place = place = place_of(replicas_of(rank_and_size()[1]))
-        self._source = DeferredSource(place.rank)
-        framework = " ".join(f"{name} {version}" for name, version in versions().items())
-        marking = Marking(config=options.marks, framework=framework, device=place.rank)
-        contact, backend = connect(place), embedded_backend()
-        self.session = Session(options.gasp, place, self._source, contact, marking, backend=backend)
-        self._source.mark = self.session.mark("save_checkpoint")
+        framework = Framework(
+            name=" ".join(f"{name} {version}" for name, version in versions().items()),
+            kind_of=kind_of,
+            verdict_of=verdict_of,  # what the update has made is worth nothing, and a restart would make it again
+            device=place.rank,
+            versions=versions(),
+        )
+        self.life = AdapterRun(
+            framework, options.gasp, options.marks, place, connect(place), backend=embedded_backend()
+        )
+        self.session = self.life.session
         self.selector = MindFormersSelector(options, place, self.session.gather, self.session.note)
         self.manifests = Manifests(
             place,
             self.session.gather,
             self.session.status,
-            aux=self._source.capture,
+            aux=self.life.source.capture,
             finished=lambda: begun.finished(options.gasp.directory),
         )
         self.state: MindSporeState | None = None
         self._marks = LoopMarks(self.session)
         self._faults: Any = _faults(place.rank)
+        if self._faults is not None:
+            self.life.on_close(self._faults.undo)
         self._aux = b""
         self._seen = 0
         self._dataset: Any = None
@@ -148,23 +145,30 @@ class Run:
         return [*own, *found]
 
     def _bind(self, network: Any) -> None:
-        session = self.session
-        self.state = MindSporeState(
-            gate_of(network),
-            AuxRecorder(network),
-            session.status,
-            before_update=session.before_update,
-            step_completed=lambda step: session.step_completed(
-                step
-            ),  # looked up each time: the first one is another method
-            finish=session.config.finish_timeout,
-            readable=mindspore.get_context("device_target") == "CPU",
-        )
-        self._source.inner = MindSporeSource(self.state, self._native, self.place, session.config)
+        readable = mindspore.get_context("device_target") == "CPU"
+        self._hold(network, self._native, readable=readable)
         self._network = network
         if self.place.rank == 0:
             level = logging.WARNING if advice(self.place.world_size) else logging.INFO
             log.log(level, "%s", protection(self.place.world_size))
+
+    def _hold(self, network: Any, writer: Writer, *, readable: bool = True) -> None:
+        """Here is the state, and how it is written."""
+        session, gate, recorder = self.session, gate_of(network), AuxRecorder(network)
+        self.life.on_close(recorder.close, last=True)
+        if gate is not None:
+            self.life.on_close(gate.undo)
+        self.state = MindSporeState(
+            gate,
+            recorder,
+            session.status,
+            before_update=session.before_update,
+            step_completed=lambda step: session.step_completed(step),  # looked up anew: the first one is another method
+            finish=session.config.finish_timeout,
+            readable=readable,
+        )
+        self.source = MindSporeSource(self.state, writer, self.place, session.config)
+        self.life.bind(self)
 
     def begin(self, params: Any) -> None:
         """Training starts, or goes on from what was loaded."""
@@ -185,21 +189,24 @@ class Run:
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
         self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=within))
         self._seen = done
-        self._compare(unknown_yet if is_broadcast() else self._digests)
         self._first = True
-        self.session.training_started(done, durable=done if done and done == self.selector.resumed else 0)
-        self.session.take_sigterm()
+        self._start(done)
+
+    def _start(self, done: int) -> None:
+        self.life.begin(done, durable=done if done and done == self.selector.resumed else 0, device=device())
+        self._regrouped()
+
+    def digests(self) -> Digests:
+        """Of what all ranks should hold; not before the first step where MindSpore broadcasts in it."""
+        return unknown_yet() if self._first and is_broadcast() else self._digests()
 
     def _digests(self) -> Digests:
         assert self.state is not None
         return digests_of(self._network, self.state.aux.names)
 
-    def _compare(self, digests: Callable[[], Digests]) -> None:
-        """Who holds the same? A parallel mode is no proof. All ranks together."""
-        self.session.compare_replicas(digests)
-        self.place = self.manifests.place = self.session.place
-        assert isinstance(self._source.inner, MindSporeSource)
-        self._source.inner.place = self.place
+    def _regrouped(self) -> None:
+        """Who holds the same is known now: a parallel mode is no proof."""
+        self.place = self.manifests.writer.place = self.source.place = self.session.place
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -235,7 +242,8 @@ class Run:
         self.state.step_end(numbers, saves=self._saves)
         if self._first:
             self._first = False
-            self._compare(self._digests)  # what the ranks have begun with may have become equal only now, or differ
+            self.session.compare_replicas(self._digests)
+            self._regrouped()  # what the ranks have begun with may have become equal only now, or differ
         self.session.progress("save")
         self._fire("step_end", numbers.step - 1)
 
@@ -276,51 +284,37 @@ class Run:
         """The loop raised: have the step saved. Returns when the exception shall go on as it is."""
         if self._ended or self.state is None:
             return
-        if isinstance(error, Released):
-            self._note_unseen()
-            leave(error.outcome)
         self._ended = True
         self.state.others_end()
-        verdict = verdict_of(error)
-        if verdict is not None:  # what the update has made is worth nothing, and a restart would make it again
-            log.error("%s", verdict)
-            framework_verdict.give(verdict)
-        if verdict is not None or is_success(error):
-            self.close(goodbye=True)
-            return
-        if why := self.state.settle():
-            self.session.status.broken = f"{cause_of(error)}: {why}"
-        self._note_unseen()
-        kind = kind_of(error)
-        outcome = self.session.fault(kind, cause_of(error))
-        if outcome.ending == "gave_up" and (why := advice(self.place.world_size)):
-            log.error("%s", why)
-        if kind == "peer" and self.place.world_size > 1:
-            leave(outcome, cause_of(error))
-        self.close(goodbye=False)
-
-    def _note_unseen(self) -> None:
-        assert self.state is not None
-        step = self.state.numbers.step
-        if step > self._seen:
-            self.session.note(f"step {step} was cut short on rank {self.place.rank} after its update: callbacks that "
-                              "did not see its end, and their logs, have nothing of it")  # fmt: skip
+        self.life.failed(error)
 
     def end_early(self, error: BaseException) -> None:
         """Something raised before or after the loop, or what `end_with` has seen goes on."""
-        if isinstance(error, Released):
-            leave(error.outcome)
-        good = is_success(error) or self._left
-        if not good:
-            self.session.failed_to_start(error, kind_of(error))
-        self.close(goodbye=good)
+        if (self.life.begun or self._left or self._ended) and not isinstance(error, Released):
+            self.close(goodbye=is_success(error) or self._left)
+        else:
+            self.life.failed(error)
+
+    def settle(self, cause: str) -> str:
+        """Why the state is not that of a complete step; empty where it is."""
+        assert self.state is not None
+        why = self.state.settle()
+        self.before_exit()  # its callbacks do not see that end, either
+        return why
+
+    def before_exit(self) -> None:
+        """Note what callbacks did not see."""
+        if self.state is not None and (step := self.state.numbers.step) > self._seen:
+            self.session.note(f"step {step} was cut short on rank {self.place.rank} after its update: callbacks that "
+                              "did not see its end, and their logs, have nothing of it")  # fmt: skip
+
+    def advice(self) -> str:
+        """About sharded parameters."""
+        return advice(self.place.world_size)
 
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""
-        faults = [self._faults.undo] if self._faults is not None else []
-        gate = [self.state.gate.undo] if self.state is not None and self.state.gate is not None else []
-        aux = [self.state.aux.close] if self.state is not None else []
-        run_all([*faults, *gate, lambda: self.session.close(goodbye), *aux])
+        self.life.close(completed=goodbye)
 
 
 def _made(options: Options) -> LastGasp:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.config import GaspConfig, integer, pick
-from lastgasp.errors import ConfigError
-from lastgasp.steps.settings import MarksConfig
+from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, integer, pick
 
 ENV_ON = "LASTGASP"
 SECTION = "lastgasp"

@@ -13,14 +13,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lastgasp import _clock
-from lastgasp._fs import DISK, fsync_dir, make_directory, unique_temp
-from lastgasp.checkpoint import FileEntry, Provenance, Staged, World, apply, digest_file
-from lastgasp.config import GaspConfig
-from lastgasp.errors import LastgaspError, Moved, NotSaveable
-from lastgasp.ports import SaveResult
-from lastgasp.testing import faults
-from lastgasp.topology import Place
+from lastgasp.adapter import GaspConfig, LastgaspError, Moved, NotSaveable, Place, SaveResult
+from lastgasp.adapter import clock as _clock
+from lastgasp.adapter.checkpoint import FileEntry, Provenance, Staged, World, apply, digest_file
+from lastgasp.adapter.files import DISK, fsync_dir, make_directory, unique_temp
+from lastgasp.adapter.testing import faults
 from lastgasp_mindformers.aux_state import Numbers, Statistic, decode
 from lastgasp_mindformers.layouts import FORMAT, encode_aux
 from lastgasp_mindformers.state import MindSporeState

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lastgasp.launch.script import run_script
+from lastgasp.adapter import run_script
 from lastgasp_mindformers.installation import install
 
 

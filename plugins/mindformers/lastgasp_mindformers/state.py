@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from lastgasp import _clock
-from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.adapter import RankStatus
+from lastgasp.adapter import clock as _clock
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers
 
 log = logging.getLogger("lastgasp")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastgasp._fs import make_directory
-from lastgasp.errors import ConfigError
+from lastgasp.adapter import ConfigError
+from lastgasp.adapter.files import make_directory
 from lastgasp_mindformers.layouts import LegacyName
 
 log = logging.getLogger("lastgasp")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lastgasp._fs import make_directory
+from lastgasp.adapter.files import make_directory
 
 log = logging.getLogger("lastgasp")
 

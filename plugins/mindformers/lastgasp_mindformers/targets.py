@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lastgasp.ports import Layout
+from lastgasp.adapter import Layout
 from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName
 from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.tracker import NAME as TRACKER

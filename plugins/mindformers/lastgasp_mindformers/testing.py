@@ -15,7 +15,7 @@ from typing import Any
 
 import mindspore
 
-from lastgasp.testing.faults import FaultKit, install, kit_from_env
+from lastgasp.adapter.testing import FaultKit, install, kit_from_env
 
 Undo = Callable[[], None]
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import mindspore
 
-from lastgasp.backends import BackendChoice, choose_backend
-from lastgasp.topology import ReplicaGroups, data_parallel
+from lastgasp.adapter import BackendChoice, ReplicaGroups, choose_backend, data_parallel
 
 
 def parallel_setting(name: str) -> Any:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from lastgasp._fs import write_atomically
+from lastgasp.adapter.files import write_atomically
 from lastgasp_mindformers.layouts import META, LegacyName
 
 log = logging.getLogger("lastgasp")

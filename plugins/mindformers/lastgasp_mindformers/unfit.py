@@ -14,11 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from lastgasp._fs import write_atomically
-from lastgasp.checkpoint import Candidate
-from lastgasp.errors import CheckpointError, ControlError, DeadlineExceeded, NothingLoads
-from lastgasp.ports import Gather
-from lastgasp.topology import Place
+from lastgasp.adapter import CheckpointError, ControlError, DeadlineExceeded, Gather, NothingLoads, Place
+from lastgasp.adapter.checkpoint import Candidate
+from lastgasp.adapter.files import write_atomically
 
 log = logging.getLogger("lastgasp")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,6 +14,7 @@ from mindspore import Tensor, nn
 from mindspore.train.callback import LossMonitor, ModelCheckpoint
 
 import lastgasp_mindformers.run as module
+from lastgasp.adapter import AdapterRun, Framework
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp_mindformers import topology
 from lastgasp_mindformers.aux_state import AuxRecorder
@@ -27,12 +29,16 @@ def made(status: RankStatus) -> Any:
     """A Run whose session, data and files are not there."""
     run: Any = module.Run.__new__(module.Run)
     run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), None
+    run.life = AdapterRun.__new__(AdapterRun)
+    run.life.session, run.life._training, run.life.begun = run.session, run, True
+    run.life.framework = Framework(name="", kind_of=lambda error: "exception")
+    run.life._completed, run.life._undo, run.life._release = ExitStack(), ExitStack(), ExitStack()
     aux: Any = MagicMock()
     run.state = MindSporeState(
         None, aux, status, before_update=status.before_update, step_completed=status.step_completed, finish=10.0
     )
     run._dataset, run._aux, run._ended, run._saves, run._first = None, b"", False, False, False
-    run._network, run._source = nn.Dense(2, 2), SimpleNamespace(inner=MindSporeSource.__new__(MindSporeSource))
+    run._network, run.source = nn.Dense(2, 2), MindSporeSource.__new__(MindSporeSource)
     run.selector, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run
 
@@ -59,6 +65,7 @@ def pynative_at(done: int) -> list[int]:
     """What the pynative Trainer's first callback makes of `done` completed steps, four to an epoch."""
     run: Any = PynativeRun.__new__(PynativeRun)
     run.session, run._marks, run._aux, run._weights_only = MagicMock(), MagicMock(), b"", False
+    run.life, run.manifests, run.source, run._first = MagicMock(), MagicMock(), MagicMock(), False
     run._checkpoint, run.selector = SimpleNamespace(no_load_optim=False), SimpleNamespace(resumed=done)
     run._trainer = SimpleNamespace(train_epoch_step=4, train_num_epochs=5, train_dataset=MagicMock())
     status, aux = RankStatus(), MagicMock()
@@ -133,7 +140,6 @@ def main(folder: str) -> dict[str, Any]:
     told["ended"] = inside()
     run.others_begin()
     run.session.fault.return_value = SimpleNamespace(ending="saved")
-    run.state.aux.close = run._source = MagicMock()
     run.end_with(ValueError("of a callback"))
     told["raised"] = inside()
     told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]

@@ -18,8 +18,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer, trainer
 from mindspore import nn
 
+from lastgasp.adapter import HookNotPlaced
 from lastgasp_mindformers import LastGasp, hooks, install, uninstall
-from lastgasp_mindformers.patches import HookNotPlaced
 
 Snapshot = Mapping[str, int]
 CLASSES = (model_module.Model, trainer.Trainer, base_trainer.BaseTrainer)
