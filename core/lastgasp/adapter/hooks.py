@@ -214,11 +214,12 @@ class Hooks:
         return lastgasp_wrapper
 
     def _wrap(self, hook: Hook, original: Function) -> Function:
-        inside, path = self._inside, hook.path
+        inside, path, method = self._inside, hook.path, "." in hook.name
 
         def ours(call: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if instance is not None and not isinstance(call, MethodType):
-                call = MethodType(original, instance)  # called through the class: wrapt gives it the object otherwise
+            if method and not isinstance(call, MethodType):  # called through the class, whatever the object is
+                instance, args = (args[0], args[1:]) if instance is None else (instance, args)
+                call = MethodType(original, instance)
             if getattr(inside, path, False):
                 return call(*args, **kwargs)
             setattr(inside, path, True)
