@@ -212,7 +212,7 @@ def test_two_ranks_are_judged_with_less_confidence() -> None:
 def test_one_rank_is_judged_by_its_own_past_only() -> None:
     for verdict in verdicts(ranks=1, slow={0: {"data": 0.02}}, steps=400, slow_from=200):
         assert verdict.slow == ()
-        assert any("nobody to be compared with" in text for text in verdict.unjudged)
+        assert any("no other rank to be compared with" in text for text in verdict.unjudged)
         assert any(note.startswith("since step") for note in verdict.notes)
 
 

@@ -235,7 +235,7 @@ def test_warnings_end_for_a_file_with_ever_new_problems(file: Path, caplog: pyte
             write(file, {"Step": f"wrong {i}"})
             assert switch.poll() is None
     assert len(caplog.records) == 32
-    assert "further problems of this file are not told" in caplog.records[-1].getMessage()
+    assert "further problems of this file are not logged" in caplog.records[-1].getMessage()
 
 
 # -- who changed last ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a job on Ascend needs around its processes, decided from the environment; pure but for `look`.
+"""Decides from the environment what a job on Ascend needs around its processes; pure except for `look`.
 
 Replaces what the documentation adds to train_start.sh and msrun_launcher.sh (docs/facts/taskd.md §1, §2, §5;
 docs/facts/job_yaml.md §4; docs/facts/mindformers.md §9).
@@ -17,7 +17,7 @@ from pathlib import Path
 from lastgasp.errors import ConfigError
 
 PREPARED = "LASTGASP_PREPARED"
-"""Set in the environment of a launcher that has been started anew with what `prepare` decided."""
+"""Set in the environment of a launcher that was re-executed with what `prepare` decided."""
 DEFAULT_TTP_PORT = "8000"
 """MindCluster's samples have it (docs/facts/job_yaml.md §4)."""
 RETRY = "L0:0, L1:1, L2:1"
@@ -53,14 +53,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `lastgasp run` does around the job.
+    """What `lastgasp run` sets up around the job.
 
     Attributes:
-        settings: variables that differ from what is there.
-        manager: whether TaskD's manager is to be started here.
+        settings: variables that differ from the environment.
+        manager: whether to start TaskD's manager here.
         taskd_agent: whether TaskD's own agent must run torch's workers, since the manager restarts them.
-        taskd_msrun: the same of MindSpore's: msrun hands them to TaskD by itself.
-        proxy: whether TaskD's proxy is to be started here, since no agent of TaskD's does.
+        taskd_msrun: the same for MindSpore: msrun hands them to TaskD.
+        proxy: whether to start TaskD's proxy here, since no agent of TaskD's does.
         notes: what the user should know.
     """
 
@@ -78,17 +78,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the operator says about the job in the environment."""
+    """The operator's settings of the job in the environment."""
 
     strategies: frozenset[str]
     mindspore: bool
     first: bool
     handed_over: bool
-    """msrun leaves its workers to TaskD."""
+    """Whether msrun leaves its workers to TaskD."""
 
     @property
     def recovers(self) -> bool:
-        """Processes are recovered by MindIO, whatever the strategy."""
+        """Whether processes are recovered by MindIO, with any strategy."""
         return bool(self.strategies)
 
 
@@ -194,7 +194,7 @@ def _notes(env: Mapping[str, str], machine: Machine) -> Iterable[str]:
 
 
 def look(env: Mapping[str, str]) -> Machine:
-    """What is installed here."""
+    """Find what is installed here."""
     return Machine(profiler=_profiler(env), taskd=_taskd())
 
 
@@ -216,7 +216,7 @@ def _taskd() -> str:
 
 
 def render(prepared: Prepared, command: list[str]) -> str:
-    """What `--dry-run` prints: the variables, with why, and the commands."""
+    """Format the output of `--dry-run`: the variables with their reasons, and the commands."""
     lines = [f"export {s.name}={_quoted(s.value)}  # {s.why}" for s in prepared.settings]
     lines += [f"# note: {note}" for note in prepared.notes]
     if prepared.manager:
@@ -233,5 +233,5 @@ def _quoted(text: str) -> str:
 
 
 def must_start_anew(prepared: Prepared, env: Mapping[str, str]) -> bool:
-    """TaskD's library reads the environment of exec time, so what is new must be there before."""
+    """Re-execute: TaskD's library reads the environment of exec time, so new variables must be set before."""
     return bool(prepared.settings) and env.get(PREPARED) != str(os.getpid())

@@ -16,7 +16,7 @@ from .settings import MarksConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Marking:
-    """What an adapter says about the marks of its rank.
+    """An adapter's settings for the marks of its rank.
 
     Attributes:
         config: the user's settings.

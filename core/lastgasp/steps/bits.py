@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 STEP, FORWARD, DATALOADER, SAVE, COMM = 1, 2, 4, 8, 16
 ALL = STEP | FORWARD | DATALOADER | SAVE | COMM
 DEFAULT_ON = ALL & ~COMM
-"""Everything but the collectives; what a job has that says nothing."""
+"""Everything except the collectives; the default of a job."""
 
 SHORT: Mapping[str, int] = {"step": STEP, "forward": FORWARD, "dataloader": DATALOADER, "save": SAVE, "comm": COMM}
 """Names on the command line and in tables."""

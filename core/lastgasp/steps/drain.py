@@ -21,7 +21,7 @@ BATCH = 4096
 CHUNK = 128
 """Ranges rendered before the training thread may have the GIL again: some 0.3 ms."""
 TELL_AGAIN_S = 600.0
-"""A disk that fails in turns is told of so often."""
+"""Minimum seconds between warnings about an intermittently failing disk."""
 
 
 class Drain:
@@ -46,7 +46,7 @@ class Drain:
         self._failing = False
 
     def run(self) -> bool:
-        """Write what was recorded before the call; False where the disk refused (told once)."""
+        """Write what was recorded before the call; return False if the disk refused (logged once)."""
         head = self._marks.head
         try:
             if self._files.wanting:

@@ -25,7 +25,7 @@ Poll = Callable[[int], int | None]
 
 
 class Flusher:
-    """One per rank, from `start` to `stop`. Nothing of it raises; what goes wrong is told once and tried again.
+    """One per rank, from `start` to `stop`. It never raises; an error is logged once and the write is retried.
 
     Args:
         drain: what each turn does first.
@@ -53,7 +53,7 @@ class Flusher:
         self._asked = self._served = self._written = 0
         self._stopping = False
         self._serving = False
-        """Whether the thread looks for requests again; who asks when it does not writes by himself."""
+        """Whether the thread accepts requests; otherwise the caller writes synchronously."""
         self._next_poll = _clock.monotonic()
         self._file = files.path
         self._bug_told = False
@@ -120,7 +120,7 @@ class Flusher:
                 self._guarded(self._age)
 
     def _turn(self) -> bool:
-        """Write once; False where the thread is to end, and has served everybody who asked."""
+        """Write once; return False when the thread is to end and has served all requests."""
         with self._changed:
             self._changed.wait_for(lambda: self._asked > self._served, self._period)
             asked = self._asked
@@ -161,5 +161,5 @@ class Flusher:
         except Exception:
             if not self._bug_told:
                 self._bug_told = True
-                log.exception("the step marks have a bug, which is told once; training goes on")
+                log.exception("the step marks have a bug, logged once; training continues")
             return None

@@ -1,4 +1,4 @@
-"""parallel_group.json, by which TaskD's slow-node tool knows who works with whom (docs/facts/taskd.md §6, §7)."""
+"""parallel_group.json, which tells TaskD's slow-node tool the process groups (docs/facts/taskd.md §6, §7)."""
 
 from __future__ import annotations
 

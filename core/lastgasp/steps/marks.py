@@ -154,7 +154,7 @@ class Marks:
         return known if known is not None else self._intern(name)
 
     def step(self, number: int) -> None:
-        """The open step range ends, that of step `number` begins."""
+        """End the open step range and begin that of step `number`."""
         self._step.end()
         self._step.value = number
         self._step.begin()
@@ -166,11 +166,11 @@ class Marks:
         self._step.begin()
 
     def step_end(self) -> None:
-        """The open step range ends."""
+        """End the open step range."""
         self._step.end()
 
     def put(self, mark: Mark, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)) -> bool:
-        """Record a range timed elsewhere, whatever the mask says: whoever timed it knew whether it was on.
+        """Record a range timed elsewhere, regardless of the mask, which was checked when it was timed.
 
         Args:
             begin_ns, end_ns: CLOCK_MONOTONIC, nanoseconds.
@@ -241,7 +241,7 @@ class Marks:
         """Marks are off for good; twice is fine.
 
         Args:
-            remove: the ring file too. False leaves it, and what is not on disk yet, to the recovery.
+            remove: also remove the ring file. False leaves it, with what is not on disk yet, to the recovery.
         """
         with self._lock:
             if not self._closed:

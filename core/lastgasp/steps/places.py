@@ -19,7 +19,7 @@ def profiling_base(directory: Path, rank: int) -> Path:
     """The directory of all jobs' profiling files; which one, and why, is logged once in a job.
 
     Args:
-        rank: who asks; all but the first say only what somebody should look into.
+        rank: the calling rank; all but the first log only problems.
         directory: the run's; where neither the environment (`LASTGASP_PROFILING_DIR`) nor MindCluster gives a
             place, it gets a `profiling`.
     """
@@ -47,7 +47,7 @@ def task_id(default_started_s: int) -> str:
 
 
 def _decide(given: str, mindcluster: Path, directory: Path) -> tuple[Path, str, bool]:
-    """The base, why, and whether somebody should look into it."""
+    """The base directory, the reason, and whether it indicates a problem."""
     if given:
         return Path(given).expanduser().absolute(), f"{BASE_VARIABLE} says so", False
     wanted, own = mindcluster / "profiling", directory / "profiling"

@@ -2,7 +2,7 @@
 
 As TaskD does it (docs/facts/taskd.md §6): directories 0755, files 0644 (less the umask), one write per batch, the file
 with the largest number is appended to, one beyond 10 MiB is followed by a new one. Beside that nothing is ever left
-half written: a batch that does not fit is taken back, and a file that somebody else's death left with half a row is
+half written: a batch that does not fit is undone, and a file that another process's death left with half a row is
 not appended to.
 """
 
@@ -60,7 +60,7 @@ class RankFiles:
     """The files of one rank. All methods but `beside` are for one thread at a time.
 
     Args:
-        directory: the rank's; made when it is needed, and again when somebody has removed it.
+        directory: the rank's; created when needed, also after it was removed.
         file_max: bytes beyond which a new file is begun.
         wall_ns: ns since the epoch, for the names.
 
@@ -85,11 +85,11 @@ class RankFiles:
 
     @property
     def wanting(self) -> bool:
-        """Whether something that is to stand beside the rows does not, as far as is known."""
+        """Whether a file that belongs beside the rows is known to be missing."""
         return any(self._written.get(name) is not content for name, content in list(self._beside.items()))
 
     def prepare(self) -> None:
-        """Make the directory, and what is to stand beside the rows.
+        """Create the directory and the files that belong beside the rows.
 
         Raises:
             OSError: the directory cannot be made.
@@ -102,7 +102,7 @@ class RankFiles:
                 self._write_beside(name, content)
 
     def append(self, rows: bytes) -> None:
-        """Put whole rows at the end of the newest file.
+        """Append complete rows to the newest file.
 
         Raises:
             OSError: they are not there, none of them; the disk is full or refuses.
@@ -132,7 +132,7 @@ class RankFiles:
     # -- which file --------------------------------------------------------------------------------
 
     def _open(self) -> int:
-        """The file to append to, open, with room and a whole last row."""
+        """Open the file to append to, with room left and a complete last row."""
         self.prepare()
         for _ in range(_TRIES):
             try:
@@ -196,7 +196,7 @@ class RankFiles:
             raise
 
     def _take_back(self, descriptor: int, begin: int, end: int) -> None:
-        """Cut off the part of a batch that was written, unless somebody else has appended to it since."""
+        """Remove the written part of a batch, unless another process has appended to the file since."""
         self._end = -1
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_size == end:

@@ -68,7 +68,7 @@ class StepRecorder:
     """The marks of this rank, from `open` to `close`; as a context manager it closes itself.
 
     Once it is open nothing of it raises into training, and nothing waits for a disk: a directory that cannot be
-    written is one warning. An interpreter that ends without `close` flushes by itself.
+    written is one warning. An interpreter that ends without `close` flushes automatically.
 
     Attributes:
         marks: what training marks with.

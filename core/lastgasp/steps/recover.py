@@ -79,7 +79,7 @@ def recover_orphans(timeout: float = TIMEOUT_S) -> list[Recovered]:
 
 
 _one = threading.Lock()
-"""The locks of ring files do not tell this process's threads from each other."""
+"""Serialises this process's threads, which the locks of ring files do not distinguish."""
 
 
 def _recover_all(done: list[Recovered], timeout: float) -> None:
@@ -124,7 +124,7 @@ def _mine(path: Path) -> bool:
 
 
 def _recover(path: Path) -> Recovered | None:
-    """None: its owner lives, or somebody else is at it."""
+    """None: its owner is alive, or another process is recovering it."""
     try:
         with RingReader(path) as ring:
             return _empty(path, ring) if ring.claim() else None
@@ -195,7 +195,7 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 def _finish(path: Path, rest: bytes) -> None:
-    """Go on in the middle of a row. What a full disk leaves of it the next recovery finds again by its text."""
+    """Continue in the middle of a row. What a full disk leaves of it the next recovery finds by its text."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         while rest:
@@ -205,9 +205,9 @@ def _finish(path: Path, rest: bytes) -> None:
 
 
 def _told_dropped(directory: Path, pid: int, count: int) -> int:
-    """How many of `count` dropped ranges of that process the files tell of.
+    """How many of `count` dropped ranges of that process are already reported in the files.
 
-    Those of an earlier process of the same number count as its own: better told of less than twice.
+    Those of an earlier process with the same id count as its own: prefer under-reporting to double counting.
     """
     row = re.compile(f'"ProcessId":{pid},.*"Name":"{DROPPED}([0-9]+)","Domain":"{OWN_DOMAIN}"'.encode())
     files = profiling_files(directory) if count else []
@@ -221,7 +221,7 @@ def _remove(path: Path, reason: str) -> Recovered:
 
 
 def _locked(path: Path) -> bool:
-    """Whether somebody lives who holds it: a damaged header, or a later version's, does not tell."""
+    """Whether a living process holds it, which a damaged header, or a later version's, does not show."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

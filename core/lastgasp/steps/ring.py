@@ -1,6 +1,6 @@
 """The marks ring as its flusher, its recovery and its tests see it: header, names, records (`format`).
 
-A word on locks: a POSIX record lock is lost when its process closes *any* descriptor of the file. Whoever opens a
+About locks: a POSIX record lock is lost when its process closes *any* descriptor of the file. Whoever opens a
 ring of his own process would by that declare himself dead, so `RingReader` reads such a ring through the mapping
 that is there already.
 """
@@ -89,7 +89,7 @@ class View:
 
     @property
     def directory(self) -> str:
-        """The rank's profiling directory; empty where it is not known yet."""
+        """The rank's profiling directory; empty if not known yet."""
         at = layout.DIRECTORY_AT
         length = int.from_bytes(self._memory[at : at + 2], "little")
         return os.fsdecode(bytes(self._memory[at + 2 : at + 2 + min(length, layout.DIRECTORY_MAX)]))

@@ -32,7 +32,7 @@ class RingFile:
 
     Attributes:
         mapping: its memory, all of it there already, so that no mark waits for a page or dies for want of one.
-        path, file: None for anonymous memory, which nobody finds after a SIGKILL.
+        path, file: None for anonymous memory, which cannot be found after a SIGKILL.
     """
 
     mapping: mmap.mmap
@@ -40,7 +40,7 @@ class RingFile:
     file: io.FileIO | None = None
 
     def close(self, remove: bool) -> None:
-        """Let go of the file, and remove it if so said. Views into the memory keep it until they are released."""
+        """Close the file, and remove it if requested. Views keep the memory until they are released."""
         if remove and self.path is not None:
             self.path.unlink(missing_ok=True)
         try:

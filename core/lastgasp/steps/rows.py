@@ -18,7 +18,7 @@ ROW_MAX = 999
 DOMAIN_MAX = 120
 """Bytes of a domain as it is written."""
 OWN_DOMAIN = "lastgasp"
-"""Of rows that tell something about the marks themselves. Readers of TaskD's files ignore other domains."""
+"""The domain of rows about the marks themselves. Readers of TaskD's files ignore other domains."""
 DROPPED = "dropped "
 """Begins the name of such rows; the number of lost ranges follows."""
 TEMPLATES_MAX = 4096
@@ -86,7 +86,7 @@ class Renderer:
         self._templates: dict[tuple[int, int], tuple[bool, str]] = {}
 
     def render(self, records: bytes) -> bytes:
-        """The rows of whole records, in their order."""
+        """Format complete records as rows, in their order."""
         offset, templates = self._origin.wall_offset, self._templates
         rows: list[str] = []
         for begin, end, number, value, device_begin, device_end, name, thread in layout.RECORD.iter_unpack(records):
@@ -113,7 +113,7 @@ class Renderer:
 
 
 def render(records: bytes, names: Sequence[Name], origin: Origin) -> bytes:
-    """The rows of whole records, in their order.
+    """Format complete records as rows, in their order.
 
     Args:
         records: as they lie in the ring (`format.RECORD`).

@@ -34,7 +34,7 @@ _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Refused(Exception):
-    """Why the file, as it stands, changes nothing."""
+    """Why the current file changes nothing."""
 
 
 def switch_path() -> Path:
@@ -68,11 +68,11 @@ class SwitchFile:
         """Look once.
 
         Args:
-            mask: the marks that are on now, where somebody else may have switched, too; None takes what the last
+            mask: the marks currently on, if others may have switched, too; None takes what the last
                 call returned.
 
         Returns:
-            The mask to set, or None where the file says nothing new.
+            The mask to set, or None if the file contains nothing new.
         """
         self._mask = self._mask if mask is None else mask
         try:
@@ -94,7 +94,7 @@ class SwitchFile:
     # -- reading ----------------------------------------------------------------------------------
 
     def _read(self) -> dict[str, bool] | None:
-        """What the file says about the keys that it has; None where there is no file."""
+        """The settings in the file; None without a file."""
         try:
             data = _content(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -126,13 +126,13 @@ class SwitchFile:
     # -- telling ----------------------------------------------------------------------------------
 
     def _warn(self, problem: str, keeps: bool = True) -> None:
-        """Say it once; a file that goes on to change its mind does not fill the log."""
+        """Log it once, so that a file that keeps changing does not fill the log."""
         if problem in self._problems or len(self._problems) >= _PROBLEMS_TOLD:
             return
         self._problems.add(problem)
         self._reads = self._reads and not keeps
         state = f": the marks stay as they are ({bits.describe(self._mask)})" if keeps else ""
-        more = " (further problems of this file are not told)" if len(self._problems) == _PROBLEMS_TOLD else ""
+        more = " (further problems of this file are not logged)" if len(self._problems) == _PROBLEMS_TOLD else ""
         log.warning("switch file %s: %s%s%s", self.path, problem, state, more)
 
     def _told_again(self) -> None:

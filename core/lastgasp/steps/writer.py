@@ -1,4 +1,4 @@
-"""Chooses who writes the ring: the compiled extension, or Python where there is none."""
+"""Selects the writer of the ring: the compiled extension, or Python without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ring(Protocol):
 
 
 def choose() -> ModuleType:
-    """The module with `Ring` and `Mark`: `_ring`, or `pyring`, which is about ten times slower (said once)."""
+    """The module with `Ring` and `Mark`: `_ring`, or `pyring`, which is about ten times slower (logged once)."""
     return pyring if os.environ.get(SWITCH) == "1" else _compiled() or pyring
 
 

@@ -30,12 +30,12 @@ _API = "torch.distributed.launcher.api"
 
 
 def is_patched() -> bool:
-    """TaskD's agent is in place in this process."""
+    """Whether TaskD's agent is installed in this process."""
     return PATCH in sys.modules
 
 
 def use_taskd_agent() -> None:
-    """Put TaskD's agent in place, such that this torch can call it. Idempotent; call it in the launcher.
+    """Install TaskD's agent so that this torch can call it. Idempotent; call it in the launcher.
 
     Raises:
         ConfigError: TaskD's log directory cannot be used.
@@ -49,19 +49,19 @@ def use_taskd_agent() -> None:
         raise ControlError(f"TaskD's agent cannot be used: {type(error).__name__}: {error}") from error
     tolerate_more_arguments(api)
     stock = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
-    vars(api)["LocalElasticAgent"] = stock.LocalElasticAgent  # ours may stand there since torch was imported
+    vars(api)["LocalElasticAgent"] = stock.LocalElasticAgent  # ours may have been installed when torch was imported
 
 
 def static_rendezvous(given: Mapping[str, Any], names: frozenset[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The rendezvous that TaskD's agent needs, for what neither the command line nor `PET_*` says.
+    """Return the rendezvous options that TaskD's agent needs and that neither the command line nor `PET_*` sets.
 
     Args:
         given: torchrun's options as parsed, by their long names without dashes in front and with underscores.
-        names: which of them somebody gave.
+        names: those that were given.
         env: the pod's environment, as the operator sets it.
 
     Raises:
-        ConfigError: another rendezvous is asked for; or the pod's numbers do not fit each other.
+        ConfigError: another rendezvous is requested, or the pod's numbers are inconsistent.
 
     Returns:
         Options by their names on the command line, to be put in front of it.
@@ -95,7 +95,7 @@ def _nodes(env: Mapping[str, str]) -> int:
 
 
 def tolerate_more_arguments(api: ModuleType) -> None:
-    """Let `launch_agent` of the module be called with more arguments than it takes; those are left out."""
+    """Let the module's `launch_agent` be called with surplus arguments, which are dropped."""
     function = vars(api)["launch_agent"]
     if not hasattr(function, "lastgasp_tolerant"):
         vars(api)["launch_agent"] = _tolerant(function)

@@ -1,4 +1,4 @@
-"""Whether TaskD's worker really is there: its functions return True before anything has happened (taskd.md §1).
+"""Checks whether TaskD's worker really runs: its functions return True before anything has happened (taskd.md §1).
 
 What can be seen from outside: the library of the profiler is loaded, a connection of this process to the pod's proxy
 stands, and one of the pod to the manager: the proxy takes workers in, whether or not its manager lives.
@@ -19,7 +19,7 @@ _LISTEN = "0A"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a process shows of its TaskD worker.
+    """The observable effects of a process's TaskD worker.
 
     Attributes:
         profiler: libmspti.so is loaded.
@@ -35,12 +35,12 @@ class Evidence:
 
     @property
     def registered(self) -> bool:
-        """Nothing is missing."""
+        """Whether nothing is missing."""
         return self.profiler and self.connected and self.manager
 
     @property
     def missing(self) -> str:
-        """What is, and what to do; empty when nothing is."""
+        """What is missing, and what to do; empty if nothing is."""
         if not self.profiler:
             return (
                 "libmspti.so is not loaded, and without it TaskD's worker neither registers nor writes anything: "
@@ -64,7 +64,7 @@ class Evidence:
 def evidence(
     process: Path = Path("/proc/self"), port: int = PROXY_PORT, upstream: int = MANAGER_PORT
 ) -> Evidence:
-    """What `process` shows now. Never raises: what cannot be read is not there."""
+    """Inspect `process`. Never raises: what cannot be read counts as absent."""
     listening, connections = _sockets(process, port)
     return Evidence(
         profiler="libmspti.so" in _text(process / "maps"),
@@ -75,7 +75,7 @@ def evidence(
 
 
 def _sockets(process: Path, port: int) -> tuple[bool, set[str]]:
-    """Whether somebody listens at the port, and the inodes of the connections to it."""
+    """Whether the port has a listener, and the inodes of the connections to it."""
     listening, connections = False, set()
     for name in ("net/tcp", "net/tcp6"):
         for line in _text(process / name).splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""What TaskD's Go half sees of the environment: the block that the process was started with (docs/facts/taskd.md §1).
+"""The environment seen by TaskD's Go half: the block that the process was started with (docs/facts/taskd.md §1).
 
 What Python sets later in `os.environ` reaches TaskD's Python half only; the two then disagree.
 """
@@ -21,7 +21,7 @@ GO_VARIABLES = (
 
 
 def environment_at_exec(process: Path = Path("/proc/self")) -> dict[str, str]:
-    """The environment that this process was started with.
+    """Return the environment that this process was started with.
 
     Raises:
         OSError: it cannot be read.
@@ -31,6 +31,6 @@ def environment_at_exec(process: Path = Path("/proc/self")) -> dict[str, str]:
 
 
 def set_too_late(at_exec: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """The variables that Go and Python see differently: name -> (what Go sees, what Python sees)."""
+    """Return variables that Go and Python see differently: name -> (Go's value, Python's value)."""
     seen = {name: (at_exec.get(name), now.get(name)) for name in GO_VARIABLES}
     return {name: (go, python) for name, (go, python) in seen.items() if go != python}

@@ -1,4 +1,4 @@
-"""TaskD's log directory: `import taskd` raises unless it is no symlink and of mode 0750 exactly (taskd.md §1)."""
+"""TaskD's log directory: `import taskd` raises if it is a symlink or its mode is not exactly 0750 (taskd.md §1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODE = 0o750
 
 
 def prepare_log_directory(env: Mapping[str, str]) -> Path:
-    """Make TaskD's log directory such that importing it works, whatever the umask is.
+    """Create TaskD's log directory such that importing TaskD works with any umask.
 
     Args:
         env: where `TASKD_LOG_PATH` may stand.

@@ -1,4 +1,4 @@
-"""TaskD's manager without a `manager.py`: what it is told comes from the environment (docs/facts/taskd.md §1, §2)."""
+"""TaskD's manager without a `manager.py`, configured from the environment (docs/facts/taskd.md §1, §2)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _CLOUD = "of the job's YAML: `lastgasp job patch` adds what is missing"
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """What TaskD's manager is told.
+    """The configuration of TaskD's manager.
 
     Attributes:
         job: the job's id.
         nodes: pods of the job; per_node: ranks of each. Their product is the number of workers that it waits for.
-        controls: it runs the MindIO controller, too.
+        controls: whether it also runs the MindIO controller.
     """
 
     job: str
@@ -37,7 +37,7 @@ class ManagerConfig:
     controls: bool
 
     def as_taskd(self) -> dict[str, Any]:
-        """A fresh dict: TaskD writes into it."""
+        """Return a new dict, as TaskD writes into it."""
         return {"job_id": self.job, "node_nums": self.nodes, "proc_per_node": self.per_node}
 
 
@@ -45,7 +45,7 @@ def manager_config(env: Mapping[str, str], nodes: int | None = None, per_node: i
     """Decide from the environment and the options; pure.
 
     Raises:
-        ConfigError: something is missing or makes no sense, of which TaskD would only say something in a thread's log.
+        ConfigError: something is missing or invalid, which TaskD would only log in a thread.
     """
     job = env.get("MINDX_TASK_ID", "")
     if not job:

@@ -1,7 +1,7 @@
-"""Marks through mstx, which MindCluster's profiler collects: of torch_npu or of MindSpore.
+"""Marks by mstx (of torch_npu or MindSpore), which MindCluster's profiler collects.
 
 Same names and the same switch as the embedded engine's marks (`lastgasp.steps.marks.Marks`). Written to disk by TaskD,
-not here: `put`, which records a range that is over, has no counterpart in mstx. What the framework itself tells mstx
+not here: `put`, which records a range that is over, has no counterpart in mstx. What the framework itself marks by mstx
 is left to it, or TaskD would see it twice. Sources: docs/facts/mindformers.md §6, docs/facts/taskd.md §6.
 """
 
@@ -75,14 +75,14 @@ class MstxMark:
             self._marks.api.range_end(found, **self._more)
 
     def cancel(self) -> bool:
-        """End this thread's innermost range: mstx cannot forget one. False: there is none."""
+        """End this thread's innermost range, as mstx cannot discard it. Return False if there is none."""
         if not self._stack():
             return False
         self.end()
         return True
 
     def put(self, begin: int, end: int, value: int, device_begin: int, device_end: int, /) -> bool:
-        """Never: mstx takes no times."""
+        """Always False: mstx accepts no times."""
         return False
 
     def __enter__(self) -> None:
@@ -100,7 +100,7 @@ class MstxMark:
 
 
 def _told(text: str) -> str:
-    """As the profiler's C side takes it, which drops other names without a word: escaped as JSON, and not too long."""
+    """The name as accepted by the profiler's C side, which silently drops others: escaped as JSON, and not too long."""
     text = text[:LONGEST].encode(errors="backslashreplace").decode()
     while len((escaped := json.dumps(text, ensure_ascii=False)[1:-1]).encode()) > LONGEST:
         text = text[:-1]
@@ -116,7 +116,7 @@ class MstxMarks:
 
     Attributes:
         path: None, there is no ring.
-        live: ranges are told as they happen, and cannot be put afterwards.
+        live: ranges are recorded as they happen, and cannot be added afterwards.
     """
 
     path = None
@@ -149,23 +149,23 @@ class MstxMarks:
             return self._defined[key]
 
     def put(self, mark: Any, begin_ns: int, end_ns: int, value: int = 0, device: tuple[int, int] = (0, 0)) -> bool:
-        """Never: mstx takes no times."""
+        """Always False: mstx accepts no times."""
         return False
 
     def step(self, number: int) -> None:
-        """The open step range ends, that of step `number` begins."""
+        """End the open step range and begin that of step `number`."""
         self._step.end()
         self._step.value = number
         self._step.begin()
 
     def step_begin(self, number: int) -> None:
-        """The range of step `number` begins; one whose end an exception has skipped is ended first."""
+        """Begin the range of step `number`, after ending one left open by an exception."""
         self._step.cancel()
         self._step.value = number
         self._step.begin()
 
     def step_end(self) -> None:
-        """The open step range ends."""
+        """End the open step range."""
         self._step.end()
 
     @property
@@ -226,7 +226,7 @@ def mindspore_mstx() -> tuple[Mstx, Callable[[], Any]]:
 
 
 def is_collected(env: Mapping[str, str] | None = None, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether anybody collects the ranges of this process: the profiler's library is loaded in it.
+    """Whether the ranges of this process are collected: the profiler's library is loaded in it.
 
     LD_PRELOAD is asked only where that cannot be seen: it may name a library that is not there, or have been set after
     the start.
@@ -248,7 +248,7 @@ class MstxRecorder:
         self.marks, self.directory = marks, directory
 
     def set_groups(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tell the process groups, for parallel_group.json, which TaskD's slow-node tool needs."""
+        """Report the process groups, for parallel_group.json, which TaskD's slow-node tool needs."""
         try:
             make_directory(self.directory)
             write_atomically(self.directory / GROUPS_FILE, groups_text(groups))
@@ -259,7 +259,7 @@ class MstxRecorder:
         """Nothing: the profiler's are the device's own."""
 
     def flush(self, timeout: float) -> bool:
-        """Nothing waits here."""
+        """Do nothing: nothing is buffered here."""
         return True
 
     def close(self, timeout: float = 0.0) -> bool:
@@ -269,7 +269,7 @@ class MstxRecorder:
 
 
 def open_marks(framework: str, mask: int | None) -> MstxMarks | None:
-    """The marks of this rank by mstx; None, and a word on why, where they would go nowhere.
+    """Return the marks of this rank by mstx; None, with a log line, if they would not be collected.
 
     Args:
         framework: "pt" or "ms"; mask: what is on, None for nothing at all.
@@ -291,7 +291,7 @@ def open_marks(framework: str, mask: int | None) -> MstxMarks | None:
 
 
 def open_recorder(framework: str, config: MarksConfig, rank: int) -> MstxRecorder | None:
-    """What a Session holds of the marks of its rank; None where ranges would go nowhere, and it says so.
+    """Return a Session's recorder by mstx; None, with a log line, if ranges would not be collected.
 
     Raises:
         MissingExtra: the framework has no mstx.

@@ -1,4 +1,4 @@
-"""TaskD's proxy of a pod, in a process of its own, where no agent of TaskD's starts one (docs/facts/taskd.md §1, §3).
+"""TaskD's proxy of a pod, in a separate process, if no agent of TaskD's starts one (docs/facts/taskd.md §1, §3).
 
 `lastgasp run` starts it beside the workers, which register through it. Without it they never do.
 """
@@ -23,7 +23,7 @@ from .taskd import import_taskd
 log = logging.getLogger("lastgasp")
 
 RESOLVED_WITHIN = 300.0
-"""Seconds that the name of the first pod may take to be known: pods do not start at once."""
+"""Seconds for the first pod's name to become resolvable: pods do not start simultaneously."""
 LOOK = 1.0
 """Seconds between two looks."""
 _HOSTS = ("MS_SCHED_HOST", "MASTER_ADDR")
@@ -32,13 +32,13 @@ _LOOPBACK = "127.0.0.1"
 
 
 def proxy_config(env: Mapping[str, str], limit: float = RESOLVED_WITHIN) -> dict[str, str]:
-    """What `init_taskd_proxy` is told, decided from a pod's environment. A host name is turned into its address.
+    """Build the configuration of `init_taskd_proxy` from a pod's environment. A host name is resolved.
 
     Args:
         limit: seconds that a name may take to be known.
 
     Raises:
-        ControlError: nobody knows the name in that time.
+        ControlError: the name could not be resolved in that time.
     """
     host = next((name for name in _HOSTS if env.get(name)), "")
     return {
@@ -98,7 +98,7 @@ def run_proxy(config: Mapping[str, str], needed: Callable[[], bool], period: flo
 
 
 def main() -> int:
-    """Serve until the launcher that has started this process is gone; returns the exit code."""
+    """Serve until the launcher that started this process has ended; return the exit code."""
     logging.basicConfig(format="lastgasp: %(message)s", level=logging.INFO)
     launcher = os.getppid()
     try:

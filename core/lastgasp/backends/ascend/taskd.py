@@ -1,7 +1,7 @@
 """Workers at TaskD: the registry port on `taskd.api` (docs/facts/taskd.md §1).
 
 Its functions do not raise: they log and return False, and True means little. So everything is checked before, and
-whether a worker is registered is told by its effects (`evidence`).
+whether a worker is registered is inferred from its effects (`evidence`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DEFAULT_LIMIT_MB = 5000
 LEAST_LIMIT_MB = 10
 """Below it TaskD's count cap is 0, and only the first batch is ever written (docs/facts/taskd.md §6)."""
 REGISTERED_WITHIN = 200.0
-"""Seconds until a worker that has not registered is told of: TaskD itself waits up to 180 s for the profiler."""
+"""Seconds until a warning about an unregistered worker: TaskD itself waits up to 180 s for the profiler."""
 LOOK = 1.0
 """Seconds between two looks."""
 _NEEDED: Mapping[Framework, tuple[str, ...]] = {"pt": ("RANK", "LOCAL_WORLD_SIZE"), "ms": ("MS_NODE_RANK",)}
 _STARTED: list[TaskdApi] = []
-"""Whose worker this process has: init once more would run a second set of goroutines (docs/facts/taskd.md §1)."""
+"""The worker of this process: a second init would run a second set of goroutines (docs/facts/taskd.md §1)."""
 
 
 class TaskdApi(Protocol):
@@ -58,8 +58,8 @@ class TaskdRegistry:
         api: `taskd.api`.
         framework: "pt" or "ms".
         limit_mb: MB that TaskD's profiling files of all jobs may take.
-        inner: told the same; the embedded engine's, so that `lastgasp ps` shows the worker as well.
-        look: what the worker shows of itself; tests give another one.
+        inner: the embedded engine's registry, called as well, so that `lastgasp ps` shows the worker.
+        look: inspects the worker; tests pass another one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TaskdRegistry:
     def open(
         cls, framework: Framework, limit_mb: int = DEFAULT_LIMIT_MB, inner: WorkerRegistry | None = None
     ) -> TaskdRegistry:
-        """Check what TaskD would refuse in silence, then import it.
+        """Check what TaskD would silently refuse, then import it.
 
         Raises:
             ConfigError: an environment, a limit or a log directory with which no worker can register.
@@ -90,7 +90,7 @@ class TaskdRegistry:
         return cls(import_taskd(), framework, limit_mb, inner)
 
     def register(self, card: WorkerCard) -> None:
-        """As the port says. TaskD's own call is not idempotent; this one is."""
+        """As in the port. TaskD's own call is not idempotent; this one is."""
         if self._inner is not None:
             self._inner.register(card)
         if self._started:
@@ -107,7 +107,7 @@ class TaskdRegistry:
         self._watch.begin(card.rank)
 
     def _begin(self, rank: int) -> bool:
-        """Whether the process has a worker now; that of an earlier training in it goes on."""
+        """Whether the process now has a worker; that of an earlier training in it continues."""
         if any(one is self._api for one in _STARTED):
             return True
         if self._api.init_taskd_worker(rank, self._limit, self._framework) is not True:
@@ -116,14 +116,14 @@ class TaskdRegistry:
         return self._api.start_taskd_worker() is True
 
     def deregister(self) -> None:
-        """As the port says. TaskD's worker lives as long as the process, which may train once more."""
+        """As in the port. TaskD's worker lives as long as the process, which may train again."""
         self._watch.close()
         if self._inner is not None:
             self._inner.deregister()
 
 
 class _Watch:
-    """Looks whether the worker is registered, and tells once how that ended."""
+    """Checks whether the worker is registered, and logs the result once."""
 
     def __init__(self, look: Callable[[], Evidence]) -> None:
         self._look, self._ended = look, threading.Event()

@@ -1,4 +1,4 @@
-"""From the profiling files of a job, TaskD's or lastgasp's own, to who is slow and why.
+"""Finds slow ranks and the reasons from a job's profiling files, TaskD's or lastgasp's own.
 
 places -> rows -> ranges -> fold (one table of steps per rank) -> judge -> tables, page, trace, JSON.
 """

@@ -1,4 +1,4 @@
-"""Reads a whole job: every rank's files into its table of steps, once or again and again."""
+"""Reads a complete job: every rank's files into its table of steps, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def _loaded(path: Path, kind: type[_Loaded]) -> _Loaded | None:
-    """None where it is missing or damaged: it only adds to what the rows say."""
+    """None if it is missing or damaged: it only supplements the rows."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

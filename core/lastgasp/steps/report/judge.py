@@ -1,8 +1,8 @@
-"""Who is slow, and why. Pure functions on frozen values; the thresholds stand in `slowdowns` and `saving`.
+"""Judges which ranks are slow, and why. Pure functions on frozen values; thresholds are in `slowdowns` and `saving`.
 
 In synchronous training all ranks have the same step time, for the fast ones wait in the collective for the slow one.
-So two things tell: what a rank does on its own and the others do faster (`own`), and, where communication is marked,
-who comes last to the collectives (`lateness`).
+So there are two indicators: local work in which a rank is slower than the others (`self_time`), and, if
+communication is marked, which rank joins the collectives last (`lateness`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .trends import trend
 from .verdict import Cause, Slow, Verdict
 
 MIN_STEPS = 10
-"""Steps that all ranks have in common after the warm-up; with fewer nobody is judged."""
+"""Steps that all ranks have in common after the warm-up; with fewer no rank is judged."""
 EXPLAINS = 0.5
 """Share of a rank's lateness that its data or its computing must make up to be the cause."""
 CORROBORATES = 0.3
-"""Share of a rank's excess that the others must be seen to wait for it, to be worth saying. Where they are not, it
-says nothing: DDP's own all-reduces may be unmarked, and hide it."""
+"""Share of a rank's slowdown for which the others must be seen waiting, to be mentioned. A smaller share proves
+nothing: DDP's own all-reduces may be unmarked and hide it."""
 CAP_OF_TWO = 0.7
 """Confidence at most with two ranks."""
 WILD = 10.0
-"""More standard deviations say no more."""
+"""More standard deviations do not increase the confidence."""
 
 
 def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
@@ -76,9 +76,9 @@ def _why_not(sample: Sample) -> list[str]:
     if sample.count < MIN_STEPS:
         found.append(f"{names}: {sample.count} steps in common after the warm-up; {MIN_STEPS} are needed to judge")
     elif len(sample.ranks) == 1:
-        found.append(f"{names} has nobody to be compared with: only its saves and its own past are judged")
+        found.append(f"{names} has no other rank to be compared with: only its saves and its own past are judged")
     elif len(sample.ranks) == 2:
-        found.append(f"{names}: of two ranks nobody tells which one is the usual; only large differences are named")
+        found.append(f"{names}: of two ranks neither is known to be normal; only large differences are reported")
     if len(sample.ranks) > 1 and sample.count >= MIN_STEPS and sample.late is None:
         found.append(
             f"{names}: communication is not marked; a delay within backward, or outside of all marks, may stay hidden "
@@ -100,7 +100,7 @@ def _slow(sample: Sample) -> list[Slow]:
 
 
 def _accepted(found: Sequence[Slowdown]) -> set[int]:
-    """Ranks that are named for this. Where several are slow, each stands out less; where most are, nobody is."""
+    """Ranks reported for this. If several are slow, each stands out less; if most are, none is reported."""
     ranks = len(found)
     wide = {item.rank for item in found if proven(item, ranks, others=1)}
     if len(wide) > 1:
@@ -170,7 +170,7 @@ def _usual_of(sample: Sample, column: str, found: Slowdown) -> tuple[float, floa
 
 def _of_lateness(late: Slowdown, own: Slowdown) -> list[str]:
     return [
-        f"comes {ms(late.seconds)} later per step to its collectives than the others, who wait for it",
+        f"comes {ms(late.seconds)} later per step to its collectives than the others, which wait for it",
         f"data and computing explain {ms(max(0.0, own.seconds))} of it: the rest passes outside of all marks",
     ]
 

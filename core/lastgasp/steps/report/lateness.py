@@ -1,6 +1,6 @@
 """Who came late to the collectives of a step. Needs no common clock: durations of one rank are compared with others'.
 
-A collective ends on all members at about the same time. So who comes last has the shortest wait, and everybody else
+A collective ends on all members at about the same time. So the last one to join has the shortest wait, and all others
 waits for as long as the last one is late.
 """
 
@@ -12,8 +12,8 @@ from .robust_stats import slowdown
 from .table import Collective
 
 SYNCHRONISING = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
-"""Operations that no member leaves before all have come, by how their names (HCCL's, NCCL's, gloo's) read in lower
-case without separators. A broadcast's root and a sender may leave early: their short waits say nothing."""
+"""Operations that no member completes before all have joined, by their names (HCCL's, NCCL's, gloo's) in lower case
+without separators. A broadcast's root and a sender may finish early: their short waits mean nothing."""
 
 Members = tuple[int, ...]
 

@@ -23,7 +23,7 @@ FULL_COLOUR = 0.25
 
 
 def render_page(report: Report, job: Job, found: Sequence[Sample], last: int | None = None) -> str:
-    """The whole page.
+    """Render the complete page.
 
     Args:
         report, job: the numbers, and where they come from.

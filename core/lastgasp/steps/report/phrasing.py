@@ -18,7 +18,7 @@ def ms(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`12 %`; `0.4 %` where it is little."""
+    """Format `12 %`, or `0.4 %` if it is small."""
     return f"{share * 100:.{0 if share >= 0.1 or share == 0 else 1}f} %"
 
 
@@ -41,7 +41,7 @@ def headline(slow: Slow) -> str:
 
 
 def conclusion(verdict: Verdict, ranks: int) -> str:
-    """One line on the whole job."""
+    """Summarise the job in one line."""
     if verdict.slow:
         slow = sorted({item.rank for item in verdict.slow})
         return f"Slow: {numbers(slow)} of {ranks}."

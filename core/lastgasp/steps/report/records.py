@@ -1,4 +1,4 @@
-"""Reads the rows of one rank: whole lines only, in pieces, and again from where it stopped."""
+"""Reads the rows of one rank: complete lines only, in pieces, and resuming where it stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_LINE = 1 << 20
 
 
 class Owner(msgspec.Struct, gc=False):
-    """`Pt`: who made a host row."""
+    """`Pt`: the process and thread of a host row."""
 
     ProcessId: int = 0
     ThreadId: int = 0

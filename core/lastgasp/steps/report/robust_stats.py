@@ -34,7 +34,7 @@ def scale(values: Sequence[float], centre: float | None = None) -> float:
 def slowdown(values: Sequence[float]) -> list[float]:
     """Each value less the median of the others; needs two values at least.
 
-    The value itself is left out: of two ranks, the slower one shows its whole delay and not half of it.
+    The value itself is excluded: of two ranks, the slower one shows its full delay and not half of it.
     """
     order = sorted(range(len(values)), key=values.__getitem__)
     ordered = [values[index] for index in order]
@@ -67,7 +67,7 @@ def change_point(values: Sequence[float], margin: int) -> int | None:
     """Where the level of a series changes: the first index after the change, at least `margin` from both ends.
 
     The largest excursion of the cumulated sum, with values cut at three standard deviations so that a single spike
-    makes no level. It says where a change would be, not that there is one. None: too short, or all the same.
+    makes no level. It locates a possible change without proving one. None: too short, or constant.
     """
     if len(values) < 2 * margin or margin < 1:
         return None

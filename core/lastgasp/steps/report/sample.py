@@ -25,7 +25,7 @@ WARM_UP, WARM_UP_SHORT, SHORT_JOB = 10, 3, 100
 """First steps of each process that are left out: compiling, caches, workers that start. The short one holds for a job
 of fewer than `SHORT_JOB` steps."""
 COVERAGE = 0.5
-"""A rank that has less than this share of the steps of most ranks is left out, and that is said."""
+"""A rank with less than this share of the steps of most ranks is left out, with a remark."""
 COLUMNS = ("time", "period", "data", "forward", "backward", "optimizer", "forward_own", "backward_own")
 
 Matrix = tuple[tuple[float, ...], ...]

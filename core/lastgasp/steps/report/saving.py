@@ -14,7 +14,7 @@ from .table import Save
 from .verdict import Slow
 
 MIN_SHARE = 0.20
-"""Of the job's wall time that saving must take to be named, where one rank saves and nobody can be compared with it.
+"""Share of the job's wall time that saving must take to be reported, if one rank saves and none is comparable.
 A fifth: a job that saves reasonably often spends some percent."""
 MIN_STEPS_LONG = 3.0
 """A single save must take so many steps as well: a tiny one at every step is the user's wish."""
@@ -57,7 +57,7 @@ def saving_of(data: RankData, last: int | None = None) -> Saving:
 
 
 def judge_saving(savings: Sequence[Saving], usual: float) -> tuple[list[Slow], list[str]]:
-    """Slow ranks, and notes that name nobody.
+    """Return slow ranks, and notes about no particular rank.
 
     Args:
         savings: of all ranks.

@@ -36,7 +36,7 @@ def own_slowdown(blocks: Blocks) -> dict[str, Matrix]:
 
 
 def waits_in_forward(blocks: Blocks) -> Matrix:
-    """How much of its forward pass's excess may be a wait for the latest rank; makes a rank late for what follows."""
+    """How much of its forward pass's slowdown may be a wait for the latest rank; makes a rank late for what follows."""
     forward = over_others(blocks.columns["forward_own"])
     return _map(lambda f, waits: max(0.0, f) - max(0.0, _discounted(f, -waits)), forward, _ahead_of_latest(blocks))
 
@@ -45,7 +45,7 @@ def _ahead_of_latest(blocks: Blocks) -> Matrix:
     """How long before the latest rank each one begins its forward pass; all left the step before together.
 
     Less what nearly all others spend outside of all marks more than it does: they have waited for it there, in an
-    all-reduce after the backward pass. Of two ranks nobody tells who waited for whom, and it stays.
+    all-reduce after the backward pass. Of two ranks it is unknown which waited, and it is kept.
     """
     get = blocks.columns.__getitem__
     before = _map(lambda period, f, b: period - f - b, get("period"), get("forward"), get("backward"))
@@ -102,7 +102,7 @@ def over_others(matrix: Matrix) -> Matrix:
 
 
 def _discounted(value: float, before: float) -> float:
-    """A positive excess less what the rank was ahead: it may have waited for the others. Never below 0 by that."""
+    """Reduce a positive slowdown by the rank's lead, during which it may have waited for the others; not below 0."""
     return max(min(value, 0.0), value + min(before, 0.0))
 
 

@@ -14,23 +14,23 @@ MIN_SHARE, MIN_SHARE_OF_TWO = 0.10, 0.20
 equal differ by some percent for as long as a job runs: another socket, another switch. With two ranks nobody tells
 which of them is the usual one."""
 MIN_SINGLE = 1.0
-"""The excess in standard deviations of one block. Where blocks scatter more, ranks that are slow in turn look alike."""
+"""The slowdown in standard deviations of one block. With more scatter, ranks that are slow in turn look alike."""
 MIN_CERTAINTY = 4.0
-"""The excess in standard errors of its median, as if blocks were independent. They are not quite, so it is high."""
+"""The slowdown in standard errors of its median, as if blocks were independent. As they are not quite, it is high."""
 MIN_STANDING = 0.85
 """The mean share of the other ranks that this one exceeds, block by block; 0.5 is chance. With 4 ranks: nearly always
 the slowest or the second."""
 MIN_STANDING_OF_MANY = 0.70
 """The same where other ranks are slow as well: two slow ones of four take turns, and can reach 0.83 only."""
 MIN_PART, PARTS = 0.5, 4
-"""In each quarter of the window the excess must be this share of that in the whole: an episode, such as a neighbour's
+"""In each quarter of the window the slowdown must be this share of the total one: an episode, such as a neighbour's
 job on the machine, is not the rank's own slowness."""
 MIN_BLOCKS = 8
 """Fewer prove nothing: an equal rank is the slowest of four in eight blocks out of eight once in 65,000 jobs."""
 LATER_BLOCKS, LATER_SHARE, LATER_CERTAINTY = 12, 0.15, 6.0
 """The same for a rank that has become slow: the window is chosen to show it, so more is asked of it."""
 BEFORE = 0.3
-"""Slow since a step: before it the excess was at most this share of that after it."""
+"""Slow since a step: before it the slowdown was at most this share of that after it."""
 ERROR_OF_MEDIAN = 1.2533
 """Standard error of a median: times the standard deviation by the root of the count (normal distribution)."""
 
@@ -47,7 +47,7 @@ class Slowdown:
         certainty: in standard errors of the median.
         standing: mean share of the others that it exceeds.
         largest: share of the blocks in which it is the slowest of all.
-        steady: the smallest median of a quarter of the window, as a share of the whole's.
+        steady: the smallest median of a quarter of the window, as a share of the window's.
         blocks: in the window.
         since: place of the block with which it began; 0: it has always been so.
     """
@@ -87,7 +87,7 @@ def measure(matrix: Matrix, ranks: Sequence[int], usual: float) -> list[Slowdown
     """What each rank has too much of: over all blocks, or since its own change point where only that is proven.
 
     Args:
-        matrix: excesses, per rank and block, of two ranks at least.
+        matrix: slowdowns, per rank and block, of at least two ranks.
         ranks: the ranks of the rows.
         usual: seconds that a step takes.
     """

@@ -104,7 +104,7 @@ def newest(ranks: Mapping[int, Path]) -> int:
 
 
 def last_time(path: Path) -> int:
-    """Time of the last whole row of a file, ns since the epoch; 0 where there is none."""
+    """Time of the last complete row of a file, ns since the epoch; 0 if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))

@@ -1,4 +1,4 @@
-"""The whole report as frozen values, version 1: what `--json` prints, and what the table and the page show."""
+"""The report as frozen values, version 1: what `--json` prints, and what the table and the page show."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Report(msgspec.Struct, frozen=True):
         directory, task: what was read; `other_tasks` lie beside it.
         nbytes: bytes read.
         world_size: ranks of the job as lastgasp wrote it down; 0: not known.
-        verdict: who is slow, and why.
-        remarks: about the files: what is missing, lost, or stands in for something else.
+        verdict: which ranks are slow, and why.
+        remarks: about the files: what is missing, lost, or replaced by something else.
     """
 
     directory: str

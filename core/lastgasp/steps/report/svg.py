@@ -18,7 +18,7 @@ class Line:
     """One rank's line.
 
     Attributes:
-        name: said when the pointer rests on it, and at its end where it is marked.
+        name: shown when the pointer rests on it, and at its end if it is marked.
         points: x (step) and y (seconds).
         marked: a slow rank: drawn on top, in the colour of warning.
     """

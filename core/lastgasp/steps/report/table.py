@@ -135,7 +135,7 @@ class StepTable:
         self._put(len(numbers), step, collectives)
 
     def insert(self, step: Step, collectives: Iterable[Collective] = ()) -> None:
-        """A step whose rows came late, from a process that ended: its place is told by its time."""
+        """A step whose rows came late, from a process that ended: its place follows from its time."""
         numbers, place = self._whole["number"], bisect_right(self._whole["begin"], step.begin)
         if place < len(numbers) and numbers[place] <= step.number:
             self.seen += 1

@@ -21,7 +21,7 @@ SECONDS_FROM = 10.0
 
 
 def render(report: Report) -> RenderableType:
-    """Table of ranks, who is slow with evidence, notes; fits into 80 columns."""
+    """Table of ranks, slow ranks with evidence, notes; fits into 80 columns."""
     shown = _SHARES | ({"communication": "coll"} if _communicates(report) else {})
     unit, factor = _unit(report)
     parts: list[RenderableType] = [

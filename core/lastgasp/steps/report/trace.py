@@ -147,7 +147,7 @@ def _fits(ranges: list[tuple[int, int]], begin: int, end: int) -> bool:
 
 
 def _parsed(name: str) -> tuple[str, dict[str, str]]:
-    """The operation's name and all that the range tells of it."""
+    """The operation's name and all details in the range."""
     try:
         args = msgspec.json.decode(name, type=dict[str, str])
     except msgspec.DecodeError:

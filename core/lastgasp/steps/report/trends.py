@@ -1,4 +1,4 @@
-"""Whether all ranks together have become slower or faster: it names nobody, but belongs into the report."""
+"""Detects whether all ranks together have become slower or faster, which concerns no single rank."""
 
 from __future__ import annotations
 

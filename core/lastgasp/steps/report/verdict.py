@@ -1,4 +1,4 @@
-"""What the judge says: frozen values, the same for the table, the page and `--json`."""
+"""The judge's results: frozen values, the same for the table, the page and `--json`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """What the judge found.
 
     Attributes:
-        slow: the slow ranks, the surest first; empty: nobody.
+        slow: the slow ranks, most certain first; empty if none.
         notes: what is worth knowing and names no rank.
         unjudged: what could not be judged, and why.
         steps: steps that were looked at, per rank.

@@ -1,4 +1,4 @@
-"""The gasp on MindCluster's MindIO TFT (`mindio_ttp`): its controller decides, our StateSource saves and publishes.
+"""The recovery backend on MindCluster's MindIO TFT (`mindio_ttp`): its controller decides, our StateSource saves.
 
 Importing this imports nothing of MindCluster; that happens when training begins (docs/facts/mindio_tft.md §15).
 """

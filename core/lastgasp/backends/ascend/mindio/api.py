@@ -21,7 +21,7 @@ HANDLERS = (
 
 
 def for_mindspore() -> bool:
-    """Which of its two modes this process is in (`MINDIO_FOR_MINDSPORE`)."""
+    """Whether this process uses its MindSpore mode (`MINDIO_FOR_MINDSPORE`)."""
     return os.environ.get("MINDIO_FOR_MINDSPORE", "").lower() in ("true", "1")
 
 

@@ -1,4 +1,4 @@
-"""The gasp's backend on MindIO: start-up in the order of docs/facts/mindio_tft.md §15, faults, endings."""
+"""The recovery backend on MindIO: start-up in the order of docs/facts/mindio_tft.md §15, faults, endings."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ log = logging.getLogger("lastgasp")
 
 NAME = "MindIO"
 SETTLE = 5.0
-"""Seconds that the word of the rank that published gets to reach the others."""
+"""Seconds for the publishing rank's report to reach the others."""
 JOIN = 75.0
-"""Seconds that the controller gets to listen, as long as MindIO itself would try."""
+"""Seconds for the controller to start listening, as long as MindIO itself would try."""
 LAG = 1.0
-"""Seconds that MindIO's threads get to tell its controller that the checkpoint is published."""
+"""Seconds for MindIO's threads to report the published checkpoint to its controller."""
 TOGETHER = 60.0
-"""Seconds that ranks wait for each other at the end of training: once one has left, MindIO saves nothing any more."""
+"""Seconds that ranks wait for each other at the end of training: once one has exited, MindIO saves nothing."""
 TURN = 5.0
-"""Seconds between rank 0 and the others, where all are asked to stop and nobody can be asked for a dump."""
+"""Seconds by which rank 0 precedes the others when all are asked to stop and no dump can be requested."""
 TASKD = "MINDX_TASK_ID"
 _PROCESSES = "TASKD_PROCESS_ENABLE"
 
@@ -58,8 +58,8 @@ class Control:
 
     Args:
         processor: the control thread: crash-safe buffers, all-gathers, the record; it leads no recovery here.
-        gather: an all-gather over it. alone: the recovery by one rank's own decision.
-        host: where our own controller listens, and MindIO's is to. leave: ends the process at once.
+        gather: an all-gather over it. uncoordinated: the recovery by one rank's own decision.
+        host: where our own controller listens, and MindIO's should. leave: ends the process at once.
     """
 
     status: RankStatus
@@ -71,11 +71,11 @@ class Control:
 
 
 class MindioBackend:
-    """As the port says (ports.RecoveryBackend).
+    """Implements ports.RecoveryBackend.
 
-    MindIO notices processes that are gone (8 to 12 s) and ranks that report an error, locks the step, chooses who
-    saves and who publishes. What it lacks comes from here: see `gasp.observer`, and `fault` for ranks that are the
-    only holder of what they hold.
+    MindIO detects dead processes (in 8 to 12 s) and ranks that report an error, locks the step, and chooses savers and
+    publisher. This class adds what it lacks: see `gasp.observer`, and `fault` for ranks that are the only holder of
+    their shard.
     """
 
     name = "mindio"
@@ -99,7 +99,7 @@ class MindioBackend:
     # -- start ------------------------------------------------------------------------------------
 
     def training_started(self) -> None:
-        """Start the controller where that is ours, the processor, the handlers; the others' word on the address."""
+        """Start the controller if that is our task, the processor and the handlers; agree on the address."""
         check_thread()
         nbytes = int(getattr(self._source, "nbytes", 0))
         needed = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
@@ -130,8 +130,8 @@ class MindioBackend:
 
         MindIO would not take groups of several sizes.
 
-        It goes on with those that it was to have; what its plan then lacks is refused when it is published, and our
-        own controller, which knows the groups, leads after all.
+        It keeps the original groups; a plan that lacks a shard is then refused when it is published, and our own
+        controller, which knows the new groups, takes the lead.
         """
         self._place = place
 
@@ -145,10 +145,10 @@ class MindioBackend:
         return found
 
     def _taskds_controller(self) -> Endpoint | None:
-        """TaskD's, where it has one that listens: rank 0 looks, on whose pod it runs, and all ranks do as it says.
+        """Find TaskD's controller, if one listens: rank 0 checks, since it runs on its pod, and all ranks follow.
 
         Raises:
-            ConfigError: an address that MindIO would end the process for.
+            ConfigError: an address for which MindIO would end the process.
         """
         if not taskd_has_controller(os.environ):
             return None
@@ -165,7 +165,7 @@ class MindioBackend:
         return Endpoint(address.host, address.port)
 
     def _own_controller(self, strategies: Strategies) -> Endpoint:
-        """One that rank 0 starts; the same on all ranks.
+        """Have rank 0 start a controller; the same on all ranks.
 
         Raises:
             ConfigError: it could not be started, here or on rank 0.
@@ -179,7 +179,7 @@ class MindioBackend:
         return found
 
     def _word_of_rank_0(self, tag: str, find: Callable[[], Any], kind: Any) -> Any:
-        """What `find` returns on rank 0, on all ranks; its errors there are those of all."""
+        """Return rank 0's result of `find` on all ranks; its errors there are raised on all."""
         said = b""
         if self._place.rank == 0:
             try:
@@ -196,7 +196,7 @@ class MindioBackend:
         arf, zit = strategies.recover, strategies.elastic
         wait_for_listener(Address(self._endpoint.host, self._endpoint.port), JOIN)
         api.tft_init_processor(place.rank, place.world_size, False, False, "", strategies.retry, arf, zit)
-        for number, handler in ours.items():  # it has put one there that only logs
+        for number, handler in ours.items():  # MindIO has installed one that only logs
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         api.tft_start_processor(self._endpoint.host, self._endpoint.port, "")
         self._rebooted = bool(api.tft_is_reboot_node())
@@ -212,14 +212,14 @@ class MindioBackend:
     # -- the hot path -----------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """As the port says; before `training_started` nothing is protected."""
+        """As in the port; before `training_started` nothing is protected."""
         if self._window is not None:
             self._window.before_update()
         else:
             self._status.before_update()
 
     def step_completed(self, step: int) -> None:
-        """As the port says."""
+        """As in the port."""
         if self._window is not None:
             self._window.step_completed(step)
         else:
@@ -228,7 +228,7 @@ class MindioBackend:
     # -- faults -----------------------------------------------------------------------------------
 
     def fault(self, kind: str, cause: str) -> None:
-        """Tell MindIO, wait for its ending; where it makes no checkpoint, our controller leads after all."""
+        """Report to MindIO and wait for its ending; if it makes no checkpoint, our controller takes the lead."""
         fault = self._fault_here(kind, cause)
         if self._state != "running" or self._api is None:
             self._processor.over(given_up("MindIO was not running"))
@@ -237,8 +237,8 @@ class MindioBackend:
         self._processor.report(fault)
         try:
             self._tell(kind, cause)
-        except BaseException as error:  # whatever it is, the fallback follows
-            log.error("MindIO could not be told: %s", m.one_line(error))
+        except BaseException as error:  # the fallback follows in any case
+            log.error("MindIO could not be notified: %s", m.one_line(error))
         if self._status.wait_over(SETTLE) is None:
             self._lead_after_all(fault)
 
@@ -248,7 +248,7 @@ class MindioBackend:
         if found.after and self._status.wait_over(found.after) is not None:
             return
         if found.after and self._status.held and self._status.wait_over(self._limit) is not None:
-            return  # this rank saves, and must not be counted among the faulty ones meanwhile
+            return  # this rank saves, and must not count as faulty meanwhile
         # RS_UNKNOWN waits for MindIO's exit notice, for the action limit at most.
         self._api.tft_report_error(int(self._api.ReportState[found.state].value))
         if found.state == "RS_NORMAL":
@@ -259,9 +259,9 @@ class MindioBackend:
         return Fault(kind=cast(FaultKind, kind), rank=self._place.rank, cause=text, step=self._status.step, seen_ns=now)
 
     def _lead_after_all(self, fault: Fault) -> None:
-        """MindIO saves nothing where faulty ranks are the only holders, and in other cases (mindio_tft.md §16); we do.
+        """Recover by our controller where MindIO saves nothing: faulty ranks are the only holders (mindio_tft.md §16).
 
-        The training thread and MindIO's may come here, one behind the other.
+        Both the training thread and MindIO's may call this, one after the other.
         """
         with self._after_all:
             if self._status.outcome is None:
@@ -272,7 +272,7 @@ class MindioBackend:
         nothing = m.Ended(ending="gave_up", step=-1, path="", reason=f"{NAME} made no checkpoint")
         if self._processor.tell(nothing) and self._status.wait_over(self._limit) is not None:
             return
-        self._status.hold(self._limit)  # the training thread may be well, and must not go on meanwhile
+        self._status.hold(self._limit)  # the training thread may be healthy, and must not continue meanwhile
         try:
             outcome = self._control.uncoordinated(fault)
         except BaseException as error:
@@ -280,35 +280,35 @@ class MindioBackend:
         self._processor.over(outcome)
 
     def _told(self, fault: Fault) -> None:
-        """The control thread saw something; it must not wait."""
+        """Handle a fault seen by the control thread, which must not wait."""
         if fault.kind == "sigterm":
             threading.Thread(target=self._stop_job, args=(fault,), name="lastgasp-sigterm", daemon=True).start()
 
     def _stop_job(self, fault: Fault) -> None:
-        """Told to stop: have the healthy job saved; where nobody can be asked for that, rank 0 speaks first."""
+        """Told to stop: have the healthy job saved; if no dump can be requested, rank 0 reports first."""
         answer = ask_for_dump(self._endpoint)
         turn = TURN if self._place.rank else 0.0
-        # Who is refused comes in the middle of a recovery, and would only take a holder away from it.
+        # A refusal means that a recovery is in progress, from which a report would only remove a holder.
         patience = {"granted": self._limit, "refused": exits.DETECTION}.get(answer, turn)
         if self._status.wait_over(patience) is not None:
             return
         try:
             self._api.tft_report_error(int(self._api.ReportState["RS_UNKNOWN"].value))
         except Exception as error:
-            log.error("MindIO could not be told: %s", m.one_line(error))
+            log.error("MindIO could not be notified: %s", m.one_line(error))
         if self._status.wait_over(SETTLE) is None:
             self._lead_after_all(fault)
 
     def _over(self, ended: m.Ended) -> None:
-        """This rank knows the ending: tell the others, by way of our controller, and this one's training thread."""
+        """Report the ending, known to this rank, to the others by our controller, and to the training thread."""
         if self._processor.tell(ended) and self._status.wait_over(SETTLE) is not None:
-            return  # the controller has heard it, and has released this rank with the others
+            return  # the controller has received it and released this rank with the others
         self._processor.over(
             m.Release(recovery=0, ending=ended.ending, step=ended.step, path=ended.path, reason=ended.reason)
         )
 
     def _published(self, ended: m.Ended) -> None:
-        """On MindIO's own thread, before it answers its controller: the process must not end before it has."""
+        """Runs on MindIO's thread before it answers its controller: the process must not end before that."""
 
         def later() -> None:
             self._status.wait_over(LAG)
@@ -317,24 +317,24 @@ class MindioBackend:
         threading.Thread(target=later, name="lastgasp-mindio-over", daemon=True).start()
 
     def _leave(self) -> None:
-        """MindSpore mode's exit order, or the end that torch mode puts to this process: MindIO has nothing more to do.
+        """Handle MindIO's exit order (MindSpore mode) or its ending of the process (torch mode).
 
-        Nobody may have reported a fault, and MindIO may have begun no save (mindio_tft.md §16): then ours comes first.
+        If no fault was reported and MindIO has begun no save (mindio_tft.md §16), our recovery runs first.
         """
         if self._state == "left":
-            park()  # training ended well, and what the process does since is no business of MindIO's
+            park()  # training ended well, and what the process does afterwards does not concern MindIO
         if self._status.wait_over(SETTLE) is None:
             fault = self._fault_here("peer", "MindIO ended the job without a checkpoint")
             self._processor.report(fault)
             self._lead_after_all(fault)
         if self._state == "faulted":
-            threading.Event().wait(self.grace)  # its own traceback and clean-up come first
+            threading.Event().wait(self.grace)  # first the rank's own traceback and clean-up
         self._control.leave(exit_code(self._status.outcome or given_up("no outcome")))
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """`train`, entered again with the same arguments after each fault that was repaired in place.
+        """Wrap `train`, to enter it again with the same arguments after each fault repaired in place.
 
-        The job's loop must be derived from what `rollback` was given. Without a granted strategy it is `train` itself.
+        The loop must continue from the state that `rollback` has set. Without a granted strategy return `train` itself.
         """
         granted, protected = self.strategies, exits.without_exits(train)
         if granted is None or not (granted.retry or granted.recover):
@@ -352,7 +352,7 @@ class MindioBackend:
         return run
 
     def _join_in(self) -> None:
-        """A restarted rank waits until the others have brought it up to their step (mindio_tft.md §6, ARF)."""
+        """Let a restarted rank wait until the others have sent it their step (mindio_tft.md §6, ARF)."""
         rebooted, self._rebooted = self._rebooted, False
         if rebooted and not self._repaired(exits.ARF_FINISH):
             raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take this rank into the running job")
@@ -373,16 +373,16 @@ class MindioBackend:
     # -- end --------------------------------------------------------------------------------------
 
     def goodbye(self) -> None:
-        """Leave MindIO, together with the others; bounded."""
+        """Leave MindIO together with the others, in bounded time."""
         if self._state == "running" and self._together():
             self._state = "left"
             destroy(self._api)
 
     def _together(self) -> bool:
-        """All ranks have reached the end of training. Once one has left, MindIO saves nothing (mindio_tft.md §7.1)."""
+        """Wait until all ranks have reached the end of training: once one has exited, MindIO saves nothing (§7.1)."""
         self._status.progress("backward")  # to the hang watchdog this rank waits for others
         whole = self._processor.gather("mindio-end", b"", TOGETHER)
-        if whole is not None and whole.missing:  # this rank has the last step, whoever is gone
+        if whole is not None and whole.missing:  # this rank has the last step, even if others are lost
             self.fault("peer", f"training ended here, but not everywhere: {whole.missing}")
             return False
         if self._status.held:  # a dump may need this rank
@@ -390,13 +390,13 @@ class MindioBackend:
         return True
 
     def close(self) -> None:
-        """Nothing waits here: the process's end tells MindIO the rest."""
+        """Do nothing: the process's end informs MindIO."""
         self._processor.led_elsewhere = None
         if self._last_word is not None and self._state == "left" and not hangs():
             self._last_word.remove()
 
     def _left_unannounced(self) -> None:
-        """The interpreter ends, and nobody has said why: MindIO's own exit hook would call that a normal end."""
+        """The interpreter ends without a reported reason, which MindIO's exit hook would take for a normal end."""
         if self._state != "running":
             return
         log.error("rank %d ends in the middle of training: counted as a fault", self._place.rank)
@@ -405,12 +405,12 @@ class MindioBackend:
 
 
 def taskd_has_controller(env: Mapping[str, str]) -> bool:
-    """A job of TaskD's whose manager runs MindIO's controller: it does unless processes are not to be recovered."""
+    """Whether TaskD's manager runs MindIO's controller, as it does unless process recovery is off."""
     return TASKD in env and env.get(_PROCESSES, "on") != "off"
 
 
 def _taskd_address(mindspore: bool) -> tuple[str, str]:
-    """Where TaskD's controller listens as the first pod sees it, and what says so.
+    """Where TaskD's controller listens as seen from the first pod, and which variables say so.
 
     It binds POD_IP there. MASTER_ADDR of a worker is what its launcher took, which may be localhost; with MindSpore the
     scheduler's pod has it, which need not be rank 0's.
