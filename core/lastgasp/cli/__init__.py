@@ -15,7 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("lastgasp.cli.run:run", "Start a job whose survivors save when a rank dies (torchrun's options)."),
     "verify": ("lastgasp.cli.verify:verify", "Check every checkpoint in a directory against its digests."),
     "manifest": ("lastgasp.cli.manifest:manifest", "Give checkpoints that were written without lastgasp a manifest."),
-    "report": ("lastgasp.cli.report:report", "Show what steps are spent on, who is slow, and why; also live."),
+    "report": ("lastgasp.cli.report:report", "Show the time of steps, which ranks are slow, and why; also live."),
     "incident": ("lastgasp.cli.incident:incident", "Show the last incident and draw its timeline."),
     "ps": ("lastgasp.cli.ps:ps", "List the running jobs of this machine and their ranks."),
     "switch": ("lastgasp.cli.switch:switch", "Turn step marks on and off in a running job, rank by rank."),
@@ -95,6 +95,6 @@ class LazyGroup(click.Group):
 def main() -> None:
     """A training job loses no step.
 
-    When a rank dies, hangs or is asked to stop, the survivors save the step that they stand on, and the job
+    When a rank dies, hangs or is asked to stop, the survivors save the current step, and the job
     resumes from that very step. Every checkpoint is verified before it is trained on.
     """

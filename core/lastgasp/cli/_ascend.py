@@ -76,7 +76,7 @@ def _prepare(prepared: Prepared) -> None:
 
 @contextlib.contextmanager
 def _beside(name: str, *module: str) -> Iterator[None]:
-    """A process that should live as long as the context; it is told at once when it does not."""
+    """A process that should live as long as the context; its end is reported at once."""
     process = subprocess.Popen([sys.executable, "-m", *module], stdin=subprocess.DEVNULL)
     over = threading.Event()
 

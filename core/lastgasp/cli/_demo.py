@@ -61,7 +61,7 @@ class Demo:
     Args:
         out: a directory of its own; `uninterrupted` and `killed` in it are removed first.
         script: the training script.
-        tell: told what begins, one line each.
+        tell: called with what begins, one line each.
     """
 
     out: Path
@@ -151,7 +151,7 @@ class Demo:
         try:
             return msgspec.json.decode(done.output, type=Report)
         except msgspec.DecodeError:
-            raise LastgaspError(f"lastgasp verify said: {done.output.strip()[-500:]}") from None
+            raise LastgaspError(f"lastgasp verify reported: {done.output.strip()[-500:]}") from None
 
     def _job(self, name: str, launcher: list[str], where: str, extra: Mapping[str, str]) -> None:
         """Run the training script in `where` and check how it ended.

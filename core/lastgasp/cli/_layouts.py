@@ -55,7 +55,7 @@ def _by_torch(path: Path) -> bool:
 
 
 def _only_exported(item: tuple[str, Layout, Candidate], all_of_them: list[tuple[str, Layout, Candidate]]) -> bool:
-    """A plain file without a manifest beside a framework's checkpoints: weights that somebody has put there."""
+    """A plain file without a manifest beside a framework's checkpoints: weights put there by the user."""
     _, layout, candidate = item
     bare = layout is PLAIN and candidate.manifest is None and not layout.manifest_path(candidate.path).exists()
     return bare and any(other is not PLAIN for _, other, _ in all_of_them)

@@ -124,7 +124,7 @@ class Scale:
 
 
 def headline(incident: Incident) -> str:
-    """One sentence: who failed where, and what came of it."""
+    """One sentence: which rank failed where, and the result."""
     # A collective that failed on a peer is how the others saw it, not what went wrong.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
     first = causes[0] if causes else None

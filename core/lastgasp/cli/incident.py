@@ -58,7 +58,7 @@ def incident(directory: Path, as_json: bool, png: Path | None) -> None:
 
 
 def last_incident(where: Path) -> tuple[Path, Incident]:
-    """The newest record and where it stands, by the time of its fault.
+    """Return the newest record, by the time of its fault, and its path.
 
     Args:
         where: a checkpoint directory, or one record.

@@ -153,7 +153,7 @@ def replace(file: Path, source: Source, text: str) -> None:
     """Put `text` into the file that `source` was read from, atomically; symlinks, the file's mode and its owner stay.
 
     Raises:
-        ConfigError: somebody has changed the file meanwhile, or it cannot be written; it is as it was.
+        ConfigError: the file was changed meanwhile, or cannot be written; it is left unchanged.
     """
     real = file.resolve()
     mark = b"\xef\xbb\xbf" if source.bom else b""

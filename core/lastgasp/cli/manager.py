@@ -18,7 +18,7 @@ Examples:
 @click.command(epilog=EPILOG)
 @click.option("--nodes", type=int, help="Pods of the job; default from WORLD_SIZE or MS_WORKER_NUM.")
 @click.option("--procs-per-node", type=int, help="Ranks of each; default LOCAL_WORLD_SIZE or MS_LOCAL_WORKER.")
-@click.option("--dry-run", is_flag=True, help="Show what it would be told, and end.")
+@click.option("--dry-run", is_flag=True, help="Show its configuration, and exit.")
 def manager(nodes: int | None, procs_per_node: int | None, dry_run: bool) -> None:
     """Run MindCluster TaskD's manager until it is stopped; no manager.py is needed.
 

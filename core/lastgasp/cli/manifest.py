@@ -31,7 +31,7 @@ ENDINGS = (".pt", ".pth", ".tar", ".ckpt")
 NUMBERED = ("lightning", "megatron")
 """Formats whose checkpoints have their step in the name; of others, those without one count from 0, by their age."""
 JOB = "lastgasp manifest"
-"""The job in these manifests: whose checkpoints they are, nobody wrote down."""
+"""The job in these manifests: the checkpoints do not record theirs."""
 
 EPILOG = """
 \b
@@ -42,7 +42,7 @@ Examples:
 \b
 Exit codes:
   0  every checkpoint has a manifest now
-  1  at least one was refused: it is not whole
+  1  at least one was refused: it is incomplete or damaged
   2  wrong usage, or DIR holds no checkpoint
 """
 
@@ -62,7 +62,7 @@ class Row(msgspec.Struct, frozen=True):
 def manifest(directory: Path, as_json: bool) -> None:
     """Give every checkpoint in DIR that has no manifest one, from the bytes that are there now.
 
-    From then on a change of them is seen. Those that can be told not to be whole are refused: files of torch.save
+    From then on a change to them is detected. Those recognised as incomplete are refused: files of torch.save
     with a wrong checksum, TensorFlow's that lack a file or bytes (or, up to 256 MB, have a wrong checksum),
     MindSpore's that lack a rank's file, bytes or parameters that others hold, and iterations behind the tracker of
     Megatron or MindFormers, whose save was not finished. Nothing else is changed, and checkpoints that
@@ -92,7 +92,7 @@ def adopt_all(directory: Path) -> list[Row]:
 
 
 def _written_ns(layout: Layout, candidate: Candidate) -> int:
-    """When its newest file was written; 0 where that cannot be told."""
+    """When its newest file was written; 0 if unknown."""
     try:
         return max((path.stat().st_mtime_ns for path in layout.files(candidate.path).values()), default=0)
     except OSError:
@@ -116,7 +116,7 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
 
 
 def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
-    """Why the checkpoint is not what its writer meant to write, as far as that can be told; else empty."""
+    """Why the checkpoint is recognised as incomplete; else empty."""
     if candidate.step is None and format in NUMBERED:
         return "its name tells no step"
     latest = _tracked(candidate.path.parent)

@@ -38,7 +38,7 @@ Exit codes:
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One job as `--json` prints it; `ranks` is empty and `error` says why where its controller did not answer."""
+    """One job as printed by `--json`; `ranks` is empty and `error` says why if its controller did not answer."""
 
     job: str
     directory: str

@@ -1,4 +1,4 @@
-"""`lastgasp report DIR`: per rank what a step is spent on, who is slow, and why."""
+"""`lastgasp report DIR`: how each rank spends a step, which ranks are slow, and why."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Examples:
 
 \b
 Exit codes:
-  0  a report was made, whoever is slow
+  0  a report was made, even if ranks are slow
   1  a rank is slow and --fail-on-slow was given, or a file cannot be written
   2  wrong usage, or DIR holds no profiling files
 """
@@ -75,7 +75,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--for", "seconds", metavar="SECONDS", type=click.FloatRange(min=0), help="With --follow: how long.")
 @click.option("--fail-on-slow", is_flag=True, help="Exit with 1 where a rank is slow.")
 def report(**options: Any) -> None:
-    """Show what the steps of each rank are spent on, who is slow, and why.
+    """Show how each rank spends its steps, which ranks are slow, and why.
 
     DIR has the profiling files of TaskD or lastgasp: the base directory, one task's, one rank's, or the directory of
     a run. Slow is who steadily takes at least 10 % of a step longer than the others in what it does on its own, or

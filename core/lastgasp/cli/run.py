@@ -1,4 +1,4 @@
-"""`lastgasp run`: torchrun's command line, with restarts, and an exit code that tells."""
+"""`lastgasp run`: torchrun's command line, with restarts and meaningful exit codes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def with_defaults(arguments: list[str], parser: ArgumentParser) -> list[str]:
 
 
 def _given(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """Long names of the options that somebody gave."""
+    """Long names of the given options."""
     return [_long(option) for option in _options(arguments, parser)] + [_long(name) for name in _environment()]
 
 

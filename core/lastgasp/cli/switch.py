@@ -1,4 +1,4 @@
-"""`lastgasp switch`: turn step marks on and off while the job runs, and see who did."""
+"""`lastgasp switch`: turn step marks on and off while the job runs, and see which ranks did."""
 
 from __future__ import annotations
 

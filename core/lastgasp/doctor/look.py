@@ -70,7 +70,7 @@ def look(directory: str, job: JobFacts) -> Machine:
 
     Args:
         directory: of the checkpoints; empty where there is none to look at.
-        job: what the user says.
+        job: what the user states.
     """
     return Machine(
         cwd=Path.cwd(),
@@ -272,7 +272,7 @@ def _size(path: str) -> int | None:
 
 
 def _clock_in_step() -> bool | None:
-    """What adjtimex says: an NTP or PTP daemon holds the clock, or nobody does."""
+    """Ask adjtimex whether an NTP or PTP daemon synchronises the clock."""
     try:
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     except (OSError, AttributeError):

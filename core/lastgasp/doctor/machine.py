@@ -1,4 +1,4 @@
-"""A machine as doctor sees it: a frozen value, looked at once, so that every trap is a pure function of it."""
+"""A machine as doctor sees it: a frozen value, inspected once, so that every check is a pure function of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What only the user knows of the job; None or empty where it was not said.
+    """What only the user knows about the job; None or empty if not given.
 
     Attributes:
         dp_size: ranks of the data-parallel group.
@@ -82,7 +82,7 @@ class Machine:
         found: libmspti.so and libtaskd.so, where `lastgasp run` would find them.
         shm: bytes of /dev/shm; None where there is none.
         clock_in_step: whether the kernel says that the clock is synchronised; None where it does not tell.
-        job: what the user said.
+        job: what the user stated.
     """
 
     root: Path = Path("/")
@@ -174,7 +174,7 @@ def under_run(machine: Machine) -> Machine:
         if choice.backend == "embedded" and not in_taskd_job(choice, machine.env):
             return machine
         return replace(machine, env=prepare(machine.env, machine.found).environment(machine.env))
-    except (ConfigError, OSError):  # each is a trap's to tell
+    except (ConfigError, OSError):  # reported by the check concerned
         return machine
 
 

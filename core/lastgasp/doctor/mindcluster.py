@@ -186,7 +186,7 @@ def profiling_dir(machine: Machine) -> Iterator[Match]:
         )
 
 
-@check("mindio-ranges", "warning", "mindio_tft.md §4", "A number that MindIO replaces by its default without a word")
+@check("mindio-ranges", "warning", "mindio_tft.md §4", "A number that MindIO silently replaces by its default")
 def mindio_ranges(machine: Machine) -> Iterator[Match]:
     """Out of range is ignored silently."""
     for name, (least, most, default) in RANGES.items():
@@ -209,7 +209,7 @@ def _within(text: str, least: int, most: int) -> bool:
     return bool(re.fullmatch(r"[0-9]{1,6}", text)) and least <= int(text) <= most
 
 
-@check("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD replaces by its default without a word")
+@check("taskd-ranges", "warning", "taskd.md §2, §5", "A number that TaskD silently replaces by its default")
 def taskd_ranges(machine: Machine) -> Iterator[Match]:
     """Out of range is ignored silently."""
     for name, (least, most, instead) in TASKD_RANGES.items():

@@ -43,7 +43,7 @@ def master_port(machine: Machine) -> Iterator[Match]:
         yield Match(f"port {port} ({'MASTER_PORT' if text else 'the default of torchrun'}) is taken", fix)
 
 
-@check("ports-ephemeral", "warning", "job_yaml.md §5", "The kernel may give a fixed port to somebody else")
+@check("ports-ephemeral", "warning", "job_yaml.md §5", "The kernel may give a fixed port to another process")
 def ports_ephemeral(machine: Machine) -> Iterator[Match]:
     """Outgoing connections take any port of the range that is not reserved."""
     if not machine.in_mindcluster:
@@ -86,7 +86,7 @@ def clock_skew(machine: Machine) -> Iterator[Match]:
         )
 
 
-@check("clock-free", "warning", "taskd.md §6", "Nobody keeps this host's clock")
+@check("clock-free", "warning", "taskd.md §6", "This host's clock is not synchronised")
 def clock_free(machine: Machine) -> Iterator[Match]:
     """The kernel knows whether a daemon steers it."""
     if machine.clock_in_step is False:

@@ -166,7 +166,7 @@ def megatron_series(machine: Machine) -> Iterator[Match]:
 
 @check("backend", "error", "how-it-works.md §6", "LASTGASP_BACKEND asks for what is not there")
 def backend(machine: Machine) -> Iterator[Match]:
-    """The chooser's own word."""
+    """As reported by `choose_backend`."""
     try:
         choose_backend(machine.env, machine.places.get)
     except ConfigError as error:

@@ -1,1 +1,1 @@
-"""Workers register with whoever manages the job, and operators ask it: who runs where, and switch the marks."""
+"""Workers register with the job's manager; operators query it and switch the marks."""

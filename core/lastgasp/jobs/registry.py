@@ -17,7 +17,7 @@ __all__ = ["EmbeddedRegistry", "WorkerCard", "WorkerRegistry", "card_of_this_pro
 
 
 class WorkerRegistry(Protocol):
-    """Where a worker says that it is there. Served by the embedded engine, or by TaskD.
+    """Where a worker registers. Served by the embedded engine, or by TaskD.
 
     Called by the Session on every rank, on the training thread: `register` once, after the process group is up and
     before the first step; `deregister` at most once, at the normal end of training. A rank that dies, or leaves
@@ -40,11 +40,11 @@ class EmbeddedRegistry:
         self._processor = processor
 
     def register(self, card: WorkerCard) -> None:
-        """As the port says."""
+        """As in the port."""
         self._processor.register(card)
 
     def deregister(self) -> None:
-        """As the port says. Waits for a recovery that may need this rank, within the save's limits."""
+        """As in the port. Waits for a recovery that may need this rank, within the save's limits."""
         self._processor.goodbye()
 
 
