@@ -134,7 +134,8 @@ def _resume(field: str, value: object) -> str:
     return os.fspath(value)
 
 
-def _flag(field: str, value: object) -> bool:
+def flag(field: str, value: object) -> bool:
+    """The value as a switch. Raises ConfigError."""
     known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
     if not isinstance(value, bool | str) or value not in known:
         raise ConfigError(field, value, "True or False (1 or 0 in the environment)", "Leave it out.")
@@ -147,7 +148,7 @@ _FIELDS: dict[str, Callable[[str, object], object]] = {
     "hang_timeout": _hang,
     "save_timeout": _seconds,
     "finish_timeout": _seconds,
-    "sha256": _flag,
+    "sha256": flag,
 }
 
 

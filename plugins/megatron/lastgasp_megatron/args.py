@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, pick
+from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, flag, pick
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -91,7 +91,7 @@ def options_of(args: Any) -> Options:
     def given(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(args, f"lastgasp_{name}", None) for name in names}
 
-    required = pick("require_manifest", getattr(args, "lastgasp_require_manifest", None), os.environ, _flag)
+    required = pick("require_manifest", getattr(args, "lastgasp_require_manifest", None), os.environ, flag)
     return Options(
         gasp=GaspConfig.resolve(_directory(args), **given(_FIELDS)),
         require_manifest=bool(required),
@@ -112,10 +112,3 @@ def _directory(args: Any) -> str | Path:
             "--lastgasp-dir", None, "a directory for the gasps", "Give --save, --lastgasp-dir or LASTGASP_DIR."
         )
     return Path(chosen)
-
-
-def _flag(field: str, value: object) -> bool:
-    known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
-    if not isinstance(value, bool | str) or value not in known:
-        raise ConfigError(field, value, "1 or 0", "Leave it out for 0.")
-    return known[value]

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 import wrapt
 from torch.distributed import distributed_c10d
 
-from lastgasp.adapter import Undo
+from lastgasp.adapter import Undo, replace_attribute
 from lastgasp.adapter.hooks import Function, holders_of
 from lastgasp.adapter.torch import Collectives, CommunicationMarks, Sink, key_of
 
@@ -82,7 +83,7 @@ class MegatronCommunication:
         for key, holders in holders_of(originals).items():
             for module, name in holders:
                 if module.__name__.startswith(_HOMES):
-                    self._undo.append(_set(module, name, ours[key]))
+                    self._undo.append(replace_attribute(module, name, partial(_instead, ours[key])))
 
     def _around_manager(self, original: Function) -> Function:
         @contextmanager
@@ -126,8 +127,12 @@ def _given(one: Any) -> Any:
     return one.dst_tensor if scattered and one.dst_tensor is not None else one.tensor
 
 
+def _instead(ours: Function, original: Function) -> Function:
+    return ours
+
+
 def _at_end(handle: Any, put: Callable[[], None]) -> None:
-    """When the last of the work is over, where it tells; else now."""
+    """Call `put` when the last of the work is done, where the handle reports that; else now."""
     works = getattr(handle, "works", None)
     if works:
         try:
@@ -136,14 +141,3 @@ def _at_end(handle: Any, put: Callable[[], None]) -> None:
         except RuntimeError:  # this backend has no futures for this operation
             pass
     put()
-
-
-def _set(module: Any, name: str, ours: Function) -> Undo:
-    original = vars(module)[name]
-    setattr(module, name, ours)
-
-    def undo() -> None:
-        if vars(module).get(name) is ours:
-            setattr(module, name, original)
-
-    return undo

@@ -2,7 +2,7 @@
 
 The inner optimizer's step is asynchronous on a device: when the host knows that it is issued, an event behind it is
 recorded, and a gasp reads on a stream of its own behind that event. Before the inner step Megatron itself waits for
-the gradient norm, so that nothing of a dead peer stands between.
+the gradient norm, so that the event never waits for a dead peer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Device:
             self._copied.record()
 
     def copied(self) -> bool:
-        """Whether that is done. Does not wait: behind the copy stands a collective that may never end."""
+        """Whether that is done. Does not wait: the copy is followed by a collective that may never end."""
         return self._copied is None or bool(self._copied.query())
 
     @contextmanager

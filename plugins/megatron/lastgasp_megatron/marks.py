@@ -1,4 +1,4 @@
-"""Step marks of a Megatron training, by itself: what a step's time goes to, without a line of the user's.
+"""Automatic step marks of a Megatron training: what the time of a step is spent on, with no change of the script.
 
 A place that this version of Megatron does not have is one warning: marks never stop a job.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from lastgasp.adapter import Hook, Undo
+from lastgasp.adapter import Around, Hook, Undo
 from lastgasp.adapter.marks import BIT_OF_MARK, STEP
 from lastgasp.adapter.torch import Range, Sink, cuda_marks, range_of
 from lastgasp_megatron.communication import MegatronCommunication
@@ -64,11 +64,12 @@ class MegatronMarks:
         self._forward, self._backward, self._optimizer = map(self._stream, ("forward", "backward", "optimizer"))
         self._dataloader: _Open = marks.define("dataloader", bit=BIT_OF_MARK["dataloader"], stream=False)
         self._communication = MegatronCommunication(marks)
+        backward = self._around("backward", self._backward)
         self._hooks = hooks_of(
             [
                 Hook(_SCHEDULES, "forward_step", self._around_forward, required=False),
-                Hook(_SCHEDULES, "backward_step", self._around_backward, required=False),
-                Hook(_TRAINING, "finalize_model_grads", self._around_backward, required=False),
+                Hook(_SCHEDULES, "backward_step", backward, required=False),
+                Hook(_TRAINING, "finalize_model_grads", backward, required=False),
                 Hook(_RERUN, f"{_ITERATOR}.__next__", self._around_fetch, required=False),
             ]
         )
@@ -98,7 +99,7 @@ class MegatronMarks:
         if not hasattr(sys.modules.get(_RERUN), _ITERATOR):
             log.warning("no marks of dataloader: there is no %s.%s in this version of Megatron", _RERUN, _ITERATOR)
         self._undo.append(self._hooks.undo)
-        self._undo.append(wrap(optimizer, "step", self._around_optimizer))
+        self._undo.append(wrap(optimizer, "step", self._around("optimizer", self._optimizer)))
         self.place()
         self._communication.look()
 
@@ -160,19 +161,15 @@ class MegatronMarks:
         self._forward.end()
         return result
 
-    def _around_backward(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        self._unseen.discard("backward")
-        self._backward.begin()
-        result = call(*args, **kwargs)
-        self._backward.end()
-        return result
+    def _around(self, name: str, mark: _Open) -> Around:
+        def around(call: Any, args: Arguments, kwargs: Keywords) -> Any:
+            self._unseen.discard(name)
+            mark.begin()
+            result = call(*args, **kwargs)
+            mark.end()
+            return result
 
-    def _around_optimizer(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        self._unseen.discard("optimizer")
-        self._optimizer.begin()
-        result = call(*args, **kwargs)
-        self._optimizer.end()
-        return result
+        return around
 
     def _around_fetch(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """The forward pass is interrupted by each fetch; what comes before the first one is next to nothing."""

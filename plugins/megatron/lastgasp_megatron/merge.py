@@ -27,18 +27,18 @@ def merged(optimizer: Any, slices: list[Slice]) -> dict[Any, Any]:
 def _world(optimizer: Any, buffer: Any, parts: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
     world: dict[str, Any] = {}
     for key in state_keys(optimizer):
-        whole = torch.empty(buffer.numel_unpadded, dtype=torch.float32, device="cpu")
+        complete = torch.empty(buffer.numel_unpadded, dtype=torch.float32, device="cpu")
         begin = 0
         for index, bucket in enumerate(buffer.buckets):
-            _fill(whole[begin : begin + bucket.numel_unpadded], [part[index][key] for part in parts])
+            _fill(complete[begin : begin + bucket.numel_unpadded], [part[index][key] for part in parts])
             begin += bucket.numel_unpadded
-        world[key] = whole
+        world[key] = complete
     world["numel_unpadded"] = buffer.numel_unpadded
     return world
 
 
 def _fill(row: Tensor, pieces: list[Tensor]) -> None:
-    """One after another; what they have more is padding."""
+    """One after another; what exceeds the row is padding."""
     at = 0
     for piece in pieces:
         fits = min(piece.numel(), row.numel() - at)

@@ -17,7 +17,7 @@ from lastgasp_megatron.steps import is_stub, only, wrap
 
 
 def without_gloo(optimizer: Any) -> Undo:
-    """Let a distributed optimizer that has no Gloo group load its part by itself; returns the way back."""
+    """Make each rank of a distributed optimizer without a Gloo group load its own part; returns the undo."""
     one = only(optimizer)
     needed = not is_stub(one) and getattr(one, "data_parallel_group_gloo", one) is None and hasattr(one, "gbuf_ranges")
     if not needed or not hasattr(one, "_set_main_param_and_optimizer_states"):

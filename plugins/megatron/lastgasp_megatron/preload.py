@@ -53,7 +53,7 @@ class Preload:
                 self._loaded[str(path.absolute())] = load_entry(path, entry, map_location="cpu", weights_only=True)
             except DamagedCheckpoint as error:
                 damages += _damages(candidate, entry, error)
-            except Exception as error:  # its bytes have verified, so Megatron may fare better with it, or say why not
+            except Exception as error:  # its bytes have verified: Megatron may load it, or report why not
                 log.info("%s will be read again by Megatron: %s", path, cause_of(error))
         return damages
 

@@ -1,4 +1,4 @@
-"""What can be told of a checkpoint before it is loaded: whether files without a manifest are complete, and what fits.
+"""What is known of a checkpoint before it is loaded: whether it fits, and without a manifest whether it is complete.
 
 Format torch: zip files with a CRC-32 of each record. Format torch_dist: `.metadata` names files and lengths,
 `metadata.json` is written last (docs/facts/megatron.md §2). A flipped bit in torch_dist is not seen.

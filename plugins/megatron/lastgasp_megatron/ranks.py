@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def untried(version: str) -> str:
-    """What to tell of a megatron-core that nobody has tried with this; empty where nothing is."""
+    """A warning about a version of megatron-core that lastgasp was not tried with; empty for all others."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if found is not None and OLDEST <= tuple(map(int, found.groups())) <= NEWEST:
         return ""

@@ -106,7 +106,7 @@ class Run:
         self.life.begin(step, durable, users_handler=users_handler(self.args))
 
     def park_if_held(self) -> None:
-        """While a recovery is on, nobody writes where the gasp is going to stand.
+        """Wait while a recovery is in progress: nothing may write where the gasp is about to be published.
 
         Raises:
             Released: the recovery is over.

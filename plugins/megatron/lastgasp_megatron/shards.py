@@ -118,7 +118,7 @@ class Exchange:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, step: int, found: Slice) -> int:
-        """Write this rank's slice; returns its bytes. It is whole or not there. Raises OSError."""
+        """Write this rank's slice atomically; returns its bytes. Raises OSError."""
         path = self._path(step, self._shard.part)
         path.parent.mkdir(parents=True, exist_ok=True)
         temp = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")

@@ -58,7 +58,7 @@ class SavedShard:
 
 
 class MegatronSource:
-    """Called by the engine's threads while the training thread is parked, stuck or waiting.
+    """Called by the engine's threads while the training thread waits at the gate, is stuck, or has raised.
 
     Args:
         steps, random: what the training thread records; composer: builds a rank's file.
@@ -176,7 +176,7 @@ class MegatronSource:
                 part = _PARTS.decode(data)
                 staged.adopt(Path(part.folder), part.entries)
         about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(result.target, LAYOUT))
-        staged.publish(about, aside=True)  # what stands there: a save that a fault cut short, another job's
+        staged.publish(about, aside=True)  # what is there: a save that a fault cut short, or another job's
         write_tracker(self._config.directory, result.step)
         self._exchange.close(result.step)
         prune(self._config, LAYOUT, result.target, self._writer.place.job)

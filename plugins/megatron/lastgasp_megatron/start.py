@@ -1,4 +1,4 @@
-"""`python -m lastgasp_megatron.start SCRIPT [ARGS]`: install the hooks, then run the script as if by itself.
+"""`python -m lastgasp_megatron.start SCRIPT [ARGS]`: install the hooks, then run the script as Python would.
 
 What `lastgasp run --framework megatron` starts in each rank.
 """
@@ -13,7 +13,7 @@ from lastgasp_megatron.installation import install
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]`; what it raises goes on.
+    """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]`; what it raises is not caught.
 
     Raises:
         ConfigError: there is no script.

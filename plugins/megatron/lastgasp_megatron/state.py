@@ -111,7 +111,7 @@ class MegatronState:
             self._look()
 
     def _look(self) -> None:
-        """Once, behind the first update: what a gasp would find is told now, and not when one is needed."""
+        """Once, after the first update: report now what would make a gasp impossible, not when one is needed."""
         self._looked = True
         problem = unsound(self._optimizer, settled=self.steps.settled)
         if problem:
@@ -138,7 +138,7 @@ class MegatronState:
         return "raised inside the update, so the state is between two steps" if self.steps.inside else ""
 
     def before_exit(self) -> None:
-        """Megatron's own writers flush each line."""
+        """Megatron's own writers are left alone."""
 
     def advice(self) -> str:
         """What would keep a lost rank's shard, and what it costs in memory; empty where nothing is needed."""

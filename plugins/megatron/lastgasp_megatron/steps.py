@@ -22,7 +22,7 @@ class Boundary:
         consumed, skipped: training samples.
         scheduler: state of the parameter scheduler, None without one.
         scaler: state of the loss scaler, None without one.
-        adam: what the inner optimizer counts; None when it cannot be told.
+        adam: updates that the inner optimizer has counted; None when unknown.
     """
 
     step: int
@@ -173,7 +173,7 @@ class Steps:
 
 
 def _nothing() -> None:
-    """Where nobody listens."""
+    """The default of `on_settled`."""
 
 
 def only(optimizer: Any) -> Any:
@@ -183,7 +183,7 @@ def only(optimizer: Any) -> Any:
 
 
 def is_stub(optimizer: Any) -> bool:
-    """It stands for no parameters at all."""
+    """Whether it is Megatron's placeholder on a rank without parameters."""
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
@@ -194,7 +194,7 @@ def inner_of(optimizer: Any) -> Any:
 
 
 def adam_step(inner: Any) -> int | None:
-    """How many updates the inner optimizer has made; None when it cannot be told without waiting for a device."""
+    """How many updates the inner optimizer has made; None when that cannot be read without waiting for a device."""
     if inner is None:
         return None
     counted = next((group["step"] for group in inner.param_groups if "step" in group), None)
@@ -206,7 +206,7 @@ def adam_step(inner: Any) -> int | None:
 
 
 def wrap(owner: Any, name: str, around: Callable[[Callable[..., Any], Any, Any], Any]) -> Undo:
-    """Put `around(original, args, kwargs)` in front of an attribute of this one object; returns the way back."""
+    """Put `around(original, args, kwargs)` in front of an attribute of this one object; returns the undo."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: around(original, args, kwargs)

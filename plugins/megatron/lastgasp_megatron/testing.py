@@ -21,7 +21,7 @@ from lastgasp_megatron.steps import inner_of, wrap
 
 
 def install_faults(model: Any, optimizer: Any) -> Undo:
-    """Arm the faults of `LASTGASP_FAULT`; returns the way back. Call after the state's own hooks are in place.
+    """Arm the faults of `LASTGASP_FAULT`; returns the undo. Call after the state's own hooks are in place.
 
     Raises:
         ConfigError: `LASTGASP_FAULT` is malformed.

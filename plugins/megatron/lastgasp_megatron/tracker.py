@@ -36,7 +36,7 @@ class Tracker:
 
 
 def read_tracker(directory: Path) -> Tracker:
-    """What the tracker in `directory` says; a failed read is torn."""
+    """The content of the tracker in `directory`; a failed read is torn."""
     try:
         text = (directory / NAME).read_text().strip()
     except FileNotFoundError:

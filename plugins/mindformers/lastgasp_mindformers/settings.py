@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, integer, pick
+from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, flag, integer, pick
 
 ENV_ON = "LASTGASP"
 SECTION = "lastgasp"
@@ -55,7 +55,7 @@ def options_of(directory: str | os.PathLike[str] | None = None, **given: Any) ->
     if unknown:
         raise ConfigError(unknown[0], given[unknown[0]], f"one of {sorted(NAMES)}", "Check the spelling.")
     env = os.environ
-    required = pick("require_manifest", given.get("require_manifest"), env, _flag)
+    required = pick("require_manifest", given.get("require_manifest"), env, flag)
     attempts = pick("attempts", given.get("attempts"), env, _attempts)
     return Options(
         gasp=GaspConfig.resolve(directory, **{name: given.get(name) for name in _GASP}),
@@ -131,13 +131,6 @@ def _known(given: Mapping[str, Any]) -> None:
 def _output(config: Any) -> Path:
     """MindFormers' own output directory, `./output` where the YAML names none."""
     return Path(config.get("output_dir") or "./output")
-
-
-def _flag(name: str, value: object) -> bool:
-    known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
-    if not isinstance(value, bool | str) or value not in known:
-        raise ConfigError(name, value, "True or False (1 or 0 in the environment)", "Leave it out.")
-    return known[value]
 
 
 def _attempts(name: str, value: object) -> int:
