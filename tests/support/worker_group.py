@@ -12,7 +12,7 @@ from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 
 @dataclass
 class Group:
-    """As much of torch's WorkerGroup as Rounds looks at."""
+    """As much of torch's WorkerGroup as LaunchAttempts uses."""
 
     group_world_size: int = 1
     group_rank: int = 0

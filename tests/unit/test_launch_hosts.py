@@ -165,7 +165,7 @@ def test_the_end_without_the_others_says_what_is_safe() -> None:
     assert "the job's rendezvous is gone" in text and "(broken)" in text and "lastgasp incident" in text
 
 
-# -- hopeless starts -------------------------------------------------------------------------------
+# -- starts given up on ---------------------------------------------------------------------------
 
 
 def test_two_starts_that_fail_alike_are_enough() -> None:
