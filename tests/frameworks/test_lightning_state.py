@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -32,6 +33,7 @@ from frameworks.state_rig import (
     execute,
 )
 from lastgasp_lightning.compat import LightningChanged
+from lastgasp_lightning.data_position import DataPosition, decoded
 from lastgasp_lightning.state import LightningState
 from lastgasp_lightning.thisfit import ThisFit
 
@@ -271,6 +273,43 @@ def test_resuming_twice_is_still_bit_equal(tmp_path: Path) -> None:
     second = execute(replace(run, fault=Fault("forward", 3, live=True), resume_from=first.harness.saved))
     assert second.harness.step == 10
     assert_equal(straight, execute(replace(run, resume_from=second.harness.saved)))
+
+
+def as_version_1(data: bytes) -> bytes:
+    """A position as it was written before all adapters had one protocol."""
+    record = decoded(data)
+    rows = [
+        {"kind": kind, "start": _without_digest(start.start) if kind == "map" else None, "state": state or None}
+        for kind, start, state in zip(record.kinds, record.starts, record.states, strict=True)
+    ]
+    old: dict[str, Any] = {"version": 1, "loaders": rows, "data": record.data}
+    streams = [start for kind, start in zip(record.kinds, record.starts, strict=True) if kind == "stream"]
+    if streams:
+        old |= {"iter": streams[0].at_iter, "first": streams[0].at_first}
+        old["iter_generators"] = [start.generators for start in record.starts]
+    return pickle.dumps(old | ({"fetch": record.fetch} if record.fetch else {}))
+
+
+def _without_digest(start: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in start.items() if name != "digest"}
+
+
+@pytest.mark.parametrize("name", ["shuffled", "stream", "stateful", "list_and_stream"])
+def test_positions_of_older_checkpoints_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, **CONFIGURATIONS[name])
+    straight = execute(run)
+    saved = execute(replace(run, fault=Fault("forward", 9, live=True))).harness.saved
+    assert saved is not None
+    resume = DataPosition.resume
+    given: list[bytes] = []
+
+    def resume_old(self: DataPosition, data: bytes, epoch: int, consumed: int) -> None:
+        given.append(as_version_1(data))
+        resume(self, given[-1], epoch, consumed)
+
+    monkeypatch.setattr(DataPosition, "resume", resume_old)
+    assert_equal(straight, execute(replace(run, resume_from=saved)))
+    assert len(given) == 1
 
 
 def test_a_fault_in_the_replayed_validation_saves_the_same_step(tmp_path: Path) -> None:

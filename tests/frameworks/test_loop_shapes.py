@@ -30,7 +30,7 @@ from frameworks.loop_rig import (
 from lastgasp.checkpoint import candidates
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop.files import LAYOUT
-from lastgasp.pytorch.loop.run import WORKERS
+from lastgasp.pytorch.position import WORKERS
 
 
 def plain(s: Session, p: Parts) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,8 +16,8 @@ from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.loop.copies import Copies
-from lastgasp.pytorch.loop.data_position import Fixed, Position, Row, decode, encode, position_only
 from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
+from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, position_only
 from lastgasp.pytorch.loop.record import aux_of, buffers_of, notes_on, record_of
 from lastgasp.pytorch.staged import contribute, with_added
 from lastgasp.topology import Place
@@ -69,6 +70,18 @@ def test_a_position_without_random_state() -> None:
     assert (position.epoch, position.done, position.explicit) == (4, 1, True)
     assert [(row.consumed, row.outer, row.state) for row in position.rows] == [(3, True, b""), (2, False, b"")]
     assert fixed == [Fixed(), Fixed()]
+
+
+def test_positions_written_before_digests_and_ends_are_read() -> None:
+    """As 0.1.0's predecessors encoded them: no digest, no counters, no ends."""
+    row = {"kind": "stream", "consumed": 3, "outer": False, "over": False, "state": b""}
+    head = {"version": 1, "epoch": 2, "done": 1, "explicit": True, "rows": [row], "stale": False, "extra": b""}
+    names = ("at_iter", "at_first", "sampler", "fetch")
+    fixed = [{"start": {}, "generators": [b"g"], **{name: name.encode() for name in names}}]
+    data = msgspec.msgpack.encode(head)
+    position, [found] = decode(len(data).to_bytes(4, "little") + data + msgspec.msgpack.encode(fixed))
+    assert (position.epoch, position.done, position.ends) == (2, 1, {})
+    assert (found.at_iter, found.at_first, found.generators, found.digest) == (b"at_iter", b"at_first", [b"g"], b"")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x05\x00\x00\x00ab", encode(Position(version=9), b"\x90")])

@@ -8,19 +8,31 @@ from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
-from lastgasp.pytorch.data import SamplerStart, SamplerTrack, loader_generators, track_sampler, untrack_sampler
 from lastgasp.pytorch.devicemarks import cuda_marks
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
-from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress
-from lastgasp.pytorch.loaders import kind_of as kind_of_loader
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.position import (
+    CHANGED,
+    MAP,
+    STATEFUL,
+    STREAM,
+    WORKERS,
+    EpochPosition,
+    EpochRecord,
+    LoaderPosition,
+    PassStart,
+    decode_epoch,
+    is_epoch_record,
+    position_of,
+    register_loader,
+)
 from lastgasp.pytorch.processgroups import key_of, process_groups
 from lastgasp.pytorch.ranges import Range, Sink, range_of
 from lastgasp.pytorch.rng import as_tensor
@@ -29,9 +41,11 @@ from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.pytorch.stepranges import StepRanges
 
 __all__ = [
+    "CHANGED",
     "MAP",
     "STATEFUL",
     "STREAM",
+    "WORKERS",
     "AuxRecorder",
     "AuxState",
     "BucketLayout",
@@ -40,13 +54,14 @@ __all__ = [
     "Closure",
     "Collectives",
     "CommunicationMarks",
+    "EpochPosition",
+    "EpochRecord",
     "GaspSource",
+    "LoaderPosition",
     "LoopMarks",
+    "PassStart",
     "Range",
-    "SamplerStart",
-    "SamplerTrack",
     "Sink",
-    "SkipProgress",
     "StagedGasp",
     "Step",
     "StepRanges",
@@ -57,6 +72,7 @@ __all__ = [
     "contribute",
     "cuda_marks",
     "decode_aux",
+    "decode_epoch",
     "digests_of",
     "exception_origin",
     "fingerprints",
@@ -66,25 +82,24 @@ __all__ = [
     "hook_optimizer",
     "install_faults",
     "is_about_content",
+    "is_epoch_record",
     "key_of",
     "kind_of",
-    "kind_of_loader",
     "load_entry",
     "load_verified",
-    "loader_generators",
     "local",
     "persistent_buffers",
     "place_of",
+    "position_of",
     "process_groups",
     "publish",
     "range_of",
+    "register_loader",
     "replace",
     "restore_aux",
     "rng",
     "save_verified",
     "stage",
-    "track_sampler",
-    "untrack_sampler",
     "with_added",
     "with_assignment",
     "without_buffers",

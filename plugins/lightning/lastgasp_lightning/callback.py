@@ -16,6 +16,7 @@ from lastgasp.exception_origin import is_success
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released
 from lastgasp.pytorch.exception_origin import cause_of
+from lastgasp.pytorch.position import WORKERS
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.session import Session, leave
 from lastgasp.startup_refusal import tell_launcher
@@ -243,8 +244,9 @@ class _Run:
         self.session.training_started(step, durable=step if self.selector.resumed else 0)
         self.session.take_sigterm(self._users_handler if known else None)
         self._begun = True
-        if self.state.position.workers:
-            log.info("a resume restores the order of the samples, not random numbers drawn in DataLoader workers")
+        if reason := self.state.position.inexact:
+            workers = "a resume restores the order of the samples, not random numbers drawn in DataLoader workers"
+            log.info(workers if reason == WORKERS else f"a resume in the middle of an epoch gets other data: {reason}")
 
     def _forward(self) -> None:
         """The batch is here."""

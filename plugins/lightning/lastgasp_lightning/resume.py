@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.aux_state import AuxState, decode_aux, restore_aux
+from lastgasp.pytorch.position import WORKERS
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
@@ -127,8 +128,9 @@ class Resume:
                 group.update(saved)  # a scheduler that is made when the epoch starts changes the learning rate
         self._restore_metrics(trainer, record)
         self._state.position.settle()
-        if self._state.position.workers and record["batch"]:
-            self._note("random numbers that DataLoader workers draw (augmentation) are others than without the fault")
+        if record["batch"] and (reason := self._state.position.inexact):
+            workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"
+            self._note(workers if reason == WORKERS else f"the data are not those that were due: {reason}")
         if self._aux is not None:
             restore_aux(self._aux, self._state._devices(), with_averages(trainer))
         self._aux, self._record = None, {}

@@ -10,107 +10,18 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.data import SamplerStart, SamplerTrack, loader_generators, track_sampler, untrack_sampler
-from lastgasp.pytorch.loaders import MAP, STATEFUL, STREAM, SkipProgress, kind_of
+from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
+from lastgasp.pytorch.position import MAP, STATEFUL, LoaderPosition, PassStart, position_of, untrack_sampler
+from lastgasp.pytorch.position.skipping import SkipProgress
 
 log = logging.getLogger("lastgasp")
-
-
-class Row(msgspec.Struct, kw_only=True):
-    """One pass in a position.
-
-    Attributes:
-        consumed: batches given.
-        outer: the loop is in the body of this pass, in which a later one runs.
-        over: it gave all it had, or was broken off.
-        state: of a stateful loader, pickled.
-    """
-
-    kind: str
-    consumed: int
-    outer: bool = False
-    over: bool = False
-    state: bytes = b""
-
-
-class Fixed(msgspec.Struct, kw_only=True):
-    """What of a pass changes only when it begins."""
-
-    start: dict[str, Any] = {}
-    at_iter: bytes = b""
-    at_first: bytes = b""
-    generators: list[bytes] = []
-    sampler: bytes = b""
-    fetch: bytes = b""
-
-
-class Position(msgspec.Struct, kw_only=True):
-    """Where a rank stands.
-
-    Attributes:
-        epoch: the epoch, as the user counts it.
-        done: passes of it that are over and forgotten.
-        rows: the passes after those.
-        explicit: epochs are counted by `session.epochs`.
-        stale: it was captured with the random state before an update, and the loop usually draws random numbers after.
-        extra: digest of the rank's `extra`, which should be the same on all ranks; empty where it is not known.
-    """
-
-    version: int = 1
-    epoch: int = 0
-    done: int = 0
-    explicit: bool = False
-    rows: list[Row] = []
-    stale: bool = False
-    extra: bytes = b""
-
-
-_POSITION = msgspec.msgpack.Decoder(Position)
-_FIXED = msgspec.msgpack.Decoder(list[Fixed])
-
-
-def encode(position: Position, fixed: bytes) -> bytes:
-    """Both parts; the second one seldom changes."""
-    head = msgspec.msgpack.encode(position)
-    return len(head).to_bytes(4, "little") + head + fixed
-
-
-def position_only(data: bytes) -> bytes:
-    """The position of another rank, for one whose own was lost: how many batches, but not under which random state."""
-    position, fixed = decode(data)
-    for row in position.rows:
-        row.state = b""
-    return encode(position, msgspec.msgpack.encode([Fixed() for _ in fixed]))
-
-
-def about(data: bytes) -> tuple[bool, bytes]:
-    """`stale` and `extra` of an encoded position; False and empty where there is none."""
-    position = decode(data)[0] if data else Position()
-    return position.stale, position.extra
-
-
-def decode(data: bytes) -> tuple[Position, list[Fixed]]:
-    """What `encode` made.
-
-    Raises:
-        CheckpointError: of another version, or torn.
-    """
-    try:
-        size = int.from_bytes(data[:4], "little")
-        position = _POSITION.decode(data[4 : 4 + size])
-        fixed = _FIXED.decode(data[4 + size :])
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"the data position in the checkpoint cannot be read: {error}") from error
-    if position.version != 1:
-        raise CheckpointError(f"the data position has version {position.version}, this lastgasp reads 1")
-    return position, fixed
 
 
 @dataclass(eq=False)
@@ -118,37 +29,58 @@ class DataPass:
     """One pass over one loader.
 
     Attributes:
+        position: of the loader.
+        parent: the pass in whose body it began.
         consumed: batches given.
         over: it has no more.
         broken: the loop has dropped its iterator.
         asking: the loop asks for a batch at this moment.
         fetch: random state before the newest batch was fetched.
-        parent: the pass in whose body it began.
+        again: `fetch` of an outer pass, whose newest batch a resume gives once more.
+        sampler: state of the user's sampler when it began, pickled.
+        resumed: it began in a run before.
+        loaded: state that its loader was given for that, until the loader is asked for a batch.
+        empty: nothing was left of it then, and the loader is not asked.
     """
 
     loader: Any
-    kind: str
+    position: LoaderPosition
     parent: DataPass | None = None
     consumed: int = 0
     over: bool = False
     broken: bool = False
     asking: bool = False
     fetch: bytes = b""
+    again: bytes = b""
+    sampler: bytes = b""
+    resumed: bool = False
+    loaded: bytes = b""
+    empty: bool = False
     inner: Iterator[Any] | None = None
-    track: SamplerTrack | None = None
-    fixed: Fixed = field(default_factory=Fixed)
+    _state: tuple[int, bytes] = (-1, b"")
 
     @property
-    def forgets_workers(self) -> bool:
-        """Random numbers that worker processes of the loader draw are not restored by a resume in the middle."""
-        if not getattr(self.loader, "num_workers", 0) or self.kind == STATEFUL:
-            return False
-        return self.kind == MAP or bool(getattr(self.loader, "persistent_workers", False))
+    def kind(self) -> str:
+        """How its position is restored."""
+        return self.position.kind
 
     @property
     def in_body(self) -> bool:
         """It has given a batch and was not asked for the next one yet."""
         return self.consumed > 0 and not (self.over or self.broken or self.asking)
+
+    def state(self) -> bytes:
+        """Of the loader, after the newest batch; empty where it has none, or has no more."""
+        if not self.position.live or self.over:
+            return b""
+        if self._state[0] != self.consumed:
+            self._state = self.consumed, self.loaded or self.position.state()
+        return self._state[1]
+
+    def fixed(self) -> Fixed:
+        """For a checkpoint; what changes only when the pass begins."""
+        self.position.changed = False
+        return Fixed(**msgspec.structs.asdict(self.position.start), sampler=self.sampler, fetch=self.again)
 
 
 class DataPosition:
@@ -168,7 +100,8 @@ class DataPosition:
         self._done = 0
         self._passes: list[DataPass] = []
         self._begun = False
-        self._tracks: dict[int, tuple[Any, SamplerTrack]] = {}
+        self._tracked: dict[int, Any] = {}
+        self._live: dict[int, tuple[Any, bytes]] = {}
         self._pending: tuple[Position, list[Fixed]] | None = None
         self._static, self._dirty = b"\x90", True
 
@@ -184,20 +117,26 @@ class DataPosition:
         asking = next((p for p in reversed(self._passes) if p.asking), innermost)
         outer = _parents(asking)
         counted = [p for p in self._passes if asking not in _parents(p) and not (p.over and self.by_hand)]
-        if self._dirty or counted != self._passes or any(p.track is not None and p.track.changed for p in counted):
-            self._static = _encode_fixed(counted)
+        if self._dirty or counted != self._passes or any(p.position.changed for p in counted):
+            self._static = msgspec.msgpack.encode([p.fixed() for p in counted])
             self._dirty = counted != self._passes
-        rows = [
-            Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=_state_of(p)) for p in counted
-        ]
-        done = 0 if self.by_hand else self._done
-        own = Position(epoch=self.epoch, done=done, explicit=self.explicit, rows=rows, stale=stale, extra=extra)
+        rows = [Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=p.state()) for p in counted]
+        own = Position(
+            epoch=self.epoch,
+            done=0 if self.by_hand else self._done,
+            explicit=self.explicit,
+            rows=rows,
+            stale=stale,
+            extra=extra,
+            ends={number: state for number, (_, state) in self._live.items() if state},
+        )
         return encode(own, self._static)
 
     def resume(self, data: bytes, epoch: int) -> None:
         """Begin where `data` says; where it is empty, with `epoch`."""
         self._pending = decode(data) if data else (Position(epoch=epoch), [])
         self.epoch, self.explicit = self._pending[0].epoch, self._pending[0].explicit
+        self._live = {number: (None, state) for number, state in self._pending[0].ends.items()}
 
     @property
     def nowhere(self) -> bool:
@@ -234,7 +173,8 @@ class DataPosition:
             Whether everything before it is over and done, so that the position is the beginning of this pass.
         """
         for one in self._passes:
-            one.over = one.over or one.broken
+            if one.broken:
+                self.end(one)
         if self.explicit or not self._begun or not all(one.over for one in self._passes):
             return False
         self.epoch += 1
@@ -263,21 +203,38 @@ class DataPosition:
             if parent.kind == STATEFUL:
                 raise UsageError("a loop over s.batches() inside the body of another one whose loader has a state of "
                                  "its own (state_dict): iterate the outer one without s.batches()")  # fmt: skip
-            parent.fixed.fetch = parent.fetch
+            parent.again = parent.fetch
         while self._passes and self._passes[0].over:
             self._passes.pop(0)
             self._done += 1
-        kind = kind_of(loader)
-        one = DataPass(loader, STREAM if replay and kind == MAP else kind, parent)
+        one = DataPass(loader, position_of(loader, self._recorder, replay), parent)
         number = self._done + len(self._passes)
         self._passes.append(one)
         self._dirty = True
+        if one.kind == MAP:
+            self._tracked[id(loader)] = loader
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
+        self._count(one, number)
         if self._pending is not None:
             return one, self._begin_resumed(one, number, *self._pending)
         self._begin_anew(one)
         return one, False
+
+    def _count(self, one: DataPass, number: int) -> None:
+        """Have a loader know the passes of the run before, where it has not begun one in this run."""
+        known, state = self._live.get(number, (one.loader, b""))
+        if known is None:
+            used = any(one.loader is other for other, _ in self._live.values())
+            if state and not used and not self._continues(number):
+                one.position.resume(PassStart(), state, 0, over=True)
+            self._live[number] = one.loader, state
+
+    def _continues(self, number: int) -> bool:
+        """The checkpoint was taken in the middle of the pass that begins: it has a state of its own."""
+        position = self._pending[0] if self._pending is not None else Position()
+        at = number - position.done
+        return 0 <= at < len(position.rows) and not position.rows[at].over
 
     def _begin_resumed(self, one: DataPass, number: int, position: Position, fixed: list[Fixed]) -> bool:
         last = position.done + len(position.rows) - 1
@@ -296,13 +253,8 @@ class DataPosition:
         if one.over:
             return
         if self._sampler is not None and hasattr(self._sampler, "load_state_dict"):
-            one.fixed.sampler = pickle.dumps(self._sampler.state_dict())
-        if one.kind == MAP:
-            one.track = self._track(one.loader)
-            one.track.new_epoch()
-        elif one.kind == STREAM:
-            one.fixed.at_iter = self._recorder.snapshot()
-            one.fixed.generators = _generator_states(one.loader)
+            one.sampler = pickle.dumps(self._sampler.state_dict())
+        one.position.begin()
         one.inner = iter(one.loader)
 
     def _again(self, one: DataPass, row: Row, fixed: Fixed) -> None:
@@ -312,49 +264,45 @@ class DataPosition:
                 f"the checkpoint was taken with a {row.kind} loader, this one is a {one.kind} loader: the position in "
                 "the data cannot be restored. Give the loaders that were used before, in the same order."
             )
-        one.fixed, one.consumed, one.over = fixed, row.consumed - row.outer, row.over
+        one.consumed, one.over, one.sampler, one.again = row.consumed - row.outer, row.over, fixed.sampler, fixed.fetch
         if one.over:
             return
         if fixed.sampler:
             self._sampler.load_state_dict(pickle.loads(fixed.sampler))
-        if one.kind == MAP:
-            one.track = self._track(one.loader)
-            one.track.resume(SamplerStart(**fixed.start), one.consumed)
-            one.inner = iter(one.loader)
-            one.track.settle()
-        elif one.kind == STATEFUL and row.state:
-            one.loader.load_state_dict(pickle.loads(row.state))
-            one.inner = iter(one.loader)
-        else:
-            self._replay(one)
+        # the state is that behind the newest batch, which an outer pass gives once more
+        one.resumed, one.loaded = True, b"" if row.outer else row.state
+        due = one.position.resume(started(fixed), one.loaded, one.consumed)
+        one.empty = due is None
+        one.inner = iter(()) if one.empty else iter(one.loader)
+        self._throw_away(one, due or 0)
+        one.position.settle()
         if row.outer and fixed.fetch:
             rng.restore(rng.decode(fixed.fetch))
 
-    def _replay(self, one: DataPass) -> None:
-        fixed = one.fixed
-        if fixed.at_iter:
-            rng.restore(rng.decode(fixed.at_iter))
-        _set_generators(one.loader, fixed.generators)
-        one.inner = iter(one.loader)
-        if fixed.at_first:
-            rng.restore(rng.decode(fixed.at_first))
-        with SkipProgress(one.consumed) as progress:
-            for done, _ in enumerate(progress):
-                if next(one.inner, _END) is _END:
+    def _throw_away(self, one: DataPass, count: int) -> None:
+        assert one.inner is not None
+        if count:
+            one.position.first()
+        with SkipProgress(count) as progress:
+            for done in progress:
+                batch = next(one.inner, _END)
+                if batch is _END:
                     log.warning(
                         "the data are shorter than they were: %d batches were trained on in this pass, and the loader "
                         "ended after %d. Has the data set changed?",
-                        one.consumed,
+                        count,
                         done,
                     )
                     break
+                if not done:
+                    one.position.seen(batch)
 
     def ask(self, one: DataPass) -> None:
         """The loop asks this pass for a batch: its body is over, and with it every pass that began inside."""
         one.asking = True
         if self._passes[-1:] != [one] and any(p.parent is one for p in self._passes):
             self._passes = [p for p in self._passes if one not in _parents(p)]
-            one.fixed.fetch, self._dirty = b"", True
+            one.again, self._dirty = b"", True
 
     def fetch(self, one: DataPass) -> Any:
         """The next batch.
@@ -365,40 +313,44 @@ class DataPosition:
         if one.over or one.inner is None:
             raise StopIteration
         one.fetch = self._recorder.snapshot()
-        if one.kind == STREAM and not one.fixed.at_first:
-            one.fixed.at_first, self._dirty = one.fetch, True
+        if not one.consumed:
+            one.position.first()
+        one.loaded = one.loaded if one.empty else b""
         try:
             batch = next(one.inner)
         except StopIteration:
-            one.over = True
+            self.end(one)
             raise
+        if not one.consumed:
+            one.position.seen(batch)
         one.consumed += 1
         return batch
 
-    def _track(self, loader: Any) -> SamplerTrack:
-        known = self._tracks.get(id(loader))
-        if known is None:
-            known = self._tracks[id(loader)] = (loader, track_sampler(loader, self._recorder))
-        return known[1]
+    def end(self, one: DataPass) -> None:
+        """A pass has no more, or was broken off. Idempotent."""
+        if one.over:
+            return
+        one.over = True
+        if one.position.live and one in self._passes:
+            state = one.loaded or one.position.state()
+            if one.resumed:  # some loaders would go on with what they were given, if they gave not all of it
+                one.position.resume(one.position.start, state, one.consumed, over=True)
+            number = self._done + self._passes.index(one)
+            known, _ = self._live.get(number, (one.loader, b""))
+            # a loop that makes its loader anew for each pass begins each of them without a state
+            self._live[number] = one.loader, state if known is one.loader else b""
 
     def close(self) -> None:
         """Take everything off the loaders. Idempotent."""
-        for loader, _ in self._tracks.values():
+        for loader in self._tracked.values():
             untrack_sampler(loader)
-        self._tracks.clear()
+        self._tracked.clear()
+        self._live.clear()
         for one in self._passes:
             one.inner = None  # with it go the loader's worker processes
 
 
 _END = object()
-
-
-def _encode_fixed(passes: list[DataPass]) -> bytes:
-    for one in passes:
-        if one.track is not None:
-            one.track.changed = False
-            one.fixed.start = one.track.start.as_dict()
-    return msgspec.msgpack.encode([p.fixed for p in passes])
 
 
 def _parents(one: DataPass | None) -> list[DataPass]:
@@ -407,18 +359,3 @@ def _parents(one: DataPass | None) -> list[DataPass]:
         one = one.parent
         found.append(one)
     return found
-
-
-def _generator_states(loader: Any) -> list[bytes]:
-    return [bytes(g.get_state().numpy()) for g in loader_generators(loader)]
-
-
-def _set_generators(loader: Any, states: list[bytes]) -> None:
-    for generator, raw in zip(loader_generators(loader) if states else [], states, strict=True):
-        generator.set_state(rng.as_tensor(raw))
-
-
-def _state_of(one: DataPass) -> bytes:
-    if one.kind != STATEFUL or one.over:
-        return b""
-    return pickle.dumps(one.loader.state_dict())  # at once: a loader may give out its live state

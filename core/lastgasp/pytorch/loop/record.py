@@ -12,8 +12,8 @@ from torch import Tensor
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
-from lastgasp.pytorch.loop.data_position import about, position_only
 from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.loop.position_record import about, position_only
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.topology import Place
 

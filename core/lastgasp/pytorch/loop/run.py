@@ -36,6 +36,7 @@ from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, buffers_of, notes
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
+from lastgasp.pytorch.position import STATEFUL, WORKERS
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.pytorch.staged import with_added
 from lastgasp.replicas import Digests
@@ -44,7 +45,10 @@ from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
-WORKERS = "random numbers that worker processes of a DataLoader draw are not restored"
+_REPLAY = (
+    ". s.batches(loader, replay=True), without persistent_workers, makes it exact: it loads what was consumed of the "
+    "pass again"
+)
 IDLE = 20
 """Calls of `updated` with no update and no step yet that call for a warning. A scaler skips a few at first."""
 
@@ -84,7 +88,8 @@ class Run:
         self._buckets = Buckets(state)
         self._aux: AuxState | None = None
         self._returning = self._gradients = False
-        self._idle, self._told_of_workers = 0, False
+        self._idle = 0
+        self._told_of_inexact: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._wanted = False
         self._again: Callable[[], None] = _nothing
@@ -272,18 +277,22 @@ class Run:
         one, there = book.begin(loader, replay)
         if there:
             self.at_boundary()
-        if one.forgets_workers:
-            self._tell_of_workers(one, there)
+        if one.position.inexact:
+            self._tell_of_inexact(one, there)
         return one
 
-    def _tell_of_workers(self, one: DataPass, resumed: bool) -> None:
+    def _tell_of_inexact(self, one: DataPass, resumed: bool) -> None:
+        reason = one.position.inexact
         if resumed and one.consumed and not one.over:
-            self.engine.note(f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones")
-        elif not self._told_of_workers and self.rank == 0:
-            log.warning("%s: where they draw any (augmentation), a run that was resumed in the middle of a pass will "
-                        "go on with other ones. s.batches(loader, replay=True), without persistent_workers, makes it "
-                        "exact: it loads what was consumed of the pass again", WORKERS)  # fmt: skip
-        self._told_of_workers = True
+            own = f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones"
+            self.engine.note(own if reason == WORKERS else f"the data are not those that were due: {reason}")
+        elif reason not in self._told_of_inexact and self.rank == 0:
+            if reason == WORKERS:
+                log.warning("%s: where they draw any (augmentation), a run that was resumed in the middle of a pass "
+                            "will go on with other ones%s", WORKERS, "" if one.kind == STATEFUL else _REPLAY)
+            else:
+                log.warning("a run that is resumed in the middle of a pass will get other data: %s", reason)
+        self._told_of_inexact.add(reason)
 
     def next_batch(self, one: DataPass, finished: Callable[[], bool]) -> Any:
         """The next batch; the loop's body before is over.
@@ -314,8 +323,9 @@ class Run:
         Called while an object is destroyed, so that nothing can be raised: a recovery that is on stops the loop where
         it comes to the session next.
         """
-        one.over = one.asking = True
+        one.asking = True
         try:
+            self.book.end(one)
             self.body_over()
         except Released:
             log.debug("the loop was left while a recovery is on")

@@ -10,12 +10,14 @@ the resumed run begin with their first item, so their random streams differ from
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import wrapt
+import xxhash
 
 from lastgasp.pytorch import rng
 
@@ -30,6 +32,7 @@ class SamplerStart:
         at_first: random state when the first batch was drawn: most samplers shuffle only then.
         generators_at_iter: states of the loader's own generators, then.
         generators_at_first: the same at the first batch.
+        digest: of the first batch of indices; empty where it is of something else.
     """
 
     base: int = 0
@@ -37,6 +40,7 @@ class SamplerStart:
     at_first: bytes = b""
     generators_at_iter: tuple[bytes, ...] = ()
     generators_at_first: tuple[bytes, ...] = ()
+    digest: bytes = b""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -44,17 +48,24 @@ class SamplerStart:
 
 
 class SamplerTrack:
-    """The position of one sampler. `changed` turns True whenever `start` does.
+    """The position of one sampler.
 
     Args:
         recorder: captures random state.
         generators: generators that the sampler draws from besides the global one.
+
+    Attributes:
+        start: how the current iteration began.
+        changed: `start` has changed since the owner of the track set this to False.
+        yielded: batches of the current iteration so far, those that were skipped included.
+        differs: an iteration that was resumed began with another batch than it had begun with.
     """
 
     def __init__(self, recorder: rng.RngRecorder, generators: Sequence[torch.Generator] = ()) -> None:
         self.start = SamplerStart()
         self.changed = True
         self.yielded = 0
+        self.differs = False
         self._recorder = recorder
         self._generators = list(generators)
         self._pending: tuple[SamplerStart, int] | None = None
@@ -103,6 +114,14 @@ class SamplerTrack:
         self.start.generators_at_first = self._states()
         self.changed = True
 
+    def began_with(self, item: Any) -> None:
+        """The first batch of indices of an iteration: remember it, or compare it with the one that is remembered."""
+        digest = _digest(item)
+        if not self.start.digest:
+            self.start.digest, self.changed = digest, True
+        elif digest != self.start.digest:
+            self.differs = True
+
     def _again(self, sampler: Any, start: SamplerStart, skip: int) -> Iterator[Any]:
         self.start, self.yielded, self.changed = start, skip, True
         if start.at_iter:
@@ -128,9 +147,12 @@ class SamplerTrack:
         if start.at_first:
             rng.restore(rng.decode(start.at_first))
             self._set(start.generators_at_first)
-        for _ in range(skip):
-            if next(inner, _END) is _END:
+        for number in range(skip):
+            item = next(inner, _END)
+            if item is _END:
                 break
+            if number == 0:
+                self.began_with(item)
         rng.restore(rng.decode(kept))
 
     def _states(self) -> tuple[bytes, ...]:
@@ -151,10 +173,17 @@ class _Tracked(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._fresh:
-            self._fresh = False
-            self._track.first()
+            return self._first()
         item = next(self._inner)
         self._track.yielded += 1
+        return item
+
+    def _first(self) -> Any:
+        self._fresh = False
+        self._track.first()
+        item = next(self._inner)
+        self._track.yielded += 1
+        self._track.began_with(item)
         return item
 
 
@@ -193,13 +222,16 @@ class TrackedSampler(wrapt.ObjectProxy):  # type: ignore[misc,type-arg,unused-ig
 
 
 def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
-    """Stand a `TrackedSampler` before the index sampler of a map-style DataLoader. Idempotent.
+    """Put a `TrackedSampler` before the index sampler of a map-style DataLoader. Idempotent.
 
     Returns:
-        A fresh track; one that an earlier call made sees nothing any more.
+        The track of an earlier call where there is one: an iterator with persistent workers keeps its sampler.
     """
     name = _sampler_name(loader)
-    sampler = untracked(getattr(loader, name))
+    sampler = getattr(loader, name)
+    if type(sampler) is TrackedSampler:
+        known: SamplerTrack = sampler._self_track
+        return known
     track = SamplerTrack(recorder, _generators(loader, sampler))
     # DataLoader refuses plain assignment: it cannot know that the order stays the same
     object.__setattr__(loader, name, TrackedSampler(sampler, track))
@@ -207,15 +239,24 @@ def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
 
 
 def untrack_sampler(loader: Any) -> None:
-    """Undo `track_sampler`. Idempotent."""
-    name = _sampler_name(loader)
-    object.__setattr__(loader, name, untracked(getattr(loader, name)))
+    """Undo `track_sampler`. Idempotent; any other loader is left as it is."""
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name, None)
+        if type(sampler) is TrackedSampler:
+            object.__setattr__(loader, name, untracked(sampler))
 
 
 def untracked(sampler: Any) -> Any:
     """The sampler behind a `TrackedSampler`, or the sampler itself."""
     # type(): isinstance would ask the wrapped object
     return sampler.__wrapped__ if type(sampler) is TrackedSampler else sampler
+
+
+def _digest(item: Any) -> bytes:
+    try:
+        return xxhash.xxh3_128_digest(array("q", item if isinstance(item, list | tuple) else [item]).tobytes())
+    except (TypeError, OverflowError):  # no plain indices
+        return b""
 
 
 def _sampler_name(loader: Any) -> str:

@@ -1,0 +1,34 @@
+"""Where a rank stands in its data, and how it comes back there: one protocol for all adapters of torch.
+
+`position_of(loader, recorder)` makes the `LoaderPosition` of a loader, by the adapter that is registered for its type
+(`register_loader`) or else by what the loader can do: the sampler of a map-style DataLoader is repeated without
+loading, a loader with `state_dict` restores its own state, anything else is iterated again. The adapter of a framework
+that iterates its loaders itself holds an `EpochPosition`; that of a custom training loop calls each position itself.
+"""
+
+from lastgasp.pytorch.position import known as _known
+from lastgasp.pytorch.position.epoch import EpochPosition
+from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, WORKERS, LoaderPosition, PassStart
+from lastgasp.pytorch.position.records import EpochRecord, decode_epoch, is_epoch_record
+from lastgasp.pytorch.position.registry import Factory, builtin_position, position_of, register_loader
+from lastgasp.pytorch.position.samplers import untrack_sampler
+
+__all__ = [
+    "CHANGED",
+    "MAP",
+    "STATEFUL",
+    "STREAM",
+    "WORKERS",
+    "EpochPosition",
+    "EpochRecord",
+    "Factory",
+    "LoaderPosition",
+    "PassStart",
+    "builtin_position",
+    "decode_epoch",
+    "is_epoch_record",
+    "position_of",
+    "register_loader",
+    "untrack_sampler",
+]
+del _known

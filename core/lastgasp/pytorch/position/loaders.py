@@ -1,0 +1,218 @@
+"""What torch and Python have: map-style loaders, loaders with a state of their own, and everything else."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind
+
+from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, WORKERS, PassStart
+from lastgasp.pytorch.position.samplers import SamplerStart, loader_generators, track_sampler
+from lastgasp.pytorch.statedigest import digest, leaves
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Knows its own position."""
+
+    def state_dict(self) -> Any:
+        """That position."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go there."""
+
+
+def is_stateful(subject: Any) -> bool:
+    """Whether a loader or a dataset has `state_dict` and `load_state_dict`."""
+    return isinstance(subject, Stateful)
+
+
+def is_map(loader: Any) -> bool:
+    """Whether `loader` is a DataLoader over a map-style dataset, iterated as torch does it."""
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return bool(plain and loader._dataset_kind == _DatasetKind.Map)
+
+
+class MapPosition:
+    """A map-style DataLoader: its sampler is begun again under the random state of then, and skips what was consumed.
+
+    No data is loaded for it. See `lastgasp.pytorch.position.samplers`.
+    """
+
+    kind, live = MAP, False
+
+    def __init__(self, loader: Any, recorder: rng.RngRecorder) -> None:
+        self._loader = loader
+        self.track = track_sampler(loader, recorder)
+
+    @property
+    def changed(self) -> bool:
+        """`start` is another one."""
+        return self.track.changed
+
+    @changed.setter
+    def changed(self, value: bool) -> None:
+        self.track.changed = value
+
+    @property
+    def inexact(self) -> str:
+        """By workers that draw random numbers, and by a sampler that does not repeat itself."""
+        workers = getattr(self._loader, "num_workers", 0) > 0
+        return CHANGED if self.track.differs else WORKERS if workers else ""
+
+    @property
+    def start(self) -> PassStart:
+        """How the sampler's iteration began."""
+        return PassStart(start=self.track.start.as_dict())
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.track.new_epoch()
+
+    def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
+        """The sampler skips; nothing is drawn from the loader."""
+        if over:
+            return None
+        self.track.resume(SamplerStart(**start.start), consumed)
+        return 0
+
+    def first(self) -> None:
+        """The sampler itself notices."""
+
+    def seen(self, batch: Any) -> None:
+        """The sampler has seen its indices."""
+
+    def settle(self) -> None:
+        """Skip now, if nothing was drawn yet."""
+        self.track.settle()
+
+    def state(self) -> bytes:
+        """None."""
+        return b""
+
+
+class StreamPosition:
+    """Any iterable: it is iterated again under the random state of then, and what was consumed is thrown away.
+
+    Exact where the loader gives the same again. One whose order depends on random numbers that are drawn in turn with
+    the model's own does not; that the first batch is another one is noticed.
+    """
+
+    kind: str = STREAM
+    live = False
+
+    def __init__(self, loader: Any, recorder: rng.RngRecorder) -> None:
+        self.loader, self._recorder = loader, recorder
+        self.start, self.changed = PassStart(), True
+        self.differs = self._again = False
+
+    @property
+    def inexact(self) -> str:
+        """By workers that live on from pass to pass, and by a loader that does not repeat itself."""
+        workers = getattr(self.loader, "num_workers", 0) and getattr(self.loader, "persistent_workers", False)
+        return CHANGED if self.differs else WORKERS if workers else ""
+
+    def begin(self) -> None:
+        """Remember the random state."""
+        states = [bytes(g.get_state().numpy()) for g in loader_generators(self.loader)]
+        self.start, self.changed = PassStart(at_iter=self._recorder.snapshot(), generators=states), True
+        self._again = self.differs = False
+
+    def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
+        """All consumed batches are to be drawn again."""
+        if over:
+            return None
+        self.restore(start)
+        self._again = consumed > 0
+        return consumed
+
+    def restore(self, start: PassStart) -> None:
+        """Let the iteration begin under the random state under which that of `start` began."""
+        self.start, self.changed, self._again, self.differs = start, True, False, False
+        if start.at_iter:
+            rng.restore(rng.decode(start.at_iter))
+        generators = loader_generators(self.loader) if start.generators else []
+        for generator, raw in zip(generators, start.generators, strict=True):
+            generator.set_state(rng.as_tensor(raw))
+
+    def first(self) -> None:
+        """Remember the random state, or restore it for what is drawn again."""
+        if not self.start.at_first:
+            self.start.at_first, self.changed = self._recorder.snapshot(), True
+        elif self._again:
+            rng.restore(rng.decode(self.start.at_first))
+
+    def seen(self, batch: Any) -> None:
+        """Remember a digest of the first batch, or compare that of one that was drawn again."""
+        if not self.start.digest:
+            self.start.digest, self.changed = _digest(batch), True
+        elif self._again:
+            self.differs = _digest(batch) != self.start.digest
+
+    def settle(self) -> None:
+        """What was consumed is thrown away."""
+        self._again = False
+
+    def state(self) -> bytes:
+        """None."""
+        return b""
+
+
+class StatefulPosition(StreamPosition):
+    """A loader with `state_dict` and `load_state_dict`, which knows its own position.
+
+    It is iterated under the random state under which the pass began: some go forward by drawing again.
+    """
+
+    kind, live = STATEFUL, True
+
+    def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
+        """Load its state; where that is not known, draw again."""
+        if not state:
+            return super().resume(start, state, consumed, over)
+        if not over:  # else no iteration begins here, and random state stays as it is
+            self.restore(start)
+        self.load(pickle.loads(state), over)
+        return None if over else 0
+
+    def load(self, state: Any, over: bool) -> None:
+        """Give the loader its state."""
+        self.loader.load_state_dict(state)
+
+    @property
+    def inexact(self) -> str:
+        """What it does with its workers is its own affair."""
+        return CHANGED if self.differs else ""
+
+    def state(self) -> bytes:
+        """Its state, encoded at once: a loader may give out its live state."""
+        return encoded(self.loader.state_dict())
+
+
+def encoded(state: Any) -> bytes:
+    """`state` as `pickle.loads` reads it; tensors without torch's storages, whose pickling takes milliseconds."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out)
+    pickler.dispatch_table = {torch.Tensor: _reduced}
+    pickler.dump(state)
+    return out.getvalue()
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    if tensor.device.type != "cpu" or tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+    return rng.as_tensor, (bytes(tensor.numpy()),)  # the state of a generator
+
+
+def _digest(batch: Any) -> bytes:
+    """Of tensors and plain values in host memory: no device is waited for here."""
+    try:
+        host = [leaf for leaf in leaves(batch) if not isinstance(leaf, torch.Tensor) or leaf.device.type == "cpu"]
+        return digest(host)
+    except Exception:  # a user's own kind of tensor; nothing is compared then
+        return b""

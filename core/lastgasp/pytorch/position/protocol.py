@@ -1,0 +1,99 @@
+"""The protocol: how a rank comes back to where it stood in one loader."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+MAP, STATEFUL, STREAM = "map", "stateful", "stream"
+"""How a position is restored, as checkpoints name it: by the sampler, by the loader's state, by drawing again."""
+
+WORKERS = "random numbers that worker processes of a DataLoader draw are not restored"
+CHANGED = (
+    "the loader does not give what it gave before: the first batch of this pass is another one than was trained on "
+    "(has the data set, its seed or its sampler's epoch changed, or is its order drawn anew in each process?)"
+)
+
+
+class PassStart(msgspec.Struct, kw_only=True):
+    """What of a position is known once the first batch of a pass has been drawn, and stays the same to its end.
+
+    Attributes:
+        start: of a map-style loader, `SamplerStart`.
+        at_iter: random state right before the loader was iterated.
+        at_first: random state right before its first batch was drawn.
+        generators: states of the loader's own generators right before it was iterated.
+        counters: what else the loader needs to begin this pass again, as its adapter encodes it.
+        digest: of the first batch.
+    """
+
+    start: dict[str, Any] = {}
+    at_iter: bytes = b""
+    at_first: bytes = b""
+    generators: list[bytes] = []
+    counters: bytes = b""
+    digest: bytes = b""
+
+
+class LoaderPosition(Protocol):
+    """Where one rank stands in one loader, and how it comes back there.
+
+    Every rank has its own, and only the thread that trains calls it. For each pass over the loader:
+
+    1. `begin`, or `resume` for the pass in the middle of which a checkpoint was taken; then the loader is iterated.
+    2. `first` right before the first batch is drawn, and `seen` with that batch. Where `resume` returned a number, so
+       many batches are drawn and thrown away first, and those two calls are about the first of them.
+    3. `settle` once a resumed pass is where it was; the next batch that is drawn is the one that was due. Random
+       state is then whatever it became: the caller restores that of the boundary itself.
+    4. At a boundary `start` and `state` are what a checkpoint needs, with the number of batches consumed.
+
+    Attributes:
+        kind: MAP, STATEFUL or STREAM.
+        changed: `start` has changed since the caller set this to False.
+        live: there is a `state`: it changes with every batch, and has to be asked for before the next one is drawn.
+            That of the end of a pass says where the next one begins (the epoch that the loader counts).
+        inexact: why a resume in the middle of a pass is not exact, for people; empty where nothing is known against it.
+            It may become known by a resume only.
+        start: see `PassStart`.
+    """
+
+    kind: str
+    changed: bool
+    live: bool
+
+    @property
+    def inexact(self) -> str:
+        """See above."""
+
+    @property
+    def start(self) -> PassStart:
+        """See above."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
+        """A pass is continued after `consumed` batches.
+
+        Args:
+            start: as recorded; empty where nothing is known but the number.
+            state: as recorded; empty where nothing is known, or where this kind of loader has none.
+            over: the pass had ended; the loader is iterated next when another pass begins.
+
+        Returns:
+            How many batches must be drawn and thrown away; None where the pass has nothing left, and the loader must
+            not be asked for a batch.
+        """
+
+    def first(self) -> None:
+        """The first batch of the iteration is about to be drawn."""
+
+    def seen(self, batch: Any) -> None:
+        """That batch, as the loader gave it."""
+
+    def settle(self) -> None:
+        """Stand where the resumed pass stood."""
+
+    def state(self) -> bytes:
+        """What changes with every batch, encoded at once; empty where nothing does."""

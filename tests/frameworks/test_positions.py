@@ -1,0 +1,334 @@
+"""Each kind of loader comes back to where it stood: stopped anywhere, a loop gets exactly the samples that are due."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+
+from frameworks.position_rig import Loop, Ran, Stopped
+from lastgasp.errors import CheckpointError
+from lastgasp.pytorch import rng
+from lastgasp.pytorch.loop.data_position import DataPosition
+from lastgasp.pytorch.position import (
+    CHANGED,
+    MAP,
+    STATEFUL,
+    STREAM,
+    WORKERS,
+    EpochPosition,
+    LoaderPosition,
+    position_of,
+    register_loader,
+)
+from lastgasp.pytorch.position import registry as registry_module
+from lastgasp.pytorch.position.loaders import StreamPosition
+from lastgasp.pytorch.position.records import MAGIC, EpochRecord, decode_epoch
+
+STOPS = range(1, 11)
+SOME = (2, 5, 7, 10)
+
+
+@pytest.fixture(autouse=True)
+def childrens_signal() -> Iterator[None]:
+    """DataLoader takes SIGCHLD for its workers, for good."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+class Numbers(Dataset[float]):
+    """Each sample is its number, and perhaps some noise."""
+
+    loaded = 0
+
+    def __init__(self, noise: bool = False) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> float:
+        Numbers.loaded += 1
+        return float(index) + (0.1 * float(torch.rand(())) if self.noise else 0.0)
+
+
+class Stream(IterableDataset[float]):
+    """Numbers in random order, shared out among workers."""
+
+    def __iter__(self) -> Iterator[float]:
+        info = torch.utils.data.get_worker_info()
+        for number in torch.randperm(20).tolist():
+            if info is None or number % info.num_workers == info.id:
+                yield float(number)
+
+
+class Clocked(IterableDataset[float]):
+    """Another order in each process, as with a seed from the clock."""
+
+    processes = 0
+
+    def __init__(self) -> None:
+        Clocked.processes += 1
+        self.begin = Clocked.processes
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([float(self.begin + i) for i in range(20)])
+
+
+class Epochs:
+    """Knows its position, and counts epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 5:
+            self.at += 1
+            yield torch.arange(4.0) + 10 * self.at + 100 * self.epoch
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def shuffled(**options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(Numbers(options.get("num_workers", 0) == 0), 4, shuffle=True, **options)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled(),
+    "own-generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=generator()),
+    "batch-sampler": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(SequentialSampler(range(20)), 4, False)),
+    "distributed": lambda: DataLoader(Numbers(), 2, sampler=DistributedSampler(Numbers(), 2, 1)),
+    "iterable": lambda: DataLoader(Stream(), 4),
+    "stateful": Epochs,
+    "list": lambda: list(DataLoader(Numbers(), 4)),
+}
+WITH_WORKERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled(num_workers=2),
+    "persistent": shuffled(num_workers=2, persistent_workers=True),
+    "iterable": lambda: DataLoader(Stream(), 4, num_workers=2),
+}
+
+
+def set_epoch(loader: Any, number: int) -> None:
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        sampler.set_epoch(number)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loop_gets_what_was_due(name: str) -> None:
+    assert Loop(LOADERS[name], epoch=set_epoch).check(STOPS) == ""
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_a_loop_with_workers_gets_what_was_due(name: str) -> None:
+    told = Loop(WITH_WORKERS[name]).check(SOME)
+    assert told == ("" if name == "iterable" else WORKERS)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_passes_that_are_broken_off_are_not_gone_on_with(name: str) -> None:
+    if name == "stateful":  # such a loader goes on after a break, with or without a fault
+        Loop(Epochs, epochs=4, most=3).check((2, 3, 4, 6, 8))
+    else:
+        Loop(LOADERS[name], epochs=3, most=3, epoch=set_epoch).check((2, 3, 4, 6, 8))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_stopped_twice(name: str) -> None:
+    Loop(LOADERS[name], epochs=3, epoch=set_epoch).check_twice(7, 1)
+
+
+def test_nothing_that_a_sampler_skips_is_loaded() -> None:
+    loop = Loop(lambda: DataLoader(Numbers(), 4, shuffle=True))
+    stopped = loop.run(9)
+    assert isinstance(stopped, Stopped)
+    Numbers.loaded = 0
+    loop.run(start=stopped)
+    assert Numbers.loaded == 4
+
+
+def test_two_passes_over_loaders_that_count_epochs() -> None:
+    """Each loader knows the epochs of the run before, also where its own pass had ended or is still to come."""
+
+    def run(stop: int | None = None, start: bytes = b"") -> tuple[list[float], bytes]:
+        loaders, got = (Epochs(), Epochs()), list[float]()
+        position = DataPosition(rng.RngRecorder(), None)
+        if start:
+            position.resume(start, 0)
+        for epoch in range(position.epoch, 3):
+            position.next_epoch(epoch)
+            for loader in loaders:
+                one, _ = position.begin(loader)
+                while True:
+                    position.ask(one)
+                    if len(got) == stop:
+                        return got, position.record()
+                    try:
+                        got.append(float(position.fetch(one)[0]))
+                    except StopIteration:
+                        break
+                    finally:
+                        one.asking = False
+        return got, b""
+
+    whole, _ = run()
+    assert len(set(whole)) == 15 and len(whole) == 30
+    for stop in range(1, 30):
+        _, record = run(stop)
+        assert run(start=record)[0] == whole[stop:], stop
+
+
+def test_an_order_that_is_drawn_anew_is_told_of() -> None:
+    loop = Loop(lambda: DataLoader(Clocked(), 4))
+    stopped = loop.run(7)
+    assert isinstance(stopped, Stopped)
+    resumed = loop.run(start=stopped)
+    assert isinstance(resumed, Ran)
+    assert resumed.inexact == CHANGED
+
+
+def test_a_sampler_that_is_in_another_epoch_is_told_of() -> None:
+    loop = Loop(LOADERS["distributed"], epoch=set_epoch)
+    stopped = loop.run(7)
+    assert isinstance(stopped, Stopped)
+    resumed = Loop(LOADERS["distributed"]).run(start=stopped)
+    assert isinstance(resumed, Ran)
+    assert resumed.inexact == CHANGED
+
+
+# -- the registry ---------------------------------------------------------------------------------------------
+
+
+class Mine(StreamPosition):
+    """An adapter of a user's own."""
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered is forgotten."""
+    monkeypatch.setattr(registry_module, "_registered", list(registry_module._registered))
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_adapter_is_found_by_the_type_of_the_loader_or_of_its_dataset() -> None:
+    recorder = rng.RngRecorder()
+    register_loader(Stream, Mine)
+    register_loader(f"{__name__}:Epochs", Mine)
+    register_loader("no.such.package:Loader", Mine)
+    found = [position_of(loader, recorder) for loader in (DataLoader(Stream()), Epochs(), DataLoader(Clocked()))]
+    assert [type(position) for position in found] == [Mine, Mine, StreamPosition]
+
+
+def test_built_in_kinds() -> None:
+    recorder = rng.RngRecorder()
+    kinds = {name: position_of(make(), recorder).kind for name, make in LOADERS.items()}
+    assert set(kinds.values()) == {MAP, STATEFUL, STREAM}
+    assert (kinds["distributed"], kinds["stateful"], kinds["list"]) == (MAP, STATEFUL, STREAM)
+    replayed: LoaderPosition = position_of(LOADERS["shuffled"](), recorder, replay=True)
+    assert replayed.kind == STREAM
+
+
+# -- frameworks that iterate their loaders themselves ----------------------------------------------------------
+
+
+class Framework:
+    """Iterates its loader itself, and fetches `ahead` batches before they are trained on."""
+
+    def __init__(self, make: Callable[[], Any], ahead: int) -> None:
+        self.make, self.ahead = make, ahead
+
+    def run(self, stop: int | None = None, start: tuple[bytes, bytes, int] | None = None, number: int = 3) -> Any:
+        """Two epochs: what was trained on; or the record, the random state and the count, stopped behind `stop`."""
+        torch.manual_seed(number)
+        loader, recorder = self.make(), rng.RngRecorder()
+        position, got = EpochPosition([loader], recorder), []
+        position.ahead = self.ahead > 0
+        count = stop or 0
+        epoch = start[2] // 5 - (start[2] % 5 == 0) if start is not None else 0
+        for turn in range(epoch, 2):
+            consumed = start[2] - 5 * epoch if start is not None and turn == epoch else 0
+            if start is not None and turn == epoch:
+                position.resume(decode_epoch(start[0]), consumed)
+                inner = iter(loader)
+                position.replay([partial(next, inner)])
+            else:
+                position.begin()
+                inner = iter(loader)
+            waiting = self._fetch(position, inner, self.ahead, [])
+            if start is not None and turn == epoch:
+                position.settle()
+                rng.restore(rng.decode(start[1]))
+            while consumed < 5:
+                waiting = self._fetch(position, inner, self.ahead + 1, waiting)
+                got.append(waiting.pop(0).tolist())
+                consumed += 1
+                torch.rand(1)
+                if stop is not None and len(got) == stop:
+                    return position.record(consumed), recorder.snapshot(), count
+        position.close()
+        return got
+
+    def _fetch(self, position: EpochPosition, inner: Iterator[Any], count: int, waiting: list[Any]) -> list[Any]:
+        """So many batches, or fewer at the end."""
+        while len(waiting) < count:
+            first = position.before_fetch()
+            batch = next(inner, None)
+            if batch is None:
+                break
+            waiting.append(batch)
+            if first:
+                position.fetched([batch])
+        return waiting
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [("shuffled", 0), ("shuffled", 1), ("iterable", 0), ("iterable", 1), ("stateful", 1), ("list", 1)],
+)
+def test_a_framework_gets_what_was_due(name: str, ahead: int) -> None:
+    framework = Framework(LOADERS[name], ahead)
+    whole = framework.run()
+    for stop in STOPS:
+        left = framework.run(start=framework.run(stop), number=99)
+        assert left == whole[stop:], f"stopped behind batch {stop}"
+
+
+def test_a_record_of_other_loaders_is_refused() -> None:
+    position = EpochPosition([Epochs()], rng.RngRecorder())
+    with pytest.raises(CheckpointError, match="Give the same train loaders"):
+        position.resume(EpochRecord(kinds=[MAP]), 3)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04N.", MAGIC + b"\x05\x00\x00\x00ab"])
+def test_a_record_that_cannot_be_read(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="data position"):
+        decode_epoch(data)
+
+
+def test_a_record_is_the_same_object_as_long_as_nothing_has_changed() -> None:
+    loader = LOADERS["shuffled"]()
+    position = EpochPosition([loader], rng.RngRecorder())
+    position.begin()
+    inner = iter(loader)
+    next(inner)
+    first = position.record(1)
+    next(inner)
+    assert position.record(2) is first
+    position.close()
+    assert type(loader.batch_sampler) is BatchSampler
