@@ -37,6 +37,9 @@ LAUNCHERS = {
 }
 BARE = {"LASTGASP_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
+COLD = {"LASTGASP_WARM": "off"}
+"""bench_warm has the other; here the fault comes before a warm process could be ready."""
+
 
 def measure(options: Options) -> list[Measure]:
     """Seconds from the kill to the first new step of both, and their difference within each round."""
@@ -81,7 +84,7 @@ class _Jobs:
         command = [sys.executable, *LAUNCHERS[kind], "--nproc-per-node", "2", str(SCRIPT), "--dir", str(ckpts),
                    "--width", str(self.width), "--steps", str(STEPS), "--every", str(EVERY)]  # fmt: skip
         command += ["--lastgasp"] if kind == "lastgasp" else []
-        environ = os.environ | {"OMP_NUM_THREADS": "1", ENV_LOG: str(log)} | (BARE if kind == "bare" else {})
+        environ = os.environ | {"OMP_NUM_THREADS": "1", ENV_LOG: str(log)} | (BARE if kind == "bare" else COLD)
         environ[ENV_FAULT] = f"kind=sigkill,rank=0,step={FAULT_STEP},phase=backward"
         done = run_job(command, place / "log", timeout=LIMIT, environ=environ)
         if done.returncode != 0:

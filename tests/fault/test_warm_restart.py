@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 def killed(command: list[str], folder: Path, **variables: str) -> Iterator[tuple[Running, Path]]:
     """A job whose rank 1 is killed in backward after step 9, which comes once the test opens the gate."""
     directory, log = folder / "d", folder / "faults.log"
-    faults = {"LASTGASP_FAULT": KILL, "LASTGASP_FAULT_LOG": str(log), "LASTGASP_LOG": "debug"}
+    faults = {"LASTGASP_FAULT": KILL, "LASTGASP_FAULT_LOG": str(log), "LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto"}
     with running(folder, command, **faults, **variables) as [job]:
         yield job, directory
         (directory / "go").touch()
@@ -79,9 +79,9 @@ def test_ranks_are_forked_after_a_kill(shape: str, launcher: Any, tmp_path: Path
 def gated(folder: Path, **variables: str) -> Iterator[tuple[Running, Path]]:
     """A job without torch in its ranks; one kills itself after step 3, which comes once the test opens the gate."""
     directory = folder / "d"
-    with running(
-        folder, run(SUPPORT / "launch_worker.py", directory, "gated", 3), LASTGASP_LOG="debug", **variables
-    ) as [job]:
+    command = run(SUPPORT / "launch_worker.py", directory, "gated", 3)
+    loud = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto"}
+    with running(folder, command, **loud, **variables) as [job]:
         yield job, directory
         (directory / "go").touch()
         assert job.code() == 0, job.output[-4000:]

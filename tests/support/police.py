@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lastgasp.gasp import rundir
+from lastgasp.launch.warm import SWITCH
 from lastgasp.steps import ringfile
 from support import leaks
 
@@ -48,6 +49,9 @@ def restored_logging() -> Iterator[None]:
 def places_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of each run of tests, and of each of its workers: what one run has left is no other run's to recover or to list.
 
+    Launchers make no warm process unless a test, or who runs the tests, sets LASTGASP_WARM: one job with one fault is
+    over sooner without its imports.
+
     Controllers announce themselves where no `lastgasp ps` of the user looks, nor finds anything; rings of step marks
     are in shared memory as ever, in a folder.
     """
@@ -56,6 +60,7 @@ def places_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(rundir.VARIABLE, str(tmp_path_factory.mktemp("runtime")))
         patch.setenv(ringfile.VARIABLE, rings)
+        patch.setenv(SWITCH, os.environ.get(SWITCH, "off"))
         yield
     shutil.rmtree(rings, ignore_errors=True)
 

@@ -18,6 +18,7 @@ TARGETS: dict[str, set[float]] = {
     "callback": {30.0, 40.0},
     "checkpoint": {1.0, 1.3},
     "restart": {0.5, 0.0},
+    "warm": {1.5},
     "marks": {0.5, 0.05},
     "flush": {1.0},
     "marks_step": {0.5},
@@ -29,7 +30,7 @@ TARGETS: dict[str, set[float]] = {
     "sizes": set(),
 }
 """The targets that each benchmark judges."""
-LONG = ("callback", "checkpoint", "detect", "flush", "marks_step", "megatron", "mindspore", "restart", "slow")
+LONG = ("callback", "checkpoint", "detect", "flush", "marks_step", "megatron", "mindspore", "restart", "slow", "warm")
 """They start whole jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
 

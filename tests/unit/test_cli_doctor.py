@@ -39,6 +39,7 @@ def test_json_and_the_code_of_an_error(tmp_path: Path) -> None:
 
 
 def test_what_a_warm_restart_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LASTGASP_WARM")
     assert (
         "takes the memory of their imports once per node (LASTGASP_WARM=auto)"
         in json.loads(run("--json")[1])["restarts"]
