@@ -14,6 +14,7 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.gasp.serve import start_detached
+from lastgasp.gasp.uncoordinated import OUT_OF_REACH
 from support.engine_job import ToyJob, ToyRank, held
 
 pytestmark = pytest.mark.fault
@@ -257,7 +258,7 @@ def test_controller_killed_then_a_rank_killed_the_survivor_saves_alone(tmp_path:
         incident = job.incident()
     assert job.saved() == ["step-4.toy"]
     assert incident.led_by == "rank 0"
-    assert incident.notes == ["without a controller: the random state of the other ranks was out of reach"]
+    assert incident.notes == [OUT_OF_REACH]
 
 
 def test_a_detached_controller_ends_after_the_last_rank(tmp_path: Path) -> None:

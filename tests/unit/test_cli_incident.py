@@ -13,11 +13,13 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lastgasp.checkpoint.addenda import add
 from lastgasp.cli import main
 from lastgasp.cli._picture import shown_ranks
 from lastgasp.cli._timeline import Scale, Span, duration, headline, moments, spans
 from lastgasp.events import Fault, Incident, Phases, Unused, encode_incident
 from lastgasp.mindspore.layout import LegacyName
+from support.checkpoint_kit import FILES, put_file
 
 MS = 1_000_000
 EPOCH = 1_700_000_000_000 * MS
@@ -180,3 +182,14 @@ def test_the_scale_keeps_order_and_gives_every_span_room(lengths: list[float], a
     assert all(right - left > 0.999 for left, right in itertools.pairwise(scale.edges))
     assert 0 <= scale.place(at) <= scale.end
     assert scale.place(at) <= scale.place(at + 1)
+
+
+def test_what_was_added_to_the_checkpoint_since_is_said(tmp_path: Path) -> None:
+    """The record's note was true when it was written; the resume is exact all the same."""
+    path = put_file(tmp_path, 33)
+    lost = "the random state of rank 1 at step 33 died with its process or host"
+    write(tmp_path, msgspec.structs.replace(record(), files=[str(path)], notes=[lost]))
+    assert "has been added" not in run(tmp_path).output
+    assert add(path, FILES, {1: b"state"})
+    said = " ".join(run(tmp_path).output.split())
+    assert "the random state of rank 1 has been added to the checkpoint since: a resume restores it" in said

@@ -11,7 +11,7 @@ import contextlib
 import glob
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -72,6 +72,13 @@ def added(checkpoint: Path, layout: Layout) -> dict[int, bytes]:
         if one is not None and isinstance(manifest, Manifest) and one.of == manifest.self_digest:
             aux |= one.aux
     return aux
+
+
+def ranks_named(found: Iterable[int]) -> str:
+    """These ranks, for people."""
+    ranks = sorted(found)
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def remove_orphans(directory: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from lastgasp._fs import read_bounded
+from lastgasp.checkpoint.addenda import added, ranks_named
 from lastgasp.errors import ConfigError
 from lastgasp.events import Incident, decode_incident, encode_incident
 
@@ -104,8 +105,16 @@ def _print(record: Incident) -> None:
         out.print(part)
     for unused in record.unused:
         out.print(f"rank {unused.rank} did not save: {escape(unused.why)}")
-    for note in record.notes:
+    for note in [*record.notes, *_added(record)]:
         out.print(f"note: {escape(note)}")
+
+
+def _added(record: Incident) -> list[str]:
+    """What other ranks have put beside the checkpoint since: notes of the moment may be gloomier than the resume."""
+    found = {rank for path in map(Path, record.files) for layout in LAYOUTS.values() for rank in added(path, layout)}
+    if not found:
+        return []
+    return [f"the random state of {ranks_named(found)} has been added to the checkpoint since: a resume restores it"]
 
 
 def _facts(record: Incident) -> Table:

@@ -23,6 +23,8 @@ from .views import nothing_new, safe_step
 
 log = logging.getLogger("lastgasp")
 
+OUT_OF_REACH = "without a controller: the random state of the other ranks was out of reach, unless they added it"
+
 
 @dataclass(frozen=True)
 class Known:
@@ -77,7 +79,7 @@ def recover_uncoordinated(
     incident.phases.released = _clock.wall_ns()
     incident.notes += known.notes
     if place.world_size > 1 and (incident.savers or incident.ending != "saved"):
-        incident.notes.append("without a controller: the random state of the other ranks was out of reach")
+        incident.notes.append(OUT_OF_REACH)
     try:
         write_incident(incident, Path(hello.directory))
     except OSError as error:  # the checkpoint counts for more than its record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from lastgasp import exitcodes
@@ -42,6 +43,7 @@ class Restarts:
             how: the exit codes of the failed ranks; empty if unknown.
         """
         self._ever_used = self._ever_used or used
+        how = how - {-signal.SIGTERM} or how  # whom the launcher has stopped, because another one had failed
         counts = bool(how) and not used and (self.always or self._ever_used)
         self.starts = (self.starts + 1 if how == self._how else 1) if counts else 0
         self._how = how

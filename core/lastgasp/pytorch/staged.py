@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.checkpoint import Provenance, Staged
-from lastgasp.checkpoint.addenda import add, added
+from lastgasp.checkpoint.addenda import add, added, ranks_named
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.retention import prune
 from lastgasp.config import GaspConfig
@@ -101,13 +101,6 @@ def contribute(target: Path, layout: Layout, aux: Mapping[int, bytes]) -> str:
     if not done:
         return "no random state could be added to it"
     return f"the random state of {ranks_named(aux)} was added to it"
-
-
-def ranks_named(aux: Mapping[int, bytes]) -> str:
-    """These ranks, for people."""
-    ranks = sorted(aux)
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def with_added(record: dict[str, Any], path: Path, layout: Layout) -> None:
