@@ -178,6 +178,17 @@ def test_two_starts_that_fail_alike_are_enough() -> None:
     assert restarts.should_give_up and "2 starts in a row failed in the same way (exit code 1)" in restarts.verdict
 
 
+def test_a_rank_that_the_launcher_has_stopped_does_not_tell_how_a_start_failed() -> None:
+    """One rank failed, and torch ended the other one: which comes first is chance, and it was another start each time."""
+    restarts = Restarts(always=True)
+    restarts.ended(0, used=False, progressed=False, how=frozenset({1, -15}))
+    restarts.ended(1, used=False, progressed=False, how=frozenset({1}))
+    assert restarts.should_give_up and "in the same way (exit code 1)" in restarts.verdict
+    told = Restarts(always=True)
+    told.ended(0, used=False, progressed=False, how=frozenset({-15}))
+    assert told.starts == 1, "where nobody failed otherwise it tells"
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_starts_that_ranks_have_joined_are_counted_otherwise(used: bool) -> None:
     restarts = Restarts(always=used)
