@@ -179,7 +179,7 @@ def test_two_starts_that_fail_alike_are_enough() -> None:
 
 
 def test_a_rank_that_the_launcher_has_stopped_does_not_tell_how_a_start_failed() -> None:
-    """One rank failed, and torch ended the other one: which comes first is chance, and it was another start each time."""
+    """One rank failed, and torch ended the other one: which comes first is chance, and no start was like another."""
     restarts = Restarts(always=True)
     restarts.ended(0, used=False, progressed=False, how=frozenset({1, -15}))
     restarts.ended(1, used=False, progressed=False, how=frozenset({1}))

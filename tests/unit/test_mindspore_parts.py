@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy
 import pytest
 
 from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic, decode
+from lastgasp_mindformers.data import changed, described
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.marks import marked_elsewhere
@@ -40,6 +44,44 @@ def test_a_small_state_comes_back() -> None:
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="auxiliary state"):
         decode(data)
+
+
+def test_a_state_of_before_the_data_were_described_is_read() -> None:
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(aux()))
+    assert decode(msgspec.msgpack.encode(fields[:-1])).data == ""
+
+
+class Stage:
+    """As a stage of MindSpore's pipelines: it is made of others."""
+
+    def __init__(self, *children: Stage, size: int = 8) -> None:
+        self.children, self._size = list(children), size
+
+    def get_batch_size(self) -> int:
+        """Batched once, at the end."""
+        return self._size
+
+
+class Source(Stage):
+    """The first one."""
+
+
+def begun(batches: int = 40, **options: Any) -> SimpleNamespace:
+    """The parameters of callbacks."""
+    return SimpleNamespace(batch_num=batches, train_dataset=Stage(Source(), **options))
+
+
+def test_data_that_have_changed_are_said_and_no_refusal() -> None:
+    here = described(begun())
+    assert here == "40 batches of 8 (Stage of Source)"
+    assert changed(here, described(begun())) == ""
+    for other in (begun(41), begun(size=4), SimpleNamespace(batch_num=40, train_dataset=Stage(Stage(Source())))):
+        assert here in changed(described(other), here) and described(other) in changed(described(other), here)
+
+
+def test_data_that_tell_nothing_are_not_compared() -> None:
+    unknown = described(SimpleNamespace(batch_num=40, train_dataset=object()))
+    assert unknown == "" == changed("", "x") == changed("x", unknown)
 
 
 def test_a_legacy_checkpoint_is_complete_over_all_ranks() -> None:

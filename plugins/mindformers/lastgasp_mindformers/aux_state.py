@@ -67,6 +67,8 @@ class AuxState(msgspec.Struct, frozen=True, array_like=True):
     generator: tuple[int, int]
     """Seed and offset of mindspore's default generator."""
     statistics: tuple[Statistic, ...] = ()
+    data: str = ""
+    """What the training data are (`data.described`); empty where that is not known."""
 
 
 _STATES = msgspec.msgpack.Decoder(AuxState)
@@ -84,10 +86,14 @@ class AuxRecorder:
 
     Args:
         train_network: whose statistics count: all its small parameters that are not the optimizer's.
+
+    Attributes:
+        data: what the training data are, for people; set once that is known.
     """
 
     def __init__(self, train_network: Any) -> None:
         self.buffer = CrashSafeBuffer(_ROOM)
+        self.data = ""
         self._watched = _watched(train_network)
 
     @property
@@ -113,6 +119,7 @@ class AuxRecorder:
             numpy=(str(kind), key.tobytes(), int(position), int(has_gauss), float(gauss)),
             generator=_generator(),
             statistics=tuple(_statistic(watched) for watched in self._watched),
+            data=self.data,
         )
         return msgspec.msgpack.encode(state)
 

@@ -15,6 +15,7 @@ from lastgasp.adapter.testing import faults
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp
+from lastgasp_mindformers.data import changed, described
 from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exits import kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
@@ -177,10 +178,13 @@ class Run:
         if self.state is None:
             self.session.defer_to_framework()
             return
+        self.state.aux.data = data = described(params)
         if self._aux:
             aux = decode(self._aux)
             restore_random(aux)
             self.state.aux.restore_scaling(aux)
+            if why := changed(aux.data, data):
+                self.session.note(why)
         done = self._native.completed_before or int(self.selector.resumed or 0)
         if monitor_of(params.list_callback) is None:
             params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks

@@ -1,0 +1,47 @@
+"""What can be known of the training data without reading them, to say it where a resume goes on with other ones.
+
+MindFormers lets data and batch size change between two starts on purpose (it counts epochs and steps anew), so this is
+a note and no refusal.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+log = logging.getLogger("lastgasp")
+
+DEEP = 32
+"""Stages of a pipeline that are looked at."""
+
+
+def described(params: Any) -> str:
+    """The data of this training in words: `40 batches of 8 (BatchDataset of MapDataset of GeneratorDataset)`.
+
+    Args:
+        params: the parameters of MindSpore's callbacks, when training begins.
+
+    Returns:
+        Equal for equal data; empty where they do not tell. Never raises.
+    """
+    try:
+        dataset = params.train_dataset
+        return f"{int(params.batch_num)} batches of {int(dataset.get_batch_size())} ({' of '.join(_stages(dataset))})"
+    except Exception as error:  # a user's own, and nothing that training needs
+        log.debug("the training data do not tell what they are: %s", error)
+        return ""
+
+
+def changed(saved: str, now: str) -> str:
+    """What to tell where the checkpoint's data are not those of this start; empty where they are, or nobody knows."""
+    if not saved or not now or saved == now:
+        return ""
+    return f"the training data are not those of the checkpoint: {saved} there, {now} here; the step counts go on"
+
+
+def _stages(dataset: Any) -> list[str]:
+    found: list[str] = []
+    while dataset is not None and len(found) < DEEP:
+        found.append(type(dataset).__name__)
+        dataset = next(iter(getattr(dataset, "children", None) or ()), None)
+    return found
