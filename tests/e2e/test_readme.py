@@ -97,7 +97,7 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("plugin", ["lightning", "megatron", "mindformers"])
+@pytest.mark.parametrize("plugin", ["lightning", "megatron", "mindformers", "transformers"])
 def test_a_plugin_s_readme_names_every_module(plugin: str) -> None:
     folder = ROOT / "plugins" / plugin
     table = [cells[0] for cells in rows(folder / "README.md", "| module | what it holds")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEADER = "| what you get | Lightning | Megatron-LM | MindFormers, MindSpore | plain PyTorch | TensorFlow |"
+HEADER = "| what you get | Lightning | Trainer | Megatron-LM | MindFormers, MindSpore | plain PyTorch | TensorFlow |"
 WRITTEN = "you write"
 """The row that says what to write; all others are proven."""
 

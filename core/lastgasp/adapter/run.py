@@ -81,9 +81,11 @@ class Training(Protocol):
 
     def before_exit(self) -> None:
         """This process is about to exit at once, since a peer is gone: close what would lose data (loggers)."""
+        return
 
     def advice(self) -> str:
         """What the user can do so that the next such fault costs nothing, where no step could be saved; or empty."""
+        return ""
 
 
 class AdapterRun:

@@ -17,6 +17,7 @@ from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
+from lastgasp.pytorch.loop.record import buffers_of
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.position import (
     CHANGED,
@@ -33,6 +34,7 @@ from lastgasp.pytorch.position import (
     position_of,
     register_loader,
 )
+from lastgasp.pytorch.prefetched import PrefetchedData, PrefetchedPosition
 from lastgasp.pytorch.processgroups import key_of, process_groups
 from lastgasp.pytorch.ranges import Range, Sink, range_of
 from lastgasp.pytorch.rng import as_tensor
@@ -60,6 +62,8 @@ __all__ = [
     "LoaderPosition",
     "LoopMarks",
     "PassStart",
+    "PrefetchedData",
+    "PrefetchedPosition",
     "Range",
     "Sink",
     "StagedGasp",
@@ -68,6 +72,7 @@ __all__ = [
     "TorchState",
     "as_tensor",
     "at_first_bytes",
+    "buffers_of",
     "connect",
     "contribute",
     "cuda_marks",

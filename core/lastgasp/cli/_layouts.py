@@ -17,12 +17,14 @@ from lastgasp.pytorch.layout import PlainFiles
 from lastgasp.tensorflow.layout import LAYOUT
 
 LIGHTNING, MEGATRON, PLAIN = SingleFile(".ckpt"), DirectoryLayout("iter_*"), PlainFiles()
+TRANSFORMERS = DirectoryLayout("checkpoint-[0-9]*")
 LAYOUTS: dict[str, Layout] = {
     "mindformers": LEGACY,
     "mindformers iterations": ITERATIONS,
     "mindspore": MINDSPORE,
     "lightning": LIGHTNING,
     "megatron": MEGATRON,
+    "transformers": TRANSFORMERS,
     "tensorflow": LAYOUT,
     "pytorch": PLAIN,
 }
@@ -71,5 +73,5 @@ def _with_step(layout: Layout, candidate: Candidate) -> Candidate:
 def nothing_in(directory: Path) -> ConfigError:
     """The error for a directory without checkpoints."""
     allowed = "a directory with *.ckpt, *.pt or *.pth files, TensorFlow's *.index with *.data-*, MindFormers' rank_* "
-    allowed += "or iteration_*, or iter_* directories"
+    allowed += "or iteration_*, iter_* directories, or checkpoint-N directories of Trainer's"
     return ConfigError("DIR", str(directory), allowed, "Give the checkpoint directory.")

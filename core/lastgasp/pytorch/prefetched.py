@@ -1,0 +1,96 @@
+"""Where a rank stands in its training data when something fetches a batch ahead of the loop (accelerate does).
+
+The batch that waits was made before the boundary of a step, the next one will be made after it. Where random numbers
+are drawn to choose or to make batches, each is repeated under the random state of its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from lastgasp.adapter.hooks import replace_attribute
+from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.loaders import is_map
+from lastgasp.pytorch.position.samplers import SamplerStart, SamplerTrack, track_sampler
+
+
+class PrefetchedPosition(msgspec.Struct, frozen=True):
+    """Of one rank at a boundary.
+
+    Args:
+        start: how the pass over the data began.
+        ahead: random state under which the batch was fetched that waits.
+    """
+
+    start: SamplerStart
+    ahead: bytes
+
+
+class PrefetchedData:
+    """Follows the loader that a training reads, below whatever fetches one batch ahead.
+
+    Args:
+        random: captures the random state of this process.
+
+    Attributes:
+        followed: whether its position can be restored exactly.
+        fetching, fetched: called before and after each batch is asked for; `fetched` is told whether there was one.
+    """
+
+    def __init__(self, random: rng.RngRecorder) -> None:
+        self._random, self._track, self._ahead, self._resumed = random, SamplerTrack(random), b"", b""
+        self.followed = False
+        self._loader: Any = None
+        self.fetching: Callable[[], None] = lambda: None
+        self.fetched: Callable[[bool], None] = lambda there: None
+
+    def follow(self, loader: object) -> None:
+        """Watch a DataLoader over a map-style dataset; anything else is left alone."""
+        self.followed = is_map(loader)
+        if self.followed:
+            self._loader, self._track = loader, track_sampler(loader, self._random)
+            replace_attribute(loader, "__iter__", lambda original: lambda: self._batches(original))
+
+    @property
+    def position(self) -> PrefetchedPosition | None:
+        """Where it stands; None before the first batch, and where the loader is not followed."""
+        return PrefetchedPosition(self._track.start, self._ahead) if self._ahead else None
+
+    def resume(self, position: PrefetchedPosition, consumed: int, more: bool) -> None:
+        """The next pass repeats the one of `position`, without its first `consumed` batches.
+
+        Args:
+            more: whether there are any others; where not, the sampler is left as that pass has left it.
+        """
+        self._track.resume(position.start, consumed)
+        if more:
+            self._resumed = position.ahead
+            return
+        kept = self._random.snapshot()
+        for _ in self._loader._index_sampler:
+            pass
+        rng.restore(rng.decode(kept))
+
+    def _batches(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        ahead, self._resumed = self._resumed, b""
+        kept = self._random.snapshot() if ahead else b""
+        if not ahead:
+            self._track.new_epoch()
+        batches = make()
+        if ahead:
+            self._track.settle()
+            rng.restore(rng.decode(ahead))
+        while True:
+            self._ahead = self._random.snapshot()
+            self.fetching()
+            batch = next(batches, None)
+            self.fetched(batch is not None)
+            if batch is None:
+                return
+            if kept:
+                rng.restore(rng.decode(kept))
+                kept = b""
+            yield batch

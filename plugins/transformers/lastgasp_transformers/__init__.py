@@ -1,0 +1,17 @@
+"""Resilience for Hugging Face's Trainer: `Trainer(..., callbacks=[LastGasp()])`."""
+
+from __future__ import annotations
+
+from lastgasp.adapter import MissingExtra
+
+try:
+    import accelerate as _accelerate
+    import transformers as _transformers
+except ModuleNotFoundError as error:
+    raise MissingExtra("transformers", error.name or "transformers") from error
+
+from lastgasp_transformers.callback import LastGasp
+
+del _accelerate, _transformers
+
+__all__ = ["LastGasp"]

@@ -1,0 +1,103 @@
+"""`LastGasp`, the one object that a user of Trainer adds. `Trainer.train` looks for it among the callbacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from lastgasp import adapter
+from lastgasp_transformers.run import Run, versions_known
+
+
+class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Saves the step that training stands on when a rank dies, raises, hangs or is told to stop; resumes from it.
+
+    Checkpoints go where Trainer's own go, into `TrainingArguments.output_dir`, and look like them.
+
+    Args:
+        keep: how many of the checkpoints that LastGasp itself wrote to keep; default 3. Those of Trainer are
+            rotated by `save_total_limit` alone.
+        resume: "auto" (default) resumes from the newest checkpoint that verifies on all ranks; "never" ignores what
+            was there before this job; a path starts from that one. `train(resume_from_checkpoint=path)` is the same.
+        hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it
+            from the run, 60 s at least.
+        save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.
+        finish_timeout: seconds that a rank inside its optimizer update gets to finish it; default 10.
+        sha256: also write SHA-256 digests into the manifests; default False.
+        marks: what is marked in each step, for `lastgasp report`: True (default) for all but the collectives, False
+            for nothing, or names out of step, forward, dataloader, save, comm ("all", "none").
+        profiling_dir: where the marks' files go; default MindCluster's directory where there is one, else
+            `profiling` beside the checkpoints.
+        profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
+
+    Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
+
+    Raises:
+        ConfigError: a value that is not allowed; names field, value, what is allowed, and what to do.
+        HookNotPlaced: this version of transformers has another `Trainer.train`.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        hang_timeout: Any = None,
+        save_timeout: float | None = None,
+        finish_timeout: float | None = None,
+        sha256: bool | None = None,
+        marks: bool | str | None = None,
+        profiling_dir: str | os.PathLike[str] | None = None,
+        profiling_limit_mb: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        adapter.tell_launcher()
+        adapter.refuse_unknown(unknown, LastGasp.__init__)
+        self._given = {"keep": keep, "resume": resume, "hang_timeout": hang_timeout, "save_timeout": save_timeout,
+                       "finish_timeout": finish_timeout, "sha256": sha256}  # fmt: skip
+        self.config(".")
+        self.marks = adapter.MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
+        self.run: Run | None = None
+        _HOOKS.place()
+
+    def config(self, directory: str | Path, **more: Any) -> adapter.GaspConfig:
+        """What was given, for checkpoints in that directory."""
+        return adapter.GaspConfig.resolve(directory, **(self._given | more))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Everything is loaded: from here on a fault is answered."""
+        if self.run is None:
+            allowed = "a Trainer whose train() calls transformers.Trainer.train"
+            raise adapter.ConfigError("callbacks", "LastGasp", allowed, "Call super().train() in your own Trainer's.")
+        self.run.begin()
+
+
+def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Protect one call of `Trainer.train`, where a LastGasp is among the callbacks."""
+    trainer = call.__self__
+    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LastGasp)]
+    if not found:
+        return call(*args, **kwargs)
+    if len(found) > 1:
+        raise adapter.ConfigError("callbacks", "several LastGasp", "one LastGasp", "Leave one of them in the list.")
+    given = adapter.arguments_of(call, args, kwargs)
+    (gasp,) = found
+    path = given.get("resume_from_checkpoint")
+    named = {"resume": path} if isinstance(path, str) else {}
+    run = gasp.run = Run(trainer, gasp.config(trainer.args.output_dir, **named), gasp.marks, given.get("trial"))
+    try:
+        result = run.train(lambda checkpoint: call(**(given | {"resume_from_checkpoint": checkpoint})))
+    except BaseException as error:
+        run.core.failed(error)
+        raise
+    finally:
+        gasp.run = None
+    run.core.close(completed=True)
+    return result
+
+
+_TRAIN = adapter.Hook("transformers.trainer", "Trainer.train", _around_train, ("resume_from_checkpoint", "trial"))
+_HOOKS = adapter.Hooks([_TRAIN], remedy=versions_known)

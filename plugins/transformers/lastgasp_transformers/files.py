@@ -1,0 +1,141 @@
+"""Checkpoints as Trainer writes them: `checkpoint-N` directories, with one more file that Trainer does not look at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import TrainerState
+
+from lastgasp import adapter
+from lastgasp.adapter import checkpoint
+from lastgasp.adapter.files import unique_temp
+from lastgasp.adapter.torch import as_tensor, decode_aux, with_added
+
+LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
+FORMAT, VERSION = "transformers", 1
+_RECORD = "lastgasp.pt"
+_INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""As Trainer's own just-in-time checkpoint has it; it is there while ranks write."""
+Record = dict[str, Any]
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands."""
+    return directory / f"checkpoint-{step}"
+
+
+def read_record(path: Path) -> Record | None:
+    """What lastgasp has put into a checkpoint; None where it was written without.
+
+    Raises:
+        ValueError: of a version that this code does not know.
+    """
+    if not (path / _RECORD).exists():
+        return None
+    found: Record = torch.load(path / _RECORD, map_location="cpu", weights_only=False)  # verified, and of our own
+    if found["version"] != VERSION:
+        raise ValueError(f"it has lastgasp state of version {found['version']}, this lastgasp reads {VERSION}")
+    with_added(found, path, LAYOUT)
+    return found
+
+
+class Policy(adapter.SelectionPolicy):
+    """Checkpoints that a killed process has left incomplete, and those of weights alone, are none."""
+
+    def candidates(self, own: bool) -> list[checkpoint.Candidate]:
+        """Those that training can be resumed from."""
+        found = [(one, one.path / "optimizer.pt", one.path / _INCOMPLETE) for one in super().candidates(own)]
+        return [one for one, full, cut in found if one.manifest is not None or (full.exists() and not cut.exists())]
+
+
+class OwnSaves(adapter.NativeManifests):
+    """Manifests for what Trainer itself saves; the ranks' auxiliary states are put beside its files.
+
+    Args:
+        record: makes what goes into the checkpoint from the auxiliary states of the ranks.
+    """
+
+    def __init__(
+        self, writer: adapter.ManifestWriter, session: adapter.Session, record: Callable[[Mapping[int, bytes]], Record]
+    ) -> None:
+        super().__init__(writer, session.gather, session.status)
+        self._record = record
+
+    def begin(self, path: Path) -> None:
+        """On rank 0, before any rank writes: what stands there is about to be overwritten."""
+        LAYOUT.manifest_path(path).unlink(missing_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / _INCOMPLETE).write_text("Trainer is writing this checkpoint, or was killed while it did.\n")
+
+    def add_aux(self, save: adapter.NativeSave, aux: Mapping[int, bytes]) -> None:
+        """On rank 0, when all ranks have written."""
+        torch.save(self._record(aux), save.path / _RECORD)
+        (save.path / _INCOMPLETE).unlink()
+
+    def adopt(self, save: adapter.NativeSave) -> None:
+        """On rank 0: a good gasp of this very step is Trainer's own checkpoint from now on, and no gasp any more."""
+        found = checkpoint.read_manifest(LAYOUT.manifest_path(save.path))
+        if isinstance(found, checkpoint.Manifest) and found.kind == "gasp":
+            checkpoint.write_manifest(save.path, LAYOUT, self.provenance(save), found.files)
+
+
+def write_checkpoint(staged: checkpoint.Staged, trainer: Any, dump: Record, record: Record, state: Record) -> None:
+    """What Trainer writes on rank 0, and the random states of all ranks that are known. Enters no collective.
+
+    Args:
+        dump: model, optimizer, scheduler and scaler (`TorchState.dump`).
+        record: has the auxiliary states; state: the fields of a TrainerState.
+
+    Raises:
+        NotSaveable: the model writes its weights in another way.
+        OSError: the disk refused.
+    """
+    folder, name = unique_temp(staged.target), staged.target.name
+    try:
+        _write(folder, trainer, dump, record, state)
+        files = {f"{name}/{p.relative_to(folder).as_posix()}": p for p in folder.rglob("*") if p.is_file()}
+        staged.adopt(folder, tuple(checkpoint.read_files(files)))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Record) -> None:
+    folder.mkdir()
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if hasattr(model, "save_pretrained"):
+        rank_0_alone = "should_save_on_this_rank"  # and any rank may be the one that is left
+        undo = adapter.replace_attribute(model, rank_0_alone, lambda _: lambda *_: True)
+        model.save_pretrained(folder, state_dict=dump["model"], is_main_process=True)
+        undo()
+    else:
+        safetensors.torch.save_file(dump["model"], folder / "model.safetensors", metadata={"format": "pt"})
+    if not any(folder.glob("*.safetensors")):
+        raise adapter.NotSaveable("save_pretrained() of this model writes no *.safetensors")
+    processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processing is not None:
+        processing.save_pretrained(folder)
+    one = record["world_size"] == 1
+    files = {"training_args.bin": trainer.args, "optimizer.pt": dump["optimizer"], "scheduler.pt": dump["scheduler"],
+             "scaler.pt": dump["scaler"], _RECORD: record}  # fmt: skip
+    for rank, data in record["small"].items():
+        files["rng_state.pth" if one else f"rng_state_{rank}.pth"] = _random_state(decode_aux(data).rng, one)
+    for file, value in files.items():
+        if value is not None:
+            torch.save(value, folder / file)
+    TrainerState(**state).save_to_json(str(folder / "trainer_state.json"))
+
+
+def _random_state(state: Any, one: bool) -> Record:
+    """As Trainer saves it."""
+    numpy, inner = state.numpy, state.numpy["state"]
+    found: Record = {"python": state.python, "cpu": as_tensor(state.torch)}
+    found["numpy"] = (numpy["bit_generator"], inner["key"], inner["pos"], numpy["has_gauss"], numpy["gauss"])
+    if state.accelerators and torch.cuda.is_available():
+        own = as_tensor(state.accelerators[0])
+        found["cuda"] = own if one else [own] * torch.cuda.device_count()
+    return found

@@ -1,0 +1,291 @@
+"""One call of `Trainer.train` under protection: what is chosen, hooked, and done at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from transformers import trainer as trainer_module
+from transformers.trainer_utils import rotate_checkpoints
+
+from lastgasp import adapter
+from lastgasp.adapter import torch as shared
+from lastgasp.adapter.checkpoint import Candidate, Fit
+from lastgasp.adapter.testing import faults
+from lastgasp.adapter.torch import rng
+from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, path_of, read_record
+from lastgasp_transformers.state import Training
+
+_NEEDS = {
+    "get_train_dataloader": (),
+    "_init_training_state": ("max_steps", "num_update_steps_per_epoch"),
+    "_run_epoch": ("epoch", "steps_in_epoch", "steps_trained_in_current_epoch", "num_update_steps_per_epoch"),
+    "_get_grad_norm": ("model",),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_rng_state": ("checkpoint",),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+}
+"""Methods that are replaced in the Trainer that trains, and their parameters (docs/facts/transformers.md §1)."""
+
+
+def versions_known() -> str:
+    """For the error of a hook that does not fit."""
+    there = f"this is {transformers.__version__}"
+    return f"lastgasp knows transformers 5.23, {there}: install that one, or take LastGasp out of the callbacks."
+
+
+def require_supported(trainer: Any, trial: Any) -> None:
+    """Refuse what survivors alone cannot save, and what trains under other rules.
+
+    Raises:
+        ConfigError: names the argument, and what is supported.
+        HookNotPlaced: this transformers lacks something that is relied on.
+    """
+    args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
+    plain = kind == "NO" or (kind.startswith("MULTI_") and trainer.accelerator.parallelism_config is None)
+    for field, value, bad, allowed in (
+        ("distributed_type", kind, not plain or trainer.is_distributed_loading_by_transformers, "DDP or one device"),
+        ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
+        ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
+        ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),
+        ("enable_jit_checkpoint", True, args.enable_jit_checkpoint, "False: lastgasp itself saves on SIGTERM"),
+    ):
+        if bad:
+            raise adapter.ConfigError(field, value, allowed, "Change it, or take LastGasp out of the callbacks.")
+    for name, needs in _NEEDS.items():
+        there = inspect.signature(getattr(trainer, name)).parameters if hasattr(trainer, name) else {}
+        if not hasattr(trainer, name) or set(needs) - set(there):
+            raise adapter.HookNotPlaced(f"Trainer.{name}({', '.join(needs)})", str(tuple(there)), versions_known())
+
+
+class Run:
+    """One of them.
+
+    Args:
+        trainer: the Trainer; trial: of a search for hyperparameters.
+        config, marks: what the user wants.
+    """
+
+    def __init__(
+        self, trainer: Any, config: adapter.GaspConfig, marks: adapter.MarksConfig, trial: Any = None
+    ) -> None:
+        require_supported(trainer, trial)
+        self._trainer, self._own = trainer, config.directory
+        data = shared.fingerprints.of_data([trainer.train_dataset])
+        number = adapter.FITS.begin(self._own, trainer.model)
+        self._fit = Fit(number=number, model=shared.fingerprints.of_model(trainer.model), data=data)
+        if number:  # names of checkpoints tell the step alone
+            config = dataclasses.replace(config, directory=self._own / f"fit-{number}")
+        place = shared.place_of()
+        versions = {module.__name__: module.__version__ for module in (transformers, accelerate, torch)}
+        framework = adapter.Framework(name=f"transformers {transformers.__version__}", kind_of=shared.kind_of,
+                                      versions=versions, device=shared.local(place)[0])  # fmt: skip
+        self.core = core = adapter.AdapterRun(framework, config, marks, place, shared.connect(place))
+        core.on_completed(lambda: adapter.FITS.end(self._own))
+        self.session = core.session
+        self._data = shared.PrefetchedData(rng.RngRecorder([trainer.args.device]))
+        self._record: Record | None = None
+        self._random: bytes | None = None
+        self._good: set[Path] = set()
+        self._loaded = ""
+
+    # -- start --------------------------------------------------------------------------------------------
+
+    def train(self, call: Callable[[str | None], Any]) -> Any:
+        """Choose what to resume from, and call `Trainer.train` with it."""
+        config, place = self.core.config, self.core.place
+        folders = dict.fromkeys([config.directory, self._own])
+        policy = Policy(config, place, [*folders], LAYOUT, shared.local(place), fit=self._fit, note=self.session.note)
+        selector = adapter.CheckpointSelector(policy, self.session.gather, shared.is_about_content)
+        chosen = selector.load(self._load)
+        self._present = selector.present
+        for name in _NEEDS:
+            self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
+        return call(str(chosen.path) if chosen is not None else None)
+
+    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Have `around` called in place of a method, with the method first."""
+        self.core.on_close(adapter.replace_attribute(owner, name, lambda original: partial(around, original)))
+
+    def _load(self, candidate: Candidate) -> None:
+        """Have Trainer load the model, so that another checkpoint can follow where this one does not fit."""
+        self._record = read_record(candidate.path)
+        if self._trainer.model_init is None:
+            self._trainer._load_from_checkpoint(str(candidate.path))
+            self._loaded = str(candidate.path)
+        self._good.add(candidate.path)
+
+    def begin(self) -> None:
+        """Everything is loaded, and training begins."""
+        trainer, core, session = self._trainer, self.core, self.session
+        self.training = training = Training(trainer, self._data, core.place, session)
+        core.on_close(training.recorder.close, last=True)
+        core.on_close(training.close)
+        writer = adapter.ManifestWriter(FORMAT, core.place, lambda: self._fit)
+        training.gasps = source = shared.GaspSource(
+            training.write, partial(path_of, core.config.directory), LAYOUT,
+            recorder=training.recorder, writer=writer, config=core.config, alike=lambda: core.alike,
+        )  # fmt: skip
+        source.present = self._present
+        self._saves = OwnSaves(writer, session, training.record)
+        self.marks = marks = shared.LoopMarks(training.state, session, training.step + 1, lambda: None)
+        core.on_close(marks.close)
+        self._data.fetching, self._data.fetched = self._fetching, marks.fetched
+        self.state: shared.TorchState = training.state
+        self.rank = core.place.rank
+        core.on_close(shared.install_faults(self))
+        if session.recorder is not None:
+            session.recorder.set_groups(shared.process_groups())
+            session.recorder.set_device_rows(marks.device_rows)
+        self._replace(trainer.accelerator, "backward", self._around_backward)
+        core.bind(training)
+        users = signal.getsignal(signal.SIGTERM)
+        core.begin(training.step, training.step, users_handler=users if callable(users) else None,
+                   device=str(trainer.args.device))  # fmt: skip
+
+    # -- every step ---------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self.training.step
+
+    def _fetching(self) -> None:
+        self.marks.fetching()
+        faults.fire_at("data", self.step)
+
+    def _around_backward(self, original: Any, loss: Any, *more: Any, **options: Any) -> None:
+        self.training.before_backward(loss)
+        original(loss, *more, **options)
+
+    def _around_get_grad_norm(self, original: Any, *args: Any, **options: Any) -> Any:
+        self.training.norm = norm = original(*args, **options)
+        return norm
+
+    def _around_maybe_log_save_evaluate(
+        self, original: Any, tr_loss: Any, grad_norm: Any, *more: Any, learning_rate: Any = None
+    ) -> None:
+        training = self.training
+        if self._trainer.state.global_step > training.step:
+            faults.fire_at("step_end", training.step)
+            step = training.completed((grad_norm, learning_rate))
+            self.session.step_completed(step)
+            self.marks.step_end(step)
+        elif grad_norm is None:  # the end of an epoch, at which a resumed run stood
+            grad_norm, learning_rate = training.last
+        original(tr_loss, grad_norm, *more, learning_rate=learning_rate)
+
+    # -- back to a boundary -------------------------------------------------------------------------------
+
+    def _around_get_train_dataloader(self, original: Any) -> Any:
+        loader = original()
+        self._data.follow(getattr(loader, "base_dataloader", None))
+        return loader
+
+    def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
+        if path != self._loaded:
+            original(path, *more)
+
+    def _around_init_training_state(self, original: Any, max_steps: int, updates: int, *more: Any) -> tuple[int, int]:
+        """At the end of an epoch a resumed run stands behind its last step, not before the next epoch."""
+        epochs, batches = original(max_steps, updates, *more)
+        args, step = self._trainer.args, self._trainer.state.global_step
+        if self._record is not None and step and step % updates == 0 and not args.ignore_data_skip:
+            return epochs - 1, updates * args.gradient_accumulation_steps
+        return epochs, batches
+
+    def _around_load_rng_state(self, original: Any, checkpoint: Any) -> None:
+        if self._random is None:
+            original(checkpoint)
+        elif self._random:
+            rng.restore(rng.decode(self._random), self.state.devices())
+
+    def _around_run_epoch(self, original: Any, **given: Any) -> None:
+        self.training.epoch, self.training.batches = given["epoch"], given["steps_in_epoch"]
+        record, self._record = self._record, None
+        exact = record is not None and self._return(record, given)
+        undo = adapter.replace_attribute(trainer_module, "skip_first_batches", _skip_nothing if exact else lambda f: f)
+        try:
+            original(**given)
+        finally:
+            undo()
+
+    def _return(self, record: Record, given: dict[str, Any]) -> bool:
+        """Stand on the boundary, and do what is due there. Returns whether the data are repeated exactly."""
+        trainer, world = self._trainer, self.core.place.world_size
+        own = record["small"].get(self.rank) if record["world_size"] == world else None
+        if record["world_size"] != world:
+            self.session.note(f"saved by {record['world_size']} ranks, resumed by {world}: not bit-equal")
+        elif own is None:
+            self.session.note(f"no random state of rank {self.rank} was saved: not bit-equal")
+        position = self.training.restore(record, own)
+        norm, rate = self.training.last
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, norm, given["model"], given["trial"], given["epoch"], given["ignore_keys_for_eval"],
+            given["start_time"], learning_rate=rate,
+        )  # fmt: skip
+        batches = given["steps_trained_in_current_epoch"]
+        steps = batches // trainer.args.gradient_accumulation_steps
+        if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+            given["num_update_steps_per_epoch"] = steps
+        exact = position is not None and self._data.followed and not trainer.args.ignore_data_skip
+        if batches and trainer.args.dataloader_num_workers:
+            self.session.note(shared.WORKERS)
+        if position is not None and exact:
+            self._data.resume(position, batches, steps < given["num_update_steps_per_epoch"])
+        if own is not None:
+            self._random = b"" if exact else self.training.recorder.snapshot_rng()
+        return exact
+
+    # -- Trainer's own checkpoints ------------------------------------------------------------------------
+
+    def _around_save_checkpoint(self, original: Any, *args: Any) -> None:
+        self._call = partial(original, *args)
+        if self._trainer.args.save_only_model or self._trainer.state.global_step != self.step:
+            self._call()
+        else:
+            self.save()
+
+    def save(self) -> None:
+        """Trainer's own save of the last step, with a manifest. All ranks call it together."""
+        step = self.step
+        path = path_of(Path(self._trainer.args.output_dir).absolute(), step)
+        save = adapter.NativeSave(path, LAYOUT, step, self.training.source.capture(step))
+        self.session.progress("save")
+        with self.marks.saving():
+            if path in self._good:
+                self._keep(save)
+            elif self._saved(save):
+                self._good.add(path)
+        self.session.progress("data")
+
+    def _saved(self, save: adapter.NativeSave) -> bool:
+        if self.rank == 0:
+            self._saves.begin(save.path)
+        else:
+            faults.fire_at("periodic_save", save.step)
+        self._call()
+        return self._saves.commit(save)
+
+    def _keep(self, save: adapter.NativeSave) -> None:
+        """There is a good checkpoint of this very step: do what else belongs to a save."""
+        state, args = self._trainer.state, self._trainer.args
+        if self.rank == 0:
+            self._saves.adopt(save)
+        if state.best_global_step and (best := path_of(Path(args.output_dir), state.best_global_step)).exists():
+            state.best_model_checkpoint = str(best)
+        if args.should_save:
+            rotate_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+
+def _skip_nothing(original: Any) -> Any:
+    return lambda loader, batches: loader

@@ -1,0 +1,219 @@
+"""The state of a Trainer at the boundary of a step: captured, dumped as `checkpoint-N`, and returned to.
+
+Boundary of step N: everything up to the callbacks' `on_step_end` is done; logging, evaluation and saving of that step,
+and the end of the epoch, are still due. A resumed run stands on the boundary and does what was due, except that no
+checkpoint is written over a good one of the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
+
+from lastgasp import adapter
+from lastgasp.adapter import NotSaveable
+from lastgasp.adapter import torch as shared
+from lastgasp.adapter.checkpoint import Staged
+from lastgasp_transformers.files import VERSION, Record, write_checkpoint
+
+_STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
+"""Fields of the TrainerState that change when something that was due is done."""
+_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+_KEPT = ("step", "last", "control", "callbacks", "sums")
+
+
+class _Own(msgspec.Struct):
+    """What differs between ranks, besides random state and buffers."""
+
+    loss: float
+    flos: float
+    data: shared.PrefetchedPosition | None = None
+
+
+class Training(adapter.Training):
+    """One call of `Trainer.train`, once everything is loaded. Implements `adapter.Training`.
+
+    Args:
+        data: what it reads.
+        session: the engine's.
+
+    Attributes:
+        phase: of the step under way, from its update on; empty before.
+        epoch, batches: the epoch under way, and how many batches it has.
+        norm: of the gradient of the step under way.
+        last: norm of the gradient and learning rate of the last step, for its log.
+    """
+
+    def __init__(
+        self, trainer: Any, data: shared.PrefetchedData, place: adapter.Place, session: adapter.Session
+    ) -> None:
+        self.trainer, self._data, self._place, self._session = trainer, data, place, session
+        self._optimizer = trainer.optimizer
+        while hasattr(self._optimizer, "optimizer"):  # accelerate wraps it anew in each call of train()
+            self._optimizer = self._optimizer.optimizer
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
+        self.state.require_supported(place.world_size)
+        self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
+        self._buckets = shared.BucketLayouts(self.state)
+        self.gasps: adapter.StateSource
+        self._boundary: Record = {}
+        self._scheduled: Record = {}
+        self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
+        self.last: tuple[Any, ...] = (None, None)
+        self.norm: Any = None
+        self._handles = [self._optimizer.register_step_pre_hook(self._before_update),
+                         self._optimizer.register_step_post_hook(self._after_update)]  # fmt: skip
+
+    @property
+    def source(self) -> adapter.StateSource:
+        """Where a gasp gets the state from."""
+        return self.gasps
+
+    def digests(self) -> dict[str, bytes]:
+        """Of what all ranks hold in common."""
+        return self.state.digests()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    # -- the hot path -------------------------------------------------------------------------------------
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """In it the ranks' gradients meet: from here on the others can complete the step without this rank."""
+        trainer = self.trainer
+        if self._place.world_size == 1 or not trainer.accelerator.gradient_state.sync_gradients:
+            return
+        own, total = loss.detach(), trainer._tr_loss
+        if trainer.args.logging_nan_inf_filter and not math.isfinite(own.item()):
+            own = total / (1 + self.step - trainer._globalstep_last_logged)
+        self._capture(self.step + 1, False, total + own)
+
+    def _before_update(self, *_: object) -> None:
+        if not self.phase and self._place.world_size > 1:
+            self._capture(self.step + 1, False, self.trainer._tr_loss)
+        self._session.before_update()
+        self.phase, self._scheduled = "update", self.trainer.lr_scheduler.state_dict()
+
+    def _after_update(self, *_: object) -> None:
+        self.phase = "updated"
+
+    def completed(self, last: tuple[Any, ...]) -> int:
+        """The step is complete: capture it. Returns its number."""
+        trainer = self.trainer
+        self.step, self.last = int(trainer.state.global_step), last
+        self._capture(self.step, True, trainer._tr_loss)
+        self._boundary = {
+            "step": self.step,
+            "last": last,
+            "state": vars(trainer.state) | {"log_history": list(trainer.state.log_history)},
+            "control": dict(vars(trainer.control)),
+            "callbacks": [(type(one).__name__, one.state()) for one in self._exportable()],
+            "sums": {name: getattr(trainer, name) for name in _SUMS},
+            "torch": self.state.snapshot(self.step, 0),
+        }
+        self._buckets.look()
+        self.phase = ""
+        return self.step
+
+    def _capture(self, step: int, settled: bool, loss: torch.Tensor) -> None:
+        own = _Own(loss.item(), float(self.trainer.current_flos), self._data.position)
+        self.recorder.extra = msgspec.msgpack.encode(own)
+        self.recorder.capture(step, settled)
+
+    def _exportable(self) -> list[Any]:
+        return [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def record(self, aux: Mapping[int, bytes]) -> Record:
+        """What lastgasp puts into a checkpoint of the boundary, besides what Trainer does."""
+        boundary = self._boundary
+        return {name: boundary[name] for name in _KEPT} | {
+            "version": VERSION,
+            "world_size": self._place.world_size,
+            "small": {rank: data for rank, data in aux.items() if data},
+            "state": {name: boundary["state"][name] for name in _STATE},
+            "groups": boundary["torch"].groups,
+            "schedulers": boundary["torch"].schedulers,
+            "buckets": self._buckets.layouts,
+        }
+
+    def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
+        """Write `checkpoint-N`. Enters no collective; called while no update can begin.
+
+        Raises:
+            NotSaveable: this rank's state is not that of `step`.
+            OSError: the disk refused.
+        """
+        boundary, rank = self._require(step), self._place.rank
+        if own := self.recorder.read(step):
+            aux = {**aux, rank: own}
+        dump = self.state.dump(boundary["torch"], shared.buffers_of(step, aux, self.recorder, [rank]), None)
+        callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
+        write_checkpoint(staged, self.trainer, dump, self.record(aux), boundary["state"] | {
+            "stateful_callbacks": callbacks})  # fmt: skip
+        if self._require(step) is not boundary:
+            raise NotSaveable(f"step {step} ended while it was being written")
+
+    def _require(self, step: int) -> Record:
+        if self._boundary.get("step") != step:
+            raise NotSaveable(f"this rank stands on step {self.step}, not on {step}")
+        if self.phase:
+            raise NotSaveable(f"the update after step {step} has begun; step {step} is gone")
+        return self._boundary
+
+    # -- back to a boundary -------------------------------------------------------------------------------
+
+    def restore(self, record: Record, own: bytes | None) -> shared.PrefetchedPosition | None:
+        """Stand on the boundary of `record`. Returns where this rank stood in its data, if that is known."""
+        trainer, waiting = self.trainer, self._exportable()
+        self.last = record["last"]
+        vars(trainer.state).update(record["state"])
+        vars(trainer.control).update(record["control"])
+        vars(trainer).update(record["sums"])
+        for kind, saved in record["callbacks"]:
+            for callback in [one for one in waiting if type(one).__name__ == kind][:1]:
+                waiting.remove(callback)
+                vars(callback).update(saved["attributes"])
+        for scheduler, state in zip(self.state.schedulers.values(), record["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
+            group.update(values)
+        self._buckets.restore(record["buckets"])
+        if own is None:
+            return None
+        aux = shared.decode_aux(own)
+        shared.restore_aux(aux, self.state.devices(), self.state.container)
+        mine = msgspec.msgpack.decode(aux.extra, type=_Own)
+        trainer._tr_loss.fill_(mine.loss)
+        trainer.current_flos = mine.flos
+        return mine.data
+
+    # -- after a fault ------------------------------------------------------------------------------------
+
+    def settle(self, cause: str) -> str:
+        """As `adapter.Training` says: a step whose update is done is completed."""
+        if self.phase == "update":
+            return "raised inside the update, so the state is between two steps"
+        if not self.phase:
+            return ""
+        trainer = self.trainer
+        if trainer.state.global_step == self.step:
+            if trainer.lr_scheduler.state_dict() == self._scheduled and "best" not in self._scheduled:
+                trainer.lr_scheduler.step()
+            per_step = trainer.args.gradient_accumulation_steps
+            updates = self.step - self.epoch * -(-self.batches // per_step) + 1
+            trainer.state.epoch = self.epoch + min(updates * per_step, self.batches) / self.batches
+            trainer.state.global_step += 1
+        trainer.control = DefaultFlowCallback().on_step_end(trainer.args, trainer.state, trainer.control)
+        self._session.step_completed(self.completed((self.norm, self._scheduled["_last_lr"][0])))
+        self._session.note(f"step {self.step} was cut short after its update by {cause}: callbacks have nothing of it")
+        return ""

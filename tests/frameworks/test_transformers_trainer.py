@@ -1,0 +1,151 @@
+"""Hugging Face's Trainer on one device, in this process: what is refused, saved, resumed, and left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+import torch
+from click.testing import CliRunner
+from transformers import Trainer, TrainerCallback
+
+from lastgasp.cli import main
+from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp.testing.faults import InjectedFault
+from lastgasp_transformers import LastGasp
+from support.train_transformers import Tokens, arguments, model, result
+
+pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
+
+
+class Breaks(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Raises once, in the step after `after`."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Raise."""
+        if state.global_step == self._after:
+            self._after = -1
+            raise InjectedFault("broken")
+
+
+def trainer(folder: Path, *callbacks: Any, rows: int = 12, **changed: Any) -> Trainer:
+    """Twelve steps, saved every four."""
+    wanted = arguments(str(folder), "plain")
+    for name, value in changed.items():
+        setattr(wanted, name, value)
+    return Trainer(model(), wanted, train_dataset=Tokens(rows, True), eval_dataset=Tokens(8), callbacks=[*callbacks])
+
+
+def outcome(one: Trainer, loss: float) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in result(one, loss).items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What a Trainer without lastgasp comes to."""
+    one = trainer(tmp_path_factory.mktemp("plain"))
+    return outcome(one, one.train().training_loss)
+
+
+def test_the_same_training_goes_on_after_an_exception(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    """Without a launcher, in the same process: the step before is saved, and the next call resumes from it."""
+    one = trainer(tmp_path, Breaks(5), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    assert json.loads((tmp_path / "checkpoint-5.manifest.json").read_text())["kind"] == "gasp"
+    found = outcome(one, one.train().training_loss)
+    assert found.keys() == undisturbed.keys()
+    assert [name for name in found if not torch.equal(found[name], undisturbed[name])] == []
+    listed = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert listed.exit_code == 0, listed.output
+    assert all(f"checkpoint-{step}" in listed.output for step in (4, 5, 8, 12))
+
+
+def test_a_gasp_that_trainer_was_to_save_as_well_becomes_its_own(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if not (tmp_path / "checkpoint-8").exists() and state.global_step == 8:
+                raise InjectedFault("between the evaluation and the save")
+
+    one = trainer(tmp_path, Stops(), LastGasp(keep=1))
+    with pytest.raises(InjectedFault):
+        one.train()
+    before = (tmp_path / "checkpoint-8/model.safetensors").stat().st_mtime_ns
+    one.train()
+    assert json.loads((tmp_path / "checkpoint-8.manifest.json").read_text())["kind"] == "periodic"
+    assert (tmp_path / "checkpoint-8/model.safetensors").stat().st_mtime_ns == before, "written over a good one"
+
+
+def test_a_further_training_resumes_from_nothing_of_the_first(tmp_path: Path) -> None:
+    trainer(tmp_path, LastGasp(), max_steps=4).train()
+    other = trainer(tmp_path, Breaks(1), LastGasp(), max_steps=4)
+    with pytest.raises(InjectedFault):
+        other.train()
+    assert other.state.global_step == 1
+    assert (tmp_path / "fit-1/checkpoint-1/lastgasp.pt").exists()
+
+
+def test_a_finished_training_does_no_step_more(tmp_path: Path) -> None:
+    """Trainer alone does one where max_steps ended it in the middle of an epoch (docs/facts/transformers.md §3)."""
+    one = trainer(tmp_path, Breaks(7), LastGasp(), max_steps=8, save_steps=8)
+    with pytest.raises(InjectedFault):
+        one.train()
+    one.train()
+    assert one.state.global_step == 8
+    again = trainer(tmp_path, LastGasp(), max_steps=8, save_steps=8)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert again.state.global_step == 8
+
+
+def test_an_incomplete_save_is_no_checkpoint(tmp_path: Path) -> None:
+    cut = tmp_path / "checkpoint-9"
+    cut.mkdir()
+    (cut / "checkpoint-is-incomplete.txt").touch()
+    (cut / "optimizer.pt").touch()
+    one = trainer(tmp_path, LastGasp(), max_steps=1)
+    one.train()
+    assert one.state.global_step == 1
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    one = trainer(tmp_path, Breaks(2), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    one.train_dataset = Tokens(14, True)
+    with pytest.raises(CheckpointMismatch, match="data"):
+        one.train()
+
+
+@pytest.mark.parametrize(("name", "value"), [("enable_jit_checkpoint", True), ("auto_find_batch_size", True)])
+def test_what_cannot_be_protected_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    one = trainer(tmp_path, LastGasp())
+    setattr(one.args, name, value)  # with it the constructor takes the signal, and keeps it
+    with pytest.raises(ConfigError, match=name):
+        one.train()
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep"):
+        LastGasp(keep=0)
+    with pytest.raises(ConfigError, match="Did you mean 'keep'"):
+        LastGasp(kept=3)
+    with pytest.raises(ConfigError, match="several LastGasp"):
+        trainer(tmp_path, LastGasp(), LastGasp()).train()
+    with pytest.raises(ConfigError, match="trial"):
+        trainer(tmp_path, LastGasp()).train(trial={"learning_rate": 1.0})
+
+
+def test_a_trainer_without_the_callback_is_left_alone(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    LastGasp()
+    one = trainer(tmp_path)
+    found = outcome(one, one.train().training_loss)
+    assert [name for name in found if not torch.equal(found[name], undisturbed[name])] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
