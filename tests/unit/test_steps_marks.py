@@ -117,6 +117,18 @@ def test_a_range_is_recorded_with_times_id_name_and_thread(marks: Marks, way: st
     assert marks.names()[record.name] == Name("forward", "default", bits.FORWARD, stream=True)
 
 
+def test_a_range_may_get_its_value_at_its_end(marks: Marks) -> None:
+    mark = marks.define("step {}", bit=bits.STEP, stream=True)
+    mark.value = 7
+    for value in (41, -1, 2**63 - 1):
+        mark.begin()
+        mark.end_as(value)
+    mark.begin()
+    mark.end()
+    mark.end_as(8)  # without a begin
+    assert named(marks) == ["step 41", "step -1", f"step {2**63 - 1}", "step 7"]
+
+
 def test_an_exception_ends_the_range_and_goes_on(marks: Marks) -> None:
     with pytest.raises(ZeroDivisionError), marks.mark("forward"):
         1 / 0  # noqa: B018

@@ -13,10 +13,14 @@
 #include <structmember.h>
 
 #define LAYOUT 1 /* rng.py: _VERSION */
+#define INTERFACE 2 /* of the functions; compiled.py */
 #define TWISTER 2500
 #define PYTHON_AT 80
 #define NUMPY_AT (PYTHON_AT + 2504)
 #define TORCH_AT (NUMPY_AT + 4096)
+#define TORCH_STATE 5056 /* of get_state */
+#define TORCH_TAIL (24 + 624 * 8)
+#define TORCH_NORMALS 2520 /* sizeof(at::mt19937) */
 enum { KIND = 1, LENGTH = 2, HAS_PYTHON = 6, HAS_NUMPY = 7, GAUSS_PYTHON = 8, GAUSS_NUMPY = 9 };
 enum { PYTHON = 1, NUMPY = 2, TORCH = 4 };
 
@@ -50,6 +54,7 @@ typedef struct {
     const double *gauss;
     PyObject *torch;              /* Generator.get_state, bound */
     Py_ssize_t torch_bytes;
+    const char *engine;           /* torch's at::mt19937, see write_torch; NULL: its getter is called */
 } Random;
 
 static bool
@@ -92,10 +97,39 @@ capture_numpy(const Random *self)
     return true;
 }
 
-/* By torch's own getter: the generator's memory is behind a lock of torch's. */
+/* What get_state would return, from the memory of at::CPUGeneratorImpl: at::mt19937 (seed, left, seeded, next, words)
+ * and two optional normals behind it. rng.py has compared both for generators in several states (_TorchMemory).
+ * torch's getter takes a lock: where another thread draws in this moment, the order of draws is chance anyway. */
+static void
+write_torch(char *restrict state, const char *restrict engine)
+{
+    const char *normals = engine + TORCH_NORMALS;
+    uint64_t *words = (uint64_t *)(state + 24);
+    const uint32_t *source = (const uint32_t *)(engine + 20);
+    memset(state, 0, 24);
+    memcpy(state, engine, 12); /* seed, left */
+    state[12] = engine[12];    /* seeded */
+    memcpy(state + 16, engine + 16, 4);
+    for (int i = 0; i < 624; i++)
+        words[i] = source[i];
+    memset(state + TORCH_TAIL, 0, TORCH_STATE - TORCH_TAIL);
+    if (normals[16]) {
+        memcpy(state + TORCH_TAIL + 8, normals + 8, 8);
+        state[TORCH_TAIL + 24] = 1;
+    }
+    if (normals[4]) {
+        memcpy(state + TORCH_TAIL + 32, normals, 4);
+        state[TORCH_TAIL + 36] = 1;
+    }
+}
+
 static bool
 capture_torch(const Random *self)
 {
+    if (self->engine != NULL) {
+        write_torch((char *)self->view.buf + TORCH_AT, self->engine);
+        return true;
+    }
     PyObject *state = PyObject_CallNoArgs(self->torch);
     if (state == NULL)
         return false;
@@ -149,11 +183,12 @@ static PyObject *
 random_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"view", "python", "python_at", "numpy", "generator", "numpy_at", "has_gauss_at",
-                            "gauss_at", "torch", "torch_bytes", NULL};
+                            "gauss_at", "torch", "torch_bytes", "engine_at", NULL};
     PyObject *view, *python, *numpy, *generator, *torch;
-    Py_ssize_t python_at, numpy_at, has_gauss_at, gauss_at, torch_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnOOnnnOn:Random", names, &view, &python, &python_at, &numpy,
-                                     &generator, &numpy_at, &has_gauss_at, &gauss_at, &torch, &torch_bytes))
+    Py_ssize_t python_at, numpy_at, has_gauss_at, gauss_at, torch_bytes, engine_at = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnOOnnnOn|n:Random", names, &view, &python, &python_at, &numpy,
+                                     &generator, &numpy_at, &has_gauss_at, &gauss_at, &torch, &torch_bytes,
+                                     &engine_at))
         return NULL;
     Random *self = (Random *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -173,6 +208,7 @@ random_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->gauss = (const double *)gauss_at;
     self->torch = Py_NewRef(torch);
     self->torch_bytes = torch_bytes;
+    self->engine = torch_bytes == TORCH_STATE ? (const char *)engine_at : NULL;
     return (PyObject *)self;
 failed:
     Py_DECREF(self);
@@ -411,6 +447,53 @@ static PyType_Spec buffers_spec = {
     .slots = buffers_slots,
 };
 
+/* ---------------------------------------------------------------------------------------------- functions */
+
+/* values(dictionaries) -> tuple: all their values, one dictionary behind the other. */
+static PyObject *
+values(PyObject *Py_UNUSED(module), PyObject *dictionaries)
+{
+    if (!PyTuple_Check(dictionaries)) {
+        PyErr_SetString(PyExc_TypeError, "values: a tuple of dictionaries is needed");
+        return NULL;
+    }
+    Py_ssize_t count = 0, at = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dictionaries); i++) {
+        if (!PyDict_Check(PyTuple_GET_ITEM(dictionaries, i))) {
+            PyErr_SetString(PyExc_TypeError, "values: a tuple of dictionaries is needed");
+            return NULL;
+        }
+        count += PyDict_GET_SIZE(PyTuple_GET_ITEM(dictionaries, i));
+    }
+    PyObject *found = PyTuple_New(count);
+    if (found == NULL)
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dictionaries); i++) {
+        PyObject *value;
+        Py_ssize_t place = 0;
+        while (PyDict_Next(PyTuple_GET_ITEM(dictionaries, i), &place, NULL, &value))
+            PyTuple_SET_ITEM(found, at++, Py_NewRef(value));
+    }
+    return found;
+}
+
+static PyObject *
+torch_state(PyObject *Py_UNUSED(module), PyObject *engine)
+{
+    const char *address = PyLong_AsVoidPtr(engine);
+    if (address == NULL && PyErr_Occurred() != NULL)
+        return NULL;
+    uint64_t state[TORCH_STATE / 8];
+    write_torch((char *)state, address);
+    return PyBytes_FromStringAndSize((char *)state, TORCH_STATE);
+}
+
+static PyMethodDef functions[] = {
+    {"torch_state", torch_state, METH_O, PyDoc_STR("torch_state(address): what get_state returns, from that memory.")},
+    {"values", values, METH_O, PyDoc_STR("values(dictionaries): a tuple of all their values.")},
+    {NULL, NULL, 0, NULL},
+};
+
 /* -------------------------------------------------------------------------------------------------- module */
 
 static int
@@ -430,7 +513,7 @@ module_exec(PyObject *module)
     if (PyModule_AddIntMacro(module, PYTHON) < 0 || PyModule_AddIntMacro(module, NUMPY) < 0
         || PyModule_AddIntMacro(module, TORCH) < 0)
         return -1;
-    return PyModule_AddIntMacro(module, LAYOUT);
+    return PyModule_AddIntMacro(module, LAYOUT) < 0 ? -1 : PyModule_AddIntMacro(module, INTERFACE);
 }
 
 static PyModuleDef_Slot module_slots[] = {
@@ -446,6 +529,7 @@ static struct PyModuleDef module_def = {
     .m_name = "lastgasp.pytorch._copies",
     .m_doc = PyDoc_STR("Copies of the random state and of buffers."),
     .m_slots = module_slots,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC

@@ -6,14 +6,17 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Callable
+from itertools import chain
 from types import ModuleType
+from typing import Any
 
 from lastgasp.steps.writer import SWITCH
 
 log = logging.getLogger("lastgasp")
 
-LAYOUT = 1
-"""Of a random state and of the extension, as `_copies.c` has it."""
+LAYOUT, INTERFACE = 1, 2
+"""Of a random state, and of the extension's functions, as `_copies.c` has them."""
 
 
 def compiled() -> ModuleType | None:
@@ -21,12 +24,26 @@ def compiled() -> ModuleType | None:
     return None if os.environ.get(SWITCH) == "1" else _load()
 
 
+Values = Callable[[tuple[dict[str, Any], ...]], tuple[Any, ...]]
+
+
+def values_of() -> Values:
+    """Who takes all values of some dictionaries, one dictionary behind the other; ask once, call often."""
+    copies = compiled()
+    return copies.values if copies is not None else _values
+
+
+def _values(dictionaries: tuple[dict[str, Any], ...]) -> tuple[Any, ...]:
+    return tuple(chain(*map(dict.values, dictionaries)))
+
+
 @functools.cache
 def _load() -> ModuleType | None:
     try:
         module = importlib.import_module("._copies", __package__)
-        if module.LAYOUT != LAYOUT:
-            raise ImportError(f"it was built for layout {module.LAYOUT}, this is {LAYOUT}")
+        built = module.LAYOUT, getattr(module, "INTERFACE", 1)
+        if built != (LAYOUT, INTERFACE):
+            raise ImportError(f"it was built for layout and interface {built}, this is {LAYOUT, INTERFACE}")
     except ImportError as error:
         # the marks' writer, which is built with it, says it to people
         log.debug("each step is captured by Python, which costs some 20 us more: no extension (%s)", error)

@@ -8,6 +8,8 @@ checked against the official getter; where they differ (another Python or numpy)
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import pickle
 import random
 import struct
@@ -21,6 +23,8 @@ import torch
 from lastgasp.pytorch.compiled import compiled
 
 _WORDS = 624
+_ENGINE_HEAD, _GENERATOR_ROOM = 20, 4096
+"""Bytes before the words in `at::mt19937`; bytes of a generator in which they are looked for."""
 _TWISTER = 4 + 4 * _WORDS
 # int64: version, numpy kind, length of the numpy section, bytes of torch state, accelerators,
 # bytes of one accelerator state, Python has gauss_next, numpy has gauss; float64: the two of them
@@ -102,7 +106,7 @@ class RngRecorder:
         numpy = self._numpy
         fast: Callable[[], int] = copies.Random(
             view, random._inst, _address(self._python_memory), numpy.owner, numpy.generator,
-            _address(numpy.memory), *numpy.gauss_addresses(), self._torch_state, self._torch_bytes,
+            _address(numpy.memory), *numpy.gauss_addresses(), self._torch_state, self._torch_bytes, _torch_engine(),
         ).capture  # fmt: skip
         return fast
 
@@ -245,6 +249,54 @@ def _generator(device: torch.device) -> torch.Generator:
 def _accelerator_state(device: torch.device) -> bytes:
     # the state of an accelerator generator is a CPU tensor (seed and offset): no device synchronisation
     return bytes(_generator(device).get_state().numpy())
+
+
+@functools.cache
+def _engine_offset() -> int | None:
+    """Where `at::mt19937` stands in torch's CPU generators, as `_copies.c` reads it; None where it is laid out otherwise.
+
+    Found in a generator of our own, and compared with its getter in each state that matters: after a seed, in the
+    middle of the words, and with both cached normals.
+    """
+    copies, probe = compiled(), torch.Generator()
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.pread(memory, _GENERATOR_ROOM, probe._cdata).find(_torch_words(probe)) - _ENGINE_HEAD
+    finally:
+        os.close(memory)
+    if copies is None or found < 0:
+        return None
+    for step in range(4):
+        if step == 2:
+            raw = bytearray(_torch_bytes(probe))
+            struct.pack_into("<8xd8xi4xfi", raw, len(raw) - 40, 0.8125, 1, 0.375, 1)
+            probe.set_state(as_tensor(bytes(raw)))
+        elif step:
+            torch.rand(step, generator=probe)
+        if copies.torch_state(probe._cdata + found) != _torch_bytes(probe):
+            return None
+    return found
+
+
+def _torch_bytes(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().numpy())
+
+
+def _torch_words(generator: torch.Generator) -> bytes:
+    return struct.pack(f"<{_WORDS}I", *struct.unpack_from(f"<{_WORDS}Q", _torch_bytes(generator), 24))
+
+
+def _torch_engine() -> int:
+    """Address of the default generator's `at::mt19937`; 0 where it is not known, and torch is asked."""
+    try:
+        offset, generator = _engine_offset(), torch.default_generator
+        copies = compiled()
+        if offset is None or copies is None:
+            return 0
+        address = int(generator._cdata) + offset
+        return address if copies.torch_state(address) == _torch_bytes(generator) else 0
+    except (AttributeError, OSError, RuntimeError, ValueError, struct.error):
+        return 0
 
 
 def _address(memory: memoryview | None) -> int:

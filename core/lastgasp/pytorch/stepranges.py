@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
 from lastgasp.pytorch.devicemarks import cuda_marks
-from lastgasp.pytorch.ranges import Range, Sink, range_of
-from lastgasp.steps.bits import BIT_OF_MARK, STEP
+from lastgasp.pytorch.ranges import Sink, range_of
+from lastgasp.steps.bits import BIT_OF_MARK, COMM, STEP
 from lastgasp.steps.marks import Mark
 
 
@@ -36,22 +36,31 @@ class StepRanges:
         marks: where they go.
         device: where the model is.
         first: number of the first step.
+
+    Attributes:
+        end_step: ends `step`; takes its number.
     """
 
     def __init__(self, marks: Sink, device: torch.device, first: int) -> None:
         self._marks = marks
         self._device = cuda_marks(marks, device, os.environ)
-        self.step = self._step_range(first)
+        self.step, self.end_step = self._step_range(first)
         self.forward, self.backward, self.optimizer = map(self._stream, ("forward", "backward", "optimizer"))
         self.dataloader, self.save = map(self._host, ("dataloader", "save_checkpoint"))
         self._communication: list[Collectives | GradientBuckets] = []
+        self._followed = True
+        """Communication marks were on when the switch was last looked at."""
 
-    def _step_range(self, first: int) -> Range:
-        """Its number is known when it ends."""
+    def _step_range(self, first: int) -> tuple[Open, Callable[[int], object]]:
+        """The range, and how it ends: its number is known only then."""
         mark, bit = self._marks.define("step {}", bit=STEP, stream=True), STEP
         if self._device is not None:
-            return self._device.range("step", mark, bit)
-        return range_of(self._marks, mark, bit, first=first)
+            on_device = self._device.range("step", mark, bit)
+            return on_device, on_device.end
+        if getattr(self._marks, "live", False):
+            live = range_of(self._marks, mark, bit, first=first)
+            return live, live.end
+        return mark, mark.end_as
 
     def _stream(self, name: str) -> Open:
         bit = BIT_OF_MARK[name]
@@ -69,14 +78,18 @@ class StepRanges:
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 self._communication.append(GradientBuckets(names, model))
+        self._followed = True
         self.look()
 
     def look(self) -> None:
         """Once a step, at its end: bring device times home, follow the switch of the communication marks."""
         if self._device is not None:
             self._device.settle()
-        for communication in self._communication:
-            communication.look()
+        on = bool(self._marks.mask & COMM)
+        if on or self._followed:
+            self._followed = on
+            for communication in self._communication:
+                communication.look()
 
     @property
     def device_rows(self) -> Literal["host", "events"]:

@@ -20,7 +20,8 @@
 #include <unistd.h>
 
 #define MAGIC 0x31534b52414d474cULL /* "LGMARKS1", little endian */
-#define LAYOUT 1
+#define LAYOUT 1 /* format.py: VERSION */
+#define INTERFACE 2 /* of the functions; writer.py */
 #define DEPTH 64
 
 #define likely(x) __builtin_expect(!!(x), 1)
@@ -161,6 +162,17 @@ static PyMethodDef ring_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *
+ring_mask(Ring *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLong(*self->mask);
+}
+
+static PyGetSetDef ring_getters[] = {
+    {"mask", (getter)ring_mask, NULL, PyDoc_STR("What is on; 0 once detached."), NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot ring_slots[] = {
     {Py_tp_doc, (void *)PyDoc_STR("Ring(memory, records_at): writes records of finished ranges.")},
     {Py_tp_new, ring_new},
@@ -168,6 +180,7 @@ static PyType_Slot ring_slots[] = {
     {Py_tp_traverse, ring_traverse},
     {Py_tp_clear, ring_clear},
     {Py_tp_methods, ring_methods},
+    {Py_tp_getset, ring_getters},
     {0, NULL},
 };
 
@@ -275,8 +288,9 @@ mark_begin(Mark *mark)
     entry->begin = now();
 }
 
+/* `value`: what the range ends as; NULL: what it began as. */
 static void
-end_recorded(Mark *mark)
+end_recorded(Mark *mark, const int64_t *value)
 {
     uint64_t end = now();
     Open *entry = innermost(mark);
@@ -287,7 +301,7 @@ end_recorded(Mark *mark)
         return;
     }
     Record record = {
-        .begin = entry->begin, .end = end, .id = entry->id, .value = entry->value,
+        .begin = entry->begin, .end = end, .id = entry->id, .value = value == NULL ? entry->value : *value,
         .name = mark->name, .thread = entry->thread,
     };
     take_out(mark, entry);
@@ -299,7 +313,7 @@ static inline void
 mark_end(Mark *mark)
 {
     if (mark->depth > 0)
-        end_recorded(mark);
+        end_recorded(mark, NULL);
 }
 
 static PyObject *
@@ -316,19 +330,6 @@ mark_end_method(Mark *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-static PyObject *
-mark_cancel_method(Mark *self, PyObject *Py_UNUSED(ignored))
-{
-    Open *entry = innermost(self);
-    if (entry == NULL)
-        Py_RETURN_FALSE;
-    if (entry->inner > 0)
-        entry->inner -= 1;
-    else
-        take_out(self, entry);
-    Py_RETURN_TRUE;
-}
-
 static bool
 as_time(PyObject *number, uint64_t *time)
 {
@@ -341,6 +342,30 @@ as_value(PyObject *number, int64_t *value)
 {
     *value = PyLong_AsLongLong(number);
     return *value != -1 || PyErr_Occurred() == NULL;
+}
+
+static PyObject *
+mark_end_as_method(Mark *self, PyObject *number)
+{
+    int64_t value;
+    if (!as_value(number, &value))
+        return NULL;
+    if (self->depth > 0)
+        end_recorded(self, &value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+mark_cancel_method(Mark *self, PyObject *Py_UNUSED(ignored))
+{
+    Open *entry = innermost(self);
+    if (entry == NULL)
+        Py_RETURN_FALSE;
+    if (entry->inner > 0)
+        entry->inner -= 1;
+    else
+        take_out(self, entry);
+    Py_RETURN_TRUE;
 }
 
 /* One by one: `as_value` may run Python, which must not begin with an error set. */
@@ -434,6 +459,8 @@ mark_dealloc(Mark *self)
 static PyMethodDef mark_methods[] = {
     {"begin", (PyCFunction)mark_begin_method, METH_NOARGS, PyDoc_STR("The range begins, on this thread.")},
     {"end", (PyCFunction)mark_end_method, METH_NOARGS, PyDoc_STR("This thread's innermost range ends.")},
+    {"end_as", (PyCFunction)mark_end_as_method, METH_O,
+     PyDoc_STR("end_as(value): the same, with this value instead of the one that it began with.")},
     {"cancel", (PyCFunction)mark_cancel_method, METH_NOARGS, PyDoc_STR("Forget this thread's innermost range.")},
     {"put", (PyCFunction)(void (*)(void))mark_put_method, METH_FASTCALL,
      PyDoc_STR("put(begin, end, value, device_begin, device_end): a range timed elsewhere; False: dropped.")},
@@ -596,7 +623,7 @@ module_exec(PyObject *module)
     *ring_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ring_spec, NULL);
     if (*ring_type == NULL || PyModule_AddType(module, *ring_type) < 0 || add_mark_type(module) < 0)
         return -1;
-    return PyModule_AddIntMacro(module, LAYOUT);
+    return PyModule_AddIntMacro(module, LAYOUT) < 0 ? -1 : PyModule_AddIntMacro(module, INTERFACE);
 }
 
 static int

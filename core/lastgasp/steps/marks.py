@@ -49,6 +49,9 @@ class Mark(Protocol):
     def end(self) -> None:
         """As leaving the `with`; without a begin it does nothing."""
 
+    def end_as(self, value: int, /) -> None:
+        """The same, with this value instead of the one that the range began with."""
+
     def cancel(self) -> bool:
         """Forget this thread's innermost range; False: there is none."""
 
@@ -120,7 +123,7 @@ class Marks:
         Raises:
             ConfigError: set to what is no set of bits.
         """
-        return 0 if self._closed else self._view["mask"]
+        return self._ring.mask
 
     @mask.setter
     def mask(self, value: int) -> None:

@@ -69,6 +69,11 @@ class Ring:
         self.words = memoryview(bytearray(layout.PAGE)).cast("Q")
         _forget_detached(_own.opened)  # or they, and we, would stay as long as this thread
 
+    @property
+    def mask(self) -> int:
+        """What is on; 0 once detached."""
+        return self.masks[_MASK]
+
     def take_id(self) -> int:
         """The next range's id, for a row of one's own; 0 where the memory was let go of."""
         words = self.words  # as one
@@ -116,9 +121,10 @@ class Mark:
             self._begin_unrecorded()
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        if not self._open:
-            return
-        end = monotonic_ns()
+        if self._open:
+            self._end(monotonic_ns())
+
+    def _end(self, end: int, ends_as: int | None = None) -> None:
         opened = _own.opened
         if opened[-1][0] is self:
             _, number, value, begin = opened.pop()
@@ -126,7 +132,7 @@ class Mark:
         else:
             _, number, value, begin = self._take_out()
         if number:
-            record = _pack(begin, end, number, value, self.name, opened[0][1])
+            record = _pack(begin, end, number, value if ends_as is None else ends_as, self.name, opened[0][1])
             ring = self._ring
             words = ring.words
             head = words[_HEAD]  # as one
@@ -141,6 +147,11 @@ class Mark:
     def end(self) -> None:
         """This thread's innermost range ends."""
         self.__exit__()
+
+    def end_as(self, value: int, /) -> None:
+        """The same, with this value instead of the one that it began with."""
+        if self._open:
+            self._end(monotonic_ns(), value)
 
     def cancel(self) -> bool:
         """Forget this thread's innermost range; False: there is none."""

@@ -17,12 +17,19 @@ log = logging.getLogger("lastgasp")
 SWITCH = "LASTGASP_PURE_PYTHON"
 """Set to 1 it takes the Python writer even where the extension is there."""
 
+INTERFACE = 2
+"""Of the extension's functions, as `_ring.c` has it."""
+
 
 class Ring(Protocol):
     """What both modules call `Ring`: the memory that their marks write to."""
 
     def detach(self) -> None:
         """Let go of the memory; the marks are off for good."""
+
+    @property
+    def mask(self) -> int:
+        """What is on; 0 once detached."""
 
     def take_id(self) -> int:
         """The next range's id, for a row of one's own."""
@@ -37,8 +44,9 @@ def choose() -> ModuleType:
 def _compiled() -> ModuleType | None:
     try:
         module = importlib.import_module("._ring", __package__)
-        if layout.VERSION != module.LAYOUT:
-            raise ImportError(f"it was built for version {module.LAYOUT} of the ring, this is {layout.VERSION}")
+        built = module.LAYOUT, getattr(module, "INTERFACE", 1)
+        if built != (layout.VERSION, INTERFACE):
+            raise ImportError(f"it was built for ring and interface {built}, this is {layout.VERSION, INTERFACE}")
     except ImportError as error:
         log.info(
             "step marks are written by Python, at about 1 us each instead of 0.1: the extension is not there "

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +24,7 @@ from lastgasp.startup_refusal import tell_launcher
 from lastgasp.steps.attach import Marking
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.undoing import run_all
-from lastgasp_lightning.boundary import before_calls, leave_out, reorder
+from lastgasp_lightning.boundary import before_calls, before_updates, leave_out, reorder
 from lastgasp_lightning.checkpoint_io import VerifiedCheckpointIO
 from lastgasp_lightning.compat import Undo
 from lastgasp_lightning.faults import kind_of
@@ -144,15 +145,14 @@ class LastGasp(Callback):
         run = self._run
         if run is not None:
             run.begin()
-            run.skip(leave_out(self, LastGasp, _NOT_NEEDED))
+            told = ("on_before_optimizer_step",) if run.follow_updates() else ()
+            run.skip(leave_out(self, LastGasp, (*_NOT_NEEDED, *told)))
 
     # -- every step -------------------------------------------------------------------------------
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Parameters are about to change."""
-        run = self._run
-        run.state.before_update()  # type: ignore[union-attr]
-        run.mark_update()  # type: ignore[union-attr]
+        """Parameters are about to change. Left out where the precision plugin tells it."""
+        self._run.before_update()  # type: ignore[union-attr]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -234,7 +234,7 @@ class _Run:
         step = self._trainer.global_step
         known = callable(self._users_handler)
         strategy = self._trainer.strategy
-        self._undo.append(before_calls(strategy, "training_step", self._forward))
+        self._undo.append(before_calls(strategy, "training_step", partial(self.progress, "forward")))
         self._undo.append(before_calls(strategy.precision_plugin, "backward", self._backward))
         self._mark()
         self.logs.own()
@@ -248,9 +248,16 @@ class _Run:
             workers = "a resume restores the order of the samples, not random numbers drawn in DataLoader workers"
             log.info(workers if reason == WORKERS else f"a resume in the middle of an epoch gets other data: {reason}")
 
-    def _forward(self) -> None:
-        """The batch is here."""
-        self.progress("forward")
+    def follow_updates(self) -> bool:
+        """Whether `before_update` is called from now on without the hook."""
+        undo = before_updates(self._trainer.strategy.precision_plugin, self.before_update)
+        self._undo += [undo] if undo is not None else []
+        return undo is not None
+
+    def before_update(self) -> None:
+        """Parameters are about to change."""
+        self.state.before_update()
+        self.mark_update()
 
     def _backward(self) -> None:
         """From here on this rank may wait for its peers, and they may make the step without it."""

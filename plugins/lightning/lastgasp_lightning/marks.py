@@ -42,7 +42,8 @@ class LightningMarks:
         self._handles: list[Any] = []
         self._in_step = self._inside = self._went_back = False
         self._ranges = ranges = StepRanges(marks, trainer.strategy.root_device, trainer.global_step + 1)
-        self._step, self._forward, self._backward = ranges.step, ranges.forward, ranges.backward
+        self._step, self._end_step, self._look = ranges.step, ranges.end_step, ranges.look
+        self._forward, self._backward = ranges.forward, ranges.backward
         self._optimizer, self._dataloader, self._save = ranges.optimizer, ranges.dataloader, ranges.save
 
     # -- life cycle ---------------------------------------------------------------------------------------
@@ -67,15 +68,16 @@ class LightningMarks:
         require(fit, "_data_fetcher")
         undo.append(replace_method(epoch, "_on_before_fetch", self._around_fetch_begin))
         undo.append(replace_method(epoch, "_on_after_fetch", self._around_fetch_end))
-        undo.append(replace_method(strategy, "training_step", self._around_forward))
-        undo.append(replace_method(strategy, "backward", self._around_backward))
+        automatic = trainer.lightning_module.automatic_optimization
+        undo.append(replace_method(strategy, "training_step", self._around_forward if automatic else self._around_all))
+        undo.append(replace_method(strategy, "backward", self._around_backward if automatic else self._within_all))
         undo.append(replace_method(strategy, "save_checkpoint", self._around_save))
         undo.append(before_calls(epoch.val_loop, "run", self._no_step))
         undo.append(before_calls(fit, "on_advance_end", self._no_step))
         if self._source is not None:
             undo.append(replace_method(self._source, "save", self._around_gasp))
         for optimizer in trainer.optimizers:
-            if not trainer.lightning_module.automatic_optimization:
+            if not automatic:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
         self._ranges.communicate([strategy.model])
@@ -105,9 +107,9 @@ class LightningMarks:
     def step_end(self, step: int) -> None:
         """Call in `on_train_batch_end` where the batch completed `step`."""
         self._in_step = False
-        self._step.end(step)
+        self._end_step(step)
         self._optimizer.cancel()  # a gradient scaler skipped the update
-        self._ranges.look()
+        self._look()
 
     # -- the patches --------------------------------------------------------------------------------------
 
@@ -144,9 +146,37 @@ class LightningMarks:
         return after_fetch
 
     def _around_forward(self, original: _Method) -> _Method:
+        begin, end = self._forward.begin, self._forward.end
+
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not self._in_step:  # the batch had been fetched before, or is fetched in here
+                self._begin_step()
+            begin()
+            result = original(*args, **kwargs)
+            end()
+            return result
+
+        return training_step
+
+    def _around_backward(self, original: _Method) -> _Method:
+        begin, end = self._backward.begin, self._backward.end
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            result = original(*args, **kwargs)
+            end()
+            return result
+
+        return backward
+
+    def _around_all(self, original: _Method) -> _Method:
+        """Manual optimization: backward passes and updates are inside."""
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if not self._in_step:
                 self._begin_step()
             self._inside, self._went_back = True, False
             self._forward.begin()
@@ -160,10 +190,10 @@ class LightningMarks:
 
         return training_step
 
-    def _around_backward(self, original: _Method) -> _Method:
+    def _within_all(self, original: _Method) -> _Method:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # manual optimization
+            if self._inside:
                 self._forward.end()
             self._backward.begin()
             result = original(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
 
+from lastgasp.pytorch.compiled import values_of
 from lastgasp_lightning.extrastate import ExtraStates
 
 _Path = tuple[str, ...]
@@ -24,7 +25,8 @@ class Snapshot:
     """The state of the loops at one boundary. Holds references and shallow copies; nothing is cloned."""
 
     step: int
-    trackers: list[dict[str, Any]]
+    counters: tuple[Any, ...]
+    names: list[tuple[str, ...]]
     stepped: int
     reloads: tuple[float, float]
     stopping: bool
@@ -47,7 +49,10 @@ class Snapshotter:
         self._epoch = trainer.fit_loop.epoch_loop
         self._val = self._epoch.val_loop
         self._logs = trainer._logger_connector
-        self.paths, self._dicts = _trackers(trainer.fit_loop)
+        self._paths, self._dicts = _trackers(trainer.fit_loop)
+        self._values = values_of()
+        self._names: list[tuple[str, ...]] = []
+        self._named = -1
         self.extra = ExtraStates(trainer)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
@@ -56,9 +61,13 @@ class Snapshotter:
     def take(self, step: int) -> Snapshot:
         """Remember everything as it stands. A few microseconds."""
         logs, epoch, results = self._logs, self._epoch, self._epoch._results
+        counters = self._values(self._dicts)
+        if len(counters) != self._named:  # hardly ever after the first time: an attribute more
+            self._names, self._named = [tuple(d) for d in self._dicts], len(counters)
         return Snapshot(
             step,
-            [*map(dict.copy, self._dicts)],
+            counters,
+            self._names,
             epoch._batches_that_stepped,
             (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
             self._trainer.should_stop and not self._fit._can_stop_early,
@@ -70,6 +79,18 @@ class Snapshotter:
             _states(self._mid_step) if self._mid_step else {},
             self.extra.take(),
         )
+
+    def loops(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Every progress, as at the boundary: key in the loops' state dict -> value."""
+        tree: dict[str, Any] = {}
+        counters = iter(snapshot.counters)
+        for path, names in zip(self._paths, snapshot.names, strict=True):
+            node = tree
+            for name in path:
+                node = node.setdefault(name, {})
+            values = zip(names, counters, strict=False)  # in this order: the names end first
+            node.update({k: v for k, v in values if not isinstance(v, _BaseProgress)})
+        return tree
 
     def add_callbacks(self, snapshot: Snapshot) -> None:
         """Remember the states of ordinary callbacks, before validation or epoch end changes them."""
@@ -83,24 +104,7 @@ def stateful_callbacks(trainer: Any) -> list[Callback]:
     return [cb for cb in trainer.callbacks if _overrides(cb, "state_dict") and not isinstance(cb, Checkpoint)]
 
 
-def progress(snapshot: Snapshot, paths: list[_Path], key: str) -> dict[str, Any]:
-    """The progress called `key` in the loops' state dict, as at the boundary."""
-    tree: dict[str, Any] = {}
-    for path, values in zip(paths, snapshot.trackers, strict=True):
-        if path[0] == key:
-            node = tree
-            for name in path[1:]:
-                node = node.setdefault(name, {})
-            node.update({k: v for k, v in values.items() if not isinstance(v, _BaseProgress)})
-    return tree
-
-
-def loops_of(snapshot: Snapshot, paths: list[_Path]) -> dict[str, Any]:
-    """Every progress, as at the boundary: key in the loops' state dict -> value."""
-    return {key: progress(snapshot, paths, key) for key in dict.fromkeys(p[0] for p in paths)}
-
-
-def _trackers(fit_loop: Any) -> tuple[list[_Path], list[dict[str, Any]]]:
+def _trackers(fit_loop: Any) -> tuple[list[_Path], tuple[dict[str, Any], ...]]:
     """Each object with counters below `fit_loop`: where it stands, and its `__dict__` (never replaced)."""
     found: list[tuple[_Path, dict[str, Any]]] = []
 
@@ -119,7 +123,7 @@ def _trackers(fit_loop: Any) -> tuple[list[_Path], list[dict[str, Any]]]:
                 walk(f"{prefix}{name}.", value)
 
     walk("", fit_loop)
-    return [path for path, _ in found], [d for _, d in found]
+    return [path for path, _ in found], tuple(d for _, d in found)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import join_extra, split_extra
 from lastgasp_lightning.metrics import OwnAccumulators, encode_results
-from lastgasp_lightning.snapshot import Snapshot, Snapshotter, loops_of
+from lastgasp_lightning.snapshot import Snapshot, Snapshotter
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
 
@@ -345,7 +345,7 @@ class LightningState:
     # -- composing ----------------------------------------------------------------------------------------
 
     def _record(self, snapshot: Snapshot, aux_states: dict[int, bytes]) -> dict[str, Any]:
-        loops = loops_of(snapshot, self._snapshots.paths)
+        loops = self._snapshots.loops(snapshot)
         batch = loops["epoch_loop.batch_progress"]["current"]["ready"]
         return {
             "version": VERSION,
@@ -390,7 +390,7 @@ class LightningState:
     def _patch(self, checkpoint: dict[str, Any], record: dict[str, Any], snapshot: Snapshot) -> None:
         """Bring the live dump to the boundary, as Lightning would have saved it in on_train_batch_end."""
         fit = checkpoint["loops"]["fit_loop"]
-        fit.update(loops_of(snapshot, self._snapshots.paths))
+        fit.update(self._snapshots.loops(snapshot))
         set_batch_progress(fit["epoch_loop.batch_progress"], pending=1)
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = snapshot.stepped
         own = record["small"].get(self._trainer.global_rank)

@@ -86,7 +86,7 @@ class LoopMarks:
     def step_end(self, step: int) -> None:
         """`step` is complete."""
         if self._ranges is not None:
-            self._ranges.step.end(step)
+            self._ranges.end_step(step)
             self._in_step = False
             self._ranges.look()
 
