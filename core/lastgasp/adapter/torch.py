@@ -8,6 +8,7 @@ from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
+from lastgasp.pytorch.compiled import values_of
 from lastgasp.pytorch.devicemarks import cuda_marks
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
@@ -105,6 +106,7 @@ __all__ = [
     "rng",
     "save_verified",
     "stage",
+    "values_of",
     "with_added",
     "with_assignment",
     "without_buffers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgasp.errors import MissingExtra
+from lastgasp.adapter import MissingExtra
 
 try:
     import lightning.pytorch as _lightning

@@ -28,20 +28,18 @@ class UpdateWatch:
     Args:
         before_update: called once per batch, before the first parameter changes.
         further: called before the update of each further optimizer of the batch (manual optimization).
-        updated: called after the last parameter changed.
 
     Attributes:
         aside: whether the optimizers' steps are none of training's (a tuner's).
     """
 
-    def __init__(self, before_update: _Event, further: _Event, updated: _Event) -> None:
-        self._before_update, self._further, self._updated = before_update, further, updated
+    def __init__(self, before_update: _Event, further: _Event) -> None:
+        self._before_update, self._further = before_update, further
         self._handles: list[Any] = []
         self.aside: Callable[[], bool] = lambda: False
         self.automatic = True
         self.begun = False
         self.inside = False
-        self._told = False
         self.baseline = (0, 0)
         self._counters: dict[str, int] = {"ready": 0, "completed": 0}
 
@@ -67,14 +65,12 @@ class UpdateWatch:
         if not self.begun:
             self.baseline = (self._counters["ready"], self._counters["completed"])
             self._before_update()
-            self.begun, self._told = True, False
+            self.begun = True
         elif not self.automatic:
             self._further()
 
     def close(self) -> None:
         """The boundary was captured: the window is over."""
-        if self.begun and not self._told:  # also when a gradient scaler skipped the update
-            self._updated()
         self.begun = self.inside = False
 
     def _before_step(self, *_: object) -> None:
@@ -83,9 +79,6 @@ class UpdateWatch:
 
     def _after_step(self, *_: object) -> None:
         self.inside = False
-        if self.begun and self.automatic:
-            self._told = True
-            self._updated()
 
 
 def steps_of(epoch: Any, automatic: bool) -> dict[str, int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lastgasp.pytorch.buckets import Layout, fits, with_assignment
+from lastgasp.adapter.torch import Buckets, fits, with_assignment
 from lastgasp_lightning.compat import Undo, replace_method
 
 
-def restore_layout(trainer: Any, layout: Layout | None) -> Undo:
+def restore_layout(trainer: Any, layout: Buckets | None) -> Undo:
     """Build DDP with this layout instead of the first one; call before `strategy.setup`."""
     if not layout or not hasattr(trainer.strategy, "_setup_model"):
         return lambda: None

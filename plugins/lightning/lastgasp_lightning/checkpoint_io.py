@@ -11,18 +11,14 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from lastgasp.checkpoint import Staged
-from lastgasp.checkpoint.manifest_lookup import has_manifest
-from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.config import GaspConfig
-from lastgasp.errors import DamagedCheckpoint
-from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.pytorch.io import load_verified, save_verified
-from lastgasp.pytorch.staged import with_added
-from lastgasp_lightning.source import LAYOUT
+from lastgasp.adapter import DamagedCheckpoint, GaspConfig, ManifestWriter, RankStatus
+from lastgasp.adapter.checkpoint import SingleFile, Staged, has_manifest
+from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.state import KEY
 
 log = logging.getLogger("lastgasp")
+
+LAYOUT = SingleFile(".ckpt")
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):

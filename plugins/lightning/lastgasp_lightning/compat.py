@@ -7,9 +7,7 @@ from typing import Any
 
 import lightning
 
-from lastgasp.errors import LastgaspError
-
-Undo = Callable[[], None]
+from lastgasp.adapter import LastgaspError, Undo, replace_attribute
 
 _KNOWN = "2.6"
 
@@ -56,18 +54,10 @@ def check(trainer: Any) -> None:
 
 
 def replace_method(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
-    """Replace a method on this one object by `make(original)`; the returned undo is idempotent."""
+    """Replace a method on this one object by `make(original)`; the returned undo is idempotent.
+
+    Raises:
+        LightningChanged: there is none.
+    """
     require(owner, name)
-    was = owner.__dict__.get(name)
-    ours = make(getattr(owner, name))
-    object.__setattr__(owner, name, ours)
-
-    def undo() -> None:
-        if owner.__dict__.get(name) is not ours:
-            return
-        if was is None:
-            object.__delattr__(owner, name)
-        else:
-            object.__setattr__(owner, name, was)
-
-    return undo
+    return replace_attribute(owner, name, make)

@@ -6,7 +6,7 @@ import csv
 import io
 from pathlib import Path
 
-from lastgasp._fs import read_bounded, write_atomically
+from lastgasp.adapter.files import read_bounded, write_atomically
 
 _LIMIT = 1 << 30
 """Bytes beyond which a file is left alone: all of it is read, as Lightning does whenever a column is added."""

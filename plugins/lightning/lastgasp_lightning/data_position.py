@@ -14,8 +14,7 @@ from typing import Any
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lastgasp.pytorch import rng
-from lastgasp.pytorch.position import (
+from lastgasp.adapter.torch import (
     MAP,
     STATEFUL,
     EpochPosition,
@@ -23,6 +22,7 @@ from lastgasp.pytorch.position import (
     PassStart,
     decode_epoch,
     is_epoch_record,
+    rng,
 )
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.thisfit import ThisFit

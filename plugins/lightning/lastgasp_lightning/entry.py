@@ -11,8 +11,7 @@ import os
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.errors import ConfigError
-from lastgasp.startup_refusal import tell_launcher
+from lastgasp.adapter import ConfigError, tell_launcher
 
 ENV_ON = "LASTGASP"
 _SWITCH = {"1": True, "0": False, "": False}

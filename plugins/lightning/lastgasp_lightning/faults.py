@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lastgasp.events import FaultKind
-from lastgasp.pytorch import exception_origin
+from lastgasp.adapter import FaultKind
+from lastgasp.adapter.torch import exception_origin
 
 
 def kind_of(exception: BaseException) -> FaultKind:

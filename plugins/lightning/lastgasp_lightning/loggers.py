@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lastgasp.ports import Gather
+from lastgasp.adapter import Gather
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.csvrows import count_rows, keep_rows
 from lastgasp_lightning.eventfiles import cut_events, files_of, holds_nothing, writer_of

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lastgasp._fs import read_bounded, write_atomically
+from lastgasp.adapter.files import read_bounded, write_atomically
 
 MARKER = ".lastgasp.json"
 _WRITERS = 256

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.strategies import Strategy
 
-from lastgasp.pytorch.ranges import Sink
-from lastgasp.pytorch.stepranges import StepRanges
+from lastgasp.adapter.torch import Sink, StepRanges
 from lastgasp_lightning.boundary import before_calls
 from lastgasp_lightning.compat import Undo, replace_method, require
 
@@ -28,16 +27,15 @@ class LightningMarks:
     broadcasts buffers, and may wait for rank 0 there). In manual optimization what comes before each backward pass.
     `backward`: `strategy.backward`; DDP reduces gradients in it, and waits for other ranks.
     `optimizer`: the update alone, after the gradients were clipped.
-    `save_checkpoint`: the write, on the ranks that write; not the barrier after it. Also the gasp's.
+    `save_checkpoint`: the write, on the ranks that write; not the barrier after it. The gasp's is marked by the seam.
 
     Args:
         trainer: the Trainer, set up.
         marks: where they go.
-        source: has the gasp's `save`, which is marked as well; None: it is not.
     """
 
-    def __init__(self, trainer: Any, marks: Sink, source: object | None = None) -> None:
-        self._trainer, self._source = trainer, source
+    def __init__(self, trainer: Any, marks: Sink) -> None:
+        self._trainer = trainer
         self._undo: list[Undo] = []
         self._handles: list[Any] = []
         self._in_step = self._inside = self._went_back = False
@@ -74,8 +72,6 @@ class LightningMarks:
         undo.append(replace_method(strategy, "save_checkpoint", self._around_save))
         undo.append(before_calls(epoch.val_loop, "run", self._no_step))
         undo.append(before_calls(fit, "on_advance_end", self._no_step))
-        if self._source is not None:
-            undo.append(replace_method(self._source, "save", self._around_gasp))
         for optimizer in trainer.optimizers:
             if not automatic:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_update))
@@ -225,11 +221,3 @@ class LightningMarks:
                 return original(*args, **kwargs)
 
         return save_checkpoint
-
-    def _around_gasp(self, original: _Method) -> _Method:
-        @functools.wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            with self._save:
-                return original(*args, **kwargs)
-
-        return save

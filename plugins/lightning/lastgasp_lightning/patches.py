@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
-from lastgasp.session import Session
+from lastgasp.adapter import Session
 from lastgasp_lightning.compat import Undo, replace_method
 
 LEAVE = 60.0

@@ -8,10 +8,7 @@ import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lastgasp.connect import FromRank0, contact_of, place_in_job
-from lastgasp.errors import ConfigError
-from lastgasp.session import Contact
-from lastgasp.topology import Place, data_parallel
+from lastgasp.adapter import ConfigError, Contact, FromRank0, Place, contact_of, data_parallel, place_in_job
 
 
 def require_supported(trainer: Any) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.aux_state import AuxState, decode_aux, restore_aux
-from lastgasp.pytorch.position import WORKERS
+from lastgasp.adapter import CheckpointError
+from lastgasp.adapter.torch import WORKERS, AuxState, decode_aux, restore_aux
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method

@@ -10,16 +10,11 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lastgasp.checkpoint import newest_good
-from lastgasp.config import GaspConfig
-from lastgasp.fits import FITS
-from lastgasp.ports import Gather
-from lastgasp.pytorch import exception_origin
-from lastgasp.selection import CheckpointSelector
-from lastgasp.topology import Place
-from lastgasp_lightning.checkpoint_io import search_folders
-from lastgasp_lightning.compat import Undo, replace_method
-from lastgasp_lightning.source import LAYOUT
+from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place, SelectionPolicy, Undo
+from lastgasp.adapter.checkpoint import Candidate, newest_good
+from lastgasp.adapter.torch import exception_origin
+from lastgasp_lightning.checkpoint_io import LAYOUT, search_folders
+from lastgasp_lightning.compat import replace_method
 from lastgasp_lightning.thisfit import ThisFit
 
 log = logging.getLogger("lastgasp")
@@ -44,7 +39,7 @@ class LightningSelector:
 
     Attributes:
         resumed: a checkpoint of ours was chosen.
-        stood: the manifests that stood there before (`CheckpointSelector.stood`).
+        present: the manifests that were there before (`CheckpointSelector.present`).
         same_run: and the user did not name it, so that it is the same run that goes on.
         loaded: called on all ranks once it is loaded.
     """
@@ -53,7 +48,7 @@ class LightningSelector:
         self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
         self.resumed = self.same_run = False
         self.loaded: Callable[[], None] = lambda: None
-        self.stood: frozenset[str] | None = None
+        self.present: frozenset[str] | None = None
 
     def install(self) -> Undo:
         """Wrap `_restore_modules_and_callbacks`, which runs after all `setup` hooks."""
@@ -89,25 +84,26 @@ class LightningSelector:
             DamagedCheckpoint: resume=<path> names a damaged one.
             CheckpointMismatch: the newest is of another model.
         """
-        trainer, config, place = self._trainer, self._config, self._place
+        trainer, config = self._trainer, self._config
         local = (trainer.local_rank, max(1, trainer.num_devices))
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
-        choice = CheckpointSelector(config, folders, LAYOUT, place, self._gather, local, fit=fit)
+        policy = SelectionPolicy(config, self._place, folders, LAYOUT, local, fit=fit, instead=bool(given))
+        selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
 
-        def restore(path: Path) -> None:
-            self._tell(choice, path, given)
-            load(path)
+        def restore(candidate: Candidate) -> None:
+            self.resumed, self.same_run = True, not selector.named
+            if not selector.named:
+                self._fit.resumed(candidate.path, policy.unnumbered)
+            self._warn(given, candidate.path)
+            load(candidate.path)
 
-        found = choice.load(restore, bool(given), exception_origin.is_about_content) is not None
-        self.stood = choice.stood
+        found = selector.load(restore) is not None
+        self.present = selector.present
         if found and self.same_run:
             self.loaded()
         return found
 
-    def _tell(self, choice: CheckpointSelector, path: Path, given: Any) -> None:
-        self.resumed, self.same_run = True, not choice.named
-        if not choice.named:
-            self._fit.resumed(path, choice.unnumbered)
+    def _warn(self, given: Any, path: Path) -> None:
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
         if given and not named and Path(given).absolute() != path.absolute():
             log.warning("ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given, path)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
 
-from lastgasp.pytorch.compiled import values_of
+from lastgasp.adapter.torch import values_of
 from lastgasp_lightning.extrastate import ExtraStates
 
 _Path = tuple[str, ...]

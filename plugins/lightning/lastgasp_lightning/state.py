@@ -17,10 +17,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lastgasp.errors import NotSaveable
-from lastgasp.pytorch.aux_state import AuxRecorder, decode_aux, without_buffers
-from lastgasp.pytorch.buckets import BucketLayout
-from lastgasp.pytorch.statedigest import digests_of
+from lastgasp.adapter import NotSaveable
+from lastgasp.adapter.torch import AuxRecorder, BucketLayout, decode_aux, digests_of, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
 from lastgasp_lightning.buffers import with_averages
@@ -52,27 +50,20 @@ class LightningState:
     Args:
         trainer: the Trainer.
         fit: which fit of the script it is.
-        before_update: called once per batch before parameters change (an update gate may block here).
-        updated: called when they have changed.
 
     Attributes:
+        gate: called once per batch before parameters change, and may block.
         say: tells people what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        fit: ThisFit,
-        before_update: Callable[[], None] = _nothing,
-        updated: Callable[[], None] = _nothing,
-    ) -> None:
+    def __init__(self, trainer: Any, fit: ThisFit) -> None:
         self._trainer, self.fit = trainer, fit
-        self._gate = before_update
+        self.gate: Callable[[], None] = _nothing
         self._single = trainer.world_size == 1
         self._steps: dict[str, int] = {}
         self._batches: dict[str, int] = {}
-        self.watch = UpdateWatch(self._before_first_update, self._capture_unsettled, updated)
+        self.watch = UpdateWatch(self._before_first_update, self._capture_unsettled)
         self.position = DataPosition(trainer, self._devices(), fit)
         self.snapshot: Snapshot | None = None
         self._buckets = BucketLayout(lambda: trainer.strategy.model)
@@ -172,7 +163,7 @@ class LightningState:
         # A rank killed inside the update leaves its random state of just before, which the update does not use,
         # to whoever survives it; in a job of one rank nobody does.
         self._capture_unsettled()
-        self._gate()
+        self.gate()
 
     def before_backward(self) -> None:
         """Call before each backward pass: in it the ranks' gradients meet, and the others can make the step alone."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
-from lastgasp.testing.faults import FaultKit, install, kit_from_env
+from lastgasp.adapter.testing import FaultKit, install, kit_from_env
+from lastgasp.adapter.torch import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
 
 
 def fault_callbacks() -> list[Callback]:

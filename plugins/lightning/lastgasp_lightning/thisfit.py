@@ -8,11 +8,9 @@ from typing import Any
 
 import msgspec
 
-from lastgasp.checkpoint.manifest import Fit
-from lastgasp.checkpoint.samefit import differences
-from lastgasp.errors import CheckpointMismatch
-from lastgasp.fits import FITS
-from lastgasp.pytorch import fingerprints
+from lastgasp.adapter import FITS, CheckpointMismatch
+from lastgasp.adapter.checkpoint import Fit, differences
+from lastgasp.adapter.torch import fingerprints
 
 log = logging.getLogger("lastgasp")
 

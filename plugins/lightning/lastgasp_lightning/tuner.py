@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
-from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.adapter import RankStatus
 from lastgasp_lightning.compat import Undo, replace_method, require
 
 log = logging.getLogger("lastgasp")
