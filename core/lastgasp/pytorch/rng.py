@@ -253,7 +253,7 @@ def _accelerator_state(device: torch.device) -> bytes:
 
 @functools.cache
 def _engine_offset() -> int | None:
-    """Where `at::mt19937` stands in CPU generators of torch, as `_copies.c` reads it; None where it is laid out otherwise.
+    """Where `at::mt19937` stands in CPU generators of torch, as `_copies.c` reads it; None where it is not so.
 
     Found in a generator of our own, and compared with its getter in each state that matters: after a seed, in the
     middle of the words, and with both cached normals.

@@ -79,9 +79,7 @@ class FaultCallback(Callback):
 
         return faulty_save
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Note the step under way; Lightning's counter moves before the step has ended."""
         self._step = trainer.global_step
 
