@@ -258,7 +258,8 @@ def _engine_offset() -> int | None:
     Found in a generator of our own, and compared with its getter in each state that matters: after a seed, in the
     middle of the words, and with both cached normals.
     """
-    copies, probe = compiled(), torch.Generator()
+    copies = compiled()
+    probe: Any = torch.Generator()
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.pread(memory, _GENERATOR_ROOM, probe._cdata).find(_torch_words(probe)) - _ENGINE_HEAD
@@ -289,8 +290,8 @@ def _torch_words(generator: torch.Generator) -> bytes:
 def _torch_engine() -> int:
     """Address of the default generator's `at::mt19937`; 0 where it is not known, and torch is asked."""
     try:
-        offset, generator = _engine_offset(), torch.default_generator
-        copies = compiled()
+        generator: Any = torch.default_generator
+        offset, copies = _engine_offset(), compiled()
         if offset is None or copies is None:
             return 0
         address = int(generator._cdata) + offset

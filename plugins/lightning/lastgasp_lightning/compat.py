@@ -9,6 +9,8 @@ import lightning
 
 from lastgasp.adapter import LastgaspError, Undo, replace_attribute
 
+__all__ = ["LightningChanged", "Undo", "check", "replace_method", "require"]
+
 _KNOWN = "2.6"
 
 

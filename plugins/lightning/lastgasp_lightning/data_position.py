@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -204,14 +203,21 @@ def _draw(iterator: Any, index: int, flags: list[bool] | None) -> Any:
         return next(iterator.iterators[index])
 
 
-@functools.cache
+_classes: dict[tuple[type, bool], type] = {}
+
+
 def _tracked_class(base: type, watching: bool) -> type:
     """A subclass of `base` that reports to `lastgasp_position`: `iter` and `next` look methods up on the type.
 
     Args:
         watching: each `next` as well, which costs something with every batch.
     """
+    if (base, watching) not in _classes:
+        _classes[base, watching] = _make_tracked(base, watching)
+    return _classes[base, watching]
 
+
+def _make_tracked(base: type, watching: bool) -> type:
     def __iter__(self: Any) -> Any:
         return self.lastgasp_position.start(self, lambda: base.__iter__(self))  # type: ignore[attr-defined]
 
