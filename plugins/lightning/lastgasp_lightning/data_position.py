@@ -86,7 +86,7 @@ class DataPosition:
         # Lightning fetches one batch ahead where it cannot know the length
         unsized = any(sized_len(loader) is None for loader in loaders)
         watching = unsized or any(kind != MAP for kind in self._epoch.kinds)
-        combined.__class__ = _tracked_class(type(combined), watching)  # type: ignore[arg-type,unused-ignore]
+        combined.__class__ = _tracked_class(type(combined), watching)
         combined.lastgasp_position = self
         if self._pending is not None:
             self._epoch.require(self._pending[0])
