@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
 import pytest
 
+from lastgasp.adapter import CheckpointSelector, SelectionPolicy
 from lastgasp.checkpoint import DirectoryLayout, SingleFile
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.unknown import all_of_training, unknown
 from lastgasp.config import GaspConfig
 from lastgasp.errors import NoGoodCheckpoint
-from lastgasp.selection import CheckpointSelector
 from lastgasp.topology import Place, data_parallel
 
 LAYOUT = SingleFile(".ckpt")
@@ -53,35 +52,37 @@ def test_other_layouts_are_each_others_unknowns(tmp_path: Path) -> None:
     assert len(all_of_training([tmp_path], LAYOUT)) == 2
 
 
-def choice(folder: Path, resume: str = "auto", attempt: int = 0, fit: int | None = None) -> CheckpointSelector:
-    place = dataclasses.replace(
-        Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=0), attempt=attempt
-    )
+def selected(
+    folder: Path, resume: str = "auto", attempt: int = 0, fit: int | None = None, instead: bool = False
+) -> object:
+    """What a job of one rank starts from."""
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=attempt)
     config = GaspConfig.resolve(folder, resume=resume)
     number = Fit(number=fit) if fit is not None else None
-    return CheckpointSelector(config, [folder], LAYOUT, place, lambda tag, payload: [payload], (0, 1), fit=number)
+    policy = SelectionPolicy(config, place, [folder], LAYOUT, (0, 1), fit=number, instead=instead)
+    return CheckpointSelector(policy, lambda tag, payload: [payload]).select()
 
 
 def test_a_start_from_scratch_over_them_is_refused(tmp_path: Path) -> None:
-    assert choice(tmp_path).choose() is None, "an empty directory"
+    assert selected(tmp_path) is None, "an empty directory"
     lay(tmp_path, "epoch_3.pth")
     with pytest.raises(NoGoodCheckpoint, match=r"(?s)epoch_3.pth: is named like weights of a step.*resume='never'"):
-        choice(tmp_path).choose()
-    assert choice(tmp_path).choose(instead=True) is None, "the user gave something to start from"
-    assert choice(tmp_path, fit=1).choose() is None, "the script has trained before, and may have saved it"
+        selected(tmp_path)
+    assert selected(tmp_path, instead=True) is None, "the user gave something to start from"
+    assert selected(tmp_path, fit=1) is None, "the script has trained before, and may have saved it"
 
 
 def test_a_restart_of_the_job_that_made_them_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lay(tmp_path, "epoch_3.pth")
-    assert choice(tmp_path, attempt=1).choose() is None
+    assert selected(tmp_path, attempt=1) is None
     assert "training begins from scratch again: 1 files" in caplog.text
 
 
 def test_never_says_over_what_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lastgasp")
-    assert choice(tmp_path, "never").choose() is None
+    assert selected(tmp_path, "never") is None
     assert caplog.text == ""
     lay(tmp_path, "epoch=0-step=5.ckpt", "epoch_3.pth")
-    assert choice(tmp_path, "never").choose() is None
+    assert selected(tmp_path, "never") is None
     assert "resume='never': training begins from scratch; 2 checkpoints or files of training stay" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0-step=5.ckpt", "epoch_3.pth"]
