@@ -41,7 +41,7 @@ def test_a_directory_that_cannot_be_trusted_costs_the_word_and_nothing_else(
 ) -> None:
     home.mkdir(mode=0o755)
     assert not framework_verdict.give(SAID)
-    assert "could not be told" in caplog.text
+    assert "could not be informed" in caplog.text
     assert framework_verdict.take("0123456789abcdef") is None
 
 

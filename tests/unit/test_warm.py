@@ -97,6 +97,14 @@ def test_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
     assert len(set(draws)) == 4
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored, and so would be all that is started here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("what", "code"),
     [
@@ -108,7 +116,7 @@ def test_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
         ("interrupt", -2),
     ],
 )
-def test_it_ends_as_a_fresh_interpreter_does(what: str, code: int, tmp_path: Path) -> None:
+def test_it_ends_as_a_fresh_interpreter_does(what: str, code: int, tmp_path: Path, interruptible: None) -> None:
     with process(tmp_path) as found:
         ready(found)
         rank, out, err = forked(found, tmp_path, str(SCRIPT), *what.split())

@@ -179,6 +179,9 @@ class Doorway:
         self._forget(task)
         if stranger.writer is not None:
             stranger.writer.write(_BUSY)
+        elif stranger.begun and self._secure is None:  # asyncio is about to take the socket, and will close it
+            with contextlib.suppress(OSError):
+                stranger.connection.send(_BUSY)
         task.cancel()
         self.log.warning("too many connections prove nothing: the oldest, from %s, was closed", stranger.address)
 
