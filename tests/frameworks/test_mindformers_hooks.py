@@ -110,5 +110,5 @@ def test_the_environment_turns_plain_mindspore_on(version: str, tmp_path: Path) 
 def test_another_version_is_an_error_that_says_so(version: str, tmp_path: Path) -> None:
     found = told(version, "drift", tmp_path)
     assert found["expected"].startswith("mindspore.train.model.Model.fit(epoch, train_dataset, callbacks")
-    assert found["found"] == "no such method"
+    assert found["found"] == "no such function"
     assert f"mindformers {version}, mindspore 2." in found["message"]

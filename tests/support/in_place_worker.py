@@ -44,10 +44,13 @@ class Repairable(ToySource):
             file.with_suffix(".new").write_text(str(self.value))
             file.with_suffix(".new").rename(file)
             return
-        deadline = time.monotonic() + 30
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self._wait_for(file.name)
         self.value, self.broken = int(file.read_text()), False
+
+    def _wait_for(self, name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (self.directory / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def rollback(self, step: int) -> None:
         """As the port says."""
@@ -63,6 +66,7 @@ class Repairable(ToySource):
         while self.step < STEPS:
             time.sleep(0.05 if self.entered == 1 else 0.001)
             if self.rank == 0 and self.step == BROKEN_AT and self.entered == 1:
+                self._wait_for("rank 1 trains")
                 self.value, self.broken = -1, True
                 raise RuntimeError("UCE ERROR: on-chip memory")
             session.before_update()
@@ -70,6 +74,7 @@ class Repairable(ToySource):
             self.note(self.step + 1)
             self.step += 1
             session.step_completed(self.step)
+            (self.directory / f"rank {self.rank} trains").touch()
 
 
 def main() -> None:
