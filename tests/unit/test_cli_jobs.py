@@ -15,9 +15,10 @@ from click.testing import CliRunner, Result
 
 from lastgasp.cli import main
 from lastgasp.cli.switch import parse_ranks, parse_settings
-from lastgasp.gasp.rundir import Announcement
+from lastgasp.gasp.rundir import Announcement, running_jobs
 from lastgasp.steps.bits import ALL, COMM, DATALOADER, DEFAULT_ON, STEP
 from support.switch_job import JobHere, job_here
+from support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,11 @@ def json_of(done: Result, code: int = 0) -> dict[str, Any]:
     assert found["version"] == 1
     assert isinstance(found, dict)
     return found
+
+
+def named(*jobs: str) -> None:
+    """Each job's file holds its name: a controller writes that after it has welcomed the first rank."""
+    until(lambda: {job.job for job in running_jobs()} == set(jobs), "the files hold the jobs' names")
 
 
 def shown(job: JobHere) -> None:
@@ -112,6 +118,7 @@ def test_a_rank_that_marks_nothing() -> None:
 
 def test_several_jobs_and_one_of_them() -> None:
     with job_here(1, job="first"), job_here(2, job="second"):
+        named("first", "second")
         assert [job["job"] for job in json_of(run("ps", "--json"))["jobs"]] in (
             ["first", "second"],
             ["second", "first"],
@@ -187,6 +194,7 @@ def test_without_a_job() -> None:
 
 def test_several_jobs_need_a_choice() -> None:
     with job_here(1, job="first") as first, job_here(1, job="second") as second:
+        named("first", "second")
         done = run("switch", "comm=on")
         assert done.exit_code == 2
         assert "--job must name one of these" in done.output
