@@ -40,11 +40,9 @@ def acjob_patches() -> str:
 
 def doctor_checks() -> str:
     """The traps of `lastgasp doctor`."""
-    from lastgasp.doctor.checks import CHECKS, examine
-    from lastgasp.doctor.machine import Machine
+    from lastgasp.doctor.checks import every_check
 
-    examine(Machine())  # fills the table
-    rows = [(f"`{one.id}`", one.severity, one.title, _fact(one.source)) for one in _sorted(CHECKS)]
+    rows = [(f"`{one.id}`", one.severity, one.title, _fact(one.source)) for one in _sorted(every_check())]
     return _table(("check", "weight", "what is found", "facts"), rows)
 
 

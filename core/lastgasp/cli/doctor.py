@@ -11,7 +11,7 @@ import msgspec
 from rich.table import Table
 
 from lastgasp.backends import choose_backend
-from lastgasp.doctor.checks import CHECKS, Diagnosis, examine, printable
+from lastgasp.doctor.checks import Diagnosis, every_check, examine, printable
 from lastgasp.doctor.look import look
 from lastgasp.doctor.machine import JobFacts, Machine
 from lastgasp.doctor.software import frameworks
@@ -124,4 +124,4 @@ def _print(report: Report) -> None:
             text = f"{escape(one.what)}\n[dim]{escape(one.fix)}[/]"
             table.add_row(f"[{_STYLE[one.severity]}]{one.severity}[/]", text, one.check)
         out.print(table)
-    out.print(f"{len(CHECKS)} checks made: {counted(report.errors, report.warnings)}")
+    out.print(f"{len(every_check())} checks made: {counted(report.errors, report.warnings)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,18 +54,26 @@ class Diagnosis(msgspec.Struct, frozen=True):
     fix: str
 
 
-CHECKS: dict[str, Check] = {}
+_CHECKS: dict[str, Check] = {}
 
 
 def check(id: str, severity: Severity, source: str, title: str) -> Callable[[Look], Look]:
     """Register the function that performs the check."""
 
     def register(look: Look) -> Look:
-        assert id not in CHECKS
-        CHECKS[id] = Check(id, severity, source, title, look)
+        assert id not in _CHECKS
+        _CHECKS[id] = Check(id, severity, source, title, look)
         return look
 
     return register
+
+
+def every_check() -> Mapping[str, Check]:
+    """All checks by their ids."""
+    from . import mindcluster, network, software, storage, tls  # importing them fills the table
+
+    assert all((mindcluster, network, software, storage, tls))
+    return _CHECKS
 
 
 def examine(machine: Machine) -> list[Diagnosis]:
@@ -74,9 +82,6 @@ def examine(machine: Machine) -> list[Diagnosis]:
     What `lastgasp run` corrects automatically is a warning, and its fix says so. A check that cannot be performed is
     reported as a warning, too.
     """
-    from . import mindcluster, network, software, storage, tls  # importing them fills the table
-
-    assert all((mindcluster, network, software, storage, tls))
     found = _diagnoses(machine)
     stays = {one.check for one in _diagnoses(under_run(machine)) if one.severity == "error"}
     found = [one if one.severity == "warning" or one.check in stays else _done_by_run(one) for one in found]
@@ -84,7 +89,7 @@ def examine(machine: Machine) -> list[Diagnosis]:
 
 
 def _diagnoses(machine: Machine) -> list[Diagnosis]:
-    return [diagnosis for one in CHECKS.values() for diagnosis in _looked(one, machine)]
+    return [diagnosis for one in every_check().values() for diagnosis in _looked(one, machine)]
 
 
 def _looked(one: Check, machine: Machine) -> Iterator[Diagnosis]:
