@@ -23,11 +23,11 @@ from mindspore.train import Callback, Model
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import drop_cache, interleave, timed, warm_cache
+from lastgasp.adapter.mindspore import LEGACY
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.topology import Place
 from lastgasp_mindformers import LastGasp
 from lastgasp_mindformers.gate import gate_of
-from lastgasp_mindformers.layouts import LEGACY
 from lastgasp_mindformers.preload import Preload
 
 SKIP = 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lastgasp import exitcodes
+from lastgasp.adapter.mindspore import ITERATIONS, LEGACY
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.cli.manifest import adopt_all
 from lastgasp.events import decode_incident
@@ -23,7 +24,6 @@ from lastgasp.steps.report.job import JobReader
 from lastgasp.steps.report.sources import locate
 from lastgasp.testing import corrupt
 from lastgasp.testing.faults import read_log
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY
 from support.mindspore import place
 from support.mindspore.job import LlamaJob
 

@@ -15,9 +15,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron
 import torch.distributed
 
 from lastgasp.errors import ConfigError
+from lastgasp.options import Options
 from lastgasp.steps import bits
 from lastgasp.steps.settings import MarksConfig
-from lastgasp_megatron.args import Options, add_options, around_parse_args, options_of
+from lastgasp_megatron.args import add_options, around_parse_args, options_of
 from lastgasp_megatron.ranks import untried
 from lastgasp_megatron.settings import refuse
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, PLAIN, decode_aux
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.errors import ConfigError, ControlError
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, decode_aux
 from lastgasp_mindformers.manifests import AUX_SUFFIX, Manifests
 from lastgasp_mindformers.monitors import searched
 from support.checkpoint_kit import as_ranks

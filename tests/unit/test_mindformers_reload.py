@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 
-from lastgasp.checkpoint import Provenance, Staged, World
-from lastgasp.checkpoint.adopt import read_entries, write_manifest
-from lastgasp.cli.manifest import adopt_all
-from lastgasp.cli.verify import examine
-from lastgasp.config import GaspConfig
-from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, NothingLoads
-from lastgasp.exception_origin import cause_of
-from lastgasp.ports import Gather, Layout
-from lastgasp.testing import corrupt
-from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers import begun, unfit
-from lastgasp_mindformers.layouts import (
+from lastgasp.adapter.mindspore import (
     ITERATIONS,
     LEGACY,
     PLAIN,
@@ -32,10 +21,21 @@ from lastgasp_mindformers.layouts import (
     decode_aux,
     encode_aux,
     layout_of,
-    place_of,
+    place_of_callback,
 )
+from lastgasp.checkpoint import Provenance, Staged, World
+from lastgasp.checkpoint.adopt import read_entries, write_manifest
+from lastgasp.cli.manifest import adopt_all
+from lastgasp.cli.verify import examine
+from lastgasp.config import GaspConfig
+from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint, NothingLoads
+from lastgasp.exception_origin import cause_of
+from lastgasp.options import Options
+from lastgasp.ports import Gather, Layout
+from lastgasp.testing import corrupt
+from lastgasp.topology import Place, data_parallel
+from lastgasp_mindformers import begun, unfit
 from lastgasp_mindformers.reload import MindFormersSelector, Selected
-from lastgasp_mindformers.settings import Options
 from lastgasp_mindformers.unfit import DoesNotLoad, refuse_missing
 from support.checkpoint_kit import Died, DyingDisk, as_ranks
 from support.mindspore_files import boundary, safetensors, state, write
@@ -477,7 +477,7 @@ def test_an_iteration_that_was_not_finished(tmp_path: Path) -> None:
 
 def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: Any) -> list[Selected | None]:
     """By ModelCheckpoints of these directories and prefixes, of each rank, beside LastGasp(directory)."""
-    place = place_of([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
+    place = place_of_callback([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
     own: list[tuple[Path, Layout]] = [(directory, LEGACY)]
     replicas, into = given.pop("replicas", None), given.pop("into", lambda path: None)
     places = [*own, (directory, PLAIN) if place is None else (place.directory, place.layout)]
@@ -604,7 +604,7 @@ def _guide(root: Path, guide: str, *steps: int, manifests: bool = False, again: 
     for step in steps:
         for folder, prefix in where:
             write(Path(folder, f"{prefix}{again}-1_{step}.ckpt"), state(step, 1))
-        place = place_of([Path(folder) for folder, _ in where], [prefix for _, prefix in where])
+        place = place_of_callback([Path(folder) for folder, _ in where], [prefix for _, prefix in where])
         assert place is not None
         if manifests:
             title = place.directory / place.layout.title(f"{place.prefix}{again}-1_{step}.ckpt")
@@ -639,7 +639,7 @@ def test_a_rank_without_its_files_is_never_a_start_from_scratch(tmp_path: Path, 
 @each_guide
 def test_the_commands_find_them(tmp_path: Path, guide: str) -> None:
     where = _guide(tmp_path, guide, 4, 8)
-    place = place_of([Path(folder) for folder, _ in where], [prefix for _, prefix in where])
+    place = place_of_callback([Path(folder) for folder, _ in where], [prefix for _, prefix in where])
     assert place is not None
     if guide != "one directory":  # from the names alone these are two files for all ranks
         rows = adopt_all(place.directory)

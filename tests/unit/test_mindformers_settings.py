@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lastgasp.errors import ConfigError
-from lastgasp_mindformers.settings import DEFAULT_ATTEMPTS, options_of, options_of_config
+from lastgasp.options import DEFAULT_ATTEMPTS, Options
+from lastgasp_mindformers.settings import options_of_config
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +97,15 @@ def test_what_is_wrong_in_the_yaml_is_refused(config: dict[str, Any], field: str
 def test_arguments_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LASTGASP_ATTEMPTS", "3")
     monkeypatch.setenv("LASTGASP_REQUIRE_MANIFEST", "1")
-    assert options_of("/d").attempts == 3 and options_of("/d").require_manifest
-    assert options_of("/d", attempts=4).attempts == 4
-    assert not options_of("/d", require_manifest=False).require_manifest
+    assert Options.resolve("/d").attempts == 3 and Options.resolve("/d").require_manifest
+    assert Options.resolve("/d", attempts=4).attempts == 4
+    assert not Options.resolve("/d", require_manifest=False).require_manifest
     monkeypatch.delenv("LASTGASP_ATTEMPTS")
-    assert options_of("/d").attempts == DEFAULT_ATTEMPTS
+    assert Options.resolve("/d").attempts == DEFAULT_ATTEMPTS
     with pytest.raises(ConfigError, match="keeep"):
-        options_of("/d", keeep=1)
+        Options.resolve("/d", keeep=1)
     with pytest.raises(ConfigError, match="dir"):
-        options_of()
+        Options.resolve()
 
 
 def test_a_wrong_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

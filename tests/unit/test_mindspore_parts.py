@@ -9,10 +9,10 @@ import msgspec
 import numpy
 import pytest
 
+from lastgasp.adapter.mindspore import LEGACY, LegacyName
 from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic, decode
 from lastgasp_mindformers.data import changed, described
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
-from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.marks import marked_elsewhere
 from lastgasp_mindformers.targets import iteration_target, legacy_target
 

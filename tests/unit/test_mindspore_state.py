@@ -13,13 +13,14 @@ import numpy
 import pytest
 
 from lastgasp import _clock
+from lastgasp.adapter import ManifestWriter
+from lastgasp.adapter.mindspore import FORMAT, LEGACY, LegacyName
 from lastgasp.config import GaspConfig
 from lastgasp.errors import Moved, NotSaveable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, loss_scale
-from lastgasp_mindformers.layouts import LEGACY, LegacyName
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
@@ -373,7 +374,7 @@ def source_of(rank: Rank, directory: Path, replicas: Any = None) -> tuple[MindSp
     """A source for rank 0 of two."""
     native = Native(directory)
     place = Place(rank=0, world_size=2, replicas=replicas or data_parallel(2), job="job")
-    return MindSporeSource(rank.state, native, place, GaspConfig(directory=directory)), native
+    return MindSporeSource(rank.state, native, ManifestWriter(FORMAT, place), GaspConfig(directory=directory)), native
 
 
 def test_a_survivor_writes_the_files_of_all_ranks_once(rank: Rank, tmp_path: Path) -> None:
@@ -428,7 +429,8 @@ def test_a_directory_checkpoint_is_published_whole(rank: Rank, tmp_path: Path) -
                 (folder / name).write_text(name)
 
     place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job")
-    source = MindSporeSource(rank.state, Iterations(tmp_path), place, GaspConfig(directory=tmp_path))
+    writer = ManifestWriter(FORMAT, place)
+    source = MindSporeSource(rank.state, Iterations(tmp_path), writer, GaspConfig(directory=tmp_path))
     saved = source.save(4, {}, "because")
     source.publish(saved, {0: saved.part})
     names = {path.name for path in (tmp_path / "iteration_00000004").iterdir()}

@@ -40,6 +40,8 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.launch.script import run_script
+from lastgasp.options import NAMES as OPTION_NAMES
+from lastgasp.options import Options, switched
 from lastgasp.ports import Contributor, Gather, InPlace, Layout, SaveResult, StateSource
 from lastgasp.rankzero import RankZero
 from lastgasp.replicas import Digests, require_alike
@@ -50,6 +52,7 @@ from lastgasp.topology import Place, ReplicaGroups, data_parallel
 
 __all__ = [
     "FITS",
+    "OPTION_NAMES",
     "AdapterRun",
     "Around",
     "BackendChoice",
@@ -85,6 +88,7 @@ __all__ = [
     "NoGoodCheckpoint",
     "NotSaveable",
     "NothingLoads",
+    "Options",
     "Place",
     "RankStatus",
     "RankZero",
@@ -120,5 +124,6 @@ __all__ = [
     "replace_attribute",
     "require_alike",
     "run_script",
+    "switched",
     "tell_launcher",
 ]

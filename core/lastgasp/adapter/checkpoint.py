@@ -28,6 +28,7 @@ from lastgasp.checkpoint.manifest import Fit, Kind, Manifest
 from lastgasp.checkpoint.manifest import read as read_manifest
 from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.checkpoint.moving import put_back
+from lastgasp.checkpoint.part import SavedPart, part_of
 from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
 from lastgasp.checkpoint.reader import VerifiedFile
 from lastgasp.checkpoint.retention import prune
@@ -47,6 +48,7 @@ __all__ = [
     "Kind",
     "Manifest",
     "Provenance",
+    "SavedPart",
     "ScatteredLayout",
     "SingleFile",
     "Staged",
@@ -67,6 +69,7 @@ __all__ = [
     "name_of_fit",
     "newest_good",
     "next_path",
+    "part_of",
     "progress_bar",
     "prune",
     "put_back",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lastgasp._fs import fsync_dir, locked, open_regular, write_atomically
@@ -31,8 +32,7 @@ def read_files(files: Mapping[str, Path]) -> list[FileEntry]:
     """Make files, and their names, durable and digest them: manifest's path -> path. Raises OSError."""
     entries = []
     for name, path in sorted(files.items()):
-        _sync(path)
-        entries.append(digest_file(path, name))
+        entries.append(_durable(path, name))
     for folder in sorted({path.parent for path in files.values()}):
         fsync_dir(folder)
     return entries
@@ -81,9 +81,14 @@ def _hidden(name: str) -> bool:
     return (name.startswith(".") and name != ".metadata") or name.endswith(MANIFEST_SUFFIX)
 
 
-def _sync(path: Path) -> None:
+def _durable(path: Path, name: str) -> FileEntry:
+    """Flush a file to disk and read it meanwhile: what was written last is still in memory."""
     fd = open_regular(path)
     try:
-        os.fsync(fd)
+        with ThreadPoolExecutor(1, thread_name_prefix="lastgasp-fsync") as pool:
+            flushed = pool.submit(os.fsync, fd)
+            entry = digest_file(path, name)
+            flushed.result()
     finally:
         os.close(fd)
+    return entry

@@ -123,7 +123,7 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written so far, in all files."""
+        """Bytes written so far, in all files that were opened here."""
         return sum(writer.tell() for writer in self._writers.values())
 
     @property
@@ -149,7 +149,11 @@ class Staged:
         Raises OSError.
         """
         self.seal()
-        return self._temp, tuple(writer.entry(relative) for relative, writer in sorted(self._writers.items()))
+        return self._temp, self._entries()
+
+    def _entries(self) -> tuple[FileEntry, ...]:
+        own = {relative: writer.entry(relative) for relative, writer in self._writers.items()}
+        return tuple(entry for _, entry in sorted((own | self._adopted).items()))
 
     def adopt(self, folder: Path, entries: tuple[FileEntry, ...]) -> None:
         """Take over the files that another process has sealed for the same checkpoint (`sealed`).
@@ -196,9 +200,7 @@ class Staged:
                 f"{self.target}: nothing to publish. Open and write a file first; publish once, not after discard."
             )
         self.seal()
-        own = {relative: writer.entry(relative) for relative, writer in self._writers.items()}
-        entries = tuple(entry for _, entry in sorted((own | self._adopted).items()))
-        manifest = build(provenance, entries)
+        manifest = build(provenance, self._entries())
         with locked(self.target.parent):
             heal(self.target, self._layout, self._disk)
             standing = self._standing(manifest, aside, present)

@@ -45,14 +45,14 @@ def to_remove(
 def prune(
     config: GaspConfig, layout: Layout, newest: Path, job: str, *, kind: Kind = "gasp", fit: int | None = None
 ) -> None:
-    """`newest` was just published: remove what is beyond `config.keep` in `config.directory`. Never raises OSError.
+    """`newest` was just published: remove what is beyond `config.keep` in its directory. Never raises OSError.
 
     Args:
         job: with resume='never' those of other jobs stay; kind, fit: as in `apply`.
     """
     own = job if config.resume == "never" else None
     try:
-        apply([config.directory], layout, config.keep, job=own, protected=[newest], kind=kind, fit=fit)
+        apply([newest.parent], layout, config.keep, job=own, protected=[newest], kind=kind, fit=fit)
     except (OSError, LastgaspError) as error:  # the newest is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
 

@@ -7,14 +7,9 @@ were taken. `LASTGASP=1` adds `LastGasp` with the directory in `LASTGASP_DIR`, u
 
 from __future__ import annotations
 
-import os
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.adapter import ConfigError, tell_launcher
-
-ENV_ON = "LASTGASP"
-_SWITCH = {"1": True, "0": False, "": False}
+from lastgasp.adapter import switched, tell_launcher
 
 
 def callbacks() -> list[Callback]:
@@ -33,14 +28,12 @@ def callbacks() -> list[Callback]:
 def _wanted() -> list[Callback]:
     from .testing import fault_callbacks
 
-    value = os.environ.get(ENV_ON, "")
-    if value not in _SWITCH:
-        raise ConfigError(ENV_ON, value, "1 (on) or 0 (off)", "Set it to 1, or unset it.")
-    if _SWITCH[value]:
+    on = switched()
+    if on:
         from .logversions import watch_versions
 
         watch_versions()
-    return [*([AutoLastGasp()] if _SWITCH[value] else []), *fault_callbacks()]
+    return [*([AutoLastGasp()] if on else []), *fault_callbacks()]
 
 
 class AutoLastGasp(Callback):

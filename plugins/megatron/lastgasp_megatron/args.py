@@ -6,16 +6,13 @@ import inspect
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import ConfigError, GaspConfig, MarksConfig, flag, pick
+from lastgasp.adapter import OPTION_NAMES, ConfigError, Options
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
-_FIELDS = ("keep", "resume", "hang_timeout", "save_timeout", "finish_timeout", "sha256")
-_MARKS = ("marks", "profiling_dir", "profiling_limit_mb")
 _HELP = {
     "dir": "where gasps and incidents go, the same on all ranks; default: LASTGASP_DIR, else --save, else --load",
     "keep": "how many gasps to keep; default 3. Megatron's own checkpoints are never removed",
@@ -34,21 +31,6 @@ _FLAGS = {
     "sha256": "also write SHA-256 digests into manifests",
     "require_manifest": "never load a checkpoint that has no manifest; default: accept it with a warning",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the user asked for.
-
-    Args:
-        gasp: the engine's configuration.
-        require_manifest: whether checkpoints without a manifest are refused.
-        marks: what is marked in each step, and where that goes.
-    """
-
-    gasp: GaspConfig
-    require_manifest: bool = False
-    marks: MarksConfig = field(default_factory=MarksConfig)
 
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
@@ -88,15 +70,7 @@ def options_of(args: Any) -> Options:
         ConfigError: a value that is not allowed, or no directory at all.
     """
 
-    def given(names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: getattr(args, f"lastgasp_{name}", None) for name in names}
-
-    required = pick("require_manifest", getattr(args, "lastgasp_require_manifest", None), os.environ, flag)
-    return Options(
-        gasp=GaspConfig.resolve(_directory(args), **given(_FIELDS)),
-        require_manifest=bool(required),
-        marks=MarksConfig.resolve(**given(_MARKS)),
-    )
+    return Options.resolve(_directory(args), **{name: getattr(args, f"lastgasp_{name}", None) for name in OPTION_NAMES})
 
 
 def _directory(args: Any) -> str | Path:

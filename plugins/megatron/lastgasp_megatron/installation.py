@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import logging
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -19,14 +18,12 @@ from typing import Any
 
 import wrapt
 
-from lastgasp.adapter import Around, ConfigError, Hook, Hooks, MissingExtra, Undo, tell_launcher
+from lastgasp.adapter import Around, Hook, Hooks, MissingExtra, Undo, switched, tell_launcher
 from lastgasp_megatron import mindspeed
 from lastgasp_megatron.args import around_parse_args
 
 log = logging.getLogger("lastgasp")
 
-ENV_ON = "LASTGASP"
-_SWITCH = {"1": True, "0": False, "": True}
 _TRAINING = "megatron.training.training"
 HOMES = (
     "megatron.training.training",
@@ -58,12 +55,10 @@ def install() -> bool:
     """
     global _installed
     tell_launcher()
-    value = os.environ.get(ENV_ON, "")
-    if value not in _SWITCH:
-        raise ConfigError(ENV_ON, value, "1 (on) or 0 (off)", "Set it to 1, or unset it.")
+    wanted = switched()
     if multiprocessing.parent_process() is not None:
         return False
-    if not _SWITCH[value]:
+    if wanted is False:
         log.warning("lastgasp is off: LASTGASP=0")
         return False
     if _installed is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from lastgasp.adapter import CheckpointSelector, ConfigError, Gather, Place, SelectionPolicy
+from lastgasp.adapter import CheckpointSelector, ConfigError, Gather, Options, Place, SelectionPolicy
 from lastgasp.adapter.checkpoint import (
     Agreement,
     Candidate,
@@ -26,7 +26,6 @@ from lastgasp.adapter.checkpoint import (
     trained_again,
     verify,
 )
-from lastgasp_megatron.args import Options
 from lastgasp_megatron.exits import is_about_content
 from lastgasp_megatron.preload import Preload
 from lastgasp_megatron.probe import misfit, probe

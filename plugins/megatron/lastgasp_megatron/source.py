@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, SaveResult, require_alike
-from lastgasp.adapter.checkpoint import FileEntry, Staged, prune
+from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import save_verified
 from lastgasp_megatron.aux_state import RandomState
@@ -24,37 +21,6 @@ from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
 from lastgasp_megatron.topology import Shard
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """What the rank that publishes must know of another's files."""
-
-    folder: str
-    entries: tuple[FileEntry, ...]
-
-
-_PARTS = msgspec.json.Decoder(_Part)
-
-
-@dataclass(frozen=True)
-class SavedShard:
-    """What one rank has written. `staged` is None where it only had a slice for others."""
-
-    step: int
-    target: Path
-    nbytes: int
-    staged: Staged | None
-    part: bytes = b""
-
-    @property
-    def path(self) -> str:
-        """Where the checkpoint will stand."""
-        return str(self.target)
-
-    @property
-    def first_byte_ns(self) -> int:
-        """Wall-clock time of the first byte, ns since the epoch; 0 where it is not known."""
-        return (self.staged.first_byte_ns or 0) if self.staged is not None else 0
 
 
 class MegatronSource:
@@ -104,32 +70,33 @@ class MegatronSource:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SavedShard:
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SavedPart:
         """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
         require_alike(self._alike())
         with self._device.reading():
             return self._save(step, aux)
 
-    def _save(self, step: int, aux: Mapping[int, bytes]) -> SavedShard:
+    def _save(self, step: int, aux: Mapping[int, bytes]) -> SavedPart:
         self._order = order = next(self._orders)
         boundary = self._require(step)
         self._require_sound()
         aux = {rank: data for rank, data in aux.items() if data} | {self.rank: self._random.read(step)}
         target = checkpoint_path(self._config.directory, step)
         slices = is_distributed(self._optimizer) and not is_stub(self._optimizer)
-        if slices and self._shard.part > 0:
-            return self._save_slice(boundary, target)
         staged = Staged(target, LAYOUT, sha256=self._config.sha256)
+        if slices and self._shard.part > 0:
+            return self._save_slice(boundary, staged)
         try:
             weights = self._save_merged(boundary, staged, order) if slices else weights_of_masters(self._optimizer)
             save_verified(self._composer.compose(boundary, weights, aux), staged, file_in_checkpoint(step))
             faults.fire_at("gasp_save", step)
-            folder, entries = staged.sealed()
+            part = part_of(staged)
             self._require(step)
         except BaseException:
             staged.discard()
             raise
-        return SavedShard(step, target, staged.nbytes, staged, msgspec.json.encode(_Part(str(folder), entries)))
+        begun = staged.first_byte_ns or 0
+        return SavedPart(step=step, staged=staged, nbytes=staged.nbytes, first_byte_ns=begun, part=part)
 
     def _require(self, step: int) -> Boundary:
         steps = self._steps
@@ -147,12 +114,12 @@ class MegatronSource:
         if problem:
             raise NotSaveable(problem)
 
-    def _save_slice(self, boundary: Boundary, target: Path) -> SavedShard:
+    def _save_slice(self, boundary: Boundary, staged: Staged) -> SavedPart:
         found = slice_of(self._optimizer, self._shard.parts)
         self._require(boundary.step)
         nbytes = self._exchange.put(boundary.step, found)
         faults.fire_at("gasp_save", boundary.step)
-        return SavedShard(boundary.step, target, nbytes, None)
+        return SavedPart(step=boundary.step, staged=staged, nbytes=nbytes)
 
     def _save_merged(self, boundary: Boundary, staged: Staged, order: int) -> dict[int, Tensor]:
         """Write `distrib_optim.pt`; returns the weights that follow from it."""
@@ -169,23 +136,16 @@ class MegatronSource:
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Bring all savers' files together and make them visible; then the tracker, then remove older gasps."""
-        assert isinstance(result, SavedShard)
-        staged = result.staged or Staged(result.target, LAYOUT, sha256=self._config.sha256)
-        for rank, data in sorted(parts.items()):
-            if data and (rank != self.rank or result.staged is None):
-                part = _PARTS.decode(data)
-                staged.adopt(Path(part.folder), part.entries)
-        about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(result.target, LAYOUT))
-        staged.publish(about, aside=True)  # what is there: a save that a fault cut short, or another job's
-        write_tracker(self._config.directory, result.step)
-        self._exchange.close(result.step)
-        prune(self._config, LAYOUT, result.target, self._writer.place.job)
-        return staged.kept
+        assert isinstance(result, SavedPart)
+        step, target = result.step, result.staged.target
+        kept = result.publish(parts, self._writer.provenance(step, "gasp", self._writer.newest_beside(target, LAYOUT)))
+        write_tracker(self._config.directory, step)
+        self._exchange.close(step)
+        prune(self._config, LAYOUT, target, self._writer.place.job)
+        return kept
 
     def discard(self, result: SaveResult) -> None:
         """Remove what was written."""
-        assert isinstance(result, SavedShard)
-        if result.staged is not None:
-            result.staged.discard()
-        else:
-            self._exchange.drop(result.step)
+        assert isinstance(result, SavedPart)
+        result.staged.discard()
+        self._exchange.drop(result.step)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore.train.callback import Callback
 
+from lastgasp.adapter import Options
 from lastgasp_mindformers.installation import turn_on
-from lastgasp_mindformers.settings import options_of
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.run import Run
@@ -31,7 +31,7 @@ class LastGasp(Callback):  # type: ignore[misc]
 
     def __init__(self, dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
         super().__init__()
-        self.options = options_of(dir, **options)
+        self.options = Options.resolve(dir, **options)
         self.run: Run | None = None
         turn_on()
 

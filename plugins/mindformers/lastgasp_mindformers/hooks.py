@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.adapter import ConfigError, arguments_of
-from lastgasp_mindformers.settings import CALLBACK, Options, callback_entry, options_of, options_of_config, switched
+from lastgasp.adapter import ConfigError, Options, arguments_of, switched
+from lastgasp_mindformers.settings import CALLBACK, callback_entry, options_of_config
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.run import Run
@@ -137,7 +137,7 @@ def _options_of_call(callbacks: list[Any]) -> Options | None:
     Raises:
         ConfigError: two LastGasps, or settings that are not allowed.
     """
-    return _options_of_object(callbacks) or (options_of() if switched() else None)
+    return _options_of_object(callbacks) or (Options.resolve() if switched() else None)
 
 
 def _options_of_object(callbacks: list[Any]) -> Options | None:

@@ -18,9 +18,8 @@ from types import ModuleType
 
 import wrapt
 
-from lastgasp.adapter import Hook, Hooks, launched, tell_launcher
+from lastgasp.adapter import Hook, Hooks, launched, switched, tell_launcher
 from lastgasp_mindformers.hooks import Training
-from lastgasp_mindformers.settings import switched
 from lastgasp_mindformers.unused import UNUSED
 
 log = logging.getLogger("lastgasp")

@@ -9,8 +9,7 @@ from pathlib import Path
 from lastgasp.adapter import Layout, Place
 from lastgasp.adapter.checkpoint import Candidate, Manifest, candidates, next_path, put_back
 from lastgasp.adapter.checkpoint import read_manifest as read
-from lastgasp.adapter.mindspore import told_step
-from lastgasp_mindformers.layouts import (
+from lastgasp.adapter.mindspore import (
     ITERATIONS,
     LEGACY,
     PLAIN,
@@ -18,6 +17,7 @@ from lastgasp_mindformers.layouts import (
     ModelCheckpointLayout,
     layout_of,
     rank_of,
+    told_step,
 )
 from lastgasp_mindformers.tracker import read_meta, read_tracker
 

@@ -25,7 +25,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.checkpoint import remove_orphans
 from lastgasp.adapter.files import write_atomically
-from lastgasp_mindformers.layouts import FORMAT, ITERATIONS, encode_aux, rank_of
+from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, encode_aux, rank_of
 from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of, told_by_all
 
 log = logging.getLogger("lastgasp")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from lastgasp.adapter import ConfigError, Gather, Layout, NativeSave
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, PLAIN, Place, layout_of, place_of
+from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, PLAIN, SavePlace, layout_of, place_of_callback
 from lastgasp_mindformers.tracker import read_tracker
 
 log = logging.getLogger("lastgasp")
@@ -58,7 +58,7 @@ class Monitor:
 
     def __init__(self, callback: Any, rank: int) -> None:
         self._callback, self._rank = callback, rank
-        self.place: Place | None = None
+        self.place: SavePlace | None = None
         self._seen = callback._last_triggered_step
         self.legacy = bool(getattr(callback, "use_legacy_format", True))
 
@@ -157,7 +157,7 @@ def told_by_all(monitors: Sequence[Monitor], gather: Gather) -> list[list[Told]]
     return [_TOLD.decode(payload) for payload in gather("manifests/monitors", mine)]
 
 
-def places_of(told: Sequence[Sequence[Told]]) -> list[Place | None]:
+def places_of(told: Sequence[Sequence[Told]]) -> list[SavePlace | None]:
     """Where each ModelCheckpoint saves, on all ranks alike; None where only saving tells that. Needs as many on each.
 
     Raises:
@@ -166,10 +166,10 @@ def places_of(told: Sequence[Sequence[Told]]) -> list[Place | None]:
     return [_place_of([rank[number] for rank in told]) for number in range(len(told[0]))]
 
 
-def _place_of(told: Sequence[Told]) -> Place | None:
+def _place_of(told: Sequence[Told]) -> SavePlace | None:
     if not all(each.directory for each in told):
         return None
-    found = place_of([Path(each.directory) for each in told], [each.prefix for each in told])
+    found = place_of_callback([Path(each.directory) for each in told], [each.prefix for each in told])
     if found is None:
         few = ", ".join(f"{each.directory}/{each.prefix}" for each in told[:3])
         allowed = "the same on all ranks but for the rank's number, in the last folder's name and in the prefix"

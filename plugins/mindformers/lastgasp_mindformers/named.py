@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lastgasp.adapter import ConfigError
 from lastgasp.adapter.checkpoint import is_moved_away
-from lastgasp_mindformers.layouts import LEGACY
+from lastgasp.adapter.mindspore import LEGACY
 from lastgasp_mindformers.listing import CheckpointCatalog
 from lastgasp_mindformers.steering import ResumeRequest
 

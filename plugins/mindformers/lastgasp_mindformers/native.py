@@ -10,8 +10,8 @@ from typing import Any
 import mindspore
 
 from lastgasp.adapter import ConfigError
+from lastgasp.adapter.mindspore import Extension, LegacyName
 from lastgasp_mindformers.aux_state import Numbers, loss_scale
-from lastgasp_mindformers.layouts import Extension, LegacyName
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
 
 PREFIX = "lastgasp"

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lastgasp.adapter import CheckpointError, ConfigError, Gather, Layout, Place, SelectionPolicy
+from lastgasp.adapter import CheckpointError, ConfigError, Gather, Layout, Options, Place, SelectionPolicy
 from lastgasp.adapter.checkpoint import Agreement, Candidate, Verdict, progress_bar, verify
 from lastgasp.adapter.files import remove_stale_temps
-from lastgasp.adapter.mindspore import probe
+from lastgasp.adapter.mindspore import ITERATIONS, LegacyName, decode_aux, layout_of, probe
 from lastgasp_mindformers import begun
-from lastgasp_mindformers.layouts import ITERATIONS, LegacyName, decode_aux, layout_of
 from lastgasp_mindformers.listing import CheckpointCatalog, catalog_of
 from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.named import owner_of
@@ -24,7 +23,6 @@ from lastgasp_mindformers.tracker import repair_meta, repair_tracker
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.preload import Preload
-    from lastgasp_mindformers.settings import Options
 
 log = logging.getLogger("lastgasp")
 

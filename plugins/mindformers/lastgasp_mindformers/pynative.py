@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lastgasp.adapter import ConfigError, Released
+from lastgasp.adapter import ConfigError, Options, Released
+from lastgasp.adapter.mindspore import ITERATIONS
 from lastgasp_mindformers import loads
 from lastgasp_mindformers.aux_state import Numbers, decode, restore_random
-from lastgasp_mindformers.layouts import ITERATIONS
 from lastgasp_mindformers.monitors import Saved
 from lastgasp_mindformers.pynative_writer import PynativeWriter
 from lastgasp_mindformers.run import Run
-from lastgasp_mindformers.settings import Options, options_of_config
+from lastgasp_mindformers.settings import options_of_config
 
 log = logging.getLogger("lastgasp")
 

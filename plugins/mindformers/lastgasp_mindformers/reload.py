@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.adapter import CheckpointError, CheckpointSelector, Gather, Layout, Place
+from lastgasp.adapter import CheckpointError, CheckpointSelector, Gather, Layout, Options, Place
 from lastgasp.adapter.checkpoint import Candidate, Trial
-from lastgasp.adapter.mindspore import Unreadable, read_content
+from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName, Unreadable, layout_of, rank_of, read_content
 from lastgasp_mindformers.exits import is_about_content
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName, layout_of, rank_of
 from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog
 from lastgasp_mindformers.named import asked_by, holds_others
 from lastgasp_mindformers.policy import MindFormersPolicy, catalog_for
@@ -26,7 +25,6 @@ from lastgasp_mindformers.unfit import DoesNotLoad, Unfit
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.preload import FileOf, Preload
-    from lastgasp_mindformers.settings import Options
 
 log = logging.getLogger("lastgasp")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import mindspore
 
-from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, Released, is_success
+from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, Options, Released, is_success
+from lastgasp.adapter.mindspore import LEGACY, PLAIN
 from lastgasp.adapter.testing import faults
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
@@ -19,7 +20,6 @@ from lastgasp_mindformers.data import changed, described
 from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exits import kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
-from lastgasp_mindformers.layouts import LEGACY, PLAIN
 from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.monitors import is_monitor, searched
@@ -27,7 +27,6 @@ from lastgasp_mindformers.native import monitor_of, native_of
 from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
-from lastgasp_mindformers.settings import Options
 from lastgasp_mindformers.source import MindSporeSource, Writer
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.topology import (
@@ -168,7 +167,7 @@ class Run:
             finish=session.config.finish_timeout,
             readable=readable,
         )
-        self.source = MindSporeSource(self.state, writer, self.place, session.config)
+        self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config)
         self.life.bind(self)
 
     def begin(self, params: Any) -> None:
@@ -210,7 +209,7 @@ class Run:
 
     def _regrouped(self) -> None:
         """Who holds the same is known now: a parallel mode is no proof."""
-        self.place = self.manifests.writer.place = self.source.place = self.session.place
+        self.place = self.manifests.writer.place = self.session.place
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lastgasp.adapter import ConfigError
 from lastgasp.adapter.files import make_directory
-from lastgasp_mindformers.layouts import LegacyName
+from lastgasp.adapter.mindspore import LegacyName
 
 log = logging.getLogger("lastgasp")
 

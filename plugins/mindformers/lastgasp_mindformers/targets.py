@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lastgasp.adapter import Layout
-from lastgasp_mindformers.layouts import ITERATIONS, LEGACY, LegacyName
+from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName
 from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.tracker import NAME as TRACKER
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lastgasp.adapter.files import write_atomically
-from lastgasp_mindformers.layouts import META, LegacyName
+from lastgasp.adapter.mindspore import META, LegacyName
 
 log = logging.getLogger("lastgasp")
 

@@ -13,11 +13,11 @@ import mindspore as ms
 import numpy as np
 from mindspore.train import serialization
 
+from lastgasp.adapter.mindspore import PLAIN
 from lastgasp.checkpoint import Candidate, Provenance, World, candidates, verify
 from lastgasp.checkpoint.adopt import read_entries, write_manifest
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers.layouts import PLAIN
 from lastgasp_mindformers.preload import Preload, parse
 
 FOLDER = Path(sys.argv[1])
