@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.imported import changed, libraries
-from lastgasp.launch import warm, warm_process
+from lastgasp.gasp.imported import changed, libraries, origin
+from lastgasp.launch import warm, warm_checks, warm_process
 from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.warm import Ranks, Start, Warm
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
@@ -31,14 +32,32 @@ PATIENCE = 60.0
 
 @contextmanager
 def process(folder: Path, *modules: str, **plan: Any) -> Iterator[WarmProcess]:
-    """A warm process that finds its modules also in `folder`, where that is a library."""
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{SCRIPT.parents[1]}", "LASTGASP_ROUND": "0" * 16}
-    whole = {"modules": modules, "environment": {}, "own": ["RANK"]} | plan
+    """A warm process that finds its modules also in `folder`, as libraries."""
+    environment = os.environ | {"PYTHONPATH": paths(folder), "LASTGASP_ROUND": "0" * 16}
+    whole = {"modules": reported(folder, *modules), "environment": {}, "own": ["RANK"], "command": COMMAND} | plan
     found = WarmProcess(COMMAND, environment, whole)
     try:
         yield found
     finally:
         found.close()
+
+
+def reported(folder: Path, *modules: str) -> dict[str, str]:
+    """As a rank reports them that has imported `modules`; those of `folder` count as libraries."""
+    found = {name: spec.origin or "" for name in modules if (spec := importlib.util.find_spec(name)) is not None}
+    return {name: found.get(name) or str(folder / "site-packages" / f"{name}.py") for name in modules}
+
+
+def paths(folder: Path) -> str:
+    """Where ranks look for modules besides."""
+    return os.pathsep.join(map(str, (folder / "site-packages", SCRIPT.parents[1])))
+
+
+def library(folder: Path, name: str, source: str) -> None:
+    """A module that ranks find."""
+    place = folder / "site-packages"
+    place.mkdir(exist_ok=True)
+    (place / f"{name}.py").write_text(source)
 
 
 def ready(found: WarmProcess) -> int:
@@ -53,7 +72,7 @@ def ready(found: WarmProcess) -> int:
 def forked(found: WarmProcess, folder: Path, *command: str, **more: str) -> tuple[ForkedProcess, Path, Path]:
     """One rank, and the files of what it writes."""
     out, err = folder / "out", folder / "err"
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{SCRIPT.parents[1]}", "LASTGASP_ROUND": "1" * 16} | more
+    environment = os.environ | {"PYTHONPATH": paths(folder), "LASTGASP_ROUND": "1" * 16} | more
     with open(os.devnull) as null, out.open("w") as stdout, err.open("w") as stderr:
         order = order_for([*COMMAND[:2], *command], environment)
         return found.fork(order, [null.fileno(), stdout.fileno(), stderr.fileno()]), out, err
@@ -61,7 +80,7 @@ def forked(found: WarmProcess, folder: Path, *command: str, **more: str) -> tupl
 
 def fresh(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """The same in an interpreter of its own."""
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{SCRIPT.parents[1]}", "LASTGASP_ROUND": "1" * 16} | more
+    environment = os.environ | {"PYTHONPATH": paths(folder), "LASTGASP_ROUND": "1" * 16} | more
     return subprocess.run([*COMMAND[:2], *command], env=environment, stdin=subprocess.DEVNULL, capture_output=True,
                           text=True, start_new_session=True)  # fmt: skip
 
@@ -170,11 +189,13 @@ def test_it_cannot_be_asked_before_it_is_ready(tmp_path: Path) -> None:
         ("import subprocess\nkept = subprocess.Popen(['sleep', '99'])", "started a process"),
         ("import socket\nkept = socket.socket()", "keeps a file or a connection open"),
         ("import os\nrank = os.environ.get('RANK')", "culprit reads RANK when it is imported"),
+        ("import os\nkept = dict(os.environ)", "culprit reads RANK when it is imported"),
+        ("import tempfile\nkept = tempfile.mkdtemp()", "made a temporary file"),
     ],
-    ids=["thread", "process", "socket", "rank"],
+    ids=["thread", "process", "socket", "rank", "environment", "temporary"],
 )
 def test_what_an_import_does_may_forbid_a_fork(source: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "culprit.py").write_text(source)
+    library(tmp_path, "culprit", source)
     with process(tmp_path, "json", "culprit") as found, pytest.raises(NoFork, match=why):
         ready(found)
 
@@ -185,9 +206,89 @@ def test_a_variable_that_the_script_sets_before_its_imports_forbids_it(tmp_path:
         ready(found)
 
 
+@pytest.mark.parametrize("read", ["os.environ.get('HOME_OF_MODELS')", "os.getenv('HOME_OF_MODELS', 'x')",
+                                  "'HOME_OF_MODELS' in os.environ"])  # fmt: skip
+def test_any_variable_of_the_script_that_an_import_reads_forbids_it(read: str, tmp_path: Path) -> None:
+    library(tmp_path, "hub", f"import os\nHOME = {read}")
+    changed = {"HOME_OF_MODELS": "/elsewhere", "NOBODY_READS": "1"}
+    why = "the script sets HOME_OF_MODELS itself, which hub reads"
+    with process(tmp_path, "hub", environment=changed) as found, pytest.raises(NoFork, match=why):
+        ready(found)
+
+
+def test_variables_that_no_import_reads_are_no_hindrance(tmp_path: Path) -> None:
+    library(tmp_path, "sets", "import os\nos.environ['SET'] = '1'\nread = os.environ['SET']")
+    with process(tmp_path, "sets", environment={"NOBODY_READS": "1", "SET": "1"}) as found:
+        ready(found)
+
+
+def test_who_takes_variables_by_a_prefix_reads_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(warm_checks.BY_PREFIX, "support.reads_all", "OURS_")
+    source = "import os\nfound = {name for name in os.environ if name.startswith('OURS_')}"
+    with warm_checks.watching_environment({"RANK", "OURS_X"}) as readers:
+        exec(compile(source, "<reads_all>", "exec"), {"__name__": "support.reads_all"})
+        exec(compile(source, "<others>", "exec"), {"__name__": "others"})
+    assert readers[0] == ("support.reads_all", "OURS_X")
+    assert sorted(readers[1:]) == [("others", "OURS_X"), ("others", "RANK")]
+
+
+def test_a_module_of_the_user_that_stands_before_a_librarys_forbids_it(tmp_path: Path) -> None:
+    library(tmp_path, "shapes", "sides = 4")
+    library(tmp_path, "drawing", "import shapes")
+    modules = reported(tmp_path, "drawing") | {"shapes": "/home/me/shapes.py"}
+    why = "shapes is /home/me/shapes.py in the ranks, and .*/site-packages/shapes.py to other imports"
+    with process(tmp_path, modules=modules) as found, pytest.raises(NoFork, match=why):
+        ready(found)
+
+
+def test_what_has_been_installed_since_is_not_forked_from(tmp_path: Path) -> None:
+    library(tmp_path, "before", "")
+    with process(tmp_path, "before") as found:
+        ready(found)
+        library(tmp_path, "after", "")
+        with pytest.raises(NoFork, match=r"site-packages has changed since it was imported"):
+            forked(found, tmp_path, str(SCRIPT))
+        found._process.wait(PATIENCE)
+        assert found.gone
+
+
+def test_a_module_of_the_user_that_a_library_has_imported_is_not_forked_from_once_it_is_edited(tmp_path: Path) -> None:
+    library(tmp_path, "framework", f"import sys\nsys.path.append({str(tmp_path)!r})\nimport plug")
+    (tmp_path / "plug.py").write_text("x = 1")
+    with process(tmp_path, "framework") as found:
+        ready(found)
+        forked(found, tmp_path, str(SCRIPT))[0].wait(PATIENCE)
+        (tmp_path / "plug.py").write_text("x = 2")
+        with pytest.raises(NoFork, match=r"plug.py has changed since it was imported"):
+            forked(found, tmp_path, str(SCRIPT))
+
+
+def test_who_keeps_main_and_the_arguments_at_an_import_keeps_the_ranks(tmp_path: Path) -> None:
+    library(tmp_path, "keeps", "import __main__, sys\nmain, line, file = __main__, list(sys.argv), __main__.__file__")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import keeps, sys\nassert keeps.main is sys.modules['__main__']\nprint(keeps.line, keeps.file)"
+    )
+    command = [*COMMAND[:2], str(program), "--a"]
+    with process(tmp_path, "keeps", command=command) as found:
+        ready(found)
+        rank, out, err = forked(found, tmp_path, *command[2:])
+        assert rank.wait(PATIENCE) == 0, err.read_text()
+    assert out.read_text() == fresh(tmp_path, *command[2:]).stdout == f"{command[2:]} {program}\n"
+
+
+def test_variables_that_were_set_before_the_first_import_are_there_in_the_rank(tmp_path: Path) -> None:
+    library(tmp_path, "sitecustomize", "import os\nos.environ['SET_BY_SITE'] = 'yes'")
+    with process(tmp_path) as found:
+        ready(found)
+        rank, out, err = forked(found, tmp_path, str(SCRIPT))
+        assert rank.wait(PATIENCE) == 0, err.read_text()
+    assert json.loads(out.read_text().splitlines()[0])["environment"]["SET_BY_SITE"] == "yes"
+
+
 def test_variables_that_imports_set_are_there_in_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "library.py").write_text("import os\nos.environ['SET_BY_IMPORT'] = 'yes'")
-    with process(tmp_path, "library") as found:
+    library(tmp_path, "sets", "import os\nos.environ['SET_BY_IMPORT'] = 'yes'")
+    with process(tmp_path, "sets") as found:
         ready(found)
         rank, out, _ = forked(found, tmp_path, str(SCRIPT))
         assert rank.wait(PATIENCE) == 0
@@ -198,7 +299,8 @@ def test_threads_of_a_library_that_looks_after_forks_are_no_hindrance(tmp_path: 
     program = tmp_path / "multiply.py"
     program.write_text("import numpy\nprint(float((numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum()))")
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "4"}
-    found = WarmProcess(COMMAND, environment, {"modules": ["numpy"], "environment": {}, "own": []})
+    found = WarmProcess(COMMAND, environment, {"modules": reported(tmp_path, "numpy"), "environment": {}, "own": [],
+                                                "command": COMMAND})  # fmt: skip
     try:
         ready(found)
         rank, out, err = forked(found, tmp_path, str(program))
@@ -245,8 +347,10 @@ def test_what_can_be_forked(command: tuple[str, ...], why: str) -> None:
 
 
 def test_what_each_rank_has_its_own_value_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAME", "1")
-    assert Ranks(COMMAND, ({"RANK": "0", "SAME": "1"}, {"RANK": "1"})).own() == {"RANK"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MASTER_PORT", "1")  # as a cluster sets it: torchrun's may be another the next time
+    same = {"MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    assert Ranks(COMMAND, ({"RANK": "0", **same}, {"RANK": "1", **same})).own() == {"RANK", "MASTER_PORT"}
 
 
 # -- what a rank reports ---------------------------------------------------------------------------
@@ -256,10 +360,12 @@ def test_libraries_are_reported_and_nothing_else() -> None:
     import support.ports as own
 
     modules = {"pytest": pytest, "json": json, "support.ports": own, "lastgasp.launch.warm": warm, "odd": None}
-    assert list(libraries(modules)) == ["pytest", "json", "lastgasp.launch.warm"]
+    found = {name: origin(module) for name, module in modules.items()}
+    assert list(libraries(found)) == ["pytest", "json", "lastgasp.launch.warm"]
 
 
-def test_changed_variables_are_those_that_imports_read() -> None:
-    before = {"OMP_NUM_THREADS": "1", "MKL_DYNAMIC": "0", "PYTORCH_JIT": "1", "HOME": "/a"}
-    now = {"OMP_NUM_THREADS": "2", "PYTORCH_JIT": "1", "HOME": "/b"}
-    assert changed(before, now) == {"MKL_DYNAMIC": None, "OMP_NUM_THREADS": "2"}
+def test_changed_variables() -> None:
+    before = {"OMP_NUM_THREADS": "1", "MKL_DYNAMIC": "0", "PYTORCH_JIT": "1"}
+    assert changed(before, {"OMP_NUM_THREADS": "2", "PYTORCH_JIT": "1", "NEW": "x"}) == {
+        "MKL_DYNAMIC": None, "NEW": "x", "OMP_NUM_THREADS": "2",
+    }  # fmt: skip

@@ -10,16 +10,13 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
 VARIABLE = "LASTGASP_IMPORTED"
 """Set by the launcher for its ranks: the file that the first of them writes to."""
-AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "PYTORCH_", "ATEN_")
-"""Variables with such names are read when libraries are loaded. A script that sets one must set it before that."""
-_LIBRARIES = ("site-packages", "dist-packages")
+LIBRARIES = ("site-packages", "dist-packages")
 _NOT = ("torch._inductor", "triton")
 """Importing these may start torch's compile workers."""
 
@@ -28,11 +25,11 @@ class Imported(msgspec.Struct, frozen=True):
     """What one rank reports.
 
     Attributes:
-        modules: in the order in which they were imported; libraries only, never the user's own files.
-        environment: variables of `AT_IMPORT` that the rank has set or changed itself; None: it has deleted one.
+        modules: all, in the order in which they were imported, with the file that each came from (`origin`).
+        environment: variables that the rank has set or changed itself; None: it has deleted one.
     """
 
-    modules: list[str]
+    modules: dict[str, str]
     environment: dict[str, str | None] = {}
 
 
@@ -41,7 +38,8 @@ def report() -> None:
     path = os.environ.get(VARIABLE)
     if not path or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    found = Imported(list(libraries(sys.modules)), changed(_at_start(), os.environ))
+    modules = {name: origin(module) for name, module in list(sys.modules.items())}
+    found = Imported(modules, changed(at_start(), os.environ))
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError:  # the launcher is gone
@@ -54,21 +52,24 @@ def report() -> None:
         os.close(file)
 
 
-def libraries(modules: Mapping[str, ModuleType | None]) -> Iterator[str]:
-    """The names of modules that lie in the standard library, in site-packages, or are lastgasp's own."""
+def libraries(modules: Mapping[str, str]) -> Iterator[str]:
+    """The names of modules that lie in the standard library, in site-packages, or are lastgasp's own.
+
+    Args:
+        modules: names with origins.
+    """
     standard = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-    for name, module in list(modules.items()):
-        origin = _origin(module)
-        if not origin or name == "__main__" or name.endswith(".__main__"):
+    for name, path in modules.items():
+        if not path or name == "__main__" or name.endswith(".__main__"):
             continue
         if any(name == one or name.startswith(f"{one}.") for one in _NOT):
             continue
-        library = any(f"{os.sep}{folder}{os.sep}" in origin for folder in _LIBRARIES)
-        if library or origin.startswith(standard) or name.partition(".")[0].startswith("lastgasp"):
+        library = any(f"{os.sep}{folder}{os.sep}" in path for folder in LIBRARIES)
+        if library or path.startswith(standard) or name.partition(".")[0].startswith("lastgasp"):
             yield name
 
 
-def _origin(module: Any) -> str:
+def origin(module: Any) -> str:
     """Where it was loaded from; empty for what cannot be imported from a file."""
     try:
         spec = vars(module).get("__spec__")
@@ -78,12 +79,12 @@ def _origin(module: Any) -> str:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Variables of `AT_IMPORT` that differ."""
-    names = {name for name in (*before, *now) if name.startswith(AT_IMPORT)}
+    """Variables that differ."""
+    names = {*before, *now}
     return {name: now.get(name) for name in sorted(names) if before.get(name) != now.get(name)}
 
 
-def _at_start() -> dict[str, str]:
+def at_start() -> dict[str, str]:
     """The environment that this process was started with."""
     with open("/proc/self/environ", "rb") as file:
         lines = os.fsdecode(file.read()).split("\0")

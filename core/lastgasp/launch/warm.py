@@ -17,6 +17,7 @@ from lastgasp import _clock
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.imported import VARIABLE, Imported
 from lastgasp.launch.forked import ForkedProcess
+from lastgasp.launch.warm_checks import AT_LOADING
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
 
 log = logging.getLogger("lastgasp.launch")
@@ -47,8 +48,9 @@ class Ranks:
         return "" if os.path.isfile(script) and not script.endswith(".pyc") else f"{script} is no Python source file"
 
     def own(self) -> set[str]:
-        """Names of variables that a rank may have its own value of."""
-        return {name for one in self.environments for name, value in one.items() if os.environ.get(name) != value}
+        """Names of variables that a rank may have its own value of: torchrun sets them, whatever stands there now."""
+        given = {(name, value) for one in self.environments for name, value in one.items()}
+        return {name for name, value in given if not name.startswith(AT_LOADING) or os.environ.get(name) != value}
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Warm:
             raise NoFork(why)
         own = ranks.own()
         environment = {name: value for name, value in os.environ.items() if name not in own}
-        plan = {"modules": found.modules, "environment": found.environment, "own": sorted(own)}
+        plan = msgspec.to_builtins(found) | {"own": sorted(own), "command": list(ranks.command)}
         self._begun = _clock.monotonic()
         self._process = WarmProcess(ranks.command, environment, plan)
 

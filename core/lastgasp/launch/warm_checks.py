@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from lastgasp.gasp.imported import LIBRARIES, origin
 
 HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 DEVICES = ("/dev/nvidia", "/dev/davinci", "/dev/hisi", "/dev/kfd", "/dev/dri/", "/dev/infiniband/", "/dev/accel")
@@ -16,6 +19,13 @@ READ_AGAIN = frozenset(
 )
 """Modules that take a rank from the environment when they are imported, and whose value is renewed in the child
 (`warm_child.renew_ranks`)."""
+BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_"}
+"""Modules that go through all variables when they are imported, and how the names begin that they take."""
+AT_LOADING = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "PYTORCH_", "ATEN_",
+    "TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_LINALG_", "TORCH_CPP_",
+)  # fmt: skip
+"""Native libraries read variables with such names when they are loaded, which `watching_environment` does not see."""
 
 
 def threads() -> int:
@@ -56,7 +66,42 @@ def unsafe(own: Collection[int]) -> str:
         return "an import has started a process"
     if more:
         return f"an import keeps a file or a connection open ({', '.join(sorted(more.values())[:3])})"
+    if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
+        return "an import has made a temporary file, which its ranks would share"
     return ""
+
+
+def times(modules: Mapping[str, str]) -> dict[str, int]:
+    """Of the last change of each folder of packages, and of what has been imported from elsewhere: the user's files.
+
+    Args:
+        modules: names with origins.
+    """
+    packages = [path for path in sys.path if os.path.basename(path) in LIBRARIES]
+    others = [path for path in modules.values() if os.path.isabs(path) and not _is_installed(path)]
+    return {path: os.stat(path).st_mtime_ns for path in (*packages, *others) if os.path.exists(path)}
+
+
+def changed_since(known: Mapping[str, int]) -> str:
+    """Which of these has changed on disk, in words; or empty."""
+    for path, time in known.items():
+        if not os.path.exists(path) or os.stat(path).st_mtime_ns != time:
+            return f"{path} has changed since it was imported"
+    return ""
+
+
+def differing(modules: Mapping[str, str]) -> str:
+    """Which module here comes from another file than in the rank that reported, in words; or empty."""
+    for name, path in modules.items():
+        here = origin(sys.modules[name]) if name in sys.modules and name != "__main__" else path
+        if here != path:
+            return f"{name} is {path or 'no file'} in the ranks, and {here or 'no file'} to other imports"
+    return ""
+
+
+def _is_installed(path: str) -> bool:
+    standard = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+    return path.startswith(standard) or any(f"{os.sep}{folder}{os.sep}" in path for folder in LIBRARIES)
 
 
 def fork_once() -> str:
@@ -88,27 +133,30 @@ def _devices() -> Iterator[Any]:
 
 
 @contextmanager
-def watching_environment(names: Collection[str]) -> Iterator[dict[str, str]]:
-    """Notice which modules read variables that each rank has its own value of, by the name of the module.
+def watching_environment(names: Collection[str]) -> Iterator[list[tuple[str, str]]]:
+    """Notice which modules read one of these variables when they are imported: module and variable.
 
-    `READ_AGAIN` is left out.
+    Who goes through all variables reads each, also one that is not set here; but for those of `BY_PREFIX`.
     """
-    found: dict[str, str] = {}
+    found: list[tuple[str, str]] = []
     kind = type(os.environ)
-    original: Callable[..., str] = kind.__getitem__
+    get, iterate = kind.__getitem__, kind.__iter__
 
-    def getitem(self: object, name: str) -> str:
-        if name in names:
-            reader = _importing(sys._getframe(1))
-            if reader and reader not in READ_AGAIN:
-                found.setdefault(reader, name)
-        return original(self, name)
+    def getitem(self: Any, name: str) -> Any:
+        if name in names and (reader := _importing(sys._getframe(1))):
+            found.append((reader, name))
+        return get(self, name)
 
-    kind.__getitem__ = getitem  # type: ignore[method-assign]
+    def iter_all(self: Any) -> Iterator[Any]:
+        if reader := _importing(sys._getframe(1)):
+            found.extend((reader, name) for name in names if name.startswith(BY_PREFIX.get(reader, "")))
+        return iterate(self)
+
+    kind.__getitem__, kind.__iter__ = getitem, iter_all  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        kind.__getitem__ = original  # type: ignore[method-assign]
+        kind.__getitem__, kind.__iter__ = get, iterate  # type: ignore[method-assign]
 
 
 def _importing(frame: FrameType | None) -> str:

@@ -96,19 +96,14 @@ def renew_seeds(modules: Mapping[str, Any]) -> None:
 
 def run(command: Sequence[str]) -> None:
     """Run the program of `command` as `__main__`; returns, or raises SystemExit, where the interpreter is to end."""
-    program, sys.orig_argv = list(command[2:]), list(command)
-    main = types.ModuleType("__main__")
-    vars(main)["__builtins__"], vars(main)["__annotations__"] = builtins, {}
-    sys.modules["__main__"] = main
+    pose(command)
     try:
-        if program[0] == "-m":
-            sys.argv = ["-m", *program[2:]]
+        if command[2] == "-m":
             _put_first(os.getcwd())
-            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` calls
+            runpy._run_module_as_main(command[3])  # type: ignore[attr-defined]  # what `python -m` calls
         else:
-            sys.argv = program
-            _put_first(os.path.dirname(os.path.realpath(program[0])))
-            _run_script(program[0], vars(main))
+            _put_first(os.path.dirname(os.path.realpath(command[2])))
+            _run_script(vars(sys.modules["__main__"]))
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -116,13 +111,23 @@ def run(command: Sequence[str]) -> None:
         raise SystemExit(1) from None
 
 
-def _run_script(path: str, namespace: dict[str, Any]) -> None:
-    full = os.path.abspath(path)
-    loader = importlib.machinery.SourceFileLoader("__main__", full)
-    namespace |= {"__file__": full, "__cached__": None, "__loader__": loader}
-    with io.open_code(full) as file:
-        code = compile(file.read(), full, "exec", dont_inherit=True)
-    exec(code, namespace)
+def pose(command: Sequence[str]) -> None:
+    """Look like the interpreter of `command` before its first line: what is imported may look, or keep `__main__`."""
+    script = command[2] if command[2] != "-m" else ""
+    sys.orig_argv, sys.argv = list(command), list(command[2:]) if script else ["-m", *command[4:]]
+    names = vars(sys.modules["__main__"])
+    names.clear()
+    names |= vars(types.ModuleType("__main__")) | {"__builtins__": builtins, "__annotations__": {}}
+    if script:
+        full = os.path.abspath(script)
+        loader = importlib.machinery.SourceFileLoader("__main__", full)
+        names |= {"__file__": full, "__cached__": None, "__loader__": loader}
+
+
+def _run_script(names: dict[str, Any]) -> None:
+    with io.open_code(names["__file__"]) as file:
+        code = compile(file.read(), names["__file__"], "exec", dont_inherit=True)
+    exec(code, names)
 
 
 def _put_first(folder: str) -> None:

@@ -7,10 +7,11 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lastgasp.gasp.imported import libraries
 from lastgasp.launch import warm_checks
 
 SLICE, PAUSE = 0.02, 0.04
@@ -24,24 +25,36 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
     """Import; why ranks must not be forked from this process, or empty.
 
     Args:
-        plan: modules: their names, in order. environment: what the ranks have set themselves of the variables that
-            are read at an import. own: names of variables that each rank has its own value of.
+        plan: modules, environment: as `gasp.imported.Imported` has them. own: names of variables that each rank has
+            its own value of.
     """
-    with warm_checks.watching_environment(frozenset(plan["own"])) as readers:
-        for name in plan["modules"]:
+    with warm_checks.watching_environment({*plan["own"], *plan["environment"]}) as readers:
+        for name in libraries(plan["modules"]):
             try:
                 importlib.import_module(name)
             except Exception:  # the rank imported it under other circumstances, and will again
                 continue
-    for module, name in readers.items():
-        return f"{module} reads {name} when it is imported"
-    for name, value in plan["environment"].items():
-        if os.environ.get(name) != value:
-            return f"the script sets {name} itself, which is read by imports"
-    why = warm_checks.fork_once() or warm_checks.unsafe(own)
+    why = (
+        _misread(readers, plan["own"], plan["environment"])
+        or warm_checks.differing(plan["modules"])
+        or warm_checks.fork_once()
+        or warm_checks.unsafe(own)
+    )
     gc.collect()
     gc.freeze()  # the garbage collector of a rank leaves these pages shared
     return why
+
+
+def _misread(readers: list[tuple[str, str]], own: Sequence[str], ranks: Mapping[str, str | None]) -> str:
+    """Which variable an import has read that has another value in the ranks, in words; or empty."""
+    differ = {name for name, value in ranks.items() if os.environ.get(name) != value}
+    for module, name in readers:
+        if name in own and module not in warm_checks.READ_AGAIN:
+            return f"{module} reads {name} when it is imported"
+        if name in differ and name not in own:
+            return f"the script sets {name} itself, which {module} reads when it is imported"
+    at_loading = sorted(name for name in differ if name.startswith(warm_checks.AT_LOADING))
+    return f"the script sets {at_loading[0]} itself, which libraries read when they are loaded" if at_loading else ""
 
 
 def own_memory() -> int:

@@ -11,10 +11,13 @@ import json
 import os
 import signal
 import socket
+import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lastgasp.gasp.imported import at_start, origin
 from lastgasp.launch import warm_checks
-from lastgasp.launch.warm_child import Order, become, run
+from lastgasp.launch.warm_child import Order, become, pose, run
 from lastgasp.launch.warm_imports import own_memory, prepare, resting
 
 BOOT = (
@@ -37,18 +40,21 @@ def main(descriptor: int, launcher: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(0)
-    connection, before = socket.socket(fileno=descriptor), dict(os.environ)
+    connection, before = socket.socket(fileno=descriptor), at_start()
     own = {0, 1, 2, descriptor}
     with open("/proc/self/oom_score_adj", "r+") as file:  # what memory runs out for ends this process first
         oom = file.read()
         file.write("1000")
     _, plans = _receive(connection)
+    plan = json.loads(_content(plans[0]))
+    pose(plan["command"])
     with resting():
-        why = prepare(json.loads(_content(plans[0])), own)
+        why = prepare(plan, own)
     names = {name for name in (*before, *os.environ) if before.get(name) != os.environ.get(name)}
     imported = {name: os.environ.get(name) for name in names}
+    known = warm_checks.times({name: origin(module) for name, module in list(sys.modules.items())})
     _send(connection, why=why, bytes=own_memory())
-    forked = None if why else _serve(connection, own)
+    forked = None if why else _serve(connection, own, known)
     if forked is None:
         os._exit(0)
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -57,13 +63,19 @@ def main(descriptor: int, launcher: int) -> None:
     run(forked.order.command)
 
 
-def _serve(connection: socket.socket, own: set[int]) -> _Forked | None:
-    """Fork at each order; returns in a child what it is to become, and None once the launcher is gone."""
+def _serve(connection: socket.socket, own: set[int], known: Mapping[str, int]) -> _Forked | None:
+    """Fork at each order; returns in a child what it is to become, and None once the launcher is gone.
+
+    None also where what has been imported (`known`) is no longer what lies on disk: another warm process is made.
+    """
     while True:
         data, descriptors = _receive(connection)
         if not data:
             return None
         order, streams, start = Order.decoded(_content(descriptors[0])), descriptors[1:5], descriptors[5]
+        if why := warm_checks.changed_since(known):
+            _send(connection, why=why)
+            return None
         if why := warm_checks.unsafe(own | set(descriptors)):
             _send(connection, why=why)
         else:
