@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -37,8 +38,9 @@ from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402
 from lastgasp_megatron import installation  # noqa: E402
 from lastgasp_megatron.compose import file_in_checkpoint  # noqa: E402
-from lastgasp_megatron.preload import Preload  # noqa: E402
+from lastgasp_megatron.preload import MegatronPreload  # noqa: E402
 from lastgasp_megatron.state import MegatronState  # noqa: E402
+from lastgasp_megatron.steps import Built  # noqa: E402
 from lastgasp_megatron.topology import replicas_of  # noqa: E402
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path  # noqa: E402
 from support.megatron import train_gpt  # noqa: E402
@@ -146,9 +148,8 @@ class _Gasps:
         self._rank, self._folder = distributed.get_rank(), Path(args.save)
         place = Place(rank=self._rank, world_size=distributed.get_world_size(), replicas=replicas_of(args), job="bench")
         self._state = MegatronState(
-            args, model, optimizer, scheduler, config=GaspConfig.resolve(self._folder), place=place,
-            before_update=lambda: None, step_completed=lambda step: None,
-        )  # fmt: skip
+            Built(args, list(model), optimizer, scheduler), GaspConfig.resolve(self._folder), place, MagicMock()
+        )
         self._state.iteration_begin()
         self._checkpoint = checkpoint_path(self._folder, ITERATIONS)
 
@@ -222,7 +223,7 @@ class _Gasps:
     def _verify_and_load(self) -> list[Any]:
         """As a start with lastgasp does: names and sizes, then each file verified while it is loaded."""
         (found,) = candidates([self._folder], LAYOUT)
-        preload = Preload(file_in_checkpoint, optimizer=True, first=True)
+        preload = MegatronPreload(file_in_checkpoint, optimizer=True, first=True)
         verdict = verify(self._checkpoint, LAYOUT, read_by_others=preload.covers(found))
         damages = preload.read(found)
         assert verdict.ok and not damages, (verdict, damages)

@@ -28,7 +28,7 @@ from lastgasp.checkpoint import candidates, verify
 from lastgasp.topology import Place
 from lastgasp_mindformers import LastGasp
 from lastgasp_mindformers.gate import gate_of
-from lastgasp_mindformers.preload import Preload
+from lastgasp_mindformers.preload import FilePreload
 
 SKIP = 2
 """First steps of a block that do not count."""
@@ -217,7 +217,7 @@ class _Gasps:
         """As a plain training does: see lastgasp_mindformers.preload."""
         candidate = next(c for c in candidates([self._target.parent], LEGACY) if c.path == self._target)
         file = self._target.parent / "rank_0" / self._file.name
-        preload = Preload(lambda *_: file, Place(rank=0, world_size=1, replicas=((0,),)))
+        preload = FilePreload(lambda *_: file, Place(rank=0, world_size=1, replicas=((0,),)))
         check = partial(verify, candidate.path, LEGACY, manifest=candidate.manifest)
         verdict = preload.verdict(candidate, check)
         loaded = preload.take(file)

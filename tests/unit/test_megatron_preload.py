@@ -17,7 +17,7 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
-from lastgasp_megatron.preload import Preload
+from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.reload import MegatronSelector
 from support.checkpoint_kit import FOLDERS, as_ranks, provenance
 
@@ -38,11 +38,11 @@ def put(directory: Path, step: int, *, extra: object = None, folder: str = "mp_r
     return next(c for c in candidates([directory], FOLDERS) if c.path == path)
 
 
-def preload(rank: int = 0, optimizer: bool = True) -> Preload:
+def preload(rank: int = 0, optimizer: bool = True) -> MegatronPreload:
     def own(step: int) -> str:
         return f"iter_{step:07d}/mp_rank_00/model_optim_rng.pt"
 
-    return Preload(own, optimizer=optimizer, first=rank == 0)
+    return MegatronPreload(own, optimizer=optimizer, first=rank == 0)
 
 
 def model(directory: Path, step: int) -> Path:
@@ -125,7 +125,7 @@ def test_what_torch_does_not_trust_is_verified_and_left_to_megatron(tmp_path: Pa
     assert [damage.proven for damage in one.read(candidate)] == [True]
 
 
-def choose(directory: Path, **given: Any) -> tuple[int | None, list[Preload]]:
+def choose(directory: Path, **given: Any) -> tuple[int | None, list[MegatronPreload]]:
     """Two ranks of one model agree."""
     loads = [preload(rank) for rank in range(2)]
 
@@ -141,7 +141,7 @@ def choose(directory: Path, **given: Any) -> tuple[int | None, list[Preload]]:
     return first, loads
 
 
-def held(one: Preload) -> list[str]:
+def held(one: MegatronPreload) -> list[str]:
     return sorted(Path(name).name for name in one._loaded)
 
 

@@ -39,6 +39,9 @@ class Composer:
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
+    def __init__(self, optimizer: Any, shard: Shard) -> None:
+        self.optimizer, self.shard = optimizer, shard
+
     def compose(self, boundary: Boundary, weights: Any, aux: Any) -> dict[str, Any]:
         self.meanwhile()
         return {"iteration": boundary.step}
@@ -49,15 +52,15 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         "lastgasp_megatron.source.file_in_checkpoint", lambda step: f"iter_{step:07d}/mp_rank_00/model_optim_rng.pt"
     )
-    steps, composer = Steps(), Composer()
     place = Place(rank=0, world_size=1, replicas=((0,),))
     shard = Shard(tensor=0, pipeline=0, part=0, parts=1, data_ranks=(0,))
+    nothing_held = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
+    steps, composer = Steps(), Composer(nothing_held, shard)
     random: Any = SimpleNamespace(read=lambda step: b"random")
     one: Any = SimpleNamespace(steps=steps, composer=composer)
-    nothing_held = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     source: Any = MegatronSource(
-        one.steps, random, one.composer, nothing_held, device=Device(torch.device("cpu")), shard=shard,
-        writer=ManifestWriter("megatron", place), config=GaspConfig(directory=tmp_path), alike=lambda: True,
+        one.steps, random, one.composer, Device(torch.device("cpu")), ManifestWriter("megatron", place),
+        GaspConfig(directory=tmp_path),
     )  # fmt: skip
     return SimpleNamespace(steps=steps, composer=composer, source=source, folder=tmp_path)
 

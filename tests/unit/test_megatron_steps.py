@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lastgasp_megatron.steps import Steps, wrap
+from lastgasp_megatron.steps import Built, Steps, wrap
 
 
 class Inner:
@@ -67,7 +67,7 @@ class Loop:
         self.optimizer, self.scheduler = Optimizer(), Scheduler()
         self.said: list[str] = []
         self.steps = Steps(
-            self.args, self.optimizer, self.scheduler,
+            Built(self.args, [], self.optimizer, self.scheduler),
             capture=lambda step, settled: self.said.append(f"capture {step}{'' if settled else ' before'}"),
             before_update=lambda: self.said.append("updating"),
             step_completed=lambda step: self.said.append(f"end {step}"),

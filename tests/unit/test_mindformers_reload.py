@@ -479,7 +479,7 @@ def _plain(directory: Path, ranks: int = 1, *where: tuple[str, str], **given: An
     """By ModelCheckpoints of these directories and prefixes, of each rank, beside LastGasp(directory)."""
     place = place_of_callback([Path(each) for each, _ in where], [prefix for _, prefix in where]) if where else None
     own: list[tuple[Path, Layout]] = [(directory, LEGACY)]
-    replicas, into = given.pop("replicas", None), given.pop("into", lambda path: None)
+    replicas, into = given.pop("replicas", None), given.pop("into", lambda path, values: None)
     places = [*own, (directory, PLAIN) if place is None else (place.directory, place.layout)]
 
     def body(rank: int, gather: Gather) -> Selected | None:
@@ -561,11 +561,11 @@ def test_plain_what_verifies_and_does_not_load_is_set_aside(tmp_path: Path) -> N
             write(tmp_path / f"rank_{rank}" / f"net-1_{step}.ckpt", state(step, 1))
         home.adopt(tmp_path / f"net-1_{step}.ckpt", PLAIN, step)
 
-    def only_4(path: Path) -> None:
+    def only_4(path: Path, values: Any) -> None:
         if "1_4" not in path.name:
             raise RuntimeError("For 'load_param_into_net', fc.weight in the argument 'net' has another shape")
 
-    def none(path: Path) -> None:
+    def none(path: Path, values: Any) -> None:
         raise ValueError("no such network")
 
     with pytest.raises(NothingLoads, match="no such network"):
@@ -576,7 +576,7 @@ def test_plain_what_verifies_and_does_not_load_is_set_aside(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.glob("*.unfit")) == ["net-1_6.ckpt.unfit", "net-1_8.ckpt.unfit"]
     assert "another shape" in (tmp_path / "net-1_8.ckpt.unfit.reason.json").read_text()
 
-    def memory(path: Path) -> None:
+    def memory(path: Path, values: Any) -> None:
         raise RuntimeError("Device memory is not enough")
 
     with pytest.raises(RuntimeError, match="memory"):

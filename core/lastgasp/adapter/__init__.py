@@ -10,6 +10,7 @@ from lastgasp import _clock as clock
 from lastgasp.adapter.hooks import Around, Hook, HookNotPlaced, Hooks, Undo, argument, arguments_of, replace_attribute
 from lastgasp.adapter.manifests import NativeManifests, NativeSave
 from lastgasp.adapter.policy import SelectionPolicy
+from lastgasp.adapter.preload import Preload
 from lastgasp.adapter.run import AdapterRun, Framework, Training
 from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.backends import BackendChoice, choose_backend
@@ -90,6 +91,7 @@ __all__ = [
     "NothingLoads",
     "Options",
     "Place",
+    "Preload",
     "RankStatus",
     "RankZero",
     "Release",

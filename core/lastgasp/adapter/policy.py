@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lastgasp._fs import remove_stale_temps
+from lastgasp.adapter.preload import Preload
 from lastgasp.checkpoint import Agreement, Candidate, Manifest, Verdict, candidates, progress_bar, verify
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.manifest_lookup import has_manifest, read_pair
@@ -55,11 +57,13 @@ class SelectionPolicy:
         unnumbered: what was selected does not say of which fit it is.
         restarts_from_own: a restart looks for what this job has saved before anything else, although the user named no
             checkpoint (finetuning).
+        preload: what loads this rank's files while they are verified; None verifies first.
         missing_manifest: what to do about a selected checkpoint without a manifest, for a warning; empty for none.
     """
 
     restarts_from_own = False
     missing_manifest = ""
+    preload: Preload | None = None
 
     def __init__(
         self,
@@ -139,14 +143,10 @@ class SelectionPolicy:
         """This rank's share of the content, against the manifest. What it raises becomes a bad verdict."""
         if candidate.manifest is None:
             return Verdict(path=candidate.path, step=candidate.step, ok=True)
-        with progress_bar(f"verifying {candidate.path.name}") as progress:
-            return verify(
-                candidate.path,
-                self.layout_of(candidate.path),
-                manifest=candidate.manifest,
-                share=self.local,
-                progress=progress,
-            )
+        path, manifest = candidate.path, candidate.manifest
+        with progress_bar(f"verifying {path.name}") as progress:
+            check = partial(verify, path, self.layout_of(path), manifest=manifest, share=self.local, progress=progress)
+            return check() if self.preload is None else self.preload.verdict(candidate, check)
 
     # -- one was selected -------------------------------------------------------------------------
 

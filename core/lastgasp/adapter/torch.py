@@ -9,7 +9,6 @@ from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
 from lastgasp.pytorch.compiled import values_of
-from lastgasp.pytorch.devicemarks import cuda_marks
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
 from lastgasp.pytorch.gasp_source import GaspSource
@@ -37,11 +36,11 @@ from lastgasp.pytorch.position import (
 )
 from lastgasp.pytorch.prefetched import PrefetchedData, PrefetchedPosition
 from lastgasp.pytorch.processgroups import key_of, process_groups
-from lastgasp.pytorch.ranges import Range, Sink, range_of
+from lastgasp.pytorch.ranges import Range, Sink
 from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
 from lastgasp.pytorch.statedigest import digests_of
-from lastgasp.pytorch.stepranges import StepRanges
+from lastgasp.pytorch.stepranges import Open, StepRanges
 
 __all__ = [
     "CHANGED",
@@ -62,6 +61,7 @@ __all__ = [
     "GaspSource",
     "LoaderPosition",
     "LoopMarks",
+    "Open",
     "PassStart",
     "PrefetchedData",
     "PrefetchedPosition",
@@ -76,7 +76,6 @@ __all__ = [
     "buffers_of",
     "connect",
     "contribute",
-    "cuda_marks",
     "decode_aux",
     "decode_epoch",
     "digests_of",
@@ -99,7 +98,6 @@ __all__ = [
     "position_of",
     "process_groups",
     "publish",
-    "range_of",
     "register_loader",
     "replace",
     "restore_aux",

@@ -29,6 +29,16 @@ class Open(Protocol):
         """Forget that it began."""
 
 
+class Communication(Protocol):
+    """Marks of communication, which wrap something while they are on."""
+
+    def look(self) -> None:
+        """Wrap or unwrap as the switch says."""
+
+    def close(self) -> None:
+        """Put everything back. Idempotent."""
+
+
 class StepRanges:
     """step, forward, backward, optimizer, dataloader, save_checkpoint, communication of one rank.
 
@@ -47,7 +57,7 @@ class StepRanges:
         self.step, self.end_step = self._step_range(first)
         self.forward, self.backward, self.optimizer = map(self._stream, ("forward", "backward", "optimizer"))
         self.dataloader, self.save = map(self._host, ("dataloader", "save_checkpoint"))
-        self._communication: list[Collectives | GradientBuckets] = []
+        self._communication: list[Communication] = []
         self._followed = True
         """Communication marks were on when the switch was last looked at."""
 
@@ -74,10 +84,12 @@ class StepRanges:
     def communicate(self, models: Iterable[Any]) -> None:
         """Follow the collectives, and the gradients of those models that are wrapped by DDP."""
         names = CommunicationMarks(self._marks)
-        self._communication.append(Collectives(names))
-        for model in models:
-            if isinstance(model, DistributedDataParallel):
-                self._communication.append(GradientBuckets(names, model))
+        ddp = [model for model in models if isinstance(model, DistributedDataParallel)]
+        self.follow(Collectives(names), *(GradientBuckets(names, model) for model in ddp))
+
+    def follow(self, *communication: Communication) -> None:
+        """Have these look at the switch from now on."""
+        self._communication += communication
         self._followed = True
         self.look()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lastgasp.adapter import NotSaveable
 from lastgasp_megatron.aux_state import native
-from lastgasp_megatron.steps import Boundary, is_stub, only
+from lastgasp_megatron.steps import Boundary, Built, is_stub, only
 from lastgasp_megatron.topology import Shard
 
 log = logging.getLogger("lastgasp")
@@ -22,14 +22,13 @@ class Composer:
     """Builds the state of one rank's part of the model.
 
     Args:
-        args, model, optimizer: Megatron's; `model` is the list of its chunks.
-        rank: this rank.
+        built: Megatron's; shard: what this rank holds; rank: this rank.
     """
 
-    def __init__(self, args: Any, model: list[Any], optimizer: Any, shard: Shard, rank: int) -> None:
-        self._args, self._model, self._optimizer = args, model, optimizer
-        self._shard, self._rank = shard, rank
-        self._begun = int(getattr(args, "iteration", 0) or 0)
+    def __init__(self, built: Built, shard: Shard, rank: int) -> None:
+        self._args, self._model, self.optimizer, _ = built
+        self.shard, self._rank = shard, rank
+        self._begun = int(getattr(built.args, "iteration", 0) or 0)
 
     def compose(self, boundary: Boundary, weights: Mapping[int, Tensor], aux: Mapping[int, bytes]) -> dict[str, Any]:
         """All of it.
@@ -47,7 +46,7 @@ class Composer:
         for index, chunk in enumerate(self._model):
             name = "model" if len(self._model) == 1 else f"model{index}"
             state[name] = _weights(chunk.state_dict_for_save_checkpoint(keep_vars=True), weights)
-        if not is_stub(self._optimizer):
+        if not is_stub(self.optimizer):
             state["optimizer"] = self._optimizer_state(boundary)
         if boundary.scheduler is not None:
             state["opt_param_scheduler"] = boundary.scheduler
@@ -64,8 +63,8 @@ class Composer:
         return args
 
     def _optimizer_state(self, boundary: Boundary) -> Any:
-        fresh = is_distributed(self._optimizer) and not only(self._optimizer).optimizer.state
-        found = _before_any_update(only(self._optimizer)) if fresh else self._optimizer.state_dict()
+        fresh = is_distributed(self.optimizer) and not only(self.optimizer).optimizer.state
+        found = _before_any_update(only(self.optimizer)) if fresh else self.optimizer.state_dict()
         if boundary.scaler is not None:
             target = found[0] if isinstance(found, list) else found
             target["grad_scaler"] = boundary.scaler
@@ -78,10 +77,10 @@ class Composer:
             raise NotSaveable(f"the random state of rank {self._rank} is not known for this step")
         if not getattr(self._args, "data_parallel_random_init", False):
             return [native(own)]
-        missing = [rank for rank in self._shard.data_ranks if not aux.get(rank)]
+        missing = [rank for rank in self.shard.data_ranks if not aux.get(rank)]
         if missing:
             log.warning("the random state of ranks %s was out of reach: they get that of rank %d", missing, self._rank)
-        return [native(aux.get(rank) or own) for rank in self._shard.data_ranks]
+        return [native(aux.get(rank) or own) for rank in self.shard.data_ranks]
 
     def _operations(self, step: int) -> float:
         """What Megatron counts for its log; it keeps the number in a local variable."""

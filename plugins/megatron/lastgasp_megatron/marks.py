@@ -6,15 +6,13 @@ A place that this version of Megatron does not have is one warning: marks never 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from lastgasp.adapter import Around, Hook, Undo
-from lastgasp.adapter.marks import BIT_OF_MARK, STEP
-from lastgasp.adapter.torch import Range, Sink, cuda_marks, range_of
+from lastgasp.adapter.torch import Open, Sink, StepRanges
 from lastgasp_megatron.communication import MegatronCommunication
 from lastgasp_megatron.installation import hooks_of
 from lastgasp_megatron.steps import wrap
@@ -26,14 +24,6 @@ _TRAINING = "megatron.training.training"
 _RERUN, _ITERATOR = "megatron.core.rerun_state_machine", "RerunDataIterator"
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
-
-
-class _Open(Protocol):
-    """What is called of a range: of a `steps.marks.Mark` (two C calls) or, on a device, of a `DeviceRange`."""
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def cancel(self) -> bool: ...
 
 
 class MegatronMarks:
@@ -55,15 +45,12 @@ class MegatronMarks:
     """
 
     def __init__(self, marks: Sink, device: torch.device, first: int = 1) -> None:
-        self._marks, self._first = marks, first
-        self._undo: list[Undo] = []
+        self._marks, self._undo = marks, list[Undo]()
         self._in_step = self._fetched = False
         self._unseen = {"forward", "backward", "optimizer"}
-        self._device = cuda_marks(marks, device, os.environ)
-        self._step = self._step_range()
-        self._forward, self._backward, self._optimizer = map(self._stream, ("forward", "backward", "optimizer"))
-        self._dataloader: _Open = marks.define("dataloader", bit=BIT_OF_MARK["dataloader"], stream=False)
-        self._communication = MegatronCommunication(marks)
+        self._ranges = ranges = StepRanges(marks, device, first)
+        self._step, self._forward, self._backward = ranges.step, ranges.forward, ranges.backward
+        self._optimizer, self._dataloader = ranges.optimizer, ranges.dataloader
         backward = self._around("backward", self._backward)
         self._hooks = hooks_of(
             [
@@ -73,18 +60,6 @@ class MegatronMarks:
                 Hook(_RERUN, f"{_ITERATOR}.__next__", self._around_fetch, required=False),
             ]
         )
-
-    def _step_range(self) -> Range:
-        """Its number is known when it ends."""
-        mark = self._marks.define("step {}", bit=STEP, stream=True)
-        if self._device is not None:
-            return self._device.range("step", mark, STEP)
-        return range_of(self._marks, mark, STEP, first=self._first)
-
-    def _stream(self, name: str) -> _Open:
-        bit = BIT_OF_MARK[name]
-        mark: _Open = self._marks.define(name, bit=bit, stream=True)
-        return self._device.range(name, mark, bit) if self._device is not None else mark
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -101,7 +76,7 @@ class MegatronMarks:
         self._undo.append(self._hooks.undo)
         self._undo.append(wrap(optimizer, "step", self._around("optimizer", self._optimizer)))
         self.place()
-        self._communication.look()
+        self._ranges.follow(MegatronCommunication(self._marks))
 
     def place(self) -> None:
         """Put back what somebody has replaced since."""
@@ -111,16 +86,12 @@ class MegatronMarks:
         """Put everything back; open ranges are thrown away. Idempotent."""
         while self._undo:
             self._undo.pop()()
-        self._communication.close()
-        for kind in (self._step, self._forward, self._backward, self._optimizer, self._dataloader):
-            kind.cancel()
-        if self._device is not None:
-            self._device.close()
+        self._ranges.close()
 
     @property
     def device_rows(self) -> Literal["host", "events"]:
         """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
-        return "host" if self._device is None else "events"
+        return self._ranges.device_rows
 
     # -- called by the hooks ------------------------------------------------------------------------------
 
@@ -135,10 +106,8 @@ class MegatronMarks:
         if step is None:
             self._step.cancel()
             return
-        self._step.end(step)
-        if self._device is not None:
-            self._device.settle()
-        self._communication.look()
+        self._ranges.end_step(step)
+        self._ranges.look()
         if self._unseen:
             self._warn()
 
@@ -161,7 +130,7 @@ class MegatronMarks:
         self._forward.end()
         return result
 
-    def _around(self, name: str, mark: _Open) -> Around:
+    def _around(self, name: str, mark: Open) -> Around:
         def around(call: Any, args: Arguments, kwargs: Keywords) -> Any:
             self._unseen.discard(name)
             mark.begin()

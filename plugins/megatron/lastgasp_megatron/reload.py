@@ -13,21 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from lastgasp.adapter import CheckpointSelector, ConfigError, Gather, Options, Place, SelectionPolicy
 from lastgasp.adapter.checkpoint import (
     Agreement,
     Candidate,
     Verdict,
     candidates,
-    progress_bar,
     set_aside_unfit,
     trained_again,
-    verify,
 )
 from lastgasp_megatron.exits import is_about_content
-from lastgasp_megatron.preload import Preload
+from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.probe import misfit, probe
 from lastgasp_megatron.tracker import LAYOUT, NAME, Tracker, checkpoint_path, read_tracker, write_tracker
 
@@ -49,7 +45,7 @@ class MegatronSelector(SelectionPolicy):
     missing_manifest = "--lastgasp-require-manifest"
 
     def __init__(
-        self, args: Any, options: Options, place: Place, gather: Gather, preload: Preload | None = None
+        self, args: Any, options: Options, place: Place, gather: Gather, preload: MegatronPreload | None = None
     ) -> None:
         named = (args.load, options.gasp.directory, getattr(args, "save", None))
         self._all = list(dict.fromkeys(Path(name).absolute() for name in named if name))
@@ -157,17 +153,8 @@ class MegatronSelector(SelectionPolicy):
         self._forget()
         if candidate.manifest is None:
             return probe(candidate.path, candidate.step, self.local)
-        ahead = self._preload if not misfit(candidate, self._args) else None
-        names = ahead.covers(candidate) if ahead is not None else []
-        with progress_bar(f"verifying {candidate.path.name}") as progress:
-            verdict = verify(
-                candidate.path, LAYOUT, manifest=candidate.manifest, share=self.local, progress=progress,
-                read_by_others=names,
-            )  # fmt: skip
-        if ahead is None or not names or not verdict.ok:
-            return verdict
-        damages = tuple(ahead.read(candidate))
-        return msgspec.structs.replace(verdict, ok=not damages, damages=damages)
+        self.preload = None if misfit(candidate, self._args) else self._preload
+        return super().verify(candidate)
 
     def selected(self, candidate: Candidate, by_name: bool) -> None:
         """Steer Megatron there, and repair the tracker."""

@@ -15,12 +15,13 @@ from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import verdict_of
 from lastgasp_megatron.marks import MegatronMarks
-from lastgasp_megatron.preload import Preload
+from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.ranks import device, untried, versions
 from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.save import Manifests, Saver
 from lastgasp_megatron.settings import refuse, users_handler
 from lastgasp_megatron.state import MegatronState
+from lastgasp_megatron.steps import Built
 from lastgasp_megatron.topology import replicas_of, shard_of
 from lastgasp_megatron.tracker import FORMAT
 
@@ -68,13 +69,9 @@ class Run:
 
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """The model is built and loaded."""
-        session, life = self.session, self.life
-        self.state = state = MegatronState(
-            self.args, model, optimizer, scheduler, config=self._options.gasp, place=self._place,
-            before_update=session.before_update,
-            step_completed=lambda step: session.step_completed(step),  # the first one is another method
-            alike=lambda: life.alike, note=session.note,
-        )  # fmt: skip
+        life, chunks = self.life, list(model) if isinstance(model, list | tuple) else [model]
+        built = Built(self.args, chunks, optimizer, scheduler)
+        self.state = state = MegatronState(built, self._options.gasp, self._place, self.session, lambda: life.alike)
         life.on_close(state.close, last=True)
         life.on_close(state.steps.uninstall)
         life.bind(state)
@@ -117,12 +114,12 @@ class Run:
             status.inside = False
 
 
-def _preload(args: Any) -> Preload:
+def _preload(args: Any) -> MegatronPreload:
     """Of the files that Megatron itself would read on this rank."""
     gloo = getattr(args, "use_gloo_process_groups", getattr(args, "enable_gloo_process_groups", True))
     without = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
     optimizer = bool(getattr(args, "use_distributed_optimizer", False) and gloo and not without)
-    return Preload(file_in_checkpoint, optimizer=optimizer, first=shard_of(args).part == 0)
+    return MegatronPreload(file_in_checkpoint, optimizer=optimizer, first=shard_of(args).part == 0)
 
 
 def _faults(model: Any, optimizer: Any) -> Undo:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merge
 from lastgasp_megatron.shards import Exchange, slice_of
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
-from lastgasp_megatron.topology import Shard
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
 
 
@@ -28,8 +26,7 @@ class MegatronSource:
 
     Args:
         steps, random: what the training thread records; composer: builds a rank's file.
-        optimizer: Megatron's; device: where the weights are.
-        shard: what this rank holds; writer: names who writes.
+        device: where the weights are; writer: names who writes.
         alike: whether all replicas were found to hold the same.
 
     Attributes:
@@ -41,21 +38,20 @@ class MegatronSource:
         steps: Steps,
         random: RandomState,
         composer: Composer,
-        optimizer: Any,
-        *,
         device: Device,
-        shard: Shard,
         writer: ManifestWriter,
         config: GaspConfig,
+        *,
         alike: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._steps, self._random, self._composer, self._optimizer = steps, random, composer, only(optimizer)
-        self._device, self._shard, self._writer, self._config, self._alike = device, shard, writer, config, alike
+        self._steps, self._random, self._composer, self._device = steps, random, composer, device
+        self._optimizer, self._shard = only(composer.optimizer), composer.shard
+        self._writer, self._config, self._alike = writer, config, alike
         self.rank = writer.place.rank
         self._orders = itertools.count(1)
         self._order = 0
         self.unsound = ""
-        self._exchange = Exchange(config.directory, writer.place, shard, config.save_timeout)
+        self._exchange = Exchange(config.directory, writer.place, self._shard, config.save_timeout)
         if self.rank == 0:
             self._exchange.clear_older()
 

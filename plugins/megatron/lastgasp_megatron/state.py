@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lastgasp.adapter import ConfigError, Digests, GaspConfig, ManifestWriter, Place
+from lastgasp.adapter import ConfigError, Digests, GaspConfig, ManifestWriter, Place, Session
 from lastgasp.adapter.torch import digests_of
 from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, is_distributed
 from lastgasp_megatron.devices import Device
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
-from lastgasp_megatron.steps import Steps, is_stub, only
+from lastgasp_megatron.steps import Built, Steps, is_stub, only
 from lastgasp_megatron.topology import advice, shard_of
 from lastgasp_megatron.tracker import FORMAT
 
@@ -35,12 +35,10 @@ class MegatronState:
     `close`, after `steps.uninstall`.
 
     Args:
-        args, model, optimizer, scheduler: Megatron's.
+        built: Megatron's.
         config: where and how to save; place: who this rank is.
-        before_update: called before parameters change; may raise, and then they do not.
-        step_completed: called as soon as a step is complete.
+        session: is asked before parameters change, told each completed step, and what people must know.
         alike: whether all replicas were found to hold the same.
-        note: tells people what they must know about a recovery.
 
     Attributes:
         steps: counts them.
@@ -51,44 +49,32 @@ class MegatronState:
 
     def __init__(
         self,
-        args: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        *,
+        built: Built,
         config: GaspConfig,
         place: Place,
-        before_update: Callable[[], None],
-        step_completed: Callable[[int], None],
+        session: Session,
         alike: Callable[[], bool] = lambda: True,
-        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        _check(optimizer)
-        chunks, shard = (list(model) if isinstance(model, list | tuple) else [model]), shard_of(args)
-        self._args, self._optimizer, self._place, self._chunks = args, optimizer, place, chunks
-        self._device, self._step_completed, self._note = Device(_device(chunks)), step_completed, note
+        _check(built.optimizer)
+        self._args, self._chunks, self._optimizer, _ = built
+        self._place, self._session, self._looked = place, session, False
+        self._device = Device(_device(built.model))
         self._random = RandomState(self._device.device)
         self.steps = Steps(
-            args,
-            optimizer,
-            scheduler,
+            built,
             capture=self._random.capture,
-            before_update=before_update,
+            before_update=session.before_update,
             step_completed=self._completed,
         )
-        composer = Composer(args, chunks, optimizer, shard, place.rank)
-        self.source = MegatronSource(
-            self.steps, self._random, composer, optimizer,
-            device=self._device, shard=shard, writer=ManifestWriter(FORMAT, place), config=config, alike=alike,
-        )  # fmt: skip
+        composer, writer = Composer(built, shard_of(built.args), place.rank), ManifestWriter(FORMAT, place)
+        self.source = MegatronSource(self.steps, self._random, composer, self._device, writer, config, alike=alike)
         self._device.mark()
         self._device.mark_copied()
         self.steps.on_settled = self._device.mark_copied
-        self._looked = False
 
     def _completed(self, step: int) -> None:
         self._device.mark()
-        self._step_completed(step)
+        self._session.step_completed(step)  # looked up anew: the first one is another method
 
     def install(self) -> None:
         """Watch the optimizer, and say once what a lost rank would cost. Idempotent."""
@@ -133,8 +119,8 @@ class MegatronState:
         """
         step, rank = self.steps.step, self._place.rank
         if self.steps.logged < step and rank == self._place.world_size - 1:
-            self._note(f"iteration {step} was cut short on rank {rank} after its update: it counts, and no log has a "
-                       "line of it")  # fmt: skip
+            self._session.note(f"iteration {step} was cut short on rank {rank} after its update: it counts, and no log "
+                               "has a line of it")  # fmt: skip
         return "raised inside the update, so the state is between two steps" if self.steps.inside else ""
 
     def before_exit(self) -> None:

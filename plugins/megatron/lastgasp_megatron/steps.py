@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastgasp.adapter import Undo, replace_attribute
 
@@ -33,11 +33,20 @@ class Boundary:
     adam: int | None
 
 
+class Built(NamedTuple):
+    """What Megatron's `setup_model_and_optimizer` has made, and its namespace; `model` is the list of its chunks."""
+
+    args: Any
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+
 class Steps:
     """Counts completed steps. The training thread calls everything; others read `boundary` and `inside`.
 
     Args:
-        args, optimizer, scheduler: Megatron's.
+        built: Megatron's.
         capture: records the random state for a step; `settled` is False just before its update.
         before_update: called before parameters change; may raise, and then they do not.
         step_completed: called when a step is complete.
@@ -51,19 +60,16 @@ class Steps:
 
     def __init__(
         self,
-        args: Any,
-        optimizer: Any,
-        scheduler: Any,
+        built: Built,
         *,
         capture: Callable[[int, bool], None],
         before_update: Callable[[], None],
         step_completed: Callable[[int], None],
     ) -> None:
-        self._args, self._scheduler = args, scheduler
-        self._optimizer = optimizer
-        self.inner = inner_of(optimizer)
+        self._args, _, self._optimizer, self._scheduler = built
+        self.inner = inner_of(built.optimizer)
         self._capture, self._before_update, self._step_completed = capture, before_update, step_completed
-        self.step = self.logged = int(getattr(args, "iteration", 0) or 0)
+        self.step = self.logged = int(getattr(built.args, "iteration", 0) or 0)
         self.inside = False
         self.settled, self.updated = True, False
         self.on_settled: Undo = _nothing

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 
-from lastgasp.adapter import CheckpointError, Layout, Place
-from lastgasp_mindformers.preload import FileOf, Preload
+from lastgasp.adapter import CheckpointError, Layout
+from lastgasp_mindformers.preload import FilePreload
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.reload import MindFormersSelector
@@ -33,13 +34,7 @@ def load(
     Raises:
         CheckpointError: all are of another network, or bad.
     """
-    made: list[Preload] = []
-
-    def preload(file_of: FileOf, place: Place) -> Preload:
-        made.append(Preload(file_of, place))
-        return made[0]
-
-    choice = selector.choose_plain(places, lambda path: _into(network, path, made[0].take(path)), preload)
+    choice = selector.choose_plain(places, partial(_into, network), FilePreload)
     if choice is None:
         return arguments, b""
     dataset = arguments["train_dataset"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from lastgasp.adapter import CheckpointError, ConfigError, Gather, Layout, Options, Place, SelectionPolicy
-from lastgasp.adapter.checkpoint import Agreement, Candidate, Verdict, progress_bar, verify
+from lastgasp.adapter import CheckpointError, ConfigError, Gather, Layout, Options, Place, Preload, SelectionPolicy
+from lastgasp.adapter.checkpoint import Agreement, Candidate, Verdict
 from lastgasp.adapter.files import remove_stale_temps
 from lastgasp.adapter.mindspore import ITERATIONS, LegacyName, decode_aux, layout_of, probe
 from lastgasp_mindformers import begun
@@ -20,9 +18,6 @@ from lastgasp_mindformers.listing import CheckpointCatalog, catalog_of
 from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.named import owner_of
 from lastgasp_mindformers.tracker import repair_meta, repair_tracker
-
-if TYPE_CHECKING:
-    from lastgasp_mindformers.preload import Preload
 
 log = logging.getLogger("lastgasp")
 
@@ -62,7 +57,7 @@ class MindFormersPolicy(SelectionPolicy):
         super().__init__(
             options.gasp, place, catalog.folders, ITERATIONS, (place.rank, place.world_size), note=note
         )
-        self._options, self._catalog, self._named, self._given, self._preload = options, catalog, named, given, preload
+        self._options, self._catalog, self._named, self._given, self.preload = options, catalog, named, given, preload
         self.resumed: int | None = None
         self.aux = b""
 
@@ -107,14 +102,9 @@ class MindFormersPolicy(SelectionPolicy):
 
     def verify(self, candidate: Candidate) -> Verdict:
         """This rank's share; what a rank of a plain training is going to load it verifies itself, while it loads it."""
-        layout = layout_of(candidate.path)
         if candidate.manifest is None:
-            return probe(candidate.path, layout, candidate.step, self.local)
-        with progress_bar(f"verifying {candidate.path.name}") as progress:
-            check = functools.partial(
-                verify, candidate.path, layout, manifest=candidate.manifest, share=self.local, progress=progress
-            )
-            return check() if self._preload is None else self._preload.verdict(candidate, check)
+            return probe(candidate.path, layout_of(candidate.path), candidate.step, self.local)
+        return super().verify(candidate)
 
     # -- taking -----------------------------------------------------------------------------------
 

@@ -1,12 +1,7 @@
-"""A `.ckpt` in one pass: what a rank verifies is what MindSpore parses, and what is loaded once all ranks agree.
-
-Read for its digests first and by MindSpore afterwards, a file takes a third longer. MindSpore's parser gets nothing
-that has not verified, and nothing of it is used before all ranks have agreed on the checkpoint.
-"""
+"""A `.ckpt` in one pass: what a rank verifies is what MindSpore parses."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -14,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import mindspore
-import msgspec
 from mindspore.train import serialization
 
-from lastgasp.adapter import CheckpointError, DamagedCheckpoint, Place
-from lastgasp.adapter.checkpoint import Candidate, ChunkReader, Damage, FileEntry, Verdict, VerifiedFile, chunks_of
-
-log = logging.getLogger("lastgasp")
+from lastgasp.adapter import Place, Preload
+from lastgasp.adapter.checkpoint import Candidate, FileEntry, VerifiedFile
 
 FileOf = Callable[[Candidate, int], Path]
 """The file that a rank loads of a checkpoint; raises CheckpointError where there is none."""
@@ -28,63 +20,34 @@ _PART = 4 << 20
 """Bytes that are copied at a time, while others are still being hashed."""
 
 
-class Preload:
-    """This rank's file of the candidate that was verified last.
+class FilePreload(Preload):
+    """This rank's `.ckpt`.
 
     Args:
         file_of: which file that is; place: of this rank.
     """
 
     def __init__(self, file_of: FileOf, place: Place) -> None:
+        super().__init__()
         self._file_of, self._rank, self._world_size = file_of, place.rank, place.world_size
-        self._loaded: dict[Path, Any] = {}
 
     def covers(self, candidate: Candidate) -> Collection[str]:
-        """The files that some rank or other loads, and verifies; the same on all ranks."""
+        """Of all ranks."""
         files = {self._file_of(candidate, rank) for rank in range(self._world_size)}
-        return {entry.path for entry in self._entries(candidate, files) if entry.path.endswith(".ckpt")}
+        return {entry.path for entry in _entries(candidate, files) if entry.path.endswith(".ckpt")}
 
-    def read(self, candidate: Candidate) -> list[Damage]:
-        """Verify this rank's file while MindSpore parses it; returns what is damaged."""
-        path = self._file_of(candidate, self._rank)
-        found = self._entries(candidate, {path})
-        if not found:
-            return []
-        try:
-            self._loaded[path] = parse(path, found[0])
-        except DamagedCheckpoint:
-            pass  # with their places below, and whether they are proven
-        except Exception as error:  # nothing is known against its bytes, so MindSpore may fare better, or say why not
-            log.info("%s will be read again by MindSpore: %s", path, error)
-        else:
-            return []
-        return ChunkReader(chunks_of(candidate.path, found)).run(threads=2)
+    def mine(self, candidate: Candidate) -> list[FileEntry]:
+        """One."""
+        return _entries(candidate, {self._file_of(candidate, self._rank)})
 
-    def verdict(self, candidate: Candidate, verify: Callable[..., Verdict]) -> Verdict:
-        """Of all files: by `verify`, which takes `read_by_others`, and by loading this rank's."""
-        self.forget()
-        try:
-            names = self.covers(candidate)
-        except CheckpointError:  # it is not for these ranks, as whoever loads it will say
-            names = ()
-        verdict = verify(read_by_others=names)
-        if not verdict.ok or not names:
-            return verdict
-        damages = tuple(self.read(candidate))
-        return msgspec.structs.replace(verdict, ok=not damages, damages=damages)
+    def parse(self, path: Path, entry: FileEntry) -> Any:
+        """As `mindspore.load_checkpoint` does."""
+        return parse(path, entry)
 
-    def take(self, path: Path) -> Any:
-        """What `read` has loaded of that file, once; None where there is nothing."""
-        return self._loaded.pop(path, None)
 
-    def forget(self) -> None:
-        """Release what was loaded and not taken."""
-        self._loaded.clear()
-
-    @staticmethod
-    def _entries(candidate: Candidate, files: Collection[Path]) -> list[FileEntry]:
-        entries = candidate.manifest.files if candidate.manifest is not None else ()
-        return [entry for entry in entries if candidate.path.parent / entry.path in files]
+def _entries(candidate: Candidate, files: Collection[Path]) -> list[FileEntry]:
+    entries = candidate.manifest.files if candidate.manifest is not None else ()
+    return [entry for entry in entries if candidate.path.parent / entry.path in files]
 
 
 def parse(path: Path, entry: FileEntry) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.adapter import CheckpointError, CheckpointSelector, Gather, Layout, Options, Place
+from lastgasp.adapter import CheckpointError, CheckpointSelector, Gather, Layout, Options, Place, Preload
 from lastgasp.adapter.checkpoint import Candidate, Trial
 from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName, Unreadable, layout_of, rank_of, read_content
 from lastgasp_mindformers.exits import is_about_content
@@ -24,7 +24,7 @@ from lastgasp_mindformers.strategies import files_of, files_of_context, keep
 from lastgasp_mindformers.unfit import DoesNotLoad, Unfit
 
 if TYPE_CHECKING:
-    from lastgasp_mindformers.preload import FileOf, Preload
+    from lastgasp_mindformers.preload import FileOf
 
 log = logging.getLogger("lastgasp")
 
@@ -173,7 +173,7 @@ class MindFormersSelector:
     def choose_plain(
         self,
         places: Iterable[tuple[Path, Layout]],
-        into: Callable[[Path], None] = lambda path: None,
+        into: Callable[[Path, Any], None] = lambda path, values: None,
         preload: Callable[[FileOf, Place], Preload] | None = None,
     ) -> Selected | None:
         """What this rank of a plain training has loaded, by content and not by time stamps; None for a first start.
@@ -183,16 +183,20 @@ class MindFormersSelector:
         Args:
             places: directories and how checkpoints lie there, the same on all ranks: those of ModelCheckpoint, and
                 that of LastGasp, where its own lie.
-            into: loads a file of this rank; what it raises through is why it does not load.
-            preload: makes what reads it ahead, while it is verified; None: it is verified first.
+            into: loads a file of this rank, or the values in it; what it raises is why it does not load.
+            preload: makes what parses it while it is verified; None: it is verified first, and nobody has the values.
 
         Raises:
             NothingLoads: there are checkpoints that verify, and none of them loads.
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `steer`.
         """
         policy = self._policy(places, preload=None if preload is None else preload(self.file_for, self._place))
-        selector = CheckpointSelector(policy, self._gather, is_about_content)
-        chosen = selector.load(lambda candidate: into(self._file_of(candidate)))
+
+        def load(candidate: Candidate) -> None:
+            path = self._file_of(candidate)
+            into(path, policy.preload.take(path) if policy.preload is not None else None)
+
+        chosen = CheckpointSelector(policy, self._gather, is_about_content).load(load)
         self._took(policy)
         if chosen is None:
             return None

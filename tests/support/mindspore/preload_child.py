@@ -18,7 +18,7 @@ from lastgasp.checkpoint import Candidate, Provenance, World, candidates, verify
 from lastgasp.checkpoint.adopt import read_entries, write_manifest
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers.preload import Preload, parse
+from lastgasp_mindformers.preload import FilePreload, parse
 
 FOLDER = Path(sys.argv[1])
 FILE, OTHER = FOLDER / "net-1_4.ckpt", FOLDER / "other.ckpt"
@@ -51,7 +51,7 @@ def found() -> Candidate:
     return one
 
 
-def passed(preload: Preload) -> tuple[list[str], Any]:
+def passed(preload: FilePreload) -> tuple[list[str], Any]:
     """What is wrong with the file, and what was loaded of it meanwhile."""
     candidate = found()
     verdict = preload.verdict(candidate, functools.partial(verify, FILE, PLAIN, manifest=candidate.manifest))
@@ -67,7 +67,7 @@ def main() -> None:
     save(OTHER, 2)
     told: dict[str, Any] = {}
     expected, opener = bits(ms.load_checkpoint(str(FILE))), serialization._ckpt_fs.open
-    preload = Preload(lambda candidate, rank: candidate.path, RANK)
+    preload = FilePreload(lambda candidate, rank: candidate.path, RANK)
 
     reasons, loaded = passed(preload)
     told["whole"] = [reasons, bits(loaded) == expected, preload.take(FILE) is None]
