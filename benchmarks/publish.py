@@ -22,13 +22,13 @@ NAMES = (
 )  # fmt: skip
 """In the order of the tables."""
 HEADLINES = (
-    ("detect", "SIGKILL of a rank -> first save call in a survivor"),
-    ("restart", "lastgasp run: steps to do again"),
-    ("checkpoint", "save 1 GB: verified / torch.save"),
-    ("megatron", "wall: lastgasp adds to it"),
-    ("marks", "mark on: with mark:"),
+    ("detect", "SIGKILL of a rank -> first save call in a survivor", "a rank is killed: until a survivor begins to save"),
+    ("restart", "lastgasp run: steps to do again", "the same: steps that are done again after the restart"),
+    ("checkpoint", "save 1 GB: verified / torch.save", "time to save 1 GB with digests, as a multiple of `torch.save` and fsync"),
+    ("megatron", "wall: lastgasp adds to it", "what lastgasp adds to a Megatron iteration"),
+    ("marks", "mark on: with mark:", "one step mark (`with mark:`)"),
 )
-"""Benchmark and measure of each line of the README."""
+"""Benchmark and measure of each line of the README, and what it says there."""
 README, ALL, PICTURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "assets"
 
 
@@ -60,12 +60,11 @@ def documents() -> list[dict[str, Any]]:
 def headlines(results: Iterable[dict[str, Any]]) -> str:
     """Markdown: the measures of `HEADLINES`, without spread and machine."""
     found = {(d["benchmark"], m["name"]): m for d in results for m in d["measures"]}
-    lines = ["| benchmark | measure | median | n | target |", "|---|---|---|---|---|"]
-    for key in HEADLINES:
-        if m := found.get(key):
-            lines.append(
-                f"| `{key[0]}` | {_name(m)} | {_quantity(m, 'median')} | {m['n']} | {_quantity(m, 'target')} |"
-            )
+    lines = ["| what | median | samples | target | benchmark |", "|---|---|---|---|---|"]
+    for benchmark, measure, text in HEADLINES:
+        if m := found.get((benchmark, measure)):
+            quantities = f"{_quantity(m, 'median', ' x')} | {m['n']} | {_quantity(m, 'target', ' x')}"
+            lines.append(f"| {_with_neighbour(text, m)} | {quantities} | `{benchmark}` |")
     return "\n".join(lines)
 
 
@@ -86,11 +85,15 @@ def _row(m: dict[str, Any]) -> str:
 
 
 def _name(m: dict[str, Any]) -> str:
-    return f"{m['name']} ({m['neighbour']})" if m["neighbour"] else str(m["name"])
+    return _with_neighbour(m["name"], m)
 
 
-def _quantity(m: dict[str, Any], which: str) -> str:
-    unit = "" if m["unit"] == "ratio" else f" {m['unit']}"
+def _with_neighbour(text: str, m: dict[str, Any]) -> str:
+    return f"{text} ({m['neighbour']})" if m["neighbour"] else text
+
+
+def _quantity(m: dict[str, Any], which: str, ratio: str = "") -> str:
+    unit = ratio if m["unit"] == "ratio" else f" {m['unit']}"
     return "" if m[which] is None else f"{_number(m[which])}{unit}"
 
 
