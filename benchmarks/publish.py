@@ -22,9 +22,9 @@ NAMES = (
 )  # fmt: skip
 """In the order of the tables."""
 HEADLINES = (
-    ("detect", "SIGKILL of a rank -> first save call in a survivor", "a rank is killed: until a survivor begins to save"),
-    ("restart", "lastgasp run: steps to do again", "the same: steps that are done again after the restart"),
-    ("checkpoint", "save 1 GB: verified / torch.save", "time to save 1 GB with digests, as a multiple of `torch.save` and fsync"),
+    ("detect", "SIGKILL of a rank -> first save call in a survivor", "from the kill of a rank until a survivor saves"),
+    ("restart", "lastgasp run: steps to do again", "steps that are done again after the restart"),
+    ("checkpoint", "save 1 GB: verified / torch.save", "save 1 GB with digests, as a multiple of `torch.save` + fsync"),
     ("megatron", "wall: lastgasp adds to it", "what lastgasp adds to a Megatron iteration"),
     ("marks", "mark on: with mark:", "one step mark (`with mark:`)"),
 )

@@ -1,6 +1,6 @@
 """mkdocs: pages outside of docs/ become pages of the site, and links to and from them keep leading somewhere.
 
-On GitHub the same links lead to the files themselves. A link to a file that is no page (a script) becomes its name.
+On GitHub the same links lead to the files themselves. A link to a file that is not a page (a script) becomes its name.
 """
 
 from __future__ import annotations

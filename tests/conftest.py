@@ -40,7 +40,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """What a test has logged may hold bytes that are no text; they would end the whole run on their way to xdist."""
+    """What a test has logged may hold bytes that are not text; they would end the whole run on their way to xdist."""
     return _as_text((yield))
 
 

@@ -167,7 +167,7 @@ class AuthenticationError(ControlError):
 
 
 class ProtocolError(ControlError):
-    """Bytes that are no valid message, or a message out of order."""
+    """Bytes that do not form a valid message, or a message out of order."""
 
 
 class VersionMismatch(ControlError):

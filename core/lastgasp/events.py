@@ -89,7 +89,7 @@ def decode_incident(data: bytes) -> Incident:
     """Decode one document.
 
     Raises:
-        msgspec.ValidationError: it is no incident, or of a newer version than this lastgasp supports.
+        msgspec.ValidationError: it is not an incident, or of a newer version than this lastgasp supports.
     """
     incident = msgspec.json.decode(data, type=Incident)
     if incident.version > INCIDENT_VERSION:

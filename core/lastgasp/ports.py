@@ -190,7 +190,7 @@ class RecoveryBackend(Protocol):
         """
 
     def goodbye(self) -> None:
-        """Training ended well: from now on this rank's end is no fault. Idempotent; never raises."""
+        """Training ended well: from now on this rank's end is not a fault. Idempotent; never raises."""
 
     def close(self) -> None:
         """Release threads and connections, in bounded time. Idempotent; never raises. Without a `goodbye` before it,
@@ -202,7 +202,7 @@ class SaveResult(Protocol):
 
     @property
     def path(self) -> str:
-        """Where the checkpoint will stand once published."""
+        """The path that the checkpoint will have once it is published."""
 
     @property
     def nbytes(self) -> int:

@@ -72,7 +72,7 @@ def test_what_the_framework_tells_by_itself_is_left_to_it(npu: Any, marks: MstxM
     ['say "hi"', "a\\b", "tab\tand\nline", "\N{SNOWMAN}", "x" * 2000, "\0" * 2000, "\N{SNOWMAN}" * 900, "odd\udcff"],
 )
 def test_any_name_reaches_the_file(npu: Any, marks: MstxMarks, name: str) -> None:
-    """The profiler's C side drops what is no JSON, and what is too long, without a word."""
+    """The profiler's C side drops what is not JSON, and what is too long, without a word."""
     with marks.mark(name):
         pass
     told = json.loads(f'"{starts(npu)[0][0]}"')
@@ -196,7 +196,7 @@ def test_mindspores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "    @staticmethod\n"
         "    def range_start(message, stream=None, domain='default'): rows.append((message, stream)); return 0\n"
         "    @staticmethod\n"
-        "    def range_end(range_id, domain='default'): raise AssertionError('0 is no range')\n"
+        "    def range_end(range_id, domain='default'): raise AssertionError('0 is not a range')\n"
     )
     for name in [name for name in sys.modules if name.partition(".")[0] == "mindspore"]:
         monkeypatch.delitem(sys.modules, name)

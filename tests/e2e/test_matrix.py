@@ -86,7 +86,7 @@ def _check_saved(case: Case, directory: Path, done: Finished) -> None:
     assert all(verify(c.path, LAYOUT).ok for c in found.values()), where
     older = found[f"step={SAVE_STEP}.ckpt"].manifest if case.moment != "periodic_save" else None
     assert older is None or older.attempt == 0, "the older checkpoint was written anew"
-    if case.should_give_up:  # the job goes on from the periodic checkpoint instead, and the record says why
+    if case.should_give_up:  # the job continues from the periodic checkpoint instead, and the record says why
         assert incident.ending == "gave_up", where
         assert "no live holder" in incident.reason
         return

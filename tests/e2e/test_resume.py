@@ -138,7 +138,7 @@ def test_a_single_process(kind: str, tmp_path: Path) -> None:
     done = train(tmp_path, world=1, LASTGASP_FAULT=fault)
     assert done.ok, done.output[-4000:]
     incident = incident_of(tmp_path)
-    if kind == "sigkill":  # nobody is left to save: the job goes on from the periodic checkpoint, and says so
+    if kind == "sigkill":  # nobody is left to save: the job continues from the periodic checkpoint, and says so
         assert (incident.ending, incident.step_saved) == ("gave_up", None)
         assert incident.steps_lost is not None
     else:

@@ -155,7 +155,7 @@ def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, resumed: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("second", [0, 1])
 def test_both_sides_of_a_cut_save_one_step(tmp_path: Path, kind: str, second: int, undisturbed: Reference) -> None:
-    """Whoever is first: its commit stands, the other side adds its random state, and the job goes on bit-equal."""
+    """Whoever is first: its commit stands, the other side adds its random state, and the job continues bit-equal."""
     with training(tmp_path, kind, HOSTS_SAVE_SECOND=str(second)) as one:
         step = one.hold()
         one.hosts["hb"].cut()

@@ -159,7 +159,7 @@ def test_the_guides_own_directories(layout: str, tmp_path: Path, references: dic
     output = run_with(job, ";".join(case.fault for case in KILLED))
     (incident,) = incidents(tmp_path)
     assert incident.step_saved is None, (incident, output)
-    assert "from scratch" not in output.partition("going on behind step 8")[2]
+    assert "from scratch" not in output.partition("resuming after step 8")[2]
     losses = job.losses()
     assert {key: times[-1] for key, times in losses.items()} == {key: times[0] for key, times in expected.items()}
     assert [job.steps(rank)[-1] for rank in (0, 1)] == [list(range(9, LAST + 1))] * 2
@@ -296,4 +296,4 @@ def test_mindformers_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
     assert done.returncode == 1, done.output[-4000:]
     assert "stopped with exit code 1: MindFormers found NaN or inf and ends the training" in done.output
     assert len(job.steps(0)) == 1, "it was started again"
-    assert not incidents(tmp_path), "a verdict is no fault"
+    assert not incidents(tmp_path), "a verdict is not a fault"

@@ -1,4 +1,4 @@
-"""Disks that fail under a real fit in one process: training goes on, and a gasp that cannot be written says so."""
+"""Disks that fail under a real fit in one process: training continues, and a gasp that cannot be written says so."""
 
 from __future__ import annotations
 

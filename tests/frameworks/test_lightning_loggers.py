@@ -171,7 +171,7 @@ def test_what_cannot_be_gone_on_with_costs_that_alone(
     train(job, own=[CSVLogger(tmp_path / "logs")])
     assert logged.versions(tmp_path) == ["version_0", "version_1"]
     assert (table.read_bytes() if table.exists() else None) == left
-    assert caplog.text.count("is not gone on with, a new version begins") == 1
+    assert caplog.text.count("is not continued, a new version begins") == 1
     assert next(row["step"] for row in rows(tmp_path, 1) if "each" in row) == "4"
 
 
@@ -186,7 +186,7 @@ def test_a_damaged_event_file_is_not_cut(tmp_path: Path, caplog: pytest.LogCaptu
     train(job)
     assert file.read_bytes() == content
     assert logged.versions(tmp_path) == ["version_0", "version_0", "version_1"], "of the board alone"
-    assert caplog.text.count("is not gone on with, a new version begins") == 1
+    assert caplog.text.count("is not continued, a new version begins") == 1
 
 
 def test_two_fits_that_share_a_logger_share_its_version(tmp_path: Path) -> None:

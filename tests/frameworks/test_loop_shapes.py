@@ -258,7 +258,7 @@ def passes_to_evaluate(s: Session, p: Parts) -> None:
 
 
 def skipped_by_hand(s: Session, p: Parts) -> None:
-    """The scaler skips updates, and those are no steps."""
+    """The scaler skips updates, and those are not steps."""
     for number in range(40):
         p.tick()
         if s.step == 10:
@@ -406,7 +406,7 @@ def test_random_numbers_of_workers_are_told_of(tmp_path: Path, caplog: pytest.Lo
     assert "replay=True" in caplog.text
     caplog.clear()
     run(SHAPES["workers"], tmp_path)
-    assert caplog.text.count(f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones") == 1
+    assert caplog.text.count(f"{WORKERS}: where they draw any (augmentation), this run draws other ones") == 1
 
 
 def test_twice_cut(tmp_path: Path) -> None:

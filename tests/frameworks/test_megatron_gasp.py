@@ -182,7 +182,7 @@ def test_megatrons_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
     assert "found NaN in local forward loss calculation" in done.output, "what is to be tested did not happen"
     assert "stopped with exit code 16: Megatron's rerun machine" in done.output
     assert {len(times) for times in job.losses().values()} == {1}, "it was started again"
-    assert not list((job.checkpoints / "incidents").glob("*.json")), "a verdict is no fault"
+    assert not list((job.checkpoints / "incidents").glob("*.json")), "a verdict is not a fault"
 
 
 NO_GLOO = f"--bf16 {DIST_OPT} --disable-gloo-process-groups --ckpt-format torch_dist"

@@ -1,4 +1,4 @@
-"""Real Megatron jobs that start over damaged checkpoints: the newest good iteration, or an exit that is no success."""
+"""Real Megatron jobs that start over damaged checkpoints: the newest good iteration, or an exit that is a failure."""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ class FakeController:
         self._peer.sendall(m.frame(message))
 
     def next(self) -> m.FromRank:
-        """The next message that is no heartbeat."""
+        """The next message that is not a heartbeat."""
         while True:
             message = m.from_rank(self._exactly(m.body_size(self._exactly(m.HEADER), m.MAX_FRAME)))
             if not isinstance(message, m.Status):
                 return message
 
     def hear(self, kind: type[M]) -> M:
-        """The next message that is no heartbeat, which must be of this kind."""
+        """The next message that is not a heartbeat, which must be of this kind."""
         message = self.next()
         assert isinstance(message, kind), message
         return message

@@ -130,7 +130,7 @@ class Overflowing(Net):
 
 
 def loggers(folder: Path) -> list[Any]:
-    """Those that can be gone on with; TensorBoard's where it is installed."""
+    """Those that can be continued; TensorBoard's where it is installed."""
     board = importlib.util.find_spec("tensorboard") is not None
     return [CSVLogger(folder / "table"), *([TensorBoardLogger(str(folder / "board"))] if board else [])]
 

@@ -47,13 +47,13 @@ def restored_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def places_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of each run of tests, and of each of its workers: what one run has left is no other run's to recover or to list.
+    """Give each run of tests, and each of its workers, directories of its own.
 
-    Launchers make no warm process unless a test, or who runs the tests, sets LASTGASP_WARM: one job with one fault is
-    over sooner without its imports.
+    Launchers make no warm process unless a test, or whoever runs the tests, sets LASTGASP_WARM: one job with one fault
+    is over sooner without its imports.
 
-    Controllers announce themselves where no `lastgasp ps` of the user looks, nor finds anything; rings of step marks
-    are in shared memory as ever, in a folder.
+    Controllers announce themselves in a place that the user's own `lastgasp ps` does not see; rings of step marks are
+    in a folder of shared memory.
     """
     shared = Path("/dev/shm")
     rings = tempfile.mkdtemp(prefix="tests-of-lastgasp-", dir=shared if shared.is_dir() else None)

@@ -22,7 +22,7 @@ def test_additions_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     assert add(path, FILES, {1: b"one"})
     assert add(path, FILES, {2: b"two", 3: b"three"})
     assert added(path, FILES) == {1: b"one", 2: b"two", 3: b"three"}
-    assert len(candidates([tmp_path], FILES)) == 1, "they are no checkpoints"
+    assert len(candidates([tmp_path], FILES)) == 1, "they are not checkpoints"
 
 
 def test_another_commit_of_that_name_has_none(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_manager_that_ends_before_the_job_is_told_at_once(monkeypatch: pytest.
     monkeypatch.setattr(_ascend.log, "error", tell)
     with _ascend._beside("TaskD's manager", "lastgasp", "manager", "--nodes", "0"):
         assert told.wait(60)
-    assert words == ["TaskD's manager has ended with code 2 before the job did; see above. The job goes on without"]
+    assert words == ["TaskD's manager has ended with code 2 before the job did; see above. The job continues without"]
 
 
 def test_what_runs_beside_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

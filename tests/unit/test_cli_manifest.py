@@ -65,7 +65,7 @@ def test_what_is_not_whole_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     assert code == 1
     assert [state for state, _ in rows.values()] == ["refused", "refused", "refused", "written"]
     assert "says 30: its save was not finished" in rows["iter_0000040"][1]
-    assert "mp_rank_00/model_optim_rng.pt: is no whole file of torch.save" in rows["iter_0000030"][1]
+    assert "mp_rank_00/model_optim_rng.pt: is not a complete file of torch.save" in rows["iter_0000030"][1]
     assert "archive/data/0 has a wrong checksum" in rows["iter_0000020"][1]
     assert len(list(tmp_path.glob("*.manifest.json"))) == 1
 
@@ -102,7 +102,7 @@ def test_plain_files_that_are_not_whole_are_refused(tmp_path: Path, name: str) -
     assert (code, rows[name][0]) == (1, "refused")
     assert "wrong checksum" in rows[name][1]
     corrupt.truncate(tmp_path / name, 50)
-    assert "is no whole file" in run("manifest", tmp_path)[1][name][1]
+    assert "is not a complete file" in run("manifest", tmp_path)[1][name][1]
     corrupt.empty(tmp_path / name)
     assert run("manifest", tmp_path)[0] == 1
     assert run("verify", tmp_path) == (1, {name: ("no manifest", "")})

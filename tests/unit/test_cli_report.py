@@ -148,7 +148,7 @@ def test_a_task_that_is_not_there(healthy: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--last", "0"], "--last"), (["--last", "x"], "--last"), (["--for", "5"], "--for is for --follow"),
+        (["--last", "0"], "--last"), (["--last", "x"], "--last"), (["--for", "5"], "--for belongs to --follow"),
         (["--follow", "--for", "-1"], "--for"), (["--follow", "--json"], "--follow with --json"),
         (["--html", "."], "--html"),
     ],

@@ -79,7 +79,7 @@ def test_a_rank_gets_in_past_any_number_of_them(
         until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(ours) + most, "the others' descriptors are free")
         with closing(joined(controller)):
             assert controller.in_use(HELLO.attempt)
-            until(lambda: strangers(controller) <= most, "the rank is no stranger")
+            until(lambda: strangers(controller) <= most, "the rank is not a stranger")
         assert m.BUSY.encode() in b"".join(iter(lambda: ours[0].recv(4096), b"")), "the oldest heard why"
     lines = [record for record in caplog.records if "prove nothing" in record.getMessage()]
     assert 0 < len(lines) <= doorway.LINES * 3

@@ -486,4 +486,4 @@ def test_a_state_that_goes_on_and_on_is_not_waited_for() -> None:
     for step in (2, 3, 4):
         play(referee, ("prepared", 0, 0, step, True))
     assert referee.machine.outcome.ending == "gave_up"
-    assert "its state went on twice" in referee.machine.outcome.reason
+    assert "it completed another step twice" in referee.machine.outcome.reason

@@ -233,7 +233,7 @@ def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 @given(st.text(alphabet=st.characters(codec=None)))
 @example("no such file: \udcff")
 def test_any_exception_text_can_travel(text: str) -> None:
-    """Also one that quotes a file name with bytes that are no UTF-8."""
+    """Also one that quotes a file name with bytes that are not UTF-8."""
     line = m.one_line(ValueError(text))
     assert line.startswith("ValueError: ")
     m.frame(m.SaveFailed(recovery=1, plan=1, why=line))

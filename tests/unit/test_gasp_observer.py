@@ -18,7 +18,7 @@ SAVED = m.Saved(recovery=0, plan=4, path="/c/4", nbytes=10, first_byte_ns=5, par
 
 
 def job(world: int = 3, leader: str = "MindIO") -> Observer:
-    """All ranks have joined and stand on step 4."""
+    """All ranks have joined and are at step 4."""
     replicas = (tuple(range(world)),)
     machine = Machine(replicas, world, finish_timeout=1.0, save_timeout=5.0, progress=Progress(limit=1.0))
     observer = Observer.following(machine, leader)

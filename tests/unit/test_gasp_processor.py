@@ -387,7 +387,7 @@ def test_one_recovery_alone_however_it_is_noticed(first: str) -> None:
         if first == "lost":
             rank.controller.hang_up()
             until(lambda: not rank.processor.led)
-            assert rank.uncoordinated == []  # no fault so far: training goes on
+            assert rank.uncoordinated == []  # no fault so far: training continues
             rank.processor.report(FAULT)
         else:
             rank.processor.report(FAULT)
@@ -504,7 +504,7 @@ def test_alone_with_nothing_new(tmp_path: Path) -> None:
 
 
 def test_a_session_takes_any_text_for_a_cause(tmp_path: Path) -> None:
-    """Exceptions quote file names, and those may hold bytes that are no UTF-8."""
+    """Exceptions quote file names, and those may hold bytes that are not UTF-8."""
     source = FakeSource()
     source.rank = 0
     place = Place(rank=0, world_size=1, replicas=data_parallel(1))

@@ -150,7 +150,7 @@ def test_nobody_is_watched_before_training_begins() -> None:
 
 @given(st.floats(SUSPENDED, 1e6), st.integers(0, 3))
 def test_a_watcher_that_was_stopped_never_blames_the_job(away: float, heard_first: int) -> None:
-    """Ctrl-Z of the launcher, a debugger: what it missed is no silence of the ranks."""
+    """Ctrl-Z of the launcher, a debugger: what it missed is not the ranks being silent."""
     job = Watched(2, limit=3.0)
     job.train()
     job.now += away

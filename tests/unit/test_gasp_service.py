@@ -458,7 +458,7 @@ def test_nobody_listens_there() -> None:
     assert time.monotonic() - begun < 30, "an operator does not wait for a controller to come"
 
 
-# -- an operator is no rank ------------------------------------------------------------------------
+# -- an operator is not a rank ------------------------------------------------------------------------
 
 
 def test_an_operator_is_not_counted_and_its_end_is_no_fault() -> None:

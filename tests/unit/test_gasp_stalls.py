@@ -94,7 +94,7 @@ def test_a_disk_that_hangs_holds_up_neither_orders_nor_the_launchers_questions(
         end = controller.endpoint
         second = Link(end.address, end.token, hello(0, 2, attempt=1, directory=str(tmp_path)))
         second.send(m.Begin(step=3, durable=3, buffer_fd=-1))
-        until(lambda: any("the job goes on" in record.message for record in caplog.records), "a line about the disk")
+        until(lambda: any("the job continues" in record.message for record in caplog.records), "a line about the disk")
         second.close()
         controller.stop()
     assert any("not written, because the file system stalls" in record.message for record in caplog.records)
@@ -193,7 +193,7 @@ def test_orders_that_fail_do_not_end_the_control_thread(
         controller.hear(m.Prepared)
         assert processor._guard.count == 3
     said = [record.message for record in caplog.records if "the order Discard" in record.message]
-    assert said == ["the order Discard failed; it goes on"], "once, and not once per order"
+    assert said == ["the order Discard failed; it continues"], "once, and not once per order"
 
 
 def test_a_capture_that_cannot_be_sent_costs_the_state_and_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +314,8 @@ def test_the_guard_says_it_now_and_then_and_how_often(
         raise OSError(5, "Input/output error")
     assert guard.count == 6
     assert [record.message for record in caplog.records] == [
-        "a look failed; it goes on",
-        "a look failed (4 times more since this was said last); it goes on",
+        "a look failed; it continues",
+        "a look failed (4 times more since this was logged last); it continues",
     ]
 
 

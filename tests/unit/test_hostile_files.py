@@ -33,7 +33,7 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def put(path: Path, kind: str) -> None:
-    """Something that is no file of ours."""
+    """Something that is not a file of ours."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)

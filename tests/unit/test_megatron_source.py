@@ -77,8 +77,8 @@ def test_the_step_it_stands_on_is_written_and_published(rank: SimpleNamespace) -
     ("change", "step", "reason"),
     [
         ({"inside": True}, STEP, "the update after step 7 has begun"),
-        ({}, STEP - 1, "stands on step 7, not on 6"),
-        ({}, STEP + 1, "stands on step 7, not on 8"),
+        ({}, STEP - 1, "is at step 7, not at 6"),
+        ({}, STEP + 1, "is at step 7, not at 8"),
         ({"adam": STEP + 1}, STEP, "the optimizer has made 8 updates, not 7"),
     ],
 )

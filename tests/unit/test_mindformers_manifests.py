@@ -329,4 +329,4 @@ def test_a_name_that_tells_nothing_gets_no_manifest(tmp_path: Path, caplog: pyte
         manifests.step_end(2)
 
     Ranks(1).run(body)
-    assert "does not tell epoch and step" in caplog.text
+    assert "does not contain epoch and step" in caplog.text

@@ -336,7 +336,7 @@ def test_a_controller_leaves_unused_once_its_starter_is_gone(monkeypatch: pytest
 
 
 def test_a_dump_that_was_granted_to_one_rank_is_not_refused_to_the_next() -> None:
-    """Who is refused reports a fault of its own, and is no holder any more."""
+    """Who is refused reports a fault of its own, and is no longer a holder."""
     answers = iter([1, 0, 1, 1])
     once = Once(lambda: next(answers))
     assert [once() for _ in range(4)] == [1, 0, 0, 0]

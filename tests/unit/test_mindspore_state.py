@@ -199,8 +199,8 @@ def test_without_counters_nobody_can_tell(monkeypatch: pytest.MonkeyPatch, why: 
     rank.gate.seen = why != "no counters"
     rank.look()
     assert rank.look(after=FINISH) == (4, True)
-    assert "nothing tells" in rank.state.stands_on(4)
-    assert "nothing tells" in rank.state.settle()
+    assert "it is unknown" in rank.state.stands_on(4)
+    assert "it is unknown" in rank.state.settle()
 
 
 @pytest.mark.parametrize(("counters", "why", "step"), [((4, 4), "", 4), ((5, 4), "between two", 4), ((5, 5), "", 5)])
@@ -409,7 +409,7 @@ def test_a_save_that_the_graph_overtakes_is_thrown_away(rank: Rank, tmp_path: Pa
 
 def test_another_step_than_the_one_that_stands_there_is_refused(rank: Rank, tmp_path: Path) -> None:
     source, _ = source_of(rank, tmp_path)
-    with pytest.raises(NotSaveable, match="not on 7"):
+    with pytest.raises(NotSaveable, match="not at 7"):
         source.save(7, {}, "because")
     with pytest.raises(Moved):
         source.save(3, {}, "because")

@@ -1,4 +1,4 @@
-"""What the report shows: numbers, `--json`, the table, the page, the trace; and the same while the job goes on."""
+"""What the report shows: numbers, `--json`, the table, the page, the trace; and the same while the job continues."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_steps_after_a_resume_count_once_and_warm_up_again(pid: int) -> None:
     assert result.table.undone == 10
     assert column(result, "time") == [9] * 20 + [19] * 20
     assert list(result.table.nths) == [*range(1, 21), *range(1, 21)]
-    assert max(column(result, "period")) == 20, "the time until the restart is no step's"
+    assert max(column(result, "period")) == 20, "the time until the restart is not a step's"
 
 
 def test_the_last_step_made_again() -> None:

@@ -162,7 +162,7 @@ def test_the_lock_tells_the_living_from_the_dead(marks: Marks) -> None:
 
 
 def test_a_reader_in_this_process_looks_while_the_ring_moves(marks: Marks) -> None:
-    """Between its looks at `head` and at `tail` the flusher may have got on: that is no damage."""
+    """Between its looks at `head` and at `tail` the flusher may have got on: that is not damage."""
     assert marks.path is not None
     with marks.mark("forward"):
         pass

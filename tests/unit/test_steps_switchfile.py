@@ -66,10 +66,10 @@ def test_what_it_says_holds_and_the_rest_stays(before: int, said: dict[str, str]
 
 
 BAD: list[tuple[object, str]] = [
-    ("", "no JSON"),
-    ('{"Step": "of', "no JSON"),
-    ('{"Step": "on"} x', "no JSON"),
-    ("[" * 100_000, "no JSON"),
+    ("", "not JSON"),
+    ('{"Step": "of', "not JSON"),
+    ('{"Step": "on"} x', "not JSON"),
+    ("[" * 100_000, "not JSON"),
     ('"on"', "a JSON str, not an object with the keys CommunicationOperator, Step, "),
     ("[]", "a JSON list"),
     ("null", "a JSON NoneType"),

@@ -334,8 +334,8 @@ def test_a_restart_in_words() -> None:
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (("train.sh", "x"), "no Python scripts"),
-        ((sys.executable, "-u", "/nowhere/train.py"), "no Python source file"),
+        (("train.sh", "x"), "not Python scripts"),
+        ((sys.executable, "-u", "/nowhere/train.py"), "not a Python source file"),
         ((sys.executable, "-u", "-m"), "no module"),
         ((*COMMAND, "x"), ""),
         ((sys.executable, "-u", "-m", "x"), ""),

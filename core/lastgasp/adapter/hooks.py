@@ -114,7 +114,7 @@ class Hooks:
     # -- state ------------------------------------------------------------------------------------
 
     def is_ours(self, function: Function) -> bool:
-        """Whether calling it comes to one of our wrappers, as far as `__wrapped__` tells."""
+        """Whether calling it comes to one of our wrappers, as far as `__wrapped__` shows."""
         return any(self._made(layer) for layer in wrapped_chain(function))
 
     def _made(self, layer: Function) -> bool:
@@ -300,7 +300,7 @@ def holders_of(targets: Iterable[Function]) -> dict[int, list[tuple[ModuleType, 
 
 
 def wrapped_chain(function: Function) -> list[Function]:
-    """`function` and what it wraps, outermost first, as far as `__wrapped__` tells."""
+    """`function` and what it wraps, outermost first, as far as `__wrapped__` shows."""
     chain: list[Function] = []
     while function is not None and not any(function is seen for seen in chain):
         chain.append(function)
@@ -341,7 +341,7 @@ def _missing(function: Function, needs: Sequence[str]) -> list[str]:
     except (TypeError, ValueError):
         return []
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values()):
-        return []  # a wrapper that does not tell what it wraps
+        return []  # a wrapper that hides what it wraps
     return [name for name in needs if name not in parameters]
 
 

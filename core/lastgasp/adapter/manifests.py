@@ -2,7 +2,7 @@
 
 Files on disk are made durable and read back, so that what is proved is what landed there. Order: data durable,
 manifest, then whatever names the checkpoint to the framework (a tracker); a crash in between leaves the older
-checkpoints as the newest good ones. Nothing here ends a training: without a manifest the older checkpoints stand.
+checkpoints as the newest good ones. Nothing here ends a training: without a manifest the older checkpoints remain.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SelectionPolicy:
         fit: which training run of the process this is, of what; only its own checkpoints are resumed from. None where
             the framework has only one.
         instead: the caller has something else to start from where no checkpoint is good.
-        note: tells people what they must know (`Session.note`).
+        note: reports what people must know (`Session.note`).
 
     Attributes:
         unnumbered: what was selected does not say of which fit it is.
@@ -118,7 +118,7 @@ class SelectionPolicy:
         return found
 
     def judged(self, candidate: Candidate) -> Candidate:
-        """The candidate, with or without a problem: what this framework can tell before it reads the content."""
+        """The candidate, with or without a problem: what this framework knows before it reads the content."""
         return candidate
 
     def named(self, path: Path) -> Candidate:
@@ -187,7 +187,7 @@ class SelectionPolicy:
         found = _REASONS.decode(gather("select/unknown", _encode(found))[0])
         if found and self.place.attempt > 0:  # a restart of a job that began without them
             if self.place.rank == 0:
-                log.warning("training begins from scratch again: %d files in %s are no checkpoints of lastgasp's (%s)",
+                log.warning("training begins from scratch again: %d files in %s are not lastgasp's checkpoints (%s)",
                             len(found), self._where, ", ".join([*found][:3]))  # fmt: skip
             return {}
         return found

@@ -186,7 +186,7 @@ class AdapterRun:
     # -- end --------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        """Something raised: have the step saved, where there is one. Returns when `error` shall go on as it is.
+        """Something raised: have the step saved, where there is one. Returns when `error` is to propagate unchanged.
 
         An exit with code 0 is a normal end, everywhere. A rank that only saw its peers fail exits here, and does not
         return.
@@ -231,7 +231,7 @@ class AdapterRun:
         """Undo everything. Idempotent; never raises.
 
         Args:
-            completed: training ended well, so that the end of this process is no fault.
+            completed: training ended well, so that the end of this process is not a fault.
         """
         completion, undo, release = (each.pop_all() for each in (self._completed, self._undo, self._release))
         if completed:

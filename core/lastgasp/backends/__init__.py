@@ -128,7 +128,7 @@ def _npu() -> Probe:
     cards = sorted(path.name for path in _NPU_DEVICES.glob("davinci[0-9]*"))
     if cards:
         return Probe("NPU", True, f"{len(cards)} in {_NPU_DEVICES}")
-    return Probe("NPU", False, f"no {_NPU_DEVICES}/davinci* here ({VARIABLE}=ascend goes on without looking)")
+    return Probe("NPU", False, f"no {_NPU_DEVICES}/davinci* here ({VARIABLE}=ascend skips this check)")
 
 
 def _taskd(find: Find) -> Probe:

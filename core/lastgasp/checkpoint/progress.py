@@ -20,7 +20,7 @@ APPEARS_AFTER_S = 2.0
 
 @contextlib.contextmanager
 def progress_bar(title: str, appears_after_s: float = APPEARS_AFTER_S) -> Iterator[Progress | None]:
-    """Yields a callback for `verify`, or None where standard error is no terminal."""
+    """Yields a callback for `verify`, or None where standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -21,7 +21,7 @@ from .layout import MANIFEST_SUFFIX, data_names
 
 @dataclass(unsafe_hash=True)  # not frozen: the port's `name` is a settable attribute
 class ScatteredLayout:
-    """Several files per checkpoint: their paths tell which belong together.
+    """Several files per checkpoint: their paths show which belong together.
 
     Like a directory, such a checkpoint is never overwritten: several renames are not atomic (see `commit`).
 

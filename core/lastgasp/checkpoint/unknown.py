@@ -60,7 +60,7 @@ def _why(path: Path) -> str:
     if _OF_MANY_PARTS.search(path.name):
         return "is a part of a distributed checkpoint, which this job's framework does not resume from"
     if path.name.endswith(_WEIGHTS) and _OF_A_STEP.search(path.name):
-        return "is named like weights of a step, and is no checkpoint that this job's framework resumes from"
+        return "is named like weights of a step, and is not a checkpoint that this job's framework resumes from"
     return ""
 
 
@@ -69,7 +69,7 @@ def _why_directory(path: Path) -> str:
     if any(_OF_MANY_PARTS.search(name) for name in names):
         return "is a distributed checkpoint, which this job's framework does not resume from"
     if _OF_A_STEP.search(path.name) and any(name.endswith(_WEIGHTS) for name in names):
-        return "is named like a step and holds weights, and is no checkpoint that this job's framework resumes from"
+        return "is named like a step and holds weights, and is not a checkpoint that this job's framework resumes from"
     return ""
 
 

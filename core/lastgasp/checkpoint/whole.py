@@ -18,7 +18,7 @@ def torch_problem(path: Path) -> str:
         with os.fdopen(open_regular(path), "rb") as file:
             old = file.read(len(_BEFORE_1_6)) == _BEFORE_1_6
     except OSError as error:
-        return f"is no whole file of torch.save: {error}"
+        return f"is not a complete file of torch.save: {error}"
     return "" if old else zip_problem(path)
 
 
@@ -28,5 +28,5 @@ def zip_problem(path: Path) -> str:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
     except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        return f"is no whole file of torch.save: {error}"
+        return f"is not a complete file of torch.save: {error}"
     return f"record {bad} has a wrong checksum" if bad else ""

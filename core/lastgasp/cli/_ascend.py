@@ -83,7 +83,7 @@ def _beside(name: str, *module: str) -> Iterator[None]:
     def watch() -> None:
         code = process.wait()
         if not over.is_set():
-            log.error("%s has ended with code %s before the job did; see above. The job goes on without", name, code)
+            log.error("%s has ended with code %s before the job did; see above. The job continues without", name, code)
 
     watcher = threading.Thread(target=watch, name="lastgasp-beside", daemon=True)
     watcher.start()

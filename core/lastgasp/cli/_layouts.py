@@ -64,7 +64,7 @@ def _only_exported(item: tuple[str, Layout, Candidate], all_of_them: list[tuple[
 
 
 def _with_step(layout: Layout, candidate: Candidate) -> Candidate:
-    """Names of MindSpore's files tell no step; what is in them does."""
+    """Names of MindSpore's files contain no step; their content does."""
     if candidate.step is not None or not (layout is LEGACY or isinstance(layout, ModelCheckpointLayout)):
         return candidate
     return dataclasses.replace(candidate, step=told_step(candidate.path, layout))

@@ -18,7 +18,7 @@ from lastgasp.narration import STARTING
 
 Group = Literal["notice", "agree", "write", "commit", "restart"]
 
-# What goes on from one phase's moment until the next one that is known.
+# What happens between the moment of one phase and the next one that is known.
 _ACTIVITY: dict[str, tuple[str, Group]] = {
     "fault": ("notice", "notice"),
     "detected": ("agree", "agree"),
@@ -43,7 +43,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """What went on between two moments, in ms after the first."""
+    """What happened between two moments, in ms after the first."""
 
     activity: str
     group: Group
@@ -70,7 +70,7 @@ def moments(phases: Phases) -> list[Moment]:
 
 
 def spans(phases: Phases) -> list[Span]:
-    """What went on between the known moments, without gaps."""
+    """What happened between the known moments, without gaps."""
     known = moments(phases)
     return [Span(*_ACTIVITY[begin.phase], begin.at_ms, end.at_ms) for begin, end in pairwise(known)]
 

@@ -45,7 +45,7 @@ Rules: docs/ascend-job-yaml.md
 {_CODES.format(good="all is well", bad="a file has errors")}"""
 
 CHECK_EPILOG = f"""
-A dash is standard input. Documents that are no AscendJob are left alone; of the device plugin's DaemonSet hotReset is
+A dash is standard input. Documents other than AscendJobs are left alone; of the device plugin's DaemonSet hotReset is
 looked at, of the ConfigMap data-trace-<job> whether it switches.
 
 \b

@@ -118,7 +118,7 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
 def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
     """Why the checkpoint is recognised as incomplete; else empty."""
     if candidate.step is None and format in NUMBERED:
-        return "its name tells no step"
+        return "its name contains no step"
     latest = _tracked(candidate.path.parent)
     if format == "megatron" and latest is not None and (candidate.step or 0) > latest:
         return f"{TRACKER} says {latest}: its save was not finished"
@@ -139,7 +139,7 @@ def _ranks(layout: Layout, path: Path) -> range:
 
 def _mindspore_problem(layout: Layout, candidate: Candidate) -> str:
     if candidate.step is None:
-        return "it does not tell how many steps it holds"
+        return "it does not say how many steps it holds"
     latest = _tracked(candidate.path.parent)
     if layout is ITERATIONS and (latest is None or candidate.step > latest):
         return f"{TRACKER} says {latest}: its save was not finished"

@@ -85,7 +85,7 @@ def report(**options: Any) -> None:
     if wanted.live and wanted.as_json:
         raise click.UsageError("--follow with --json: a document is printed once. Leave one of them out.")
     if wanted.seconds is not None and not wanted.live:
-        raise click.UsageError("--for is for --follow: how long to go on.")
+        raise click.UsageError("--for belongs to --follow: how long to watch.")
     place = locate(wanted.directory, wanted.task)
     reader = JobReader(place, _chosen(wanted.ranks, place))
     made = _followed(wanted, place, reader) if wanted.live else _once(wanted, reader)

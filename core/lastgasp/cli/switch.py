@@ -63,7 +63,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", part)
         if match is None:
-            raise ValueError(f"{part.strip()!r} is no rank: expected ranks and ranges of ranks, as in 0,3-5")
+            raise ValueError(f"{part.strip()!r} is not a rank: expected ranks and ranges of ranks, as in 0,3-5")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"{part.strip()!r} ends before it begins: write {last}-{first}")
@@ -84,7 +84,7 @@ def parse_settings(words: tuple[str, ...]) -> tuple[int, int]:
         name, _, value = word.partition("=")
         if name not in bits.SHORT:
             raise ValueError(
-                f"{word!r}: {name!r} is no kind of marks: expected NAME=on or NAME=off, NAME one of {_NAMES}"
+                f"{word!r}: {name!r} is not a kind of marks: expected NAME=on or NAME=off, NAME one of {_NAMES}"
             )
         if value not in ("on", "off"):
             raise ValueError(f"{word!r}: {value!r} is not allowed: expected {name}=on or {name}=off")

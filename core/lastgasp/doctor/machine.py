@@ -81,7 +81,7 @@ class Machine:
         storage: what is there; None where none was given.
         found: libmspti.so and libtaskd.so, where `lastgasp run` would find them.
         shm: bytes of /dev/shm; None where there is none.
-        clock_in_step: whether the kernel says that the clock is synchronised; None where it does not tell.
+        clock_in_step: whether the kernel says that the clock is synchronised; None where it does not say.
         job: what the user stated.
     """
 

@@ -228,7 +228,7 @@ def switch_content(machine: Machine) -> Iterator[Match]:
     try:
         said = msgspec.json.decode(path.read_bytes()[: 1 << 20], type=dict[str, object])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        yield Match(f"{SWITCH_FILE} is no JSON object: it changes nothing", fix)
+        yield Match(f"{SWITCH_FILE} is not a JSON object: it changes nothing", fix)
         return
     odd = [f"{key}={value!r}" for key, value in said.items() if key not in SWITCHES or value not in ("on", "off")]
     if odd:

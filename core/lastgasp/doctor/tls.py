@@ -33,7 +33,7 @@ def tls_items(machine: Machine) -> Iterator[Match]:
         yield Match(f"tls_info lacks {', '.join(missing)}", "Add them, as in tlsCert: /path/cert.pem; ...")
 
 
-@check("tls-key", "error", _SOURCE, "tlsPk is no PEM text that MindIO can cut")
+@check("tls-key", "error", _SOURCE, "tlsPk is not PEM text that MindIO can cut")
 def tls_key(machine: Machine) -> Iterator[Match]:
     """The text itself, without the headers of old keys."""
     key = parse(machine.job.tls_info).get("tlsPk", "")

@@ -45,6 +45,6 @@ class Guard:
             self._seen[what] = (told, since + 1)
             return
         self._seen[what] = (now, 0)
-        again = f" ({since} times more since this was said last)" if since else ""
+        again = f" ({since} times more since this was logged last)" if since else ""
         with contextlib.suppress(Exception):  # a logging handler of the user's may raise
-            self._log.error("%s failed%s; it goes on", what, again, exc_info=error)
+            self._log.error("%s failed%s; it continues", what, again, exc_info=error)

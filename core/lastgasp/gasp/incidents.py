@@ -57,7 +57,7 @@ class Incidents:
         return self.current
 
     def started(self, attempt: int, how: str) -> None:
-        """The launcher tells how it has started the ranks of an attempt, before or after the first of them joins."""
+        """The launcher reports how it has started the ranks of an attempt, before or after the first of them joins."""
         self._started = (attempt, how)
         current, previous = self.current, self.previous
         if current is None or previous is None or previous.incident is None or current.hello.attempt != attempt:

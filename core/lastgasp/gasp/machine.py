@@ -120,7 +120,7 @@ class Machine:
         return True
 
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
-        """The rank's process or connection ended; after a Goodbye that is no fault."""
+        """The rank's process or connection ended; after a Goodbye that is not a fault."""
         member = self.members.setdefault(rank, Member(rank=rank))
         if member.left or member.gone:
             return []
@@ -392,7 +392,7 @@ class Machine:
         """The others may have advanced too: ask them, then plan with what they hold now."""
         mover.moves += 1
         if mover.moves >= SAVE_TRIES:  # with a closed gate a state can advance only once; this one cannot be trusted
-            mover.failed, mover.failures = "its state went on twice", SAVE_TRIES
+            mover.failed, mover.failures = "it completed another step twice", SAVE_TRIES
             return self._plan_again(now)
         actions = self._call_off()
         self.state, self.plan, self._saved = "preparing", self.plan + 1, {}

@@ -3,7 +3,7 @@
 A frame is a 4-byte big-endian length and a msgpack array tagged with the message's name. Ranks speak
 first only after the controller's Challenge; until the token is proven a frame may be 64 KiB at most.
 An operator (`lastgasp ps`, `lastgasp switch`) proves the token in the same way, in a role of its own, and then
-asks; it is no rank.
+asks; it is not a rank.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Gathered(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """Rank: training ended; my exit is no fault."""
+    """Rank: training ended; my exit is not a fault."""
 
 
 class Farewell(Message, frozen=True, kw_only=True):

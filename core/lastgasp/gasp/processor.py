@@ -175,7 +175,7 @@ class Processor:
         return answer if isinstance(answer, m.Consulted) else None
 
     def goodbye(self) -> None:
-        """Report, once, that training ended, so that this process's exit is no fault.
+        """Report, once, that training ended, so that this process's exit is not a fault.
 
         Returns when the controller has confirmed it, or after a few seconds without confirmation.
         """
@@ -191,7 +191,7 @@ class Processor:
                         FAREWELL)  # fmt: skip
 
     def close(self, goodbye: bool) -> None:
-        """End the thread; `goodbye` reports that this is no fault."""
+        """End the thread; `goodbye` reports that this is not a fault."""
         if self._closed:
             return
         if goodbye:
@@ -311,7 +311,7 @@ class Processor:
         try:
             return -1 if self.on_switch is None else self.on_switch(0, 0)
         except Exception:
-            log.debug("the marks do not tell what is on", exc_info=True)
+            log.debug("the marks do not say what is on", exc_info=True)
             return -1
 
     def _answer_prepare(self) -> None:
@@ -399,7 +399,7 @@ class Processor:
         if self._status.outcome is not None or self._closed or self.led_elsewhere is not None:
             return
         log.warning(
-            "rank %d lost the controller (%s): training goes on; after a fault this rank saves by the same rule, "
+            "rank %d lost the controller (%s): training continues; after a fault this rank saves by the same rule, "
             "on its own, and a hung peer is no longer noticed",
             self._source.rank,
             why,

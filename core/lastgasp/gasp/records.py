@@ -54,7 +54,7 @@ class RecordWriter:
         """Warn once when a write hangs, without waiting for it."""
         if self._writing and not self._warned and _clock.monotonic() - self._since > STALLED:
             self._warned = True
-            log.warning("%s has not been written for %g s: the file system stalls; the job goes on", self._writing,
+            log.warning("%s has not been written for %g s: the file system stalls; the job continues", self._writing,
                         STALLED)  # fmt: skip
 
     def close(self) -> None:

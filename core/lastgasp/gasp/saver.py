@@ -1,4 +1,4 @@
-"""What a rank does when it is told to save: write, publish, or take back. Each on a thread of its own."""
+"""What a rank does when it is ordered to save: write, publish, or discard. Each on a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Saver:
 
     Args:
         source: where the state lives.
-        send: tells the controller; False where it is lost.
-        moved: called where the state has gone on since it was asked for.
+        send: sends a message to the controller; False if the connection is lost.
+        moved: called where the rank has completed another step since the save was ordered.
     """
 
     def __init__(self, source: StateSource, send: Callable[[m.Message], bool], moved: Callable[[m.Save], None]) -> None:
@@ -28,19 +28,19 @@ class Saver:
         self._void: set[int] = set()
 
     def save(self, order: m.Save) -> None:
-        """Write temporary files; they are taken back where the plan has become void meanwhile."""
+        """Write temporary files; they are removed if the plan has been discarded meanwhile."""
         try:
             result = self._source.save(order.step, order.aux, order.reason)
         except Moved as moved:
             log.warning("%s", moved)
             self._moved(order)
             return
-        except BaseException as error:  # a SystemExit of a user's hook, too: the controller must hear it
+        except BaseException as error:  # including a SystemExit of a user's hook: the controller must learn of it
             log.exception("the save of step %d failed", order.step)
             self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
             return
         self._results[order.plan] = result
-        if order.plan in self._void:  # it took too long, and another holder saves by now
+        if order.plan in self._void:  # it took too long, and another holder is saving now
             self.discard(order.plan)
             return
         self._send(
@@ -68,7 +68,7 @@ class Saver:
         self._send(m.Committed(recovery=order.recovery, plan=order.plan))
 
     def discard(self, plan: int) -> None:
-        """Take back what was written for `plan`, now or when it is there."""
+        """Remove what was written for `plan`, now or as soon as it is written."""
         self._void.add(plan)
         result = self._results.pop(plan, None)
         if result is not None:

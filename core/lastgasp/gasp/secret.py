@@ -1,7 +1,7 @@
 """The secret that the nodes of one job share. It is given to each node and never travels through the rendezvous store.
 
-Whoever reaches the port of torch's rendezvous store can read and write all that stands in it, so nothing there may let
-anybody into the job. A job on one node needs no secret from outside: its launcher makes one and hands it to its ranks.
+Whoever reaches the port of torch's rendezvous store can read and write everything in it, so nothing there may give
+access to the job. A job on one node needs no secret from outside: its launcher generates one for its ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TOKEN, FILE, INSECURE = "LASTGASP_TOKEN", "LASTGASP_TOKEN_FILE", "LASTGASP_INSEC
 UNCOORDINATED = "LASTGASP_NO_CONTROLLER"
 """From the launcher to its ranks: why the job has no controller."""
 SHORTEST, LONGEST = 16, 4096
-"""Characters of a secret. Who overhears a greeting can try short ones at leisure."""
+"""Least characters of a secret: whoever overhears a greeting can try short ones offline."""
 REMEDY = (
     f"Put the output of `openssl rand -hex 32` into a file that only you can read and name it in {FILE} on every node; "
-    f"or set {TOKEN} to the same secret on every node; or set {CERT}, {KEY} and {CA}. {INSECURE}=1 goes on without: "
+    f"or set {TOKEN} to the same secret on every node; or set {CERT}, {KEY} and {CA}. {INSECURE}=1 starts without: "
     "whoever reaches the rendezvous port can then take part in the job."
 )
 
@@ -36,12 +36,12 @@ WRONG_TOKEN = (
 
 @dataclass(frozen=True)
 class Secret:
-    """What this node can prove to the others.
+    """What authenticates this node to the others.
 
     Attributes:
-        token: what all nodes know; empty where none was given.
-        tls: only who has a certificate of the job's CA can connect.
-        insecure: the user wants to go on without either.
+        token: the shared secret; empty if none was given.
+        tls: only holders of a certificate of the job's CA can connect.
+        insecure: the user wants to start without either.
     """
 
     token: str = ""
@@ -61,7 +61,7 @@ class Secret:
 
     @property
     def missing(self) -> bool:
-        """There is nothing by which the nodes could know each other, and nobody has asked to go on without."""
+        """The nodes have no way to authenticate each other, and the user has not asked to start without."""
         return not (self.token or self.tls or self.insecure)
 
     def require(self, what: str) -> None:
@@ -70,7 +70,7 @@ class Secret:
             raise ConfigError(FILE, None, f"a secret that all nodes share, because {what}", REMEDY)
 
     def seal(self, text: bytes) -> str:
-        """Proves to who knows the token that `text` comes from somebody who knows it; empty without a token."""
+        """Authenticate `text` to everyone who knows the token; empty without a token."""
         if not self.token:
             return ""
         return hmac.new(self.token.encode(), b"notice:" + text, hashlib.sha256).hexdigest()
@@ -113,14 +113,14 @@ def _content(path: str) -> str:
 
 
 def readable_by_others(found: os.stat_result) -> str:
-    """Why this is no file for a secret; empty where it is one.
+    """Why the file must not hold a secret; empty if it may.
 
-    As PostgreSQL has it: its owner alone may read it, and where root owns it, its group as well. Files that Kubernetes
-    mounts for a container without root are like that.
+    The rule is PostgreSQL's: only the owner may read it, or also the group if root owns it. Kubernetes mounts files for
+    containers that do not run as root in the latter way.
     """
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
-        return "It is no regular file."
+        return "It is not a regular file."
     if found.st_uid == os.geteuid():
         return f"Its mode is {mode:04o}." if mode & 0o077 else ""
     if found.st_uid != 0:

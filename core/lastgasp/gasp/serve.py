@@ -1,4 +1,4 @@
-"""Two homes for the controller: a thread of the launcher, or a detached process of its own."""
+"""Run the controller in a thread of the launcher, or in a detached process of its own."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ log = logging.getLogger("lastgasp.controller")
 T = TypeVar("T")
 log = logging.getLogger("lastgasp.controller")
 WORDS_TIMEOUT = 2.0
-"""Seconds that a launcher waits for a line for people."""
+"""Seconds that a launcher waits for a log line from the controller."""
 START_TIMEOUT = 30.0
 """Seconds the controller gets to listen."""
 UNUSED_TIMEOUT = 300.0
-"""Seconds a detached controller waits for the first rank, while the process that started it is there."""
+"""Seconds that a detached controller waits for the first rank, while the process that started it is alive."""
 LINGER = 2.0
-"""Seconds a detached controller stays after the last rank left, or without any once its starter is gone.
+"""Seconds that a detached controller stays after the last rank left, or without ranks once its starter has ended.
 
-It writes where its starter writes its errors, so whoever reads that (`job 2>&1 | tee log`) waits for it.
+It shares the starter's standard error, so a reader of that (`job 2>&1 | tee log`) waits for it.
 """
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the controller listens and the secret that it asks for."""
+    """Where the controller listens, and the secret that it requires."""
 
     host: str
     port: int
@@ -84,25 +84,25 @@ class ControllerThread:
         return self._run(run(), seconds)
 
     def expect(self, attempt: int) -> None:
-        """From now on only ranks of this attempt are let in: it is the launcher that counts. Does not wait.
+        """From now on admit only ranks of this attempt, which the launcher numbers. Does not wait.
 
-        No rank that is started behind this can be heard before.
+        Takes effect before any message of a rank started after this call.
         """
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.expect, attempt)
 
     def report_exit(self, rank: int, how: str) -> None:
-        """Tell it that the process of `rank` ended; does not wait, and does nothing once it is stopped."""
+        """Report that the process of `rank` ended; does not wait, and does nothing once the controller is stopped."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.report_exit, rank, how)
 
     def report_start(self, attempt: int, how: str) -> None:
-        """Tell it how the ranks of this attempt were started; does not wait, as `report_exit`."""
+        """Report how the ranks of this attempt were started; like `report_exit`, does not wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.incidents.started, attempt, how)
 
-    # What a launcher asks between two looks at its workers. These read what stands there: they neither wait for the
-    # controller's loop, which may be behind, nor raise.
+    # Asked by a launcher between two looks at its workers. They read the current state without waiting for the
+    # controller's loop, which may be late, and never raise.
 
     def in_use(self, attempt: int) -> bool:
         """A rank of this attempt has joined."""
@@ -122,7 +122,7 @@ class ControllerThread:
     def living_launchers(self, attempt: int, size: int) -> int | None:
         """How many of the job's `size` launchers are connected, this one included.
 
-        None while a rank of this attempt trains, and where not all of them were ever connected: nobody could miss them.
+        None while a rank of this attempt trains, or if not all launchers have connected yet.
         """
         found, keepers = self._attempt(attempt), self._controller.keepers
         trains = found is None or not all(one.left or one.gone for one in found.machine.members.values())
@@ -134,7 +134,7 @@ class ControllerThread:
         return 0.0 if found is None else found.hello.finish_timeout + 2 * found.hello.save_timeout
 
     def last_ending(self, attempt: int) -> str:
-        """How the recovery of this attempt ended; empty when there was none."""
+        """How the recovery of this attempt ended; empty if there was none."""
         found = self._attempt(attempt)
         ending = found.machine.outcome.ending if found is not None else "open"
         return "" if ending == "open" else ending
@@ -154,7 +154,7 @@ class ControllerThread:
     def _words(self, find: Callable[[], str]) -> str:
         try:
             return self._call(find, WORDS_TIMEOUT) if self._thread.is_alive() else ""
-        except (TimeoutError, RuntimeError) as error:  # a line less, and nothing else
+        except (TimeoutError, RuntimeError) as error:  # only the line is lost
             log.debug("the controller does not answer: %s", error)
             return ""
 
@@ -164,7 +164,7 @@ class ControllerThread:
         return self._controller.records.settle(seconds)
 
     def stop(self) -> None:
-        """Close everything, in bounded time; idempotent. What cannot be closed is told: a job that is done stays so."""
+        """Close everything, in bounded time; idempotent. Failures are only logged: the job itself has ended."""
         if not self._thread.is_alive():
             return
         try:
@@ -191,13 +191,13 @@ class ControllerThread:
 
 
 def start_detached(host: str = "127.0.0.1", token: str = "") -> Endpoint:
-    """Start a controller process that outlives this one; it ends by itself after the last rank left.
+    """Start a controller process that outlives this one; it ends automatically after the last rank has left.
 
     Args:
         host: where it listens; token: the job's secret, a fresh one where it is empty.
 
     Raises:
-        ControlError: it did not come up; carries what it said.
+        ControlError: it did not start; with its output.
         DeadlineExceeded: it did not answer in time.
     """
     token = token or new_token()
@@ -220,7 +220,7 @@ def start_detached(host: str = "127.0.0.1", token: str = "") -> Endpoint:
 
 
 def kill_session(process: subprocess.Popen[str]) -> None:
-    """End what does not start, with the process that it has forked; reap it, and close its pipes."""
+    """Kill a process that fails to start, and its fork; reap it, and close its pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -234,7 +234,7 @@ async def _serve_uncoordinated(token: str, host: str, starter: Starter, announce
     empty_since = _clock.monotonic()
     while True:
         await asyncio.sleep(0.2)
-        ever = controller.attempt is not None  # a rank may have come and gone between two looks
+        ever = controller.attempt is not None  # a rank may have joined and left between two looks
         if controller.connected:
             empty_since = _clock.monotonic()
         elif _clock.monotonic() - empty_since > (LINGER if ever or starter.gone() else UNUSED_TIMEOUT):
@@ -248,7 +248,7 @@ def _main() -> None:
     """Read the token from stdin, fork into the background, print the port, serve."""
     token, host, starter = sys.stdin.readline().strip(), sys.argv[1], Starter(os.getppid())
     reading, writing = os.pipe()
-    if os.fork():  # the parent reports the port and leaves, so that nobody has to reap the controller
+    if os.fork():  # the parent reports the port and exits, so that nobody has to reap the controller
         os.close(writing)
         port = os.read(reading, 16).decode()
         sys.stdout.write(port)

@@ -1,7 +1,7 @@
 """What the controller does for operators (`lastgasp ps`, `lastgasp switch`), on its event loop.
 
-An operator is no rank: it joins no gather, its end is no fault, and what it asks for touches neither the machine
-nor a recovery. A rank acknowledges each order by its number; who is gone before counts as gone at once.
+An operator is not a rank: it joins no gather, its end is not a fault, and what it asks for touches neither the machine
+nor a recovery. A rank acknowledges each order by its number; one that leaves before that counts as gone at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 IDLE = 60.0
 """Seconds that an operator may take to ask, or to take its answer."""
 MAX_OPERATORS = 16
-"""At the same time; each is a person or a script."""
+"""Operators connected at the same time; each is a person or a script."""
 WAIT_LEAST, WAIT_MOST = 0.1, 600.0
 """Seconds that a switch may wait for its ranks."""
 ENDED = "its training ended"
@@ -42,7 +42,7 @@ class _Order:
     results: dict[int, SwitchResult] = field(default_factory=dict)
 
     def settle(self, rank: int, mask: int | None, why: str) -> None:
-        """What became of one rank; the first word counts."""
+        """Record the answer of one rank; the first one counts."""
         if rank in self.awaited:
             self.awaited.discard(rank)
             self.results[rank] = SwitchResult(rank=rank, mask=mask, why=why)
@@ -54,7 +54,7 @@ class Service:
     """Answers operators.
 
     Args:
-        generation: the attempt that runs now, None before the first rank.
+        generation: returns the current attempt, None before the first rank.
         send: gives a rank a message; False where it is not connected.
         started_s: when the controller started, unix seconds.
     """
@@ -71,7 +71,7 @@ class Service:
     # -- news from the ranks ----------------------------------------------------------------------
 
     def heard(self, rank: int, message: m.FromRank) -> None:
-        """A rank spoke."""
+        """Handle a message of a rank."""
         self.roster.heard(rank, message, _clock.monotonic())
         if isinstance(message, m.Switched) and (order := self._orders.get(message.order)) is not None:
             refused = message.mask < 0
@@ -79,7 +79,7 @@ class Service:
             order.settle(rank, None if refused else message.mask, why)
 
     def gone(self, rank: int, why: str) -> None:
-        """A rank will not answer any more."""
+        """A rank will no longer answer."""
         attempt = self._attempt()
         member = attempt.machine.members.get(rank) if attempt is not None else None
         for order in self._orders.values():
@@ -88,7 +88,7 @@ class Service:
     # -- operators --------------------------------------------------------------------------------
 
     def admit(self, hello: m.Operator, token: str, nonce: bytes) -> None:
-        """Raise what is wrong with this operator; the token comes first and is never repeated in a message."""
+        """Raise if this operator cannot be admitted; the token is checked first and never appears in a message."""
         if not m.proven(token, "operator", nonce, NOBODY, hello.mac):
             raise AuthenticationError("wrong token: the operator does not know this job's")
         if hello.protocol != m.PROTOCOL or hello.version != __version__:
@@ -171,7 +171,7 @@ class Service:
 
 
 def wrong_switch(ask: m.AskSwitch) -> str:
-    """What is not allowed about it; empty when all is."""
+    """Why it is not allowed; empty if it is."""
     if not WAIT_LEAST <= ask.wait <= WAIT_MOST:
         return f"wait={ask.wait!r} is not allowed: expected {WAIT_LEAST:g} to {WAIT_MOST:g} seconds"
     if (ask.on | ask.off) & ~bits.ALL or ask.on < 0 or ask.off < 0:
@@ -198,11 +198,11 @@ async def _read(reader: asyncio.StreamReader) -> m.FromOperator:
 
 
 async def _while_connected(answer: Awaitable[T], reader: asyncio.StreamReader) -> T:
-    """The answer, unless the operator goes before.
+    """The answer, unless the operator disconnects first.
 
     Raises:
-        EOFError: it went.
-        ProtocolError: it asked again before it had its answer.
+        EOFError: it disconnected.
+        ProtocolError: it asked again before it got its answer.
     """
     answering, hearing = asyncio.ensure_future(answer), asyncio.ensure_future(reader.read(1))
     try:

@@ -1,4 +1,4 @@
-"""What the side of the controller has saved already, for a rank that was cut off from it and recovers on its own."""
+"""Find what the controller's side has already saved, for a rank that was cut off from it and recovers on its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LONGEST = 64 << 20
 
 @dataclass(frozen=True)
 class SavedElsewhere:
-    """Looks into the records of a job: its controller writes one as soon as it has committed.
+    """Reads the incident records of a job: the controller writes one as soon as it has committed.
 
     Args:
         directory: of the checkpoints; job, attempt: this rank's.
-        since_s: when the job's controller started, by its own clock, which stamps the records, too: those of earlier
-            jobs of that name do not count. None where there never was one.
+        since_s: when the job's controller started, by its own clock, which also stamps the records; earlier ones belong
+            to other jobs of that name. None if there never was a controller.
     """
 
     directory: Path
@@ -35,8 +35,8 @@ class SavedElsewhere:
     since_s: int | None
 
     def look(self, step: int) -> tuple[int, str] | None:
-        """Step and path of the checkpoint of `step`, or of a later one, that the controller of this attempt has had
-        committed; None where there is none."""
+        """Step and path of the checkpoint of `step`, or of a later one, that the controller of this attempt has
+        committed; None if there is none."""
         if self.since_s is None:
             return None
         try:
@@ -50,7 +50,7 @@ class SavedElsewhere:
         same = (found.job, found.attempt, found.ending) == (self.job, self.attempt, "saved") and bool(found.files)
         released = found.phases.released or 0
         of_this_run = released >= (self.since_s or 0) * 1_000_000_000
-        led = not found.led_by.startswith("rank ")  # another rank on its own has no more than this one
+        led = not found.led_by.startswith("rank ")  # another uncoordinated rank knows no more than this one
         return same and of_this_run and led and (found.step_saved if found.step_saved is not None else -1) >= step
 
 

@@ -2,7 +2,7 @@
 
 The C-level handler writes the signal's number to a wake-up descriptor at once (0.23 ms measured,
 docs/facts/lightning.md); the control thread reads it. A forked child (data-loader worker) gets the default
-handler back, or it could neither be terminated nor keep its SIGTERM to itself.
+handler back, or it could not be terminated, and would report its SIGTERM as this process's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class TermSignal:
-    """Takes SIGTERM over from `install` to `uninstall`; both on the main thread.
+    """Handles SIGTERM from `install` to `uninstall`; both on the main thread.
 
     Args:
         previous: the user's own handler, called on the main thread as well when Python gets to it.
@@ -37,7 +37,7 @@ class TermSignal:
         _live.add(self)
 
     def install(self, users: Handler = None) -> None:
-        """Replace the handler; `users` is called too, after ours took note."""
+        """Replace the handler; `users` is called as well, after ours has noted the signal."""
         if self.installed:
             return
         self._users = users
@@ -46,7 +46,7 @@ class TermSignal:
         self.installed = True
 
     def uninstall(self) -> None:
-        """Put back what was there, unless somebody has put another handler there since."""
+        """Restore the previous handler, unless another one has been set since."""
         if not self.installed:
             return
         self.installed = False
@@ -54,7 +54,7 @@ class TermSignal:
         if theirs != self._writer.fileno():
             signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) == self._handle:
-            # None: a handler that was not put there from Python, and that Python cannot put back.
+            # None: a handler that was not set from Python, and that Python cannot restore.
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -73,7 +73,7 @@ class TermSignal:
             return False
         if self._previous_fd >= 0:
             with contextlib.suppress(OSError):  # it is full, or was closed
-                os.write(self._previous_fd, numbers)  # somebody else's wake-up descriptor (asyncio) stays served
+                os.write(self._previous_fd, numbers)  # another owner's wake-up descriptor (asyncio) still gets them
         return signal.SIGTERM in numbers
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""How the launcher of a host knows of its own ranks without asking anybody: they sign in, and say how they ended.
+"""How a host's launcher knows its own ranks without asking the controller: they sign in, and report how they ended.
 
-The launcher holds a file in memory, and the ranks append lines to it through /proc/PID/fd. It ends with the launcher,
-touches no disk and no network, and a job whose ranks do not use lastgasp leaves it empty.
+The launcher holds a file in memory, and the ranks append lines to it through /proc/PID/fd. It disappears with the
+launcher, needs no disk or network, and stays empty if the ranks do not use lastgasp.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ log = logging.getLogger("lastgasp.launch")
 
 VARIABLE = "LASTGASP_SIGN_IN"
 _LIMIT = 1 << 20
-"""Bytes that are read; a line has a few hundred, and a rank writes three."""
+"""Most bytes that are read; a line has a few hundred, and a rank writes three."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One line; the last one of a rank counts.
 
     Attributes:
-        hold: seconds that this rank may need to save and leave.
+        hold: seconds that this rank may need to save and exit.
         left: its training has ended well.
-        ending: how its last recovery ended, empty while there was none (`events.Ending`).
-        step: the step that this recovery has saved, or found on disk; -1 where there is none.
+        ending: how its last recovery ended, empty before the first (`events.Ending`).
+        step: the step that this recovery has saved, or found on disk; -1 if there is none.
         directory: of its checkpoints.
     """
 
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sign(entry: Entry) -> None:
-    """On a rank: write a line for this host's launcher, where one of ours has started it. Never raises."""
+    """On a rank: write a line for this host's launcher, if lastgasp's launcher started it. Never raises."""
     if not (path := os.environ.get(VARIABLE)):
         return
     with contextlib.suppress(OSError):  # the launcher is gone
@@ -52,7 +52,7 @@ def sign(entry: Entry) -> None:
 
 
 class Desk:
-    """The launcher's end, for one round of workers."""
+    """The launcher's end, for one attempt."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("lastgasp-desk", os.MFD_CLOEXEC)
@@ -60,12 +60,12 @@ class Desk:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the workers need."""
+        """Environment variables for the workers."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._file}"}
 
     @property
     def entries(self) -> dict[int, Entry]:
-        """The last word of each rank that has signed in, by rank."""
+        """The last entry of each rank that has signed in, by rank."""
         if self._file >= 0 and (size := os.fstat(self._file).st_size) != self._size:
             self._size = size
             for line in os.pread(self._file, _LIMIT, 0).splitlines():
@@ -76,11 +76,11 @@ class Desk:
 
     @property
     def hold(self) -> float:
-        """Seconds that the ranks of this host may need to save and leave; 0 where none has signed in."""
+        """Seconds that the ranks of this host may need to save and exit; 0 if none has signed in."""
         return max((entry.hold for entry in self.entries.values()), default=0.0)
 
     def close(self) -> None:
-        """Nobody can sign in any more; what was written is still known. Idempotent."""
+        """Accept no more entries; those written are kept. Idempotent."""
         if self._file >= 0:
             self.entries  # noqa: B018  # read it
             os.close(self._file)

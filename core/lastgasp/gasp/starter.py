@@ -1,4 +1,4 @@
-"""Whether the process that started this one still is there: nobody else knows where a detached controller listens."""
+"""Whether the process that started this one is still alive: only it knows where a detached controller listens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 class Starter:
-    """One process of this host; told from a later one of the same number.
+    """One process of this host; distinguished from a later one with the same id.
 
     Args:
-        pid: of a process that is alive now. Where it cannot be looked at it counts as there.
+        pid: of a process that is alive now. If it cannot be inspected it counts as alive.
     """
 
     def __init__(self, pid: int) -> None:
@@ -19,7 +19,7 @@ class Starter:
             self._stat = -1
 
     def gone(self) -> bool:
-        """It has ended, whether or not somebody has asked how."""
+        """It has ended, reaped or not."""
         if self._stat < 0:
             return False
         try:

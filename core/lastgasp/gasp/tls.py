@@ -1,7 +1,7 @@
 """TLS 1.3 with client certificates on the control connection, where the environment names the files.
 
-The token proves that both ends belong to one job; TLS keeps what they say, the token's proofs included, from others on
-the network. Addresses in a cluster change, so a certificate is checked against the job's own CA and not for a name.
+The token proves that both ends belong to one job; TLS hides what they exchange, the proofs of the token included, from
+others on the network. Addresses in a cluster change, so a certificate is checked against the job's CA, not for a name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TlsFiles:
     """PEM files of one node.
 
     Args:
-        cert, key: its own certificate and private key; ca: who signs the certificates of all nodes.
+        cert, key: its own certificate and private key; ca: the authority that signs all nodes' certificates.
     """
 
     cert: Path
@@ -35,7 +35,7 @@ class TlsFiles:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> TlsFiles | None:
-        """What `LASTGASP_TLS_CERT`, `_KEY` and `_CA` name; None where none of them is set.
+        """The files named by `LASTGASP_TLS_CERT`, `_KEY` and `_CA`; None if none of them is set.
 
         Raises:
             ConfigError: one of them is missing, cannot be read, or the key can be read by others.
@@ -47,15 +47,15 @@ class TlsFiles:
         return cls(*(_readable(name, value) for name, value in named.items()))
 
     def server(self) -> ssl.SSLContext:
-        """For the controller: it asks each rank for a certificate.
+        """The controller's context, which requires a certificate of each peer.
 
         Raises:
-            ConfigError: the files are no certificate, no key, or do not belong together.
+            ConfigError: the files are not a certificate and key, or do not match.
         """
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client(self) -> ssl.SSLContext:
-        """For ranks and operators. Raises as `server`."""
+        """The context of ranks and operators. Raises as `server`."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
@@ -78,7 +78,7 @@ class TlsFiles:
 
 
 def _must_be_valid(name: str, path: Path) -> None:
-    """The other side would refuse it, and TLS 1.3 tells nobody why.
+    """Check the validity period: the peer would refuse the certificate, and TLS 1.3 does not say why.
 
     Raises:
         ConfigError: it has expired, or is not valid yet.

@@ -1,4 +1,4 @@
-"""A rank without a controller saves by the same rule: it decides with itself as the only known holder."""
+"""A rank without a controller saves by the same rule, with itself as the only known holder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OUT_OF_REACH = "without a controller: the random state of the other ranks was ou
 
 @dataclass(frozen=True)
 class Known:
-    """What else a rank knows that recovers on its own.
+    """What else an uncoordinated rank knows.
 
     Attributes:
-        notes: for the record; read once the recovery is over.
-        since_s: when the controller that it has lost had started, unix seconds; None where there never was one.
+        notes: for the incident; read once the recovery is over.
+        since_s: when the lost controller had started, unix seconds; None if there never was one.
     """
 
     notes: Sequence[str] = ()
@@ -58,11 +58,11 @@ class _Settled(Exception):
 def recover_uncoordinated(
     status: RankStatus, source: StateSource, place: Place, hello: m.Hello, fault: Fault, known: Known | None = None
 ) -> m.Release:
-    """Decide, save, publish, record. Two survivors may do the same at once: publishing bears it.
+    """Decide, save, publish, record. Several survivors may do so at once: publishing is safe against that.
 
     A rank that was cut off asks before it saves, and again before it publishes, whether the controller's side has saved
-    this step or a later one. Of one and the same step the first commit stands, whoever made it, and the others add the
-    random state that it lacks.
+    this step or a later one. The first commit of a step is never replaced; the others add the random states
+    that it lacks.
     """
     known = known or Known()
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
@@ -73,7 +73,7 @@ def recover_uncoordinated(
     case = _Case(incident, fault, elsewhere, begun=status.phase != "start")
     try:
         outcome = _decide_and_save(status, source, place, hello.finish_timeout, case)
-    except Moved as moved:  # the gate is closed, so a state goes on once
+    except Moved as moved:  # the gate is closed, so a rank can complete at most one more step
         log.warning("%s", moved)
         outcome = _decide_and_save(status, source, place, hello.finish_timeout, case, last=True)
     incident.phases.released = _clock.wall_ns()
@@ -82,7 +82,7 @@ def recover_uncoordinated(
         incident.notes.append(OUT_OF_REACH)
     try:
         write_incident(incident, Path(hello.directory))
-    except OSError as error:  # the checkpoint counts for more than its record
+    except OSError as error:  # the checkpoint matters more than its record
         log.error("the incident could not be written to %s: %s", hello.directory, error)
     return outcome
 
@@ -128,7 +128,7 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool)
         result = _save(decision, source, case)
     except _Settled as settled:
         return _as_settled(incident, settled, source, decision.step)
-    except Exception as error:  # whatever it is, the record tells it
+    except Exception as error:  # whatever it is, the record says so
         if isinstance(error, Moved) and not last:
             raise
         log.exception("the save of step %d failed", decision.step)
@@ -156,7 +156,7 @@ def _contributed(source: StateSource, step: int, path: str) -> str:
         return ""
     try:
         return contributor.contribute(step, path)
-    except Exception as error:  # an adapter's; the step is saved all the same
+    except Exception as error:  # from an adapter; the step is saved nevertheless
         log.exception("the auxiliary state of step %d could not be added to %s", step, path)
         return m.one_line(error)
 
@@ -168,7 +168,7 @@ def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
     aux = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
     result = source.save(plan.step, aux, f"rank {fault.rank}: {fault.cause}")
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
-    # They were at it at the same time. A contributor publishes all the same: it sees whose commit was first, and adds.
+    # Both were saving at the same time. A contributor still publishes: it finds the first commit, and adds to it.
     if found := case.elsewhere.look(plan.step + isinstance(own_source(source), Contributor)):
         source.discard(result)
         raise _Settled(*found)
@@ -180,10 +180,10 @@ def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
 
 
 def capture_or_nothing(source: StateSource, step: int) -> bytes:
-    """This rank's auxiliary state; empty when that fails: the step counts for more than its random state."""
+    """This rank's auxiliary state; empty if that fails: the step matters more than its random state."""
     try:
         return source.capture(step)
-    except BaseException:  # an adapter's: whoever asks must live
+    except BaseException:  # from an adapter: the caller must survive
         log.exception("the auxiliary state of step %d could not be captured", step)
         return b""
 

@@ -1,4 +1,4 @@
-"""What is known about one rank, as the decision wants it; and about faults, as orders tell it. Pure."""
+"""Convert what is known about a rank into what the decision takes, and about faults into what orders carry. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .decision import RankView
 from .members import Member
 
 SAVE_TRIES = 2
-"""How often a rank may try to save, after every other holder has failed, too; a late one not again."""
+"""How often a rank may try to save once every other holder has failed as well; a late one not again."""
 NAMED = 16
-"""Faults that an order names; each rank of a large job may report one, and everybody is sent the order."""
+"""Most faults that an order names: each rank of a large job may report one, and every rank gets the order."""
 
 
 def view(rank: int, member: Member | None) -> RankView:
@@ -24,7 +24,7 @@ def view(rank: int, member: Member | None) -> RankView:
     prepared = member.prepared
     nothing_against_it = not (member.gone or member.left or member.hung or member.failures or member.fault)
     if nothing_against_it and prepared is not None and prepared.usable:
-        return RankView(rank=rank, step=prepared.step, holds=True)  # almost all of them
+        return RankView(rank=rank, step=prepared.step, holds=True)  # the common case
     why = why_unusable(member)
     holds = prepared is not None and prepared.usable and not why
     step = prepared.step if prepared is not None else member.step
@@ -39,7 +39,7 @@ def view(rank: int, member: Member | None) -> RankView:
 
 
 def why_unusable(member: Member) -> str:
-    """Why it cannot save; empty where it can."""
+    """Why it cannot save; empty if it can."""
     if member.gone:
         return f"gone: {member.gone}"
     if member.left:
@@ -54,13 +54,13 @@ def why_unusable(member: Member) -> str:
 
 
 def named(faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    """The first ones; with them one that is no SIGTERM where there is any, because ranks ask for that."""
+    """The first ones, including one that is not a SIGTERM if there is any: ranks look for that."""
     others = [fault for fault in faults[NAMED:] if fault.kind != "sigterm"]
     return (*faults[:NAMED], *others[:1])
 
 
 def later(fault: Fault, step: int) -> Fault:
-    """With the step that a dead rank had completed: its last heartbeat may be older. What it said itself stays."""
+    """Set the step that a dead rank had completed: its last heartbeat may be older. What it reported itself is kept."""
     told = fault.kind in ("exception", "sigterm", "interrupt", "peer")
     return fault if told else msgspec.structs.replace(fault, step=max(fault.step, step))
 
@@ -78,12 +78,12 @@ def nothing_new(step: int, begun: bool) -> str:
 
 
 def safe_step(step: int, begun: bool) -> int | None:
-    """The newest step on disk; None where this attempt has not come so far as to know."""
+    """The newest step on disk; None if this attempt has not got far enough to know."""
     return step if begun or step > 0 else None
 
 
 def causes(faults: Sequence[Fault]) -> str:
-    """Why the job is saved, in one line."""
+    """The causes of the recovery, in one line."""
     more = len(faults) - NAMED
     told = [f"rank {fault.rank}: {fault.cause}" for fault in faults[:NAMED]]
     return "; ".join(told + ([f"and {more} more"] if more > 0 else []))

@@ -1,4 +1,4 @@
-"""What every message on the control connection has around it: a length, text that it can carry, and the proof."""
+"""The framing of messages on the control connection: length, encodable text, and proof of the token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Role = Literal["rank", "controller", "operator", "keeper"]
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, as text that every message and record can carry (file names may hold lone surrogates)."""
+    """Describe an error in text that every message and record can carry (file names may hold lone surrogates)."""
     return encodable(f"{type(error).__name__}: {error}")
 
 
 def encodable(text: str) -> str:
-    """The same text; what UTF-8 cannot carry is escaped."""
+    """The same text; characters that UTF-8 cannot encode are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 

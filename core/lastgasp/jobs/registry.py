@@ -1,4 +1,4 @@
-"""Telling the job's control plane which workers there are: the port, and the embedded engine's side of it."""
+"""Registration of workers with the job's control plane: the port, and the embedded engine's implementation."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class WorkerRegistry(Protocol):
     """Where a worker registers. Served by the embedded engine, or by TaskD.
 
     Called by the Session on every rank, on the training thread: `register` once, after the process group is up and
-    before the first step; `deregister` at most once, at the normal end of training. A rank that dies, or leaves
-    after a fault, never deregisters; the control plane finds that out on its own. Neither raises, and neither waits
+    before the first step; `deregister` at most once, at the normal end of training. A rank that dies, or exits
+    after a fault, never deregisters; the control plane notices that itself. Neither raises, and neither waits
     for another rank.
     """
 
     def register(self, card: WorkerCard) -> None:
-        """From now on the control plane shows this worker; where it cannot be reached, nothing happens."""
+        """Show this worker in the control plane; no effect if that cannot be reached."""
 
     def deregister(self) -> None:
-        """From now on this worker's end is no fault; the control plane has let go of it when the process ends, at the
+        """From now on this worker's end is not a fault; the control plane releases it when the process ends, at the
         latest."""
 
 
 class EmbeddedRegistry:
-    """Over the rank's own control connection: `lastgasp ps` shows the card."""
+    """Registers over the rank's control connection: `lastgasp ps` shows the card."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor

@@ -1,4 +1,4 @@
-"""torchrun's agent, extended and not edited: it holds its signals until the survivors have saved.
+"""torchrun's agent, extended rather than edited: it holds its signals back until the survivors have saved.
 
 Built on the overridable methods of LocalElasticAgent (torch 2.13, docs/facts/torchrun.md).
 """
@@ -40,15 +40,15 @@ from lastgasp.steps.recover import recover_orphans
 log = logging.getLogger("lastgasp.launch")
 
 POLL = 0.005
-"""Seconds between two looks at the workers while the agent holds."""
+"""Seconds between two checks of the workers while the agent holds its signals back."""
 LEAVE = 15.0
-"""Seconds that released workers get to leave by themselves, their own clean-up included."""
+"""Seconds for released workers to exit on their own, including their own clean-up."""
 MARKS_LIMIT = 5.0
 """Seconds that writing the last step marks of killed workers may take."""
 
 
 last_ending = ""
-"""How the last recovery that this process led has ended (events.Ending), empty when there was none."""
+"""How the last recovery led by this process has ended (events.Ending); empty if there was none."""
 
 
 class GaspAgent(LocalElasticAgent):
@@ -71,7 +71,7 @@ class GaspAgent(LocalElasticAgent):
     # -- start ------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """torch's, which waits for the other hosts: whom for is said where the job is ours."""
+        """As torch's, which waits for the other hosts; a job that uses lastgasp logs which hosts it waits for."""
         guard_connections()
         self._ever_used = self._ever_used or self._in_use()
         self._attempts.end_attempt()
@@ -109,19 +109,19 @@ class GaspAgent(LocalElasticAgent):
         return started
 
     def _reap(self, worker_group: WorkerGroup) -> None:
-        """End what the workers of the round before have left, once they have all ended: a worker is no leftover."""
+        """End processes left by the workers of the previous attempt, once all of those workers have ended."""
         if self._mark and not self._running(worker_group):
             orphans.reap(self._mark, worker_group.spec.args if isinstance(worker_group.spec.entrypoint, str) else ())
             self._mark = ""
 
     def _hold_before_closing(self, worker_group: WorkerGroup) -> None:
-        """Put the hold where torch decides to send its signals: nothing can fail between a look and that."""
+        """Hold where torch sends its signals, so that no failure slips in between a check and the signals."""
         context = self._pcontext
         assert context is not None
         close = context.close
 
         def hold_and_close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-            if death_sig is None and self._in_use():  # torch saw a worker fail
+            if death_sig is None and self._in_use():  # torch has seen a worker fail
                 self._allow_restarts(worker_group)
                 self._hold(worker_group)
             close(death_sig, timeout)
@@ -143,7 +143,7 @@ class GaspAgent(LocalElasticAgent):
             worker_group.master_port = self._worker_store.port
             if worker_group.group_world_size > 1:
                 worker_group.store.set(key, f"{worker_group.master_addr} {worker_group.master_port}")
-        else:  # torch keeps the address of the round before, which may be another host's
+        else:  # torch keeps the previous attempt's address, which may be another host's
             worker_group.master_addr, port = worker_group.store.get(key).decode().split()
             worker_group.master_port = int(port)
 
@@ -153,9 +153,9 @@ class GaspAgent(LocalElasticAgent):
         return self._attempt is not None and self._attempt.in_use()
 
     def _outlive_the_store(self) -> None:
-        """Let ranks that have ended their training leave by themselves, also where the rendezvous is gone.
+        """Let ranks that have completed their training exit on their own, even if the rendezvous is gone.
 
-        torch asks it on every look at the workers, and would stop them.
+        torch queries it at every check of the workers, and would stop them.
         """
         handler = self._worker_group.spec.rdzv_handler
         ask = handler.num_nodes_waiting
@@ -187,7 +187,7 @@ class GaspAgent(LocalElasticAgent):
         return result
 
     def _hold(self, worker_group: WorkerGroup) -> None:
-        """Keep torchrun's SIGTERM back until the survivors have saved and left, or a deadline passed."""
+        """Keep torchrun's SIGTERM back until the survivors have saved and exited, or a deadline has passed."""
         assert self._attempt is not None
         known: set[int] = set()
         deadline = _clock.monotonic() + self._attempt.hold_limit()
@@ -223,7 +223,7 @@ class GaspAgent(LocalElasticAgent):
     # -- restart or stop --------------------------------------------------------------------------
 
     def _allow_restarts(self, worker_group: WorkerGroup) -> None:
-        """torchrun's own default is no restart at all; a lastgasp job restarts unless told otherwise."""
+        """torchrun's own default is no restart at all; a lastgasp job restarts unless the user says otherwise."""
         spec = worker_group.spec
         if spec.max_restarts == 0 and not _max_restarts_given():
             spec.max_restarts = self._remaining_restarts = DEFAULT_MAX_RESTARTS
@@ -251,10 +251,10 @@ class GaspAgent(LocalElasticAgent):
         super()._shutdown(death_sig, timeout)
 
     def _exit_barrier(self) -> None:
-        """torch's, which waits for launchers that were killed, too: the first one lets the others go."""
+        """As torch's, which also waits for launchers that were killed: here the first launcher stops that wait."""
         size, current = self._worker_group.group_world_size or 1, self._attempt
         if current is not None and current.controller is not None and size > 1:
-            self._in_exit_barrier = True  # for torch's health check
+            self._in_exit_barrier = True  # read by torch's health check
             deadline = _clock.monotonic() + self._exit_barrier_timeout
             if gone := wait_for_living(self._store, size, current.living_launchers, self._exit_barrier_timeout):
                 log.warning("%d of %d launchers have died before the end: not waiting for them", gone, size)
@@ -262,11 +262,11 @@ class GaspAgent(LocalElasticAgent):
         super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _is_ours(self) -> bool:
-        """Started by `lastgasp run`, or its ranks use lastgasp: any other job under torchrun sees no difference."""
+        """Started by `lastgasp run`, or its ranks use lastgasp: other jobs under torchrun see no difference."""
         return ours() or self._ever_used or self._in_use()
 
     def _to_be_told(self) -> list[int]:
-        """The ranks of this host that run and use lastgasp, by their process ids."""
+        """Process ids of this host's running ranks that use lastgasp."""
         if self._attempt is None:
             return []
         entries = self._attempt.desk.entries
@@ -274,7 +274,7 @@ class GaspAgent(LocalElasticAgent):
         return [entry.pid for rank, entry in entries.items() if codes.get(rank, 0) is None and not entry.left]
 
     def run(self, role: str = "default") -> RunResult:
-        """Run to the end; a job that makes no progress, or loses its rendezvous, ends with a code that tells."""
+        """Run to the end; a job that makes no progress, or loses its rendezvous, ends with a code that says so."""
         global last_ending
         ending = "stopped"
         reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
@@ -283,7 +283,7 @@ class GaspAgent(LocalElasticAgent):
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:
-                self._mark = ""  # what a good job leaves running, it means to
+                self._mark = ""  # processes left by a successful job are intentional
                 ending = "done"
         except (RendezvousError, DistError) as error:
             lost = error
@@ -305,7 +305,7 @@ class GaspAgent(LocalElasticAgent):
         return result
 
     def _without_rendezvous(self, error: Exception, used: bool) -> BaseException:
-        """What to raise in its place: torch's own error for a job that has nothing to do with us."""
+        """The exception to raise instead: torch's own error for a job that does not use lastgasp."""
         word = self._attempts.last_word
         code = exitcodes.of_ending(word.ending)
         if not used or code is None:
@@ -315,7 +315,7 @@ class GaspAgent(LocalElasticAgent):
 
 
 def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> str:
-    """What to tell the user where the job cannot go on because its hosts do not find each other any more."""
+    """The message for a job that cannot continue because its hosts no longer find each other."""
     names = f" ({', '.join(sorted(hosts))})" if hosts else ""
     if isinstance(error, RendezvousTimeoutError):
         why = f"stopped: not all hosts of the job{names} have come back in time"
@@ -330,14 +330,14 @@ def _line(error: BaseException) -> str:
 
 
 def _tell_newcomers(store: Any, handler: Any) -> None:
-    """Say where the ranks meet: torch does in its first round only, and later hosts would wait for it in vain."""
+    """Publish where the ranks meet: torch does so only in its first round, and later hosts would wait in vain."""
     if (info := getattr(handler, "_bootstrap_store_info", None)) is not None and handler.use_agent_store:
         store.set(info.MASTER_ADDR_KEY, info.master_addr)
         store.set(info.MASTER_PORT_KEY, str(info.master_port))
 
 
 def _stop_this_launcher() -> None:
-    """As whoever stops the job does: the ranks save, and the launcher ends with the code that says so."""
+    """As if the user stopped the job: the ranks save, and the launcher ends with the code that says so."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

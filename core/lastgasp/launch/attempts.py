@@ -1,4 +1,4 @@
-"""One round of workers as an agent sees it: which controller they get, and what it says about them."""
+"""One attempt as torchrun's agent sees it: which controller its workers get, and what that reports about them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("lastgasp.launch")
 
 HOLD_WITHOUT_CONTROLLER = 660.0
-"""Seconds an agent waits for its survivors where neither a controller nor they have said how long they may take."""
+"""Seconds that an agent waits for its survivors if neither they nor a controller have said how long they may take."""
 NOTICE_TIMEOUT = 60.0
-"""Seconds that the first node gets to say where its controller listens, where it is known to have one."""
+"""Seconds for the first node to publish where its controller listens, if it is known to have one."""
 BRIEFLY = 5.0
-"""The same where it is not known, and nothing tells when to stop waiting."""
+"""The same if that is not known, and nothing says when to stop waiting."""
 
 
 @dataclass
 class LaunchAttempt:
-    """One attempt of the job on this node. Whatever it is asked, it answers from this process.
+    """One attempt of the job on this node. Everything is answered from within this process.
 
     Attributes:
         number: how often workers have been started before.
@@ -50,7 +50,7 @@ class LaunchAttempt:
 
     @property
     def led(self) -> bool:
-        """The ranks have a controller, so that the first agent is one of ours."""
+        """The ranks have a controller, so the first node's agent is lastgasp's."""
         return bool(self.environment.get("LASTGASP_CONTROLLER"))
 
     def in_use(self) -> bool:
@@ -63,7 +63,7 @@ class LaunchAttempt:
             self.controller.report_exit(rank, how)
 
     def report_start(self, how: str) -> None:
-        """The workers of this node have been started: warm, or cold and why. Told of a restart only."""
+        """The workers of this node have been started: warm, or cold and why. Called for restarts only."""
         if self.number == 0:
             return
         log.debug("restarted %s", how)
@@ -77,7 +77,7 @@ class LaunchAttempt:
     def progressed(self, refused: bool = False) -> bool:
         """A new step was completed.
 
-        An agent without the controller leaves that judgement to the first one, unless a rank of its own has `refused`
+        An agent without the controller leaves that judgement to the first node, unless a rank of its own has `refused`
         to start and none of them has saved a step.
         """
         if self.controller is not None:
@@ -85,7 +85,7 @@ class LaunchAttempt:
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
     def event(self) -> str:
-        """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""
+        """The recovery of this attempt in one line; empty if there was none, or another node's launcher reports it."""
         return "" if self.controller is None else self.controller.event(self.number)
 
     def hold_limit(self) -> float:
@@ -95,17 +95,17 @@ class LaunchAttempt:
         return self.desk.hold or HOLD_WITHOUT_CONTROLLER
 
     def living_launchers(self, size: int) -> int | None:
-        """How many of the job's launchers live; None where this one does not know, and while training is not over."""
+        """How many of the job's launchers are alive; None if this one does not know, or while training continues."""
         return None if self.controller is None else self.controller.living_launchers(self.number, size)
 
     def last_word(self) -> LastWord:
-        """What became of this attempt's last step, as the controller, this node's ranks or the records tell."""
+        """What became of this attempt's last step, according to the controller, this node's ranks or the records."""
         led = self.controller.last_ending(self.number) if self.controller is not None else ""
         return last_word(self.desk.entries, self.environment.get("LASTGASP_JOB", ""), self.number, led)
 
 
 class LaunchAttempts:
-    """Starts the controller with the first round and keeps it for all of them."""
+    """Starts the controller with the first attempt and keeps it for all of them."""
 
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
@@ -116,16 +116,16 @@ class LaunchAttempts:
         self.last_word = LastWord()
         self._noticed = False
         self._given = dict(os.environ)
-        """As the user has set it; later rounds find what this launcher has set for its ranks."""
+        """As the user has set it; later attempts see what this launcher has set for its ranks."""
 
     def offer(self, store: Any, rank: int, size: int, run_id: str, fresh_store: bool) -> None:
-        """Exchange what is needed to agree; call it after the rendezvous, before torch assigns its ranks.
+        """Agree with the other agents; call it after the rendezvous, before torch assigns its ranks.
 
-        The other agents learn their ranks from the first one, which has read of all of them before. What they write
-        before that is there for it to read, and what it writes before that is there for them.
+        The other agents learn their ranks from the first one, which reads from all of them first. So what they write
+        before that has arrived when it reads, and what it writes before that has arrived when they read.
 
         Args:
-            fresh_store: the rendezvous gives each round a store of its own (c10d does, static does not).
+            fresh_store: the rendezvous gives each attempt a store of its own (c10d does, static does not).
 
         Raises:
             ConfigError: under `lastgasp run`: LASTGASP_BIND, the secret or the TLS files.
@@ -139,7 +139,7 @@ class LaunchAttempts:
             self._notice = notice
 
     def _agreed(self, store: Any, size: int) -> int:
-        """The number of this round: no launcher has used it before, also where this one has just replaced another."""
+        """The number of this attempt: used by no launcher before, even if this one has just replaced another."""
         if not _ordered():
             return self._started
         store.wait([f"torchelastic/role_info/{other}" for other in range(1, size)])
@@ -148,9 +148,9 @@ class LaunchAttempts:
         return max([self._started, *counts])
 
     def _first(self, store: Any, size: int, run_id: str, number: int) -> tuple[Notice, Secret]:
-        """What the first agent has to tell; it starts the controller, unless strangers could not be told from ranks.
+        """What the first agent announces. Starts the controller, unless strangers could pass for ranks.
 
-        Only `lastgasp run` is refused: any other job may do without.
+        Only `lastgasp run` is refused: any other job can run without a controller.
         """
         secret, why = Secret(), ""
         try:
@@ -170,10 +170,10 @@ class LaunchAttempts:
         return Notice(controller=end.address, token=end.token, job=run_id, attempt=number), secret
 
     def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> LaunchAttempt:
-        """The next round: what the workers need to reach the controller.
+        """Start the next attempt; its workers get what they need to reach the controller.
 
         Args:
-            fresh_store: as in `offer`, which has been called.
+            fresh_store: as in `offer`, which was called before.
 
         Raises:
             ConfigError: as `offer`.
@@ -195,7 +195,7 @@ class LaunchAttempts:
         return current
 
     def _keep_buffers(self, notice: Notice) -> None:
-        """What the ranks of this host leave behind is told to the controller, which is on another one."""
+        """Report the buffers that this host's ranks leave behind to the controller, which is on another host."""
         if self._keeper is not None and self._keeper.address != notice.controller:
             self._keeper.close()
             self._keeper = None
@@ -203,7 +203,7 @@ class LaunchAttempts:
             self._keeper = BufferKeeper(notice.controller, notice.token)
 
     def _read(self, store: Any, run_id: str, fresh_store: bool) -> Notice:
-        """What the first agent says; that there is no controller, where it says nothing."""
+        """The first agent's notice; one that says that there is no controller if none arrives."""
         key = _key(self._started, fresh_store)
         why = "the launcher of the first node has no lastgasp; install it on every node"
         try:
@@ -217,21 +217,21 @@ class LaunchAttempts:
             if ours():
                 raise
             why = str(error)
-        except (RuntimeError, msgspec.DecodeError) as error:  # the store has gone, or no answer came, or nonsense
+        except (RuntimeError, msgspec.DecodeError) as error:  # the store is gone, or no valid answer came
             why = str(error).partition("\n")[0]
         if ours():
             log.warning("no controller for this job: %s", why)
         return Notice(controller="", token="", job=run_id, attempt=self._started, why=why)
 
     def end_attempt(self) -> None:
-        """The workers of the round have ended: keep what became of their last step. Idempotent."""
+        """The workers of the attempt have ended: keep what became of their last step. Idempotent."""
         if self._last is not None:
             self.last_word = self._last.last_word()
             self._last.desk.close()
             self._last = None
 
     def summary(self, ending: str) -> str:
-        """The job's last line; empty where no rank uses lastgasp, or another node's launcher tells it."""
+        """The job's last line; empty where no rank uses lastgasp, or another node's launcher reports it."""
         return "" if self._controller is None else self._controller.summary(ending)
 
     def close(self) -> str:
@@ -252,12 +252,12 @@ _STARTED = "lastgasp/started"
 
 
 def ours() -> bool:
-    """This launcher is `lastgasp run`: what its job needs may be demanded of it."""
+    """This launcher is `lastgasp run`, so missing requirements are errors."""
     return os.environ.get("LASTGASP_LAUNCHER") == "run"
 
 
 def _ordered() -> bool:
-    """The other agents wait for the first one's assignment of ranks, and it for all of them."""
+    """Whether the other agents wait for the first one's assignment of ranks, and it for all of them."""
     return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") != "1"
 
 
@@ -285,7 +285,7 @@ def _key(number: int, fresh_store: bool) -> str:
 
 
 def _reachable(store: Any) -> str:
-    """This node's address for the others; empty where it cannot be told."""
+    """This node's address for the others; empty if it cannot be determined."""
     inner = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store

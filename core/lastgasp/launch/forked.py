@@ -17,7 +17,7 @@ class ForkedProcess:
     """Attributes: pid, and returncode as `subprocess.Popen` has it: None while it runs, -N for death by signal N.
 
     Raises:
-        ChildProcessError: it is no child of this process.
+        ChildProcessError: it is not a child of this process.
     """
 
     def __init__(self, pid: int) -> None:

@@ -35,7 +35,7 @@ def split_framework(arguments: list[str], parser: ArgumentParser) -> Split:
         parser: torchrun's; a fresh one, as it is changed.
 
     Raises:
-        ConfigError: an unknown framework, or a program that is no Python script.
+        ConfigError: an unknown framework, or a program that is not a Python script.
         SystemExit: torchrun's parser does not understand the rest.
     """
     parser.add_argument(OPTION)

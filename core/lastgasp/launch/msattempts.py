@@ -1,4 +1,4 @@
-"""Which controller the ranks of a job under msrun get, and what it says about them."""
+"""Which controller the ranks of a job under msrun get, and what that reports about them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.attempts import HOLD_WITHOUT_CONTROLLER
 
 LED = 5.0
-"""Seconds in which the controller of another node must let itself be reached."""
+"""Seconds within which the controller of another node must be reachable."""
 PAUSE = 0.2
-"""Seconds between two looks at it."""
+"""Seconds between two queries."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -33,7 +33,7 @@ class Plan:
         job: the same on all nodes and in all attempts.
         host, port: where it listens; port 0 takes any.
         token: the job's secret.
-        here: it is this launcher's to start; several: the job has ranks on other nodes.
+        here: this launcher starts it; several: the job has ranks on other nodes.
     """
 
     job: str
@@ -45,7 +45,7 @@ class Plan:
 
 
 def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -> Plan:
-    """Decide it. Pure but for the environment and a fresh secret.
+    """Decide where the controller runs. Pure but for the environment and a fresh secret.
 
     Args:
         worker_num, local_worker_num: msrun's.
@@ -74,11 +74,11 @@ def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -
 
 
 def quiet(seen: m.Ranks, attempt: int, failed: Collection[int]) -> bool:
-    """Whether a restart disturbs nobody: no recovery of this attempt is under way. Pure.
+    """Whether a restart is safe because no recovery of this attempt is under way. Pure.
 
     Args:
-        seen: what the controller told.
-        failed: ranks that have ended; where none of them has ever joined, nobody is saving for them.
+        seen: the controller's answer.
+        failed: ranks that have ended; if none of them has ever joined, nobody is saving for them.
     """
     if seen.attempt != attempt or seen.state in ("waiting", "over", "ended"):
         return True
@@ -86,7 +86,7 @@ def quiet(seen: m.Ranks, attempt: int, failed: Collection[int]) -> bool:
 
 
 def _look(address: str, token: str) -> m.Ranks | None:
-    """Who is in the job; None where the controller does not answer."""
+    """The ranks of the job; None if the controller does not answer."""
     try:
         with OperatorLink(address, token, LED) as link:
             return link.ranks()
@@ -125,7 +125,7 @@ class MsAttempts:
         """For msrun's parsed command line."""
         master = f"{args.master_addr}:{args.master_port}"
         if args.local_worker_num < args.worker_num and args.node_rank < 0:
-            remedy = "Give each node its own, from 0: msrun tells the ranks only then."
+            remedy = "Give each node its own, from 0: msrun gives out ranks only then."
             raise ConfigError("--node_rank", args.node_rank, "0 or more in a job of several nodes", remedy)
         return cls(plan(args.worker_num, args.local_worker_num, master, is_master))
 
@@ -133,10 +133,10 @@ class MsAttempts:
         """The next attempt begins.
 
         Returns:
-            What its workers find in their environment.
+            Variables for its workers' environment.
         """
         self.number, self._progressed = self.number + 1, False
-        if self._controller is not None and not self.several:  # launchers of other nodes count by themselves
+        if self._controller is not None and not self.several:  # launchers of other nodes count on their own
             self._controller.expect(self.number)
         end = self._controller.endpoint if self._controller is not None else None
         return {
@@ -148,7 +148,7 @@ class MsAttempts:
         }
 
     def in_use(self) -> bool:
-        """A rank of this attempt has joined; taken for granted where the controller is on another node."""
+        """A rank of this attempt has joined; assumed if the controller is on another node."""
         return self._controller is None or self._controller.in_use(self.number)
 
     def report_exit(self, rank: int, how: str) -> None:
@@ -163,9 +163,9 @@ class MsAttempts:
     def progressed(self, codes: Collection[int | None]) -> bool:
         """A new step was completed, as far as this node knows.
 
-        A node without the controller leaves that judgement to the first one, unless a rank of its own has refused to
-        start and none of them has saved a step. With it the answer stays true once it was: another node may be the
-        first to start the next attempt, and the controller then speaks of that one.
+        A node without the controller leaves that judgement to the first one, unless one of its own ranks has refused to
+        start and none of them has saved a step. On the first node the answer stays true once it was: another node may
+        start the next attempt earlier, and the controller then reports on that one.
 
         Args:
             codes: how the ranks of this node have ended; None while one runs.
@@ -176,11 +176,11 @@ class MsAttempts:
         return self._progressed
 
     def event(self) -> str:
-        """The recovery of this attempt in one line; empty where there was none, or another node's launcher tells it."""
+        """The recovery of this attempt in one line; empty if there was none, or another node's launcher reports it."""
         return "" if self._controller is None else self._controller.event(self.number)
 
     def summary(self, ending: str) -> str:
-        """The job's last line; empty where no rank uses lastgasp, or another node's launcher tells it."""
+        """The job's last line; empty where no rank uses lastgasp, or another node's launcher reports it."""
         return "" if self._controller is None else self._controller.summary(ending)
 
     def hold_limit(self) -> float:
@@ -188,15 +188,15 @@ class MsAttempts:
         return HOLD_WITHOUT_CONTROLLER if self._controller is None else self._controller.hold_limit()
 
     def wait_quiet(self, failed: Collection[int], told: Callable[[], bool]) -> bool:
-        """Before a restart: wait while a survivor on another node saves; on one node nobody is left.
+        """Before a restart: wait while a survivor on another node saves; on a single node nobody is left.
 
-        The first rank of the next attempt that joined would take the controller away from the savers of this one.
+        Otherwise the first rank of the next attempt to join would take the controller away from the savers of this one.
 
         Args:
-            failed: the ranks of this node; told: whether to wait no longer.
+            failed: the ranks of this node; told: returns whether to stop waiting.
 
         Returns:
-            Whether there is somebody to go on with: False where the launcher of the first node has ended.
+            Whether to restart at all: False if the launcher of the first node has ended.
         """
         if not self._plan.several:
             return True

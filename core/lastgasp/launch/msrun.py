@@ -1,8 +1,8 @@
-"""`lastgasp run --framework mindspore`: msrun in this process, its workers watched and restarted by us.
+"""`lastgasp run --framework mindspore`: msrun in this process, with its workers watched and restarted by lastgasp.
 
-msrun itself kills the survivors about a second after the first failure. Where TaskD is asked for it leaves that to
-TaskD instead, and calls it in its own process; here the embedded engine answers (docs/facts/taskd.md §8,
-docs/facts/mindformers.md §3). No real TaskD is needed, none is touched.
+msrun itself kills the survivors about a second after the first failure. With TaskD enabled it leaves that to
+TaskD, which it calls in its own process; here the embedded engine takes that place (docs/facts/taskd.md §8,
+docs/facts/mindformers.md §3). A real TaskD is neither needed nor used.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MSRUN_OPTIONS = (
 """msrun's options; each takes a value."""
 TFT = "MS_ENABLE_TFT"
 RESTARTS = "RSC:1"
-"""The item of MS_ENABLE_TFT that gives the processes away, and nothing else; it needs no MindIO."""
+"""The only item of MS_ENABLE_TFT that hands the processes over; it needs no MindIO."""
 _INTERPRETERS = ("python", "python3")
 
 
 def msrun_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """msrun's command line, where `--framework mindspore` stands among its options; None for another launcher's.
+    """msrun's command line, if `--framework mindspore` is among its options; None for another launcher's.
 
     Args:
         arguments: what follows `lastgasp run`.
@@ -68,7 +68,7 @@ def msrun_arguments(arguments: Sequence[str]) -> list[str] | None:
 
 
 def with_join(arguments: list[str]) -> list[str]:
-    """Show the workers' logs unless told otherwise."""
+    """Show the workers' logs unless the user chose otherwise."""
     given = any(argument.split("=")[0] == "--join" for argument in arguments)
     return arguments if given else ["--join", "True", *arguments]
 
@@ -94,7 +94,7 @@ def taskds_msrun(arguments: list[str]) -> int:
 
 
 def started_by_us(script: str, rest: Sequence[str]) -> tuple[str, list[str]]:
-    """What msrun shall start instead of `script *rest`: the plugin first, then the script.
+    """What msrun starts instead of `script *rest`: the plugin first, then the script.
 
     `python` in front may be left out, as with msrun itself. pytest is left as it is.
     """
@@ -102,13 +102,13 @@ def started_by_us(script: str, rest: Sequence[str]) -> tuple[str, list[str]]:
         return (script, list(rest)) if script == "pytest" else ("python", ["-m", STARTERS[FRAMEWORK], script, *rest])
     words = list(rest)
     if not words or (words[0].startswith("-") and words[0] != "-m"):
-        allowed = "a script, or -m and a module, right behind it"
+        allowed = "a script, or -m and a module, right after it"
         raise ConfigError(script, " ".join(words), allowed, f"Set PYTHON* variables in place of {script}'s options.")
     return script, ["-m", STARTERS[FRAMEWORK], *words]
 
 
 def tft_with_restarts(value: str) -> str:
-    """MS_ENABLE_TFT with what the user set, and the restarts given away."""
+    """MS_ENABLE_TFT with the user's items, and restarts handed over."""
     inner = value.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
     if RESTARTS in inner:
         return value
@@ -126,7 +126,7 @@ def launch(arguments: list[str]) -> int:
 
     Raises:
         MissingExtra: MindSpore is not installed.
-        ConfigError: options that do not go together, or a version whose msrun is not as it has to be.
+        ConfigError: options that do not go together, or a version whose msrun has another interface.
     """
     try:
         from mindspore.parallel.cluster.process_entity import _ProcessManager
@@ -166,12 +166,12 @@ def _prepare_environment(users: str) -> None:
 def _find_python() -> None:
     here = Path(sys.executable).parent
     if shutil.which("python") != str(here / "python") and (here / "python").exists():
-        # msrun starts whatever `python` it finds, which without an activated environment is another one.
+        # msrun starts the `python` on PATH, which is another one unless the environment is activated.
         os.environ["PATH"] = os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)])
 
 
 def _restore(name: str, value: str | None) -> None:
-    """Workers see what the user set: there is no TaskD for them to talk to."""
+    """Let workers see the user's own value: there is no TaskD for them to talk to."""
     if value is None:
         os.environ.pop(name, None)
     else:

@@ -104,7 +104,7 @@ class Watch:
                 return self._restarts.exit_code
             ranks = [worker.rank for worker in self._workers]
             if not self._attempts.wait_quiet(ranks, lambda: self._told is not None):
-                sys.stderr.write("lastgasp: stopped: the launcher of the first node has ended; its output tells why\n")
+                sys.stderr.write("lastgasp: stopped: the launcher of the first node has ended; its output says why\n")
                 return 1
             if self._told is not None:
                 return 128 + self._told

@@ -71,4 +71,4 @@ def _differs() -> str:
 
 
 def _no_handler(params: object) -> Any:
-    raise ValueError("--rdzv-backend lastgasp is no rendezvous backend; leave the flag out, or use c10d")
+    raise ValueError("--rdzv-backend lastgasp is not a rendezvous backend; leave the flag out, or use c10d")

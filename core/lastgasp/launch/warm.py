@@ -41,11 +41,11 @@ class Ranks:
     def cannot(self) -> str:
         """Why they cannot be forked, or empty."""
         if len(self.command) < 3 or self.command[1] != "-u":
-            return "the ranks are no Python scripts"
+            return "the ranks are not Python scripts"
         script = self.command[2]
         if script == "-m":
             return "" if len(self.command) > 3 else "no module is named"
-        return "" if os.path.isfile(script) and not script.endswith(".pyc") else f"{script} is no Python source file"
+        return "" if os.path.isfile(script) and not script.endswith(".pyc") else f"{script} is not a Python source file"
 
     def own(self) -> set[str]:
         """Names of variables that a rank may have its own value of: torchrun sets them, whatever stands there now."""

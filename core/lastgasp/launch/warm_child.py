@@ -38,7 +38,7 @@ class Order:
     limits: list[list[int]]
 
     def encoded(self) -> bytes:
-        """For the other side; any environment can be carried, also one that is no UTF-8."""
+        """For the other side; any environment can be carried, also one that is not UTF-8."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

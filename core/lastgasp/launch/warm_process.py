@@ -118,7 +118,7 @@ class WarmProcess:
             return forked
 
     def close(self) -> None:
-        """End it, and wait for that; ranks go on. Idempotent."""
+        """End it, and wait for that; ranks are not affected. Idempotent."""
         self.ready = False
         self._connection.close()
         if self._process.returncode is not None:

@@ -1,1 +1,1 @@
-"""Checkpoints of MindSpore and MindFormers: where they lie and what they tell by themselves. Needs no MindSpore."""
+"""Checkpoints of MindSpore and MindFormers: where they are and what can be read from them. Needs no MindSpore."""

@@ -1,4 +1,4 @@
-"""What a checkpoint file of MindSpore tells by itself, read without MindSpore: its parameters, its step, its checksum.
+"""What a checkpoint file of MindSpore itself contains, read without MindSpore: its parameters, its step, its checksum.
 
 `.ckpt` is a chain of protobuf messages, one or more for each parameter, without an index: a file that was cut between
 two of them is a shorter file of the same format, which MindSpore loads (mindformers.md §5). `.safetensors` has
@@ -23,7 +23,7 @@ STEP, EPOCH, UPDATES = "step_num", "epoch_num", "global_step"
 """Names under which MindFormers saves completed steps, the epoch, and the optimizer's own count."""
 _NUMBERS = (STEP, EPOCH, UPDATES)
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-"""Bytes of a number by the digits of its type; of complex ones the digits tell both halves."""
+"""Bytes of a number by the digits of its type; of complex ones the digits count both halves."""
 _TRAILER, _TRAILER_SIZE = b"crc_num", 17
 _BLOCK = 1 << 20
 _SMALL = 64
@@ -82,7 +82,7 @@ def _safetensors(file: IO[bytes], size: int, checksums: bool) -> Content:
     spans = {name: _span(name, entry) for name, entry in header.items()}
     end = max((stop for _, stop in spans.values()), default=0)
     if begin + end != size:
-        raise Unreadable(f"has {size} bytes, and its index tells {begin + end}")
+        raise Unreadable(f"has {size} bytes, and its index says {begin + end}")
     numbers = {}
     for name in _NUMBERS:
         if name in spans and 0 < spans[name][1] - spans[name][0] <= _SMALL:
@@ -107,7 +107,7 @@ def _header(file: IO[bytes], size: int) -> tuple[dict[str, Any], int]:
     except ValueError as error:
         raise Unreadable(f"its index cannot be read: {error}") from error
     if not isinstance(header, dict):
-        raise Unreadable("its index is no mapping")
+        raise Unreadable("its index is not a mapping")
     return header, 8 + length
 
 
@@ -197,7 +197,7 @@ def _values(file: IO[bytes], end: int) -> Iterator[_Value]:
         except EOFError:
             raise Unreadable(f"ends in a parameter at byte {position}") from None
         if field != 0x0A:
-            raise Unreadable(f"is no checkpoint of MindSpore, or encrypted: byte {position} begins no parameter")
+            raise Unreadable(f"is not a checkpoint of MindSpore, or encrypted: byte {position} begins no parameter")
         begin = file.tell()
         if begin + length > end:
             raise Unreadable(f"ends in a parameter at byte {position}: {begin + length} bytes are needed, not {end}")
@@ -264,7 +264,7 @@ def _varint(file: IO[bytes]) -> int:
 
 
 def _bytes_of(dims: list[int], kind: str) -> int:
-    """How long a tensor of that shape is; 0 where the type does not tell."""
+    """How long a tensor of that shape is; 0 where the type does not say."""
     digits = "".join(character for character in kind if character.isdigit())
     known = kind.startswith(("Float", "Int", "UInt", "BFloat", "Complex"))
     if kind == "Bool":

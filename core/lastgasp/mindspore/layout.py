@@ -37,7 +37,7 @@ LEGACY = ScatteredLayout(
     names=_NAME.pattern,
     folders=("rank_*", ""),
 )
-"""`tiny_rank-2_4.safetensors` is the name for the files of all ranks. It tells no step: steps of an epoch vary."""
+"""`tiny_rank-2_4.safetensors` is the name for the files of all ranks. It has no step: epochs vary in length."""
 ITERATIONS = DirectoryLayout("iteration_*")
 
 

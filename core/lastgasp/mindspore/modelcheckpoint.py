@@ -10,7 +10,7 @@ Each rank has a directory of its own, and the scripts of MindSpore's models name
 | all in one directory | `ckpts/net0-1_4.ckpt`, `ckpts/net1-1_4.ckpt` | `ckpts/+net{rank}-1_4.ckpt` |
 | one file for all | `ckpts/net-1_4.ckpt` | the file |
 
-So the name of a checkpoint tells its files. The other way round it takes the files of all ranks: `net1` of rank 1 may
+So a checkpoint's name determines its files. The other way round takes the files of all ranks: `net1` of rank 1 may
 be a name that all have.
 """
 
@@ -28,7 +28,7 @@ from lastgasp.checkpoint.layout import MANIFEST_SUFFIX, data_names
 RANK = "{rank}"
 """Stands for the number of a rank in the name of a checkpoint."""
 USUAL = "rank_{rank}"
-"""The folder of a rank where the name of a checkpoint tells none."""
+"""The folder of a rank where the name of a checkpoint has none."""
 AUX_SUFFIX = ".small"
 _FILE = re.compile(r"(?P<prefix>[^/]+)(?P<at>-\d+_\d+(?:_breakpoint)?\.(?:ckpt|safetensors))")
 _OF_MINDFORMERS = re.compile(r".*_rank(?:_\d+){0,2}-\d+_\d+\.[a-z]+")
@@ -43,7 +43,7 @@ class ModelCheckpointLayout:
 
     Args:
         folder: name of a rank's folder, with `{rank}`; empty: the files of all ranks are in one directory, and only
-            their names tell whose they are. With the usual one, files in the directory itself are found as well, and
+            their names say whose they are. With the usual one, files in the directory itself are found as well, and
             they are for all ranks.
     """
 
@@ -75,7 +75,7 @@ class ModelCheckpointLayout:
         return sorted(self.files(checkpoint).values())
 
     def owns(self, checkpoint: Path, relative: str) -> bool:
-        """Whether the name of the checkpoint tells that path."""
+        """Whether that path follows from the name of the checkpoint."""
         title = checkpoint.name
         if relative in (title + AUX_SUFFIX, title if RANK not in title else None):
             return True
@@ -97,7 +97,7 @@ class ModelCheckpointLayout:
         return checkpoint.with_name(checkpoint.name + MANIFEST_SUFFIX)
 
     def step(self, checkpoint: Path) -> int | None:
-        """None: the name tells epoch and step of it, and how long epochs were, nobody knows."""
+        """None: the name gives the epoch and the step within it, and the lengths of the epochs are unknown."""
         return None
 
     def title(self, file: str) -> str:
@@ -217,12 +217,12 @@ def layout_of(title: str) -> ModelCheckpointLayout:
 
 
 def _file(name: str, folder: str) -> re.Match[str] | None:
-    """What the name of a file in such a folder tells; None where it is no file of ModelCheckpoint's."""
+    """The parts of the name of a file in such a folder; None where it is not a file of ModelCheckpoint's."""
     return None if folder == USUAL and _OF_MINDFORMERS.fullmatch(name) else _FILE.fullmatch(name)
 
 
 def _written_folder(title: str) -> str | None:
-    """The folder that a name tells; None where it tells none, which is the usual one."""
+    """The folder that a name contains; None where it contains none, which means the usual one."""
     folder, separator, file = title.partition(_SEPARATOR)
     return folder if separator and (RANK in folder or (not folder and RANK in file)) else None
 

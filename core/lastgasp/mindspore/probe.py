@@ -1,4 +1,4 @@
-"""What can be said of a checkpoint without a manifest: whether its files are whole, as far as their formats tell.
+"""What can be said of a checkpoint without a manifest: whether its files are whole, as far as their formats allow.
 
 A flipped bit is not seen, unless the file was saved with `crc_check`. A `.ckpt` that was cut between two parameters is
 a file of the same format, which MindSpore loads (mindformers.md §5): it is told by what others of its kind hold.
@@ -33,7 +33,7 @@ def probe(checkpoint: Path, layout: Layout, step: int | None, share: tuple[int, 
 
 
 def told_step(checkpoint: Path, layout: Layout) -> int | None:
-    """How many steps its content says that it holds: of the first file that tells; None where none does."""
+    """How many steps its content says that it holds: of the first file that says so; None where none does."""
     for _, path in sorted(data_files(checkpoint, layout).items()):
         content = content_of(path) if path.suffix in _DATA else None
         if isinstance(content, Content) and content.step is not None:

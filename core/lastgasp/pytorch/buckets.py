@@ -24,7 +24,7 @@ class BucketLayout:
     Not at the gasp: DDP's logger waits for a lock that the training thread holds while it is stuck in backward.
 
     Args:
-        model: tells the model, which may be wrapped late.
+        model: returns the model, which may be wrapped late.
     """
 
     LOOKS = 8

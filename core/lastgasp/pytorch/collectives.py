@@ -122,7 +122,7 @@ class Collectives:
         self.installed = False
 
     def look(self) -> None:
-        """Follow the switch. Where torch does not let itself be wrapped, nothing is, and training goes on."""
+        """Follow the switch. Where torch does not let itself be wrapped, nothing is, and training continues."""
         if self._names.on == self.installed or self._refused:
             return
         try:
@@ -136,7 +136,7 @@ class Collectives:
         """Once: what is only to be marked must not fail for that."""
         if not self._told:
             self._told = True
-            log.exception("a collective could not be marked (has torch changed?); training goes on without its mark")
+            log.exception("a collective could not be marked (has torch changed?); training continues without its mark")
 
     def close(self) -> None:
         """Put every function back; one that somebody else has wrapped meanwhile stays. Idempotent."""
@@ -201,7 +201,7 @@ class Collectives:
 class GradientBuckets:
     """One communication range per step for the gradients of a DistributedDataParallel model.
 
-    DDP reduces its buckets in C++. Its own runtime logging tells when the first one began and how long all of them
+    DDP reduces its buckets in C++. Its own runtime logging says when the first one began and how long all of them
     took; the reducer, the hook and the numbers stay as they are. While the marks are off, DDP samples as rarely as
     before. On CUDA DDP brings the times with the next forward pass, and waits for its events there.
 
@@ -226,7 +226,7 @@ class GradientBuckets:
     def look(self) -> None:
         """Once a step, after its backward pass, on the training thread: follow the switch, take the times.
 
-        Where DDP does not tell them, nothing is marked, and training goes on.
+        Where DDP does not report them, nothing is marked, and training continues.
         """
         if self._refused:
             return
@@ -234,7 +234,7 @@ class GradientBuckets:
             self._follow()
         except Exception:
             self._refused, self.sampling = True, False
-            log.exception("DDP's reductions cannot be marked (has torch changed?); training goes on without")
+            log.exception("DDP's reductions cannot be marked (has torch changed?); training continues without")
 
     def _follow(self) -> None:
         if self._names.on != self.sampling:

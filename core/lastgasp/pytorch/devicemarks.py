@@ -1,6 +1,6 @@
 """Marks of a CUDA device: event pairs around a range, read later without waiting, and NVTX ranges for profilers.
 
-A host range of asynchronous work ends before the work does. An event recorded at each end tells when the device got
+A host range of asynchronous work ends before the work does. An event recorded at each end shows when the device got
 there; it is asked once a step whether it has passed, and never waited for. The events' times are brought to the
 host's clock by one event that was waited for at the start, and kept there by two facts: the device cannot reach an
 event before the host has recorded it, nor after the host has seen it passed.
@@ -170,7 +170,7 @@ def profiled(environment: Mapping[str, str]) -> bool:
 
 
 def cuda_marks(marks: Sink, device: torch.device, environment: Mapping[str, str]) -> DeviceMarks | None:
-    """The marks of a `torch.device`; None where it is no CUDA device, so that host times are all there is."""
+    """The marks of a `torch.device`; None where it is not a CUDA device, so that host times are all there is."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
 

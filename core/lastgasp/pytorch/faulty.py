@@ -51,7 +51,7 @@ def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_no
     The first one after the backward pass: where a loop clips its gradients or looks for NaN.
 
     Args:
-        step_now: tells the step under way, in completed updates.
+        step_now: returns the step under way, in completed updates.
     """
 
     def wrap(step: Step) -> Step:
@@ -91,7 +91,7 @@ def _half_step(
 ) -> Any:
     """The step, with the fault after the first half of its parameters.
 
-    The first half is updated by the optimizer's bare function: its hooks tell others that the update is
+    The first half is updated by the optimizer's bare function: its hooks report to others that the update is
     complete, and it is not.
     """
     bare = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ ENDINGS = (".pt", ".pth", ".pt.tar", ".pth.tar")
 _NUMBERS = (
     re.compile(r"(?:step|iter(?:ation)?)[=_-]?(\d+)"),
     re.compile(r"epoch[=_-]?(\d+)"),
-    re.compile(r"(?<!rank)[=_-](\d+)$"),  # of the name without its ending: ckpt-12; resnet50 tells no step
+    re.compile(r"(?<!rank)[=_-](\d+)$"),  # of the name without its ending: ckpt-12; resnet50 has no step
 )
 _ONE = SingleFile()
 

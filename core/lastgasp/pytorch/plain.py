@@ -144,7 +144,7 @@ def _check_there(path: Path) -> None:
         raise FileNotFoundError(2, "No such checkpoint", str(path))
     if not os.path.lexists(FILES.manifest_path(path)) and not _pending(path):
         raise CheckpointError(
-            f"{path} has no manifest, so nothing tells whether it is whole. If you trust it as it is, run "
+            f"{path} has no manifest, so it is unknown whether it is complete. If you trust it as it is, run "
             f"`lastgasp manifest {path.parent}` once, or load it with torch.load."
         )
 

@@ -58,7 +58,7 @@ def key_of(group: ProcessGroup | None) -> str:
 
 
 def name_of(description: str) -> str:
-    """`tp`, `pp`, `dp` ... as `group_desc` tells it; an unknown one stays as it is, and a missing one is empty."""
+    """`tp`, `pp`, `dp` ... as `group_desc` names it; an unknown one stays as it is, and a missing one is empty."""
     text = description.lower()
     mesh = _MESH.fullmatch(text)
     if mesh:

@@ -1,4 +1,4 @@
-"""Ranges of training as an adapter follows them from a loop's hooks, which tell only afterwards what a range was."""
+"""Ranges of training as an adapter follows them from a loop's hooks, which only say afterwards what a range was."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Keeps the profiling files below `upper_limit_of_disk_in_mb`, as TaskD's documentation promises (taskd.md §6).
 
-Once a minute each rank adds up what lies under the base. Beyond the limit it removes the oldest of its *own* files,
-in the directories of all jobs: 20 % of them, at least one, and at least its share of what is too much, so that all
-ranks together come back below the limit. Only profiling files go, `<base>/<any task>/<this rank>/<ten digits>`;
-links, directories and everything with another name stay (TaskD itself removes other people's files), and so does
-the file that is being written.
+Once a minute each rank adds up what is below the base. Beyond the limit it removes the oldest of its *own* files,
+in the directories of all jobs: 20 % of them, at least one, and at least its share of the excess, so that all
+ranks together return below the limit. Only profiling files go, `<base>/<any task>/<this rank>/<ten digits>`;
+links, directories and everything with another name stay (TaskD itself removes other people's files), as does
+the file being written.
 
-A limit of less than one file (10 MB) makes smaller files. With TaskD it means that only the first batch is ever
-written; here it means that little is kept: with 0 hardly more than the file that is being written.
+A limit of less than one file (10 MB) makes smaller files. In TaskD it means that only the first batch is ever
+written; here it means that little is kept: with 0 hardly more than the file being written.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger("lastgasp.steps")
 
 PERIOD_S = 60.0
 SMALL_MB = 10
-"""A lower limit has no room for one file of the usual size."""
+"""A lower limit leaves no room for one file of the usual size."""
 SMALL_FILE_MIN = 65536
 ENTRIES_PER_TICK = 500
-"""Directory entries looked at before the flusher gets its turn again."""
+"""Directory entries examined before the flusher gets its turn again."""
 _MB = 1 << 20
 
 
@@ -69,7 +69,7 @@ def to_delete(files: Sequence[Aged], total: int, limit: int, writing: Path | Non
 
 
 class Ageing:
-    """One rank's part in it. The flusher calls `tick` at every turn.
+    """One rank's share of the clean-up. The flusher calls `tick` at every turn.
 
     Args:
         base: the directory of all jobs.
@@ -95,11 +95,11 @@ class Ageing:
             )
 
     def hasten(self) -> None:
-        """Look now: a file was completed."""
+        """Survey at the next `tick`: a file was completed."""
         self._due = self._monotonic()
 
     def tick(self, writing: Path | None) -> list[Path]:
-        """Go on with a survey, or begin one when a minute is over; returns what was removed.
+        """Continue a survey, or begin one when a minute has passed; returns what was removed.
 
         Args:
             writing: the file that must stay.

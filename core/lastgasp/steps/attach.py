@@ -30,29 +30,29 @@ class Marking:
 
 
 class Recorder(Protocol):
-    """The marks of one rank with what belongs to them: the engine's own (`StepRecorder`), or mstx's.
+    """The marks of one rank, recorded by the engine (`StepRecorder`) or by mstx.
 
-    The Session opens it, hands it to the adapter, and closes it once; nothing of it raises into training.
+    The Session opens it, hands it to the adapter, and closes it once; it never raises into training.
     """
 
     marks: Any
-    """What training marks with (`Marks`)."""
+    """The marks that training uses (`Marks`)."""
 
     def set_groups(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tell the process groups, for parallel_group.json."""
+        """Set the process groups, for parallel_group.json."""
 
     def set_device_rows(self, source: DeviceRows) -> None:
-        """Tell readers where the times of the device rows come from."""
+        """Record where the times of the device rows come from, for readers."""
 
     def flush(self, timeout: float) -> bool:
-        """Bring what was marked to disk, within `timeout` seconds; True when it is there."""
+        """Write what was marked to disk, within `timeout` seconds; True once it is there."""
 
     def close(self, timeout: float = ...) -> bool:
-        """The marks are off for good; True when everything is on disk. Twice is fine."""
+        """Switch the marks off for good; True once everything is on disk. Idempotent."""
 
 
 class NoMark:
-    """Stands for every mark where nothing is marked."""
+    """Replaces every mark if nothing is marked."""
 
     value = 0
 
@@ -79,15 +79,15 @@ def no_mark(name: str) -> NoMark:
 
 
 def no_step(number: int) -> None:
-    """Stands for `Marks.step`."""
+    """Replaces `Marks.step`."""
 
 
 def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Path) -> StepRecorder | None:
-    """The recorder of this rank; None where nothing is to be marked.
+    """The recorder of this rank; None if nothing is to be marked.
 
     Args:
         started_s: when the job started, unix seconds, the same on every rank.
-        run: the job's directory; the profiling files stand in it where nobody said otherwise.
+        run: the job's directory, which holds the profiling files unless another place is configured.
 
     Raises:
         ConfigError: the profiling directory is longer than a path can be.

@@ -29,7 +29,7 @@ BIT_OF_MARK: Mapping[str, int] = {
     "dataloader": DATALOADER,
     "save_checkpoint": SAVE,
 }
-"""Which bit switches a mark of the domain `default`; a name of the user's own goes with STEP."""
+"""Which bit switches a mark of the domain `default`; a user-defined name is switched with STEP."""
 
 
 def describe(mask: int) -> str:

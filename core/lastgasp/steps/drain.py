@@ -19,7 +19,7 @@ log = logging.getLogger("lastgasp.steps")
 BATCH = 4096
 """Ranges of one write, at most."""
 CHUNK = 128
-"""Ranges rendered before the training thread may have the GIL again: some 0.3 ms."""
+"""Ranges rendered before the GIL is offered to the training thread: some 0.3 ms."""
 TELL_AGAIN_S = 600.0
 """Minimum seconds between warnings about an intermittently failing disk."""
 
@@ -68,9 +68,9 @@ class Drain:
         try:
             rows = self._render(records)
         except Exception:
-            # They would be in the way of all others for ever.
+            # They would block all later ones for ever.
             self._unreadable += count
-            log.exception("%d step marks could not be made into rows and are dropped; this is a bug of ours", count)
+            log.exception("%d step marks could not be made into rows and are dropped; this is a bug in lastgasp", count)
         else:
             self._files.append(rows)
         self._marks.consumed(count)
@@ -99,11 +99,11 @@ class Drain:
             self._trouble = error.errno, now
             self._failing = True
             log.warning(
-                "step marks cannot be written to %s: %s. They wait in memory as long as there is room, and are dropped "
-                "and counted then; training goes on. %s",
+                "step marks cannot be written to %s: %s. They are kept in memory while there is room, then dropped "
+                "and counted; training continues. %s",
                 self._files.directory,
                 error,
-                _REMEDIES.get(error.errno or 0, "See that the directory can be written."),
+                _REMEDIES.get(error.errno or 0, "Make sure that the directory is writable."),
             )
 
     def _works(self) -> None:

@@ -1,4 +1,4 @@
-"""The thread that brings marks to disk four times a second, and that looks at the switch file."""
+"""The thread that writes marks to disk four times a second and watches the switch file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .rankfiles import RankFiles
 log = logging.getLogger("lastgasp.steps")
 
 PERIOD_S = 0.25
-"""From mark to disk it takes so long, and the write."""
+"""Seconds from a mark to its write."""
 SWITCH_PERIOD_S = 1.0
-"""TaskD's own (docs/facts/taskd.md §6)."""
+"""TaskD's own period (docs/facts/taskd.md §6)."""
 Poll = Callable[[int], int | None]
 
 
@@ -60,7 +60,7 @@ class Flusher:
         self._thread = threading.Thread(target=self._loop, name="lastgasp-marks", daemon=True)
 
     def start(self) -> None:
-        """From now on rows are on disk soon after the end of their range."""
+        """Start the thread: rows reach the disk soon after the end of their range."""
         self._serving = True
         try:
             self._thread.start()
@@ -70,14 +70,14 @@ class Flusher:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is there, be it inside a write that hangs."""
+        """Whether the thread exists, even inside a write that hangs."""
         return self._thread.is_alive()
 
     def flush(self, timeout: float) -> bool:
-        """Bring what was marked before the call to disk; from any thread, and from a signal handler.
+        """Write what was marked before the call to disk; from any thread, and from a signal handler.
 
         Args:
-            timeout: seconds. A disk that hangs takes no longer.
+            timeout: seconds, even if the disk hangs.
 
         Returns:
             True when it is there.
@@ -92,7 +92,7 @@ class Flusher:
         return self._write()
 
     def stop(self, timeout: float) -> bool:
-        """A last flush, then the thread ends; a disk that hangs keeps it, and harms nothing. Twice is fine.
+        """Flush once more, then end the thread; a disk that hangs keeps it alive, without harm. Idempotent.
 
         Returns:
             True when everything is on disk.
@@ -142,7 +142,7 @@ class Flusher:
         before = self._marks.mask
         mask = self._poll(before)
         if mask is not None:
-            # Only what the file changed: a command may have come while it was read.
+            # Only the bits that the file changed: a command may have arrived while it was read.
             self._marks.switch(mask & ~before, before & ~mask)
             log.info("the switch file sets the step marks: %s", bits.describe(mask))
 

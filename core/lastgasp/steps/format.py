@@ -1,7 +1,7 @@
 """The marks ring in memory, version 1: the layout that the C writer, the Python writer and every reader share.
 
-A ring is a file in shared memory (tmpfs), mapped by its rank. It survives the rank's SIGKILL; whoever finds it
-afterwards needs nothing else to bring the last marks to disk (`recover`): it tells the rank's profiling directory.
+A ring is a file in shared memory (tmpfs), mapped by its rank. It survives the rank's SIGKILL, and suffices to write
+the last marks to disk afterwards (`recover`): it names the rank's profiling directory.
 
     0        header (one page, `HEADER`)
     4096     texts: `directory`, the rank's profiling directory as the file system has it (`DIRECTORY_AT`, at most

@@ -1,4 +1,4 @@
-"""parallel_group.json, which tells TaskD's slow-node tool the process groups (docs/facts/taskd.md §6, §7)."""
+"""parallel_group.json, from which TaskD's slow-node tool learns the process groups (docs/facts/taskd.md §6, §7)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 GROUPS_FILE = "parallel_group.json"
-"""Stands beside a rank's rows. TaskD's ageing spares this name, and so does ours."""
+"""A file beside a rank's rows. Neither TaskD's ageing nor lastgasp's removes it."""
 
 
 def groups_text(groups: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The content of parallel_group.json, to be put there with `RankFiles.beside`.
+    """The content of parallel_group.json, to be written by `RankFiles.beside`.
 
     Args:
         groups: by the key that communication marks give as `groupName`: `group_name` (the tool looks for `tp` and

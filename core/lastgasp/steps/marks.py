@@ -23,10 +23,10 @@ OTHER = "other"
 
 
 class Mark(Protocol):
-    """A named range that is begun and ended again and again, by any thread; each thread ends its own begin.
+    """A named range that any thread begins and ends repeatedly; each thread ends the range that it began.
 
-    One that begins while it is switched off is not recorded; one that begins while it is on is recorded at its
-    end, switched off meanwhile or not. At most 64 ranges of one mark are open at once.
+    A range that begins while the mark is off is not recorded; one that begins while it is on is recorded at its
+    end, even if switched off meanwhile. At most 64 ranges of one mark are open at once.
     """
 
     value: int
@@ -62,7 +62,7 @@ class Mark(Protocol):
 class Marks:
     """The marks of this process; make it with `Marks.open`, close it with `close`.
 
-    In a forked child they are off for good: the ring is the parent's.
+    In a forked child they are off for good: the ring belongs to the parent.
 
     Attributes:
         mark: `mark("forward")` is the mark of that name in the domain `default`, always the same object.
@@ -102,7 +102,7 @@ class Marks:
             rank, world_size: of this process in its job.
             mask: what is on (`bits`).
             capacity: finished ranges that may wait for the flusher, a power of two.
-            directory: the rank's profiling directory, for whoever recovers the last marks; see `set_directory`.
+            directory: the rank's profiling directory, for the recovery of the last marks; see `set_directory`.
             device: this rank's device on its host, -1 for none.
 
         Raises:
@@ -121,7 +121,7 @@ class Marks:
         """What is on (`bits`); setting it is the switch. 0 once closed, and in a forked child.
 
         Raises:
-            ConfigError: set to what is no set of bits.
+            ConfigError: set to what is not a set of bits.
         """
         return self._ring.mask
 
@@ -133,7 +133,7 @@ class Marks:
                 self._view["mask"] = value
 
     def switch(self, on: int, off: int) -> int:
-        """Turn marks on and off (`bits`), those that are in neither stay; from any thread.
+        """Turn marks on and off (`bits`), leaving all others as they are; from any thread.
 
         Returns:
             What is on now.
@@ -163,7 +163,7 @@ class Marks:
         self._step.begin()
 
     def step_begin(self, number: int) -> None:
-        """The range of step `number` begins; one whose end an exception has skipped is forgotten."""
+        """Begin the range of step `number`; one whose end was skipped by an exception is discarded."""
         self._step.cancel()
         self._step.value = number
         self._step.begin()
@@ -202,7 +202,7 @@ class Marks:
 
     @property
     def wall_offset(self) -> int:
-        """What to add to the records' times to get nanoseconds since the epoch."""
+        """Nanoseconds to add to the records' times to get the time since the epoch."""
         return self._view["wall_offset"]
 
     def take_id(self) -> int:
@@ -230,7 +230,7 @@ class Marks:
                 self._view.consumed(count)
 
     def set_directory(self, directory: str) -> None:
-        """Tell the recovery where this rank's rows go.
+        """Store where this rank's rows go, for the recovery.
 
         Raises:
             ConfigError: longer than a path can be.
@@ -241,24 +241,24 @@ class Marks:
                 self._view.directory = directory
 
     def close(self, remove: bool) -> None:
-        """Marks are off for good; twice is fine.
+        """Switch the marks off for good; idempotent.
 
         Args:
-            remove: also remove the ring file. False leaves it, with what is not on disk yet, to the recovery.
+            remove: also remove the ring file. False leaves it to the recovery, with everything that is not on disk yet.
         """
         with self._lock:
             if not self._closed:
                 self._let_go(remove)
 
     def _let_go(self, remove: bool) -> None:
-        """The counters can still be read, in a copy."""
+        """Release the memory; the counters can still be read, from a copy."""
         self._closed = True
         self._ring.detach()
         self._view = self._view.without_records()
         self._file.close(remove)
 
     def _forked(self) -> None:
-        """In the child, with one thread: the lock may be held by one that is not here."""
+        """In a forked child, which has one thread: the lock may be held by a thread that does not exist here."""
         self._lock = threading.RLock()
         self.close(remove=False)
 
@@ -282,7 +282,7 @@ class Marks:
 
 
 class _Table(dict[str, Mark]):
-    """Marks of the domain `default` by name; looked up without a line of Python once they are there."""
+    """Marks of the domain `default` by name; looked up without running Python once they exist."""
 
     def __init__(self, marks: Marks) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the profiling files of a job lie: `<base>/<task>/<rank>` (docs/facts/taskd.md §6)."""
+"""Where the profiling files of a job are: `<base>/<task>/<rank>` (docs/facts/taskd.md §6)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TASK_VARIABLE = "MINDX_TASK_ID"
 
 
 def profiling_base(directory: Path, rank: int) -> Path:
-    """The directory of all jobs' profiling files; which one, and why, is logged once in a job.
+    """The directory of all jobs' profiling files; which one, and why, is logged once per job.
 
     Args:
         rank: the calling rank; all but the first log only problems.
-        directory: the run's; where neither the environment (`LASTGASP_PROFILING_DIR`) nor MindCluster gives a
-            place, it gets a `profiling`.
+        directory: the run's; if neither the environment (`LASTGASP_PROFILING_DIR`) nor MindCluster names a
+            directory, `profiling` in it is used.
     """
     base, reason, problem = _decide(os.environ.get(BASE_VARIABLE, ""), MINDCLUSTER, directory)
     usual = logging.INFO if rank == 0 else logging.DEBUG

@@ -1,8 +1,8 @@
-"""The writer of the marks ring in Python, for where `_ring.c` could not be compiled: the same, but slower.
+"""The writer of the marks ring in Python, used if `_ring.c` could not be compiled: the same, but slower.
 
-It takes no lock. CPython hands the GIL over, and runs signal handlers, only after a call, at a jump back and where
-a function begins (since 3.10), and it collects garbage only where a container is made. So lines that merely index,
-add, compare and assign run as one; they stand between `# as one` and `# so far`.
+It takes no lock. CPython releases the GIL, and runs signal handlers, only after a call, at a backward jump and at
+the start of a function (since 3.10), and collects garbage only when a container is created. So lines that merely
+index, add, compare and assign are atomic; they are between `# as one` and `# so far`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEPTH = 64
 _MASK = layout.OFFSETS["mask"] // 4
 _HEAD, _TAIL, _DROPPED, _NEXT_ID = (layout.OFFSETS[field] // 8 for field in ("head", "tail", "dropped", "next_id"))
 _NOTHING = memoryview(bytes(layout.PAGE)).cast("I")
-"""The mask of a ring that was let go of."""
+"""The mask of a ring that was released."""
 _pack = Struct("<QQQq16xII8x").pack
 """`format.RECORD` without device times."""
 
@@ -38,12 +38,12 @@ _own = _Own()
 
 
 def _forget_detached(opened: list[tuple[Any, ...]]) -> None:
-    """Ranges of rings that were let go of: their ends may come, and do nothing."""
+    """Discard ranges of released rings: their ends may still come, and do nothing."""
     opened[1:] = [entry for entry in opened[1:] if entry[0]._ring.memory is not None]
 
 
 def forget_thread() -> None:
-    """In a forked child: the only thread has another number now, and the parent's ranges are the parent's."""
+    """In a forked child: the only thread has another id now, and the open ranges belong to the parent."""
     _own.opened = [(None, threading.get_native_id())]
 
 
@@ -60,14 +60,14 @@ class Ring:
         self.masks, self.words = self.memory[: layout.PAGE].cast("I"), self.memory[: layout.PAGE].cast("Q")
         capacity, size = self.words[layout.OFFSETS["capacity"] // 8], layout.RECORD.size
         self.wrap = capacity - 1
-        # Made beforehand: in 3.11 making a slice may collect garbage, and so run anything.
+        # Made beforehand: in 3.11 creating a slice may collect garbage, which can run any code.
         self.places = [slice(at, at + size) for at in range(records_at, records_at + capacity * size, size)]
 
     def detach(self) -> None:
-        """Let go of the memory; the marks are off for good."""
+        """Release the memory; the marks are off for good."""
         self.masks, self.memory, self.places = _NOTHING, None, []
         self.words = memoryview(bytearray(layout.PAGE)).cast("Q")
-        _forget_detached(_own.opened)  # or they, and we, would stay as long as this thread
+        _forget_detached(_own.opened)  # otherwise they, and this ring, would live as long as this thread
 
     @property
     def mask(self) -> int:
@@ -75,7 +75,7 @@ class Ring:
         return self.masks[_MASK]
 
     def take_id(self) -> int:
-        """The next range's id, for a row of one's own; 0 where the memory was let go of."""
+        """The next range's id, for a row that no mark makes; 0 once the memory is released."""
         words = self.words  # as one
         if self.memory is None:
             return 0
@@ -84,7 +84,7 @@ class Ring:
         return number
 
     def write(self, record: bytes) -> bool:
-        """False: the ring is full, or was let go of, and the record is lost."""
+        """False: the ring is full or released, and the record is lost."""
         words, memory = self.words, self.memory  # as one
         if memory is None:
             return False
@@ -98,14 +98,14 @@ class Ring:
 
 
 class Mark:
-    """A range that is begun and ended again and again; see `marks.Mark`."""
+    """A range that is begun and ended repeatedly; see `marks.Mark`."""
 
     __slots__ = ("_open", "_ring", "bit", "name", "value")
 
     def __init__(self, ring: Ring, name: int, bit: int) -> None:
         self._ring, self.name, self.bit, self.value = ring, name, bit, 0
         self._open = 0
-        """How many are open in all threads; too many where threads ended inside a range, never too few."""
+        """How many are open in all threads; too high if threads ended inside a range, never too low."""
 
     def __enter__(self) -> None:
         ring = self._ring
@@ -172,7 +172,7 @@ class Mark:
         return _NONE
 
     def _begin_unrecorded(self) -> None:
-        """Its end will come, and must not be taken for that of the recorded range around it."""
+        """Note it all the same: its end must not be taken for that of the recorded range around it."""
         if self._depth():
             _own.opened.append((self, 0, 0, 0))
             self._open += 1

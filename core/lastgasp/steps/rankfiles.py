@@ -1,7 +1,7 @@
 """One rank's profiling directory, `<base>/<task>/<rank>`: whole rows appended to files named by the second.
 
 As TaskD does it (docs/facts/taskd.md §6): directories 0755, files 0644 (less the umask), one write per batch, the file
-with the largest number is appended to, one beyond 10 MiB is followed by a new one. Beside that nothing is ever left
+with the largest number is appended to, one beyond 10 MiB is followed by a new one. In addition, nothing is ever left
 half written: a batch that does not fit is undone, and a file that another process's death left with half a row is
 not appended to.
 """
@@ -27,7 +27,7 @@ NAME = re.compile(r"[0-9]{10}")
 """A profiling file: seconds since the epoch when it was begun."""
 _TRIES = 8
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR)
-"""Another user's file, a link or a directory has the name: another one is taken."""
+"""The name belongs to another user's file, a link or a directory: another one is chosen."""
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -105,7 +105,7 @@ class RankFiles:
         """Append complete rows to the newest file.
 
         Raises:
-            OSError: they are not there, none of them; the disk is full or refuses.
+            OSError: none of them was written: the disk is full or refuses.
         """
         for _ in range(_TRIES):
             descriptor = self._open()
@@ -137,7 +137,7 @@ class RankFiles:
         for _ in range(_TRIES):
             try:
                 return self._open_current()
-            except FileNotFoundError:  # the directory is gone meanwhile
+            except FileNotFoundError:  # the directory was removed meanwhile
                 self.prepare()
         raise OSError(errno.ESTALE, f"it is removed again and again: {self.directory}")
 
@@ -169,7 +169,7 @@ class RankFiles:
         return size in (0, self._end) or os.pread(descriptor, 1, size - 1) == b"\n"
 
     def _begin(self) -> int:
-        """A new file, whose number is larger than any that is there: its second, or a later one."""
+        """A new file, numbered by the current second, or higher if a larger number exists."""
         newest = next(reversed(profiling_files(self.directory)), None)
         second = max(self._wall_ns() // 10**9, int(newest.name) + 1 if newest else 0)
         while True:
@@ -207,7 +207,7 @@ class RankFiles:
         temporary = _fs.unique_temp(path)
         try:
             temporary.write_bytes(content)
-            os.replace(temporary, path)  # without fsync, which may take long; rows have none either
+            os.replace(temporary, path)  # without fsync, which may take long; rows are not synced either
             self._written[name] = content
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The marks of one rank with all that belongs to them: ring, flusher, files, limit, switch."""
+"""The marks of one rank with everything that they need: ring, flusher, files, limit, switch."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class RecorderOptions:
 class StepRecorder:
     """The marks of this rank, from `open` to `close`; as a context manager it closes itself.
 
-    Once it is open nothing of it raises into training, and nothing waits for a disk: a directory that cannot be
+    Once open it never raises into training and never waits for a disk: a directory that cannot be
     written is one warning. An interpreter that ends without `close` flushes automatically.
 
     Attributes:
-        marks: what training marks with.
+        marks: the marks that training uses.
         directory: where the rows go.
     """
 
@@ -97,7 +97,7 @@ class StepRecorder:
         """Begin.
 
         Raises:
-            ConfigError: a mask that is no set of bits, or a directory that is longer than a path can be.
+            ConfigError: a mask that is not a set of bits, or a directory that is longer than a path can be.
         """
         marks = Marks.open(
             rank=options.rank,
@@ -123,10 +123,10 @@ class StepRecorder:
             self._about()
 
     def flush(self, timeout: float) -> bool:
-        """Bring what was marked so far to disk; from any thread.
+        """Write what was marked so far to disk; from any thread.
 
         Args:
-            timeout: seconds, whatever the disk does.
+            timeout: seconds, even if the disk hangs.
 
         Returns:
             True when it is there.
@@ -134,10 +134,10 @@ class StepRecorder:
         return not self._closed and self._flusher.flush(timeout)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
-        """A last flush, then the marks are off for good. What the disk refuses stays for the recovery. Twice is fine.
+        """Flush once more and switch the marks off for good. What the disk refuses is left to the recovery. Idempotent.
 
         Args:
-            timeout: seconds, whatever the disk does.
+            timeout: seconds, even if the disk hangs.
 
         Returns:
             True when everything is on disk.
@@ -155,7 +155,7 @@ class StepRecorder:
             )  # fmt: skip
         if not self._flusher.running:
             self.marks.close(remove=written)
-        # Else its write hangs, and may come to its end yet: the ring stays ours, or its rows would come twice.
+        # Otherwise its write hangs and may still complete: keep the ring, or its rows would be written twice.
         return written
 
     def __enter__(self) -> StepRecorder:

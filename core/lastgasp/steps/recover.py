@@ -1,9 +1,9 @@
 """Brings the last marks of killed processes to disk, from the ring files that they left (`format`).
 
-A ring whose owner lives is locked by it; a dead one's is claimed, so that of several recoveries one does the work,
-and another takes over where the first one dies. The owner, or an earlier recovery, may have died between its write
-and its word about it in the ring, even in the middle of a row: what is on disk already is found by its text (a row
-has the process, the Id and the nanosecond), and only the rest is written.
+A living owner holds a lock on its ring; a dead one's ring is claimed, so that only one of several recoveries works on
+it, and another takes over if the first one dies. The owner, or an earlier recovery, may have died after its write and
+before recording it in the ring, even in the middle of a row: what is already on disk is found by its text (a row has
+the process, the Id and the nanosecond), and only the rest is written.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ log = logging.getLogger("lastgasp.steps")
 
 TIMEOUT_S = 30.0
 FILES_LOOKED_AT = 4
-"""The newest files of the rank: its last batch is in one of them, or nowhere."""
+"""How many of the rank's newest files are searched: its last batch is in one of them, or nowhere."""
 STALE_S = 3600.0
-"""A ring that was never finished is removed when it is older."""
+"""Age in seconds at which a ring that was never completed is removed."""
 _HOST_START = re.compile(rb'"Flag":(?:16,"SourceKind":0|2),')
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What became of one ring file whose owner is dead.
+    """The result for one ring file whose owner is dead.
 
     Attributes:
         ring: the ring file.
         rank, directory: of its process, as far as they are known.
         ranges: finished ranges that were only in the ring and are on disk now.
         problem: why its rows are not on disk; empty when all is well.
-        removed: the ring file is gone. It stays where another call may succeed.
+        removed: the ring file is gone. It is kept if another call may succeed.
     """
 
     ring: Path
@@ -58,10 +58,10 @@ class Recovered:
 def recover_orphans(timeout: float = TIMEOUT_S) -> list[Recovered]:
     """Empty and remove every ring file of this user whose owner is dead. Never raises.
 
-    What cannot be written stays for the next call. A damaged ring is removed with a warning.
+    What cannot be written is left to the next call. A damaged ring is removed with a warning.
 
     Args:
-        timeout: seconds. A disk that hangs takes no longer; what is done later is not in the answer.
+        timeout: seconds, even if a disk hangs; what completes later is missing from the answer.
     """
     if not _listing():
         return []
@@ -74,7 +74,7 @@ def recover_orphans(timeout: float = TIMEOUT_S) -> list[Recovered]:
         return []
     worker.join(timeout)
     if worker.is_alive():
-        log.warning("recovering the step marks of dead processes takes longer than %g s: going on without it", timeout)
+        log.warning("recovering the step marks of dead processes takes longer than %g s: continuing without", timeout)
     return list(done)
 
 
@@ -97,7 +97,7 @@ def _recover_all(done: list[Recovered], timeout: float) -> None:
 
 
 def _listing() -> list[Path]:
-    """All ring files of this user, and (with a dot in front) those that are not finished."""
+    """All ring files of this user, and (with a leading dot) those that are not completed."""
     prefixes = tuple(f"{dot}{ringfile.PREFIX}-{os.getuid()}-" for dot in ("", "."))
     found = []
     for place in dict.fromkeys(ringfile.places()):
@@ -107,7 +107,7 @@ def _listing() -> list[Path]:
 
 
 def _remove_stale(path: Path) -> None:
-    """A ring whose process died while it made it."""
+    """Remove a ring whose process died while creating it."""
     with contextlib.suppress(OSError):
         if _mine(path) and _clock.wall_ns() - path.lstat().st_mtime_ns > STALE_S * 1e9:
             path.unlink()
@@ -142,7 +142,7 @@ def _empty(path: Path, ring: RingReader) -> Recovered:
     directory, rank = ring.directory, ring["rank"]
     if not directory:
         waiting = ring["head"] - ring["tail"]
-        return _remove(path, f"{path} does not tell where its rows go: {waiting} ranges are lost" if waiting else "")
+        return _remove(path, f"{path} does not say where its rows go: {waiting} ranges are lost" if waiting else "")
     try:
         ranges = _write_rest(ring, Path(directory))
     except OSError as error:
@@ -169,7 +169,7 @@ def _write_rest(ring: RingReader, directory: Path) -> int:
 
 
 def _on_disk(directory: Path, rows: bytes) -> tuple[Path | None, int]:
-    """How many bytes of `rows` are in a file already; the file, where they break off at its end in a row."""
+    """The file that ends in the middle of `rows`, if there is one, and how many bytes of `rows` are already on disk."""
     first = rows[: rows.find(b"\n") + 1]
     for path in reversed(profiling_files(directory)[-FILES_LOOKED_AT:] if first else []):
         content = path.read_bytes()
@@ -186,7 +186,7 @@ def _on_disk(directory: Path, rows: bytes) -> tuple[Path | None, int]:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Length of the beginning that both have."""
+    """Length of the common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -195,7 +195,7 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 def _finish(path: Path, rest: bytes) -> None:
-    """Continue in the middle of a row. What a full disk leaves of it the next recovery finds by its text."""
+    """Continue in the middle of a row. If the disk is full, the next recovery finds the partial row by its text."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         while rest:
@@ -221,11 +221,11 @@ def _remove(path: Path, reason: str) -> Recovered:
 
 
 def _locked(path: Path) -> bool:
-    """Whether a living process holds it, which a damaged header, or a later version's, does not show."""
+    """Whether a living process holds the ring, which a damaged or newer header would not show."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return True  # not to be looked into, or removed by another recovery meanwhile
+        return True  # unreadable, or removed by another recovery meanwhile
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -244,4 +244,4 @@ def _tell(recovered: Recovered) -> None:
         what = "removed" if recovered.removed else "kept for another attempt"
         log.warning("step marks of a dead process: %s; its ring file is %s", recovered.problem, what)
     elif recovered.ranges:
-        log.info("the last %d ranges of rank %d are in %s", recovered.ranges, recovered.rank, recovered.directory)
+        log.info("the last %d step marks of rank %d are in %s", recovered.ranges, recovered.rank, recovered.directory)

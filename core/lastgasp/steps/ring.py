@@ -1,8 +1,8 @@
 """The marks ring as its flusher, its recovery and its tests see it: header, names, records (`format`).
 
-About locks: a POSIX record lock is lost when its process closes *any* descriptor of the file. Whoever opens a
-ring of his own process would by that declare himself dead, so `RingReader` reads such a ring through the mapping
-that is there already.
+About locks: a POSIX record lock is lost when its process closes *any* descriptor of the file. A
+process that opened its own ring and closed it again would appear dead, so `RingReader` reads such a ring through
+the existing mapping.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ own: WeakValueDictionary[tuple[int, int], mmap.mmap] = WeakValueDictionary()
 
 
 class RingDamaged(LastgaspError):
-    """A file that is no marks ring, or not one that this version can read.
+    """A file that is not a marks ring, or not one that this version can read.
 
     Args:
         path: the file.
@@ -65,14 +65,14 @@ class View:
     """Header, directory, names and records of a ring in memory: what `format` describes, as Python values.
 
     Args:
-        memory: the whole ring; writable where something is to be written.
+        memory: the entire ring; writable if something is to be written.
     """
 
     _memory = _words = _halves = memoryview(b"")
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        # One load or store each, so that no other process sees half a number.
+        # One load or store each, so that no other process sees a partial number.
         self._words, self._halves = memory[: layout.PAGE].cast("Q"), memory[: layout.PAGE].cast("I")
 
     def __getitem__(self, field: str) -> int:
@@ -154,13 +154,13 @@ class View:
         return View(memoryview(bytearray(self._memory[: layout.RECORDS_AT])))
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         for view in (self._words, self._halves, self._memory):
             view.release()
 
 
 class RingReader(View):
-    """A ring file of any process, alive or dead. It writes nothing but `consumed`, and that only after `claim`.
+    """A ring file of any process, alive or dead. It writes only the count of `consumed`, and only after `claim`.
 
     Args:
         path: the ring file.
@@ -197,7 +197,7 @@ class RingReader(View):
         for field, expected in CONSTANT.items():
             if self[field] != expected:
                 raise RingDamaged(self.path, f"{field} is {self[field]:#x}, expected {expected:#x}")
-        # This process's own threads go on between the two looks. Another's as well, but it holds the lock.
+        # This process's own threads may write between the two reads. Another process may, too, but it holds the lock.
         capacity, waiting = self["capacity"], 0 if self.mine else self["head"] - self["tail"]
         if capacity.bit_count() != 1 or layout.size_of(capacity) > self._memory.nbytes:
             raise RingDamaged(self.path, f"a capacity of {capacity} in {self._memory.nbytes} bytes")
@@ -205,7 +205,7 @@ class RingReader(View):
             raise RingDamaged(self.path, f"{waiting} records of {capacity}, {self['names']} names")
 
     def claim(self) -> bool:
-        """Take the place of the dead owner until `close`; False while it lives, or where another has claimed it."""
+        """Take the dead owner's place until `close`; False if the owner lives or another process has claimed it."""
         if self.mine:
             return False
         try:
@@ -215,7 +215,7 @@ class RingReader(View):
         return os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
-        """Let go of the file; twice is fine."""
+        """Close the file; idempotent."""
         self.release()
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -31,7 +31,7 @@ class RingFile:
     """A mapped ring, new and empty, locked as long as this process lives and `file` is open.
 
     Attributes:
-        mapping: its memory, all of it there already, so that no mark waits for a page or dies for want of one.
+        mapping: its memory, fully allocated, so that no mark waits for a page or dies because there is none.
         path, file: None for anonymous memory, which cannot be found after a SIGKILL.
     """
 
@@ -46,15 +46,15 @@ class RingFile:
         try:
             self.mapping.close()
         except BufferError:
-            pass  # a RingReader of this very process; the memory goes when it does
+            pass  # a RingReader of this process; the memory is released with it
         if self.file is not None:
             status = os.fstat(self.file.fileno())
-            ring.own.pop((status.st_dev, status.st_ino), None)  # what is left of it may be recovered, by us as well
+            ring.own.pop((status.st_dev, status.st_ino), None)  # what is left may be recovered, even by this process
             self.file.close()
 
 
 def places() -> list[Path]:
-    """Where rings are made and looked for: shared memory, or the system's temporary directory where there is none.
+    """Where rings are made and looked for: shared memory, or the system's temporary directory if there is none.
 
     LASTGASP_RING_DIR names another directory; then rings are made and looked for there alone.
     """
@@ -94,12 +94,12 @@ def create(header: Mapping[str, int], capacity: int) -> RingFile:
 
 
 def _create_in(place: Path, header: Mapping[str, int], capacity: int) -> RingFile:
-    """Under another name until it is locked: without its lock a ring looks like a dead process's."""
+    """Create it under another name until it is locked: an unlocked ring looks like a dead process's."""
     name = f"{PREFIX}-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
     size, temporary, path = layout.size_of(capacity), place / f".{name}", place / name
     file = io.FileIO(temporary, "x+", opener=_open_private)
     try:
-        # Room that is lacking is found here, as an error; in a mapping it would be SIGBUS, at some mark.
+        # A lack of space is an error here; in the mapping it would be a SIGBUS at some mark.
         os.posix_fallocate(file.fileno(), 0, size)
         mapping = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         _fill(mapping, header, capacity)
@@ -124,7 +124,7 @@ def _open_private(path: str, flags: int) -> int:
 
 def _fill(mapping: mmap.mmap, header: Mapping[str, int], capacity: int) -> None:
     if capacity.bit_count() != 1:
-        raise OSError(errno.EINVAL, f"a capacity of {capacity}, which is no power of two")
+        raise OSError(errno.EINVAL, f"a capacity of {capacity}, which is not a power of two")
     view = ring.View(memoryview(mapping))
     fields = {"capacity": capacity, "next_id": 1, "wall_offset": wall_offset(), "pid": os.getpid(), **header}
     for field, value in (ring.CONSTANT | fields).items():

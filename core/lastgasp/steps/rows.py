@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
 _ESCAPES = {c: f"\\u{c:04x}" for c in (*range(0x20), *map(ord, "<>&"), 0x2028, 0x2029)}
 _ESCAPES |= {ord('"'): '\\"', ord("\\"): "\\\\", ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
-# What Python makes of bytes that are no UTF-8; Go writes this for each such byte.
+# What Python makes of bytes that are not UTF-8; Go writes this for each such byte.
 _ESCAPES |= dict.fromkeys(range(0xD800, 0xE000), "\\ufffd")
 
 # In a template %s stands for a time, the Id and the value; %.0s takes a value and prints nothing.

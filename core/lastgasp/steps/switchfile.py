@@ -105,7 +105,7 @@ class SwitchFile:
         try:
             found = msgspec.json.decode(data)
         except _BAD as error:
-            raise _Refused(f"it is no JSON ({error})") from None
+            raise _Refused(f"it is not JSON ({error})") from None
         if not isinstance(found, dict):
             raise _Refused(f"it holds a JSON {type(found).__name__}, not an object with the keys {_keys()}")
         return self._checked(found)

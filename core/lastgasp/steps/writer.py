@@ -25,14 +25,14 @@ class Ring(Protocol):
     """What both modules call `Ring`: the memory that their marks write to."""
 
     def detach(self) -> None:
-        """Let go of the memory; the marks are off for good."""
+        """Release the memory; the marks are off for good."""
 
     @property
     def mask(self) -> int:
         """What is on; 0 once detached."""
 
     def take_id(self) -> int:
-        """The next range's id, for a row of one's own."""
+        """The next range's id, for a row that no mark makes."""
 
 
 def choose() -> ModuleType:

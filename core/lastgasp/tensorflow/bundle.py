@@ -1,4 +1,4 @@
-"""What TensorFlow's own index tells about the files of a checkpoint: sizes and CRC-32Cs. Read without TensorFlow.
+"""What TensorFlow's own index says about the files of a checkpoint: sizes and CRC-32Cs. Read without TensorFlow.
 
 The index is a sorted table of the format that LevelDB uses: blocks of key and value, each with a masked CRC-32C, and a
 footer of 48 bytes. Values are the protos BundleHeaderProto (key "") and BundleEntryProto (tensorflow/core/protobuf/
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def structure_problem(prefix: Path) -> str:
-    """What is wrong with index and sizes; empty where nothing is, or where the index is compressed and cannot tell."""
+    """What is wrong with index and sizes; empty if nothing is, or if the index is compressed and cannot be read."""
     try:
         shards, entries = read_index(prefix)
         return _too_short(prefix, shards, entries)

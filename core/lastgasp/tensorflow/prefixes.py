@@ -51,7 +51,7 @@ def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> s
 
     Raises:
         CheckpointError: it is not whole: a file is missing or shorter than its index says.
-        ConfigError: the prefix is no path on this machine, or the step is negative.
+        ConfigError: the prefix is not a path on this machine, or the step is negative.
         OSError: the disk refused.
     """
     if prefix is None:

@@ -24,7 +24,7 @@ class State:
 
     Args:
         latest: the prefix to restore; kept: all that the manager may remove one day, oldest first.
-        times: when each of `kept` was saved, unix seconds; empty where the file tells none.
+        times: when each of `kept` was saved, unix seconds; empty where the file has none.
         preserved: when the last one was saved that is kept for ever, unix seconds, or None.
     """
 
@@ -86,7 +86,7 @@ def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping
 
 
 def _named(state: State | None, directory: Path) -> dict[Path, float]:
-    """The checkpoints that it names, in its order -> when saved, where it tells."""
+    """The checkpoints that it names, in its order -> when saved, where it says so."""
     if state is None:
         return {}
     paths: Sequence[Path] = [directory / name for name in state.kept]

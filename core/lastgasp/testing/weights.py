@@ -19,7 +19,7 @@ def records(path: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(path) as archive:
             found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{path} is no file of torch.save: {error}. Give the final weights.") from error
+        raise CheckpointError(f"{path} was not written by torch.save: {error}. Give the final weights.") from error
     return {name: data for name, data in found.items() if name == "data.pkl" or name.startswith("data/")}
 
 

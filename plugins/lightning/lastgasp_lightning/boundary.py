@@ -152,7 +152,7 @@ def before_updates(precision: Any, event: _Event) -> Undo | None:
     Costs a tenth of the hook `on_before_optimizer_step`, which is called from the same place.
 
     Returns:
-        None where this precision plugin is not Lightning's own, and only the hook tells.
+        None where this precision plugin is not Lightning's own, and only the hook reports it.
     """
     ways = (getattr(type(precision), name, None) for name in ("optimizer_step", "_wrap_closure", "_after_closure"))
     if not all(way is not None and way.__module__.startswith("lightning.pytorch.") for way in ways):
@@ -200,7 +200,7 @@ def _finish_schedulers(epoch: Any, baseline: tuple[int, int]) -> bool:
             epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
             if epoch._num_ready_batches_reached():
                 epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        except Exception:  # a user's scheduler; on_exception must go on, and the state is then unknown
+        except Exception:  # a user's scheduler; on_exception must complete, and the state is then unknown
             log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
             return False
         return True

@@ -23,18 +23,18 @@ from lastgasp_lightning.run import LightningRun
 from lastgasp_lightning.tuner import is_tuner_run
 
 _NOT_NEEDED = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
-"""Hooks of each step that do nothing here; what must be known in between, patches tell for a tenth of the cost."""
+"""Hooks of each step that do nothing here; what happens in between is seen by patches for a tenth of the cost."""
 
 
 class LastGasp(Callback):
-    """Saves the step that training stands on when a rank dies, raises, hangs or is asked to stop; resumes from it.
+    """Saves the current step when a rank dies, raises, hangs or is asked to stop; resumes from it.
 
     Args:
         dir: where checkpoints and incidents go, the same on all ranks; default `LASTGASP_DIR`.
         keep: how many of the checkpoints that LastGasp itself wrote to keep; default 3. Checkpoints of
             ModelCheckpoint are never removed.
-        resume: "auto" (default) goes on from the newest checkpoint that verifies on all ranks; "never" ignores
-            what was there before this job; a path starts from that one (a restart of the job goes on from what
+        resume: "auto" (default) resumes from the newest checkpoint that verifies on all ranks; "never" ignores
+            what was there before this job; a path starts from that one (a restart of the job continues from what
             it has saved since).
         hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it
             from the run, 60 s at least.
@@ -130,7 +130,7 @@ class LastGasp(Callback):
     # -- every step -------------------------------------------------------------------------------
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Parameters are about to change. Left out where the precision plugin tells it."""
+        """Parameters are about to change. Left out where the precision plugin reports it."""
         self._run.before_update()  # type: ignore[union-attr]
 
     def on_train_batch_end(

@@ -26,7 +26,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     Args:
         original: what it replaces.
-        writer: tells who writes, for the manifest.
+        writer: says who writes, for the manifest.
         folders: where a resume looks; a checkpoint saved there makes its step durable.
     """
 
@@ -74,7 +74,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """As TorchCheckpointIO, but durable, atomic and with a manifest. A failing disk does not end training.
 
-        An OSError is logged and training goes on: the older checkpoints stand, and the next save may succeed.
+        An OSError is logged and training continues: the older checkpoints remain, and the next save may succeed.
         """
         if storage_options is not None or _remote(path):
             self._original.save_checkpoint(checkpoint, path, storage_options)
@@ -84,7 +84,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         try:
             self._write(checkpoint, target)
         except OSError as error:
-            log.error("checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error)
+            log.error("checkpoint %s could not be written (%s): training continues; older ones remain", target, error)
             return
         finally:
             self._status.progress("data")

@@ -148,7 +148,7 @@ class DataPosition:
         return out
 
     def settle(self) -> None:
-        """Call when the resumed run stands on its boundary: samplers that drew nothing yet drop their part."""
+        """Call when the resumed run is at its boundary: samplers that drew nothing yet drop their part."""
         self._epoch.settle()
 
 

@@ -77,7 +77,7 @@ def _end(path: Path, moment: float) -> int:
 
 def _size_of_record(head: bytes) -> tuple[int, float]:
     if len(head) < _HEAD.size:
-        raise ValueError("it is no event file")
+        raise ValueError("it is not an event file")
     length, tag, wall = _HEAD.unpack(head)
     if tag != _WALL_TIME or length < 9:
         raise ValueError(f"it has a record of {length} bytes that does not begin with a time")

@@ -9,5 +9,5 @@ from lastgasp.adapter.torch import exception_origin
 
 
 def kind_of(exception: BaseException) -> FaultKind:
-    """As any exception of torch's tells, and sigterm where Lightning itself was asked to stop."""
+    """As for any exception of torch's, and sigterm where Lightning itself was asked to stop."""
     return "sigterm" if isinstance(exception, SIGTERMException) else exception_origin.kind_of(exception)

@@ -1,4 +1,4 @@
-"""Loggers over a restart: the same version goes on behind what was logged at the boundary that is resumed from."""
+"""Loggers over a restart: the same version continues after what was logged at the boundary that is resumed from."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LogRecord:
                 log.warning("a restart will log in a new version, as %s cannot be marked: %s", one.folder, error)
 
     def mark(self) -> bytes:
-        """What has been logged by now; empty where this rank logs nothing that can be gone on with."""
+        """What has been logged by now; empty where this rank logs nothing that can be continued."""
         if not self._logs:
             return b""
         key = [one.position() for one in self._logs]
@@ -114,7 +114,7 @@ class LogRecord:
                 self._held.append((callback, states.pop(callback.state_key)))
 
     def go_on(self, gather: Gather) -> None:
-        """Go on where the checkpoint says; on all ranks. What cannot be gone on with stays in its new version."""
+        """Continue where the checkpoint says; on all ranks. What cannot be continued stays in its new version."""
         saved, self._saved = self._saved, []
         held, self._held = self._held, []
         if not saved:
@@ -150,7 +150,7 @@ class LogRecord:
             one.turn(saved, owner)
             return True
         except _ANYTHING_OF_THE_USERS as error:
-            log.warning("%s is not gone on with, a new version begins: %s", saved.get("folder"), error)
+            log.warning("%s is not continued, a new version begins: %s", saved.get("folder"), error)
             return False
 
 
@@ -271,7 +271,7 @@ class _EventLog:
 
 
 def _log_of(number: int, logger: Any) -> _CsvLog | _EventLog | None:
-    """None for what cannot be gone on with, or must not be: the user has named its version."""
+    """None for what cannot be continued, or must not be: the user has named its version."""
     if not isinstance(logger, CSVLogger | TensorBoardLogger) or not is_automatic(logger):
         return None
     if "://" in str(logger.save_dir):
@@ -280,7 +280,7 @@ def _log_of(number: int, logger: Any) -> _CsvLog | _EventLog | None:
         return _CsvLog(number, logger)
     if type(logger.experiment).__module__.startswith("torch."):
         return _EventLog(number, logger)
-    return None  # tensorboardX, whose file names do not tell the process
+    return None  # tensorboardX, whose file names do not contain the process
 
 
 def _checkpoint_folder(trainer: Any) -> str | None:

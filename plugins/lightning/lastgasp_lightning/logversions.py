@@ -36,7 +36,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 def watch_versions() -> None:
     """From now on remember which loggers choose their version by themselves. Idempotent.
 
-    A version is chosen when it is first asked for, which is before any hook of a callback. Nothing else tells later
+    A version is chosen when it is first asked for, which is before any hook of a callback. Nothing else shows later
     whether the user gave it.
     """
     kinds: tuple[Any, ...] = (CSVLogger, TensorBoardLogger)

@@ -1,4 +1,4 @@
-"""Resuming at a boundary: what was still due there is replayed, then training goes on with the next batch."""
+"""Resuming at a boundary: what was still due there is replayed, then training continues with the next batch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Resume:
             run()
 
     def _advance(self, trainer: Any) -> None:
-        """The first `advance`: stand on the boundary, fetch nothing. Lightning goes on with `on_advance_end`."""
+        """The first `advance`: stay at the boundary, fetch nothing. Lightning continues with `on_advance_end`."""
         record, fit = self._record, trainer.fit_loop
         self.uninstall()
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):

@@ -40,7 +40,7 @@ class LightningSelector:
     Attributes:
         resumed: a checkpoint of ours was chosen.
         present: the manifests that were there before (`CheckpointSelector.present`).
-        same_run: and the user did not name it, so that it is the same run that goes on.
+        same_run: and the user did not name it, so that it is the same run that resumes.
         loaded: called on all ranks once it is loaded.
     """
 

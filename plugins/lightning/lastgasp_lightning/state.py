@@ -53,7 +53,7 @@ class LightningState:
 
     Attributes:
         gate: called once per batch before parameters change, and may block.
-        say: tells people what is not exact (`Session.note`).
+        say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
     """
 
@@ -194,7 +194,7 @@ class LightningState:
         return step
 
     def resumed(self) -> None:
-        """A resumed run stands on its boundary again: a fault before its first update can save it anew."""
+        """A resumed run is at its boundary again: a fault before its first update can save it anew."""
         self._capture(self._trainer.fit_loop.epoch_loop.global_step)
 
     def _capture(self, step: int) -> None:
@@ -255,7 +255,7 @@ class LightningState:
     def dump(self, step: int, aux: Mapping[int, bytes] | None = None) -> dict[str, Any]:
         """The native Lightning checkpoint of `step`, plus the key `"lastgasp"`. Enters no collective.
 
-        Its tensors are the live ones: write them before training goes on.
+        Its tensors are the live ones: write them before training continues.
 
         Args:
             step: completed updates; must be the boundary that the live state stands on.
@@ -291,7 +291,7 @@ class LightningState:
         if self.watch.begun:
             raise NotSaveable(f"the update after step {snapshot.step} has begun; step {step} is gone")
         if snapshot.step != step:
-            raise NotSaveable(f"this rank stands on step {snapshot.step}, not on {step}")
+            raise NotSaveable(f"this rank is at step {snapshot.step}, not at {step}")
         return snapshot
 
     def _refuse_collectives(self) -> None:

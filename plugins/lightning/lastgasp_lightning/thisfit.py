@@ -33,7 +33,7 @@ class ThisFit:
         self.fit = Fit(number=FITS.begin(directory, trainer.lightning_module))
         if broken_off and self.fit.number > before:
             log.warning(
-                "fit %d of this script did not end well; this is fit %d, of another model, and does not go on with it. "
+                "fit %d of this script did not end well; this is fit %d, of another model, and does not resume it. "
                 "To do so give resume=<its checkpoint>, or fit the same model again", before, self.fit.number
             )  # fmt: skip
         if again is not None and trainer.is_global_zero:

@@ -104,7 +104,7 @@ class MegatronCommunication:
         except Exception:
             if not self._told:
                 self._told = True
-                log.exception("a collective could not be marked (has torch changed?); training goes on without it")
+                log.exception("a collective could not be marked (has torch changed?); training continues without it")
             return None
 
     def _put(self, begun: int, group: Any, collected: list[Any], handle: Any) -> None:

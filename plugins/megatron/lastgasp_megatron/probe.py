@@ -76,7 +76,7 @@ def _damage(checkpoint: Path, path: Path, detail: str) -> Damage:
 def misfit(candidate: Candidate, args: Any) -> str:
     """Why Megatron cannot load it, in words; empty where nothing speaks against it.
 
-    Format torch has a folder for each tensor and pipeline rank, so that its names tell the sizes; torch_dist reshards.
+    Format torch has a folder for each tensor and pipeline rank, so that its names show the sizes; torch_dist reshards.
     """
     holds = _sizes(candidate)
     asked = tuple(int(getattr(args, f"{kind}_model_parallel_size", 1) or 1) for kind in ("tensor", "pipeline"))

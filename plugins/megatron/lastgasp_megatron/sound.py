@@ -87,7 +87,7 @@ def _problems(held: _Held, settled: bool) -> Iterator[str]:
     for name, tensor in named.items():
         if name == "exp_avg_sq":
             if not bool(tensor.min() >= 0):  # NaN is not, either
-                yield f"{name} {shape} has elements that are no squares"
+                yield f"{name} {shape} has elements that are not squares"
         elif not _finite(tensor):
             yield f"{name} {shape} is not finite, and the model's weights are"
 

@@ -100,7 +100,7 @@ class MegatronSource:
         if steps.inside:
             raise NotSaveable(f"the update after step {steps.step} has begun; step {step} is gone")
         if boundary.step != step:
-            raise NotSaveable(f"this rank stands on step {boundary.step}, not on {step}")
+            raise NotSaveable(f"this rank is at step {boundary.step}, not at {step}")
         if boundary.adam != steps.counted():
             raise NotSaveable(f"the optimizer has made {steps.counted()} updates, not {boundary.adam}")
         return boundary

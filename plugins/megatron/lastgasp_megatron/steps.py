@@ -183,7 +183,7 @@ def _nothing() -> None:
 
 
 def only(optimizer: Any) -> Any:
-    """The one real optimizer in Megatron's chain, or the one that is no chain."""
+    """The one real optimizer in Megatron's chain, or the one that is not a chain."""
     chain = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not is_stub(one)]
     return chain[0] if chain else optimizer
 

@@ -1,6 +1,6 @@
 """That a job has begun from scratch and no checkpoint was finished since, written down where the next start finds it.
 
-Without this word nobody can tell what a first save that was cut short has left from what somebody has lost. Files of
+Without this file, what an interrupted first save has left behind cannot be told from files that were lost. Files of
 training that cannot be used are taken for the former only where it stands.
 """
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class LastGasp(Callback):  # type: ignore[misc]
-    """No step is lost: what survives a fault saves the step that it stands on, and the next start goes on from there.
+    """No step is lost: what survives a fault saves the current step, and the next start resumes from it.
 
     Give it to `Model.train(..., callbacks=[LastGasp("ckpts")])`, or write `callbacks: - type: LastGasp` into the YAML
     of MindFormers. Make it before the network is compiled. With `LASTGASP=0` it does nothing.
 
     Args:
-        dir: where checkpoints and incidents stand; the same path on every rank. Default: `LASTGASP_DIR`.
+        dir: where checkpoints and incidents are kept; the same path on every rank. Default: `LASTGASP_DIR`.
         options: keep, resume, hang_timeout, save_timeout, finish_timeout, sha256 (`lastgasp.config.GaspConfig`), marks,
             profiling_dir, profiling_limit_mb, require_manifest, attempts.
 
@@ -36,7 +36,7 @@ class LastGasp(Callback):  # type: ignore[misc]
         turn_on()
 
     def on_train_begin(self, run_context: Any) -> None:
-        """Training starts, or goes on from what was loaded."""
+        """Training starts, or resumes from what was loaded."""
         if self.run is not None:
             self.run.begin(run_context.original_args())
 

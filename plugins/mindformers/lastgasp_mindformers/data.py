@@ -1,4 +1,4 @@
-"""What can be known of the training data without reading them, to say it where a resume goes on with other ones.
+"""What can be known of the training data without reading them, so that a resume with other data is reported.
 
 MindFormers lets data and batch size change between two starts on purpose (it counts epochs and steps anew), so this is
 a note and no refusal.
@@ -22,21 +22,21 @@ def described(params: Any) -> str:
         params: the parameters of MindSpore's callbacks, when training begins.
 
     Returns:
-        Equal for equal data; empty where they do not tell. Never raises.
+        Equal for equal data; empty where they do not say. Never raises.
     """
     try:
         dataset = params.train_dataset
         return f"{int(params.batch_num)} batches of {int(dataset.get_batch_size())} ({' of '.join(_stages(dataset))})"
     except Exception as error:  # a user's own, and nothing that training needs
-        log.debug("the training data do not tell what they are: %s", error)
+        log.debug("the training data do not say what they are: %s", error)
         return ""
 
 
 def changed(saved: str, now: str) -> str:
-    """What to tell where the checkpoint's data are not those of this start; empty where they are, or nobody knows."""
+    """The message where the checkpoint's data are not those of this start; empty where they are, or nobody knows."""
     if not saved or not now or saved == now:
         return ""
-    return f"the training data are not those of the checkpoint: {saved} there, {now} here; the step counts go on"
+    return f"the training data are not those of the checkpoint: {saved} there, {now} here; the step counts continue"
 
 
 def _stages(dataset: Any) -> list[str]:

@@ -87,7 +87,7 @@ def gate_of(train_network: Any) -> UpdateGate | None:
     if len(found) != 1:
         log.warning(
             "%d optimizers in the train network: a rank that is killed in the middle of a step costs that step's "
-            "checkpoint, because nobody can tell whether the others had begun their update; use one nn.Optimizer",
+            "checkpoint, because it is unknown whether the others had begun their update; use one nn.Optimizer",
             len(found),
         )
         return None

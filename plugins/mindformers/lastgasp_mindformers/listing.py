@@ -24,7 +24,7 @@ from lastgasp_mindformers.tracker import read_meta, read_tracker
 ENDINGS = (".ckpt", ".safetensors")
 """Of files with parameters."""
 _NOT_OF_TRAINING = ("strategy", ".corrupt")
-"""MindSpore's strategy files end like checkpoints, and tell how those are sharded."""
+"""MindSpore's strategy files have the endings of checkpoints, and say how those are sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class CheckpointCatalog:
         return f"was saved by {world.world_size} ranks, and this job has {self.ranks}"
 
     def _unfinished(self, candidate: Candidate, layout: Layout) -> str | None:
-        """Why a checkpoint without a manifest cannot be meant to be loaded; None where only its content can tell."""
+        """Why a checkpoint without a manifest cannot be meant to be loaded; None if only its content can show that."""
         if _cut_short(candidate.path, layout):
             return "its save was cut short"
         if layout is ITERATIONS:
@@ -143,7 +143,7 @@ class CheckpointCatalog:
         extra = sorted(rank for rank in _ranks(candidate.path, layout) if rank >= self.ranks)
         if extra:
             return f"has no manifest and files of {extra[-1] + 1} ranks, and this job has {self.ranks}"
-        return None if candidate.step is not None else "does not tell how many steps it holds"
+        return None if candidate.step is not None else "does not say how many steps it holds"
 
 
 def catalog_of(places: Iterable[tuple[Path, Layout]], job: Place, bare: bool) -> CheckpointCatalog:

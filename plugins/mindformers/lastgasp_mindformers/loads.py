@@ -27,7 +27,7 @@ _WHOLE = ("stand_alone", "data_parallel")
 
 @contextlib.contextmanager
 def watched(selector: MindFormersSelector) -> Iterator[None]:
-    """What a version of MindFormers does not have is left out: there an error of loading goes on as it is."""
+    """What a version of MindFormers does not have is left out: there an error of loading propagates unchanged."""
     module = sys.modules.get(_MODULE)
     if module is None or left_to_mindspore():  # TrainFaultTolerance loads on some ranks only
         yield

@@ -88,7 +88,7 @@ class Monitor:
         return self._legacy(step) if self.legacy else self._iteration(step)
 
     def told(self) -> Told:
-        """What the other ranks must know of it. Empty where a function tells it, which knows only when it saves."""
+        """What the other ranks must know of it. Empty where a function decides it, which is only known at a save."""
         callback = self._callback
         directory, prefix = getattr(callback, "_directory", None), getattr(callback, "_exception_prefix", None)
         if not isinstance(directory, str) or not isinstance(prefix, str):
@@ -114,7 +114,7 @@ class Monitor:
         layout = layout_of(path)
         if layout is not ITERATIONS:
             return Saved(path, layout, step, file=file)
-        log.warning("%s got no manifest: its name does not tell epoch and step", file)
+        log.warning("%s got no manifest: its name does not contain epoch and step", file)
         return None
 
     def _iteration(self, step: int) -> Saved | None:
@@ -158,7 +158,7 @@ def told_by_all(monitors: Sequence[Monitor], gather: Gather) -> list[list[Told]]
 
 
 def places_of(told: Sequence[Sequence[Told]]) -> list[SavePlace | None]:
-    """Where each ModelCheckpoint saves, on all ranks alike; None where only saving tells that. Needs as many on each.
+    """Where each ModelCheckpoint saves, on all ranks alike; None where only a save shows that. Needs as many on each.
 
     Raises:
         ConfigError: files of the ranks that nobody could put together again.

@@ -52,7 +52,7 @@ def _of_folder(path: Path) -> str:
 
 
 def holds_others(path: Path) -> bool:
-    """Whether MindFormers may find weights there that are no checkpoints of a training, which it must judge itself."""
+    """Whether MindFormers may find weights there that are not checkpoints of a training, which it must judge itself."""
     if not path.is_dir():
         return path.exists()
     for entry in path.rglob("*"):

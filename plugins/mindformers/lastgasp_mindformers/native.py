@@ -48,7 +48,7 @@ class Native:
         return int(getattr(self._monitor, "_append_step_num", 0) or 0)
 
     def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
-        """Where the checkpoint of a step stands. Looked up late: CheckpointMonitor settles its prefix at the start."""
+        """The path of the checkpoint of a step. Looked up late: CheckpointMonitor settles its prefix at the start."""
         if self._monitor is None:
             return legacy_target(LegacyName(PREFIX, numbers.epoch, numbers.within, "ckpt"), ranks)
         extension: Extension = "ckpt" if self._monitor._config.format == "ckpt" else "safetensors"
@@ -139,7 +139,7 @@ class Iterations:
         return int(self._monitor._append_step_num or 0)
 
     def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
-        """Where the checkpoint of a step stands."""
+        """The path of the checkpoint of a step."""
         return iteration_target(numbers.step, self._monitor.origin_prefix, ["model", *self._optimizer()])
 
     def _optimizer(self) -> list[str]:

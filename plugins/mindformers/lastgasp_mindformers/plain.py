@@ -25,7 +25,7 @@ def load(
     """Load the newest good checkpoint, if there is one.
 
     Args:
-        chooser: tells which, on all ranks the same; network: the train network.
+        chooser: says which, the same on all ranks; network: the train network.
         arguments: of the call of `Model.train`; places: where to look, and how checkpoints lie there.
 
     Returns:
@@ -40,7 +40,7 @@ def load(
     dataset = arguments["train_dataset"]
     size = int(dataset.get_dataset_size())
     dataset.set_init_step(choice.step)
-    log.info("going on behind step %d of %s", choice.step, choice.path)
+    log.info("resuming after step %d of %s", choice.step, choice.path)
     return arguments | {"initial_epoch": choice.step // size}, choice.aux
 
 

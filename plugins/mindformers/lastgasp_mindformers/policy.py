@@ -30,7 +30,7 @@ class MindFormersPolicy(SelectionPolicy):
     Args:
         options: what the user asked for.
         catalog: where checkpoints are looked for.
-        note: tells people what they must know about the selected one.
+        note: reports what people must know about the selected one.
         named: the checkpoint that MindFormers' own options name; None where they name none.
         given: the user has named weights to begin with, and files that nobody here knows may be these.
         preload: what reads this rank's file ahead, while it is verified; None verifies first.
@@ -62,7 +62,7 @@ class MindFormersPolicy(SelectionPolicy):
         self.aux = b""
 
     def layout_of(self, path: Path) -> Layout:
-        """Its name tells."""
+        """From its name."""
         return layout_of(path)
 
     def tidy(self) -> None:

@@ -131,7 +131,7 @@ class PynativeRun(Run):
     # -- start ------------------------------------------------------------------------------------
 
     def steered(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `train` with the checkpoint to go on from, where there is one.
+        """The arguments of `train` with the checkpoint to resume from, where there is one.
 
         Raises:
             NoGoodCheckpoint, DamagedCheckpoint, ConfigError: as `MindFormersSelector.choose_newer`.
@@ -148,7 +148,7 @@ class PynativeRun(Run):
         if chosen is None:
             return arguments
         if chosen.parent in own:
-            self._checkpoint.no_load_optim = False  # the job's own: it goes on, whatever it once started from
+            self._checkpoint.no_load_optim = False  # the job's own: it resumes, whatever it once started from
         self._aux = b"" if self._checkpoint.no_load_optim else self.selector.aux
         return arguments | {"checkpoint_path": str(chosen)}
 

@@ -22,7 +22,7 @@ class PynativeWriter:
         self._trainer, self.directory = trainer, directory
 
     def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
-        """Where the checkpoint of a step stands."""
+        """The path of the checkpoint of a step."""
         return iteration_target(numbers.step, self._trainer.config.checkpoint.prefix, ("model", "opt"))
 
     def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:

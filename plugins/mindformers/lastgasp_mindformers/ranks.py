@@ -43,7 +43,7 @@ def place_of(replicas: ReplicaGroups | None = None) -> Place:
         replicas: who holds which shard; None where each rank holds everything.
 
     Raises:
-        ConfigError: nobody tells the rank, or rank 0 does not answer.
+        ConfigError: the rank is not known, or rank 0 does not answer.
     """
     rank, size = rank_and_size()
     return place_in_job(rank, size, replicas or data_parallel(size), _from_rank_0(rank, size))
@@ -94,7 +94,7 @@ def _number(names: tuple[str, ...], default: int | None) -> int:
 
 
 def _several_nodes() -> str:
-    """Why the controller must be reached from other nodes; empty as far as this node can tell."""
+    """Why the controller must be reached from other nodes; empty as far as this node knows."""
     host = os.environ.get("MS_SCHED_HOST", "127.0.0.1")
     local = int(os.environ.get("MS_LOCAL_WORKER") or 0)
     size = int(os.environ.get("MS_WORKER_NUM") or 1)

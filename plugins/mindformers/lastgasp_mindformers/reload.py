@@ -52,7 +52,7 @@ class MindFormersSelector:
 
     Args:
         gather: the all-gather of the job.
-        note: tells people what they must know about the checkpoint that was chosen (`Session.note`).
+        note: reports what people must know about the selected checkpoint (`Session.note`).
 
     Attributes:
         resumed: completed updates of the checkpoint that was chosen; None where none was.

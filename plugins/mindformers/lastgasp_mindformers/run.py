@@ -42,7 +42,7 @@ from lastgasp_mindformers.unused import UNUSED
 log = logging.getLogger("lastgasp")
 
 _attached = False
-"""A training of this process was protected. Another one would go on from the first one's checkpoints."""
+"""A training of this process was protected. Another one would resume from the first one's checkpoints."""
 
 
 class Run:
@@ -171,7 +171,7 @@ class Run:
         self.life.bind(self)
 
     def begin(self, params: Any) -> None:
-        """Training starts, or goes on from what was loaded."""
+        """Training starts, or resumes from what was loaded."""
         self.manifests.bind(params.list_callback)
         self._marks.begin(params.list_callback)
         if self.state is None:
@@ -214,7 +214,7 @@ class Run:
     # -- steps ------------------------------------------------------------------------------------
 
     def _numbers(self, params: Any, outputs: Any = None) -> Numbers:
-        """Of the step under way, as CheckpointMonitor counts: `cur_step_num` tells it already."""
+        """Of the step under way, as CheckpointMonitor counts: `cur_step_num` already says it."""
         current = int(params.cur_step_num)
         within = (current - 1) % int(params.batch_num) + 1
         return Numbers(self._offset + current, int(params.cur_epoch_num), within, _loss_scale(outputs))
@@ -284,7 +284,7 @@ class Run:
     # -- end --------------------------------------------------------------------------------------
 
     def end_with(self, error: BaseException) -> None:
-        """The loop raised: have the step saved. Returns when the exception shall go on as it is."""
+        """The loop raised: have the step saved. Returns when the exception is to propagate unchanged."""
         if self._ended or self.state is None:
             return
         self._ended = True
@@ -292,7 +292,7 @@ class Run:
         self.life.failed(error)
 
     def end_early(self, error: BaseException) -> None:
-        """Something raised before or after the loop, or what `end_with` has seen goes on."""
+        """Something raised before or after the loop, or what `end_with` has seen propagates."""
         if (self.life.begun or self._left or self._ended) and not isinstance(error, Released):
             self.close(goodbye=is_success(error) or self._left)
         else:
@@ -340,7 +340,7 @@ def _epoch(params: Any, done: int) -> int:
 def _loss_scale(outputs: Any) -> float | None:
     """The third output of a train network with loss scaling, as CheckpointMonitor takes it (mindformers.md §5).
 
-    The network of a user may tell something else there.
+    The network of a user may return something else there.
     """
     if not isinstance(outputs, tuple | list) or len(outputs) < 3:
         return None

@@ -13,7 +13,7 @@ from lastgasp_mindformers.installation import install
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]`; what it raises goes on.
+    """Run `SCRIPT [ARGS]` or `-m MODULE [ARGS]`; what it raises propagates.
 
     Raises:
         ConfigError: there is no script.

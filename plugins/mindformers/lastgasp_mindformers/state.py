@@ -16,12 +16,12 @@ log = logging.getLogger("lastgasp")
 SETTLE = 0.05
 """Seconds that a rank in the graph gets to complete a step whose gradients it may have already."""
 PATIENCE = 0.8
-"""Of `finish_timeout`: how long a graph is waited for whose ranks all go on."""
+"""Of `finish_timeout`: how long to wait for a graph whose ranks are all still running."""
 _SILENT_STEPS = 8
 
 
 class Counters(Protocol):
-    """What tells from any thread how far the graph is (`gate.UpdateGate`)."""
+    """Shows from any thread how far the graph is (`gate.UpdateGate`)."""
 
     seen: bool
     """The counters are known to move."""
@@ -71,7 +71,7 @@ class MindSporeState:
     # -- training thread --------------------------------------------------------------------------
 
     def begin(self, numbers: Numbers) -> None:
-        """Training starts, or goes on, with these steps completed."""
+        """Training starts or resumes with these steps completed."""
         self.numbers = numbers
         self._base = self._ended()
         self.aux.capture(numbers)
@@ -122,7 +122,7 @@ class MindSporeState:
         """
         if self._taken:
             self._before_update()
-            self._taken, self._saving = False, saves  # told to go on to the next step
+            self._taken, self._saving = False, saves  # ordered to complete the next step
             self._status.inside = False
 
     def others_end(self) -> None:
@@ -135,7 +135,7 @@ class MindSporeState:
             return ""
         counters = self._counters()
         if counters is None:
-            return "raised inside the step, and nothing tells whether its update had begun"
+            return "raised inside the step, and it is unknown whether its update had begun"
         began, ended = counters
         if began != ended:
             return "raised inside the update, so the state is between two steps"
@@ -172,7 +172,7 @@ class MindSporeState:
     # -- any thread -------------------------------------------------------------------------------
 
     def _counters(self) -> tuple[int, int] | None:
-        """Updates begun and ended; None where nobody can tell."""
+        """Updates begun and ended; None where that is unknown."""
         if self.gate is None or not self._readable:
             return None
         counters = self.gate.read()
@@ -200,7 +200,7 @@ class MindSporeState:
         counters = self._counters()
         if counters is None or counters[0] != counters[1]:
             return False
-        # It may never go on: a peer's gradients may be missing, or those of a collective behind the update.
+        # It may never complete: a peer's gradients may be missing, or those of a collective behind the update.
         if waited < (self._finish * PATIENCE if status.all_run else SETTLE):
             return False
         if counters[1] != self._base:
@@ -219,11 +219,11 @@ class MindSporeState:
             return why or self._not_on(step)
         counters = self._counters()
         if counters is None:
-            return f"nothing tells whether the update after step {step} has begun"
+            return f"it is unknown whether the update after step {step} has begun"
         if counters != (base, base):
             return f"the update after step {step} has begun"
         return ""
 
     def _not_on(self, step: int) -> str:
         current = self.numbers.step
-        return "" if current == step else f"this rank stands on step {current}, not on {step}"
+        return "" if current == step else f"this rank is at step {current}, not at {step}"

@@ -31,7 +31,7 @@ class ResumeRequest:
 
     Args:
         load: the path to load from; None where there is none.
-        resume: whether training shall go on from there; a name where one checkpoint is meant.
+        resume: whether training resumes from there; a name where one checkpoint is meant.
         newer: whether checkpoints are of the newer format.
         parallel: whether MindFormers runs in parallel.
         saves: where CheckpointMonitor saves.

@@ -1,4 +1,4 @@
-"""MindSpore's strategy files: each start overwrites those that tell how older checkpoints are sharded.
+"""MindSpore's strategy files: each start overwrites those that say how older checkpoints are sharded.
 
 They are kept under changed names, in a folder beside theirs: MindFormers takes whatever lies in the folder itself.
 """
@@ -32,7 +32,7 @@ def keep(files: Iterable[Path], label: str) -> list[Path]:
         label: of the start that would overwrite them, such as `step-12`.
 
     Returns:
-        The new names. What the disk refuses is logged, and training goes on.
+        The new names. What the disk refuses is logged, and training continues.
     """
     made = []
     for path in files:

@@ -51,7 +51,7 @@ def protection(world_size: int) -> str:
             f"parallel_mode {mode}: every rank holds everything, so that a rank that is killed or raises costs no step"
         )
     sharded = "enable_parallel_optimizer" if mode == "data_parallel" else f"parallel_mode {mode}"
-    what = "trains a model of its own as far as MindSpore tells" if mode == "stand_alone" else "holds its own shard"
+    what = "trains a model of its own as far as MindSpore says" if mode == "stand_alone" else "holds its own shard"
     return (
         f"{sharded}: each rank {what}. SAVED: no step is lost after an exception or SIGTERM, each rank writes its own. "
         "NOT SAVED: a rank that is killed takes what it holds with it, and the job goes back to its newest periodic "

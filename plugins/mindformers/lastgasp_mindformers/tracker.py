@@ -1,6 +1,6 @@
 """What MindFormers itself takes for the newest checkpoint: `meta.json` of each rank; in the newer format a tracker.
 
-Both are written without fsync. lastgasp tells MindFormers by name what to load, and repairs them only so that a start
+Both are written without fsync. lastgasp names to MindFormers what to load, and repairs them only so that a start
 without lastgasp would take the same one.
 """
 

@@ -13,7 +13,7 @@ from lastgasp_transformers.run import Run, versions_known
 
 
 class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Saves the step that training stands on when a rank dies, raises, hangs or is told to stop; resumes from it.
+    """Saves the current step when a rank dies, raises, hangs or is told to stop; resumes from it.
 
     Checkpoints go where Trainer's own go, into `TrainingArguments.output_dir`, and look like them.
 

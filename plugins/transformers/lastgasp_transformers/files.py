@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
+    """The path of the checkpoint of a step."""
     return directory / f"checkpoint-{step}"
 
 

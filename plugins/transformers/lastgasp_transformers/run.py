@@ -83,7 +83,7 @@ class Run:
         data = shared.fingerprints.of_data([trainer.train_dataset])
         number = adapter.FITS.begin(self._own, trainer.model)
         self._fit = Fit(number=number, model=shared.fingerprints.of_model(trainer.model), data=data)
-        if number:  # names of checkpoints tell the step alone
+        if number:  # names of checkpoints contain the step alone
             config = dataclasses.replace(config, directory=self._own / f"fit-{number}")
         place = shared.place_of()
         versions = {module.__name__: module.__version__ for module in (transformers, accelerate, torch)}

@@ -165,7 +165,7 @@ class Training(adapter.Training):
 
     def _require(self, step: int) -> Record:
         if self._boundary.get("step") != step:
-            raise NotSaveable(f"this rank stands on step {self.step}, not on {step}")
+            raise NotSaveable(f"this rank is at step {self.step}, not at {step}")
         if self.phase:
             raise NotSaveable(f"the update after step {step} has begun; step {step} is gone")
         return self._boundary

@@ -98,7 +98,7 @@ def train(config: Config, callbacks: object, **arguments: Any) -> str:
 
 
 def model_train(*more: Any, **arguments: Any) -> str:
-    """The real `Model.train`, which refuses an epoch that is no number."""
+    """The real `Model.train`, which refuses an epoch that is not a number."""
     network = nn.Dense(2, 2)
     model = model_module.Model(network, nn.MSELoss(), nn.SGD(network.trainable_params()))
     try:

@@ -34,7 +34,7 @@ _DOMAIN = "default"
 
 
 class Mstx(Protocol):
-    """`torch_npu.npu.mstx`, `mindspore.profiler.mstx`: a range begins and is ended by its id; 0 is no range."""
+    """`torch_npu.npu.mstx`, `mindspore.profiler.mstx`: a range begins and is ended by its id; 0 is not a range."""
 
     def range_start(self, message: str, stream: Any = None, **more: Any) -> int:
         """Begin."""
@@ -173,7 +173,7 @@ class MstxMarks:
         """What is on (`bits`); setting it is the switch.
 
         Raises:
-            ConfigError: set to what is no set of bits.
+            ConfigError: set to what is not a set of bits.
         """
         return self._mask
 
@@ -182,7 +182,7 @@ class MstxMarks:
         self._mask = _checked(value)
 
     def switch(self, on: int, off: int) -> int:
-        """Turn marks on and off (`bits`), those that are in neither stay; from any thread.
+        """Turn marks on and off (`bits`), leaving all others as they are; from any thread.
 
         Returns:
             What is on now.

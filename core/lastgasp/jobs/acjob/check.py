@@ -1,4 +1,4 @@
-"""Look at AscendJob files: every rule, with the line and the fix."""
+"""Check AscendJob files: every rule, with the line and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rules import RULES, Match, Severity
 from .tree import Document, Node, YamlProblem, parse
 
 SIZE_LIMIT = 16 << 20
-"""Bytes; etcd takes no object beyond 1.5 MB."""
+"""Bytes; etcd rejects objects beyond 1.5 MB."""
 _RUN_TRAINING = ("batch.volcano.sh", "batch", "apps", "kubeflow.org")
 FAMILIES = (structure, labels, env, volumes)
 """Modules whose import fills the table."""
@@ -30,14 +30,14 @@ class Diagnosis(msgspec.Struct, frozen=True):
     severity: Severity
     line: int
     job: str
-    """Its name; empty where the file could not be read so far."""
+    """Its name; empty if the file could not be read that far."""
     what: str
     fix: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file's text and what it says; `problem` instead of documents where it is no YAML."""
+    """A file's text and its documents; a `problem` instead if it is not YAML."""
 
     path: Path
     text: str
@@ -64,7 +64,7 @@ def read(path: Path) -> Source:
     except OSError as error:
         raise ConfigError("FILE", str(path), "a readable file", f"{error.strerror}.") from error
     if len(data) > SIZE_LIMIT:
-        raise ConfigError("FILE", str(path), f"at most {SIZE_LIMIT} bytes", "It is no job.")
+        raise ConfigError("FILE", str(path), f"at most {SIZE_LIMIT} bytes", "It cannot be a job.")
     return source_of(path, data)
 
 
@@ -81,7 +81,7 @@ def source_of(path: Path, data: bytes) -> Source:
         documents = parse(text)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        what = f"byte 0x{data[error.start]:02x} is no UTF-8"
+        what = f"byte 0x{data[error.start]:02x} is not UTF-8"
         return Source(path, "", bom, [], _reading("yaml-syntax", line, what, "Save the file as UTF-8."))
     except YamlProblem as problem:
         what = f"column {problem.column}: {problem.reason}"
@@ -92,11 +92,11 @@ def source_of(path: Path, data: bytes) -> Source:
 
 
 def check(sources: Sequence[Source]) -> dict[Path, list[Diagnosis]]:
-    """What is wrong in each file, by line. Documents other than AscendJobs are looked at for what a job needs to
-    know of them, across all files.
+    """What is wrong in each file, by line. Other documents are consulted for what concerns a job, across
+    all files.
 
     Raises:
-        ConfigError: none of the files holds an AscendJob.
+        ConfigError: none of the files contains an AscendJob.
     """
     roots = {id(source): _others(source) for source in sources}
     found = {}
@@ -114,10 +114,10 @@ def check_source(source: Source, elsewhere: Sequence[Node] = ()) -> list[Diagnos
     if source.problem is not None:
         return [source.problem]
     found = [_reading("yaml-not-mapping", document.root.line, f"a document is a {document.root.kind}, not a map",
-                      "Remove it, or look for a missing '---' or indentation.")
+                      "Remove it, or check for a missing '---' or indentation.")
              for document in source.documents if document.root is not None and document.root.kind != "map"]  # fmt: skip
     found += [_reading("other-kind", root.line, f"a {root.string('kind')} of {group} is not looked at",
-                       "lastgasp knows AscendJobs only: what is in this document may still be wrong.", "warning")
+                       "lastgasp knows AscendJobs only: this document may still have errors.", "warning")
               for root in _others(source) if (group := _training_group(root))]  # fmt: skip
     for job in jobs_in(source.documents, list(elsewhere)):
         found += check_job(job)
@@ -134,7 +134,7 @@ def check_job(job: Job) -> list[Diagnosis]:
 
 
 def errors(diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
-    """Those that are no warnings."""
+    """Those that are not warnings."""
     return [one for one in diagnoses if one.severity == "error"]
 
 
@@ -144,7 +144,7 @@ def _others(source: Source) -> list[Node]:
 
 
 def _training_group(root: Node) -> str:
-    """The API group of a document that runs training, and that no rule knows; empty for others."""
+    """The API group of a document that runs training but is unknown to the rules; empty for others."""
     group = (root.string("apiVersion") or "").partition("/")[0]
     runs = root.string("kind") in ("Job", "PyTorchJob", "MPIJob", "TFJob", "StatefulSet", "Deployment")
     return group if runs and group in _RUN_TRAINING else ""

@@ -1,7 +1,7 @@
-"""Changes to a YAML text, made at places in it: what is not meant to change stays as it was, to the byte.
+"""Edits a YAML text in place: whatever is not meant to change stays the same, byte for byte.
 
-Changes are gathered first, as values at paths below nodes; then the new text is made in one go, read again, and
-compared with what it was meant to say.
+Changes are gathered first, as values at paths below nodes; then the new text is made in one go, parsed again, and
+compared with the intended content.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _PROPERTY = re.compile(r"[&!][^\s,\[\]{}]*\s+")
 
 
 class Quoted(str):
-    """A string that is written in quotes although it need not be, as label values are by custom."""
+    """A string that is written in quotes even where that is not necessary, as is customary for label values."""
 
 
 class CannotEdit(LastgaspError):
-    """The text is written in a way that a change cannot be put into."""
+    """The text is written in a form in which the change cannot be made."""
 
 
 @dataclass(frozen=True)
 class _Insert:
-    """Text for one place; of several for one place the deeper goes first, and an item before its map's next key."""
+    """Text to insert at a position. At the same one the deeper goes first, and an item before its map's next key."""
 
     at: int
     column: int
@@ -45,11 +45,11 @@ class _Insert:
 
 
 class Edits:
-    """Gathers changes of one text and makes the new one.
+    """Gathers changes to one text and makes the new one.
 
     Args:
         text: what `documents` were read from.
-        documents: all of the file.
+        documents: all documents of the file.
     """
 
     def __init__(self, text: str, documents: Sequence[Document]) -> None:
@@ -59,7 +59,7 @@ class Edits:
         self._more: dict[int, tuple[Node, Any]] = {}
         self._fills: dict[int, tuple[Node, Pair, Any]] = {}
         self._scalars: dict[int, tuple[Use, str | int]] = {}
-        """By use, not by node: another alias of the same node keeps its value."""
+        """Keyed by use, not by node: another alias of the same node keeps its value."""
         self._gone: dict[int, tuple[Node, Pair]] = {}
 
     def __bool__(self) -> bool:
@@ -68,9 +68,9 @@ class Edits:
     # -- gathering --------------------------------------------------------------------------------
 
     def put(self, node: Node, path: Sequence[str], value: Value) -> None:
-        """Have `value` at `path` below the map `node`; maps on the way are made. No change where it is there.
+        """Set `value` at `path` below the map `node`, creating maps on the way. No change if it is there already.
 
-        A value that stands in another place, by an alias or a merge key, stays as it is there.
+        A value that also appears elsewhere, through an alias or a merge key, does not change there.
         """
         pair, rest = node.pair(path[0]), path[1:]
         if pair is None:
@@ -82,11 +82,11 @@ class Edits:
             self.put(pair.node, rest, value)
         elif any(one is pair for one in node.pairs):
             self._replace(pair, value)
-        elif self._said(pair) != _plain(value):  # from a merged map: the map's own key comes first
+        elif self._said(pair) != _plain(value):  # from a merged map: the map's own key takes precedence
             _set(self._addition(node, {}), path, value)
 
     def append(self, node: Node, path: Sequence[str], item: Value) -> None:
-        """Put `item` behind the list at `path` below the map `node`; the list and maps on the way are made."""
+        """Append `item` to the list at `path` below the map `node`, creating the list and maps on the way."""
         pair, rest = node.pair(path[0]), path[1:]
         if pair is None:
             _append(_set(self._addition(node, {}), path, []), item)
@@ -99,18 +99,18 @@ class Edits:
             _append(self._addition(pair.node, []), item)
 
     def remove(self, node: Node, names: Sequence[str], parent: tuple[Node, str]) -> None:
-        """Take entries out of the map `node`, which `parent` holds under that key; if none is left, the key as well."""
+        """Remove entries from the map `node`, held by `parent` under that key; if none is left, also that key."""
         gone = [pair for pair in node.pairs if pair.key.text in names]
         if len(gone) == len(node.pairs) and gone and id(node) not in self._more:
             node, gone = parent[0], [pair for pair in parent[0].pairs if pair.key.text == parent[1]]
         self._gone |= {id(pair): (node, pair) for pair in gone}
 
     def quote(self, use: Use) -> None:
-        """Make a scalar the string that it is written as: `on` becomes `"on"`."""
+        """Turn a scalar into a string of the same spelling: `on` becomes `"on"`."""
         self._replace(use, Quoted(use.node.text))
 
     def unquote(self, use: Use) -> None:
-        """Make a scalar of digits the number that it is written as: `"1"` becomes `1`."""
+        """Turn a quoted number into a number: `"1"` becomes `1`."""
         self._replace(use, int(use.node.text))
 
     def _replace(self, use: Use, value: Value) -> None:
@@ -120,7 +120,7 @@ class Edits:
             self._scalars[id(use)] = (use, value)
 
     def _said(self, use: Use) -> Any:
-        """Type and text of a scalar, with the changes so far."""
+        """Type and text of a scalar, including the changes so far."""
         new = self._scalars.get(id(use))
         return (use.node.type, use.node.text) if new is None else _plain(new[1])
 
@@ -134,15 +134,15 @@ class Edits:
 
     def _must_be_null(self, pair: Pair) -> None:
         if pair.node.type != "null" or pair.alias:
-            raise CannotEdit(f"line {pair.line}: {pair.key.text} holds {pair.node.text!r}, which is no map or list")
+            raise CannotEdit(f"line {pair.line}: {pair.key.text} holds {pair.node.text!r}, no map or list")
 
     # -- the new text -----------------------------------------------------------------------------
 
     def apply(self) -> tuple[str, list[Document]]:
-        """The text with all changes, and what it says.
+        """The text with all changes, and its documents.
 
         Raises:
-            CannotEdit: it would not say what it was meant to, so nothing may be done with it.
+            CannotEdit: the new text would not have the intended content, and must not be used.
         """
         self._refuse_followers()
         inserts = [self._addition_text(node, more) for node, more in self._more.values()]
@@ -157,7 +157,7 @@ class Edits:
         return text, self._verified(text)
 
     def _refuse_followers(self) -> None:
-        """An alias that is not meant to change must not follow the value that it repeats."""
+        """Refuse changes that would also change an alias which is meant to keep its value."""
         changed = {id(use.node) for use, _ in self._scalars.values() if not use.alias}
         for use in _uses(self.documents) if changed else ():
             if use.alias and id(use.node) in changed and id(use) not in self._scalars:
@@ -169,14 +169,14 @@ class Edits:
         try:
             documents = parse(text)
         except YamlProblem as problem:
-            raise CannotEdit(f"this change cannot be put into the text: it would be no YAML ({problem})") from None
+            raise CannotEdit(f"this change cannot be made: the result would not be YAML ({problem})") from None
         said = Edits(text, documents)
         if meant != [said._data(document.root, {}) for document in documents]:
-            raise CannotEdit("this change cannot be put into the text, as that is written: change it by hand")
+            raise CannotEdit("this change cannot be made in the text as it is written: make it by hand")
         return documents
 
     def _data(self, node: Node | None, known: dict[int, Any]) -> Any:
-        """What a node says, with the changes gathered here: maps, lists, and (type, text) of scalars."""
+        """A node's content including the gathered changes: maps, lists, and (type, text) of scalars."""
         if node is None:
             return None
         if id(node) not in known:
@@ -209,7 +209,7 @@ class Edits:
     def _removal(self, node: Node, pair: Pair) -> _Insert:
         begin = self.text.rfind("\n", 0, pair.key.begin) + 1
         if node.flow or self.text[begin : pair.key.begin].strip():
-            raise CannotEdit(f"line {pair.line}: {pair.key.text} has to go; take it out by hand")
+            raise CannotEdit(f"line {pair.line}: {pair.key.text} has to be removed; remove it by hand")
         end = pair.end if self.text[pair.end - 1] == "\n" else self.text.find("\n", pair.end) + 1
         return _Insert(begin, 0, False, "", end or len(self.text))
 
@@ -217,7 +217,7 @@ class Edits:
         if node.flow:
             return self._flow_addition(node, more)
         if not node.pairs and not node.items:
-            raise CannotEdit(f"line {node.line}: nothing can be put in there; change it by hand")
+            raise CannotEdit(f"line {node.line}: nothing can be inserted there; change it by hand")
         column = self._column(node)
         return self._lines_behind(node.end, _lines(more, column, self.indents_lists), column, node.kind == "map")
 
@@ -246,7 +246,7 @@ class Edits:
         return [*gone, lines]
 
     def _lines_behind(self, end: int, lines: list[str], column: int, is_map: bool) -> _Insert:
-        """Whole lines behind the line that holds the place before `end`."""
+        """Insert entire lines after the line that contains the position before `end`."""
         at = end if self.text[end - 1 : end] == "\n" else self.text.find("\n", end) + 1
         body = self.newline.join(lines)
         if at > 0:
@@ -270,7 +270,7 @@ def _append(into: list[Any], item: Value) -> None:
 
 
 def _indents_lists(documents: Sequence[Document]) -> bool:
-    """Whether most block lists of the file stand deeper than their key."""
+    """Whether most block lists of the file are indented deeper than their key."""
     votes = 0
     for use in _uses(documents):
         if isinstance(use, Pair) and use.node.kind == "list" and not (use.node.flow or use.alias) and use.node.items:
@@ -279,7 +279,7 @@ def _indents_lists(documents: Sequence[Document]) -> bool:
 
 
 def _uses(documents: Sequence[Document]) -> Iterator[Use]:
-    """Every entry and item, each once."""
+    """Every entry and item, once."""
     seen = set[int]()
     todo = [document.root for document in documents if document.root is not None]
     while todo:
@@ -292,7 +292,7 @@ def _uses(documents: Sequence[Document]) -> Iterator[Use]:
 
 
 def _plain(value: Any) -> Any:
-    """As `Edits._data` says it."""
+    """The same form as `Edits._data` returns."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -22,7 +22,7 @@ OPERATOR_ENV = (
     "MS_ENABLE_THM",
     "MINDIO_FOR_MINDSPORE",
 )
-"""Written by the operator, which appends: a copy of the user's makes a duplicate."""
+"""Appended by the operator: one that the user sets as well is duplicated."""
 RESET_PROCESS = "reset_process.py"
 _RETIRED = (
     "Graceful tolerance is retired (PyTorch after 7.2.RC1, MindSpore after 7.1.RC1). Remove the script; "
@@ -31,7 +31,7 @@ _RETIRED = (
 
 
 def _ascend(job: Job) -> Iterator[tuple[Replica, Node]]:
-    """Replicas with their container ascend; what has none is told by another rule."""
+    """Replicas with their container ascend; a replica without one is reported by another rule."""
     return ((one, one.container) for one in job.replicas if one.container is not None)
 
 
@@ -79,14 +79,14 @@ def visible_devices(job: Job) -> Iterator[Match]:
 
 @rule("ttp-port-missing", "error", "§4, §9", "A strategy without TTP_PORT")
 def ttp_port_missing(job: Job) -> Iterator[Match]:
-    """TaskD starts MindIO's controller with every strategy, and that fails without a port."""
+    """TaskD starts MindIO's controller with every strategy, which fails without a port."""
     for replica, node in _ascend(job):
         if job.manages_processes and replica.variable("TTP_PORT") is None:
             what = f"{replica.type}: TTP_PORT is missing in container ascend"
             yield Match(node, what, 'Add name: TTP_PORT, value: "8000" to env.')
 
 
-@rule("ttp-port", "error", "§4", "TTP_PORT is no port")
+@rule("ttp-port", "error", "§4", "TTP_PORT is not a port")
 def ttp_port(job: Job) -> Iterator[Match]:
     """MindIO takes 1024 to 65535 (docs/facts/mindio_tft.md §2.1)."""
     for replica, _ in _ascend(job):
@@ -108,7 +108,7 @@ def ttp_port_differs(job: Job) -> Iterator[Match]:
 
 @rule("ttp-port-container", "error", "§4, §5, §9", "TTP_PORT is not the containerPort ttp-port")
 def ttp_port_container(job: Job) -> Iterator[Match]:
-    """Without dump a missing one does no harm."""
+    """Only dump needs it."""
     for replica, node in _ascend(job):
         env, port = replica.variable("TTP_PORT"), replica.port("ttp-port")
         if port is None and job.has("dump") and replica.offers((env and env.value) or 0) is None:
@@ -144,7 +144,7 @@ def taskd_port_pods(job: Job) -> Iterator[Match]:
             yield Match(node, f"{replica.type}: the containerPort taskd-port {TASKD_PORT} is missing", fix)
 
 
-@rule("port-repeated", "error", "CRD", "A containerPort stands twice in one container")
+@rule("port-repeated", "error", "CRD", "A containerPort is given twice in one container")
 def port_repeated(job: Job) -> Iterator[Match]:
     """In the operator's schema ports are a map by number and protocol: the API server refuses the job."""
     for replica in job.replicas:
@@ -160,7 +160,7 @@ def port_repeated(job: Job) -> Iterator[Match]:
 
 @rule("port-name", "error", "operator", "A port of the leader has no name")
 def port_name(job: Job) -> Iterator[Match]:
-    """The operator makes a Service of them, and one with several ports needs names; ascendjob-port is always there."""
+    """The operator turns them into a Service; several ports need names, and ascendjob-port always exists."""
     for replica, _ in _ascend(job):
         for port in replica.ports if replica.type in LEADERS.values() else ():
             if not port.string("name"):
@@ -187,9 +187,9 @@ def host_network_hccl(job: Job) -> Iterator[Match]:
             yield Match(node, what, "Set HCCL_IF_IP from the field status.hostIP.")
 
 
-@rule("mindx-wait-range", "error", "§4, §9", "MINDIO_WAIT_MINDX_TIME is no number from 1 to 3600")
+@rule("mindx-wait-range", "error", "§4, §9", "MINDIO_WAIT_MINDX_TIME is not a number from 1 to 3600")
 def mindx_wait_range(job: Job) -> Iterator[Match]:
-    """MindIO falls to 30 silently."""
+    """MindIO silently falls back to 30."""
     for replica, _ in _ascend(job):
         env = replica.variable("MINDIO_WAIT_MINDX_TIME")
         if env is not None and not env.unknown and _wait(env.value) is None:
@@ -199,7 +199,7 @@ def mindx_wait_range(job: Job) -> Iterator[Match]:
 
 @rule("mindx-wait-clusterd", "warning", "§4, §9", "MINDIO_WAIT_MINDX_TIME is below 10")
 def mindx_wait_clusterd(job: Job) -> Iterator[Match]:
-    """ClusterD takes 20 s then, and answers too late."""
+    """ClusterD then uses 20 s, and answers too late."""
     for replica, _ in _ascend(job):
         env = replica.variable("MINDIO_WAIT_MINDX_TIME")
         seconds = _wait(env.value) if env is not None else None
@@ -210,7 +210,7 @@ def mindx_wait_clusterd(job: Job) -> Iterator[Match]:
 
 @rule("mindx-wait-short", "warning", "§4, §9", "elastic-training with less than 60 s for an answer")
 def mindx_wait_short(job: Job) -> Iterator[Match]:
-    """30 s is MindIO's own default. recover is tried before; recover-in-place may not apply, and then this counts."""
+    """30 s is MindIO's own default. recover is tried first; if recover-in-place does not apply, this matters."""
     if not job.has("elastic-training") or job.has("recover"):
         return
     for replica, node in _ascend(job):
@@ -223,17 +223,17 @@ def mindx_wait_short(job: Job) -> Iterator[Match]:
 
 @rule("operator-env", "warning", "§4, §9", "A variable that the operator writes")
 def operator_env(job: Job) -> Iterator[Match]:
-    """It appends, so the name stands there twice."""
+    """It appends, so the name would be there twice."""
     for replica, _ in _ascend(job):
         for env in replica.env:
             if env.name in _ALWAYS or (env.name in OPERATOR_ENV and job.manages_processes):
-                what = f"{replica.type}: {env.name} is written by the operator, and stands there twice then"
+                what = f"{replica.type}: {env.name} is set by the operator, and would be there twice"
                 yield Match(env.node, what, "Remove it.")
 
 
 @rule("hccl-watchdog", "error", "§4, §9", "The HCCL watchdog is on")
 def hccl_watchdog(job: Job) -> Iterator[Match]:
-    """It ends the processes that recovery wants to keep."""
+    """It kills the processes that recovery wants to keep."""
     for replica, _ in _ascend(job):
         for name, pattern in (("HCCL_ASYNC_ERROR_HANDLING", r"1"), ("MS_ENABLE_THM", r".*HCCL_WATCHDOG:\s*1.*")):
             env = replica.variable(name)
@@ -245,21 +245,21 @@ def hccl_watchdog(job: Job) -> Iterator[Match]:
                            "Remove it.", job.manages_processes)  # fmt: skip
 
 
-@rule("env-repeated", "warning", "§4", "A variable stands twice")
+@rule("env-repeated", "warning", "§4", "A variable is given twice")
 def env_repeated(job: Job) -> Iterator[Match]:
     """The last one counts."""
     for replica, _ in _ascend(job):
         seen: dict[str, int] = {}
         for env in replica.env:
             if env.name in seen:
-                what = f"{replica.type}: {env.name} stands twice, first in line {seen[env.name]}"
+                what = f"{replica.type}: {env.name} is given twice, first in line {seen[env.name]}"
                 yield Match(env.node, what, "Remove one of them.")
             seen.setdefault(env.name, env.node.line)
 
 
 @rule("taskd-process-off", "error", "§4, §9", "TASKD_PROCESS_ENABLE=off with a strategy")
 def taskd_process_off(job: Job) -> Iterator[Match]:
-    """TaskD for profiling only: no MindIO controller, so nobody recovers."""
+    """TaskD for profiling only: without MindIO's controller nothing is recovered."""
     for replica, _ in _ascend(job):
         env = replica.variable("TASKD_PROCESS_ENABLE")
         if job.manages_processes and env is not None and env.value == "off":
@@ -271,7 +271,7 @@ def taskd_process_off(job: Job) -> Iterator[Match]:
 
 @rule("reset-process", "warning", "taskd §8", "reset_process.py: graceful tolerance is retired")
 def reset_process(job: Job) -> Iterator[Match]:
-    """What replaces it is said."""
+    """The fix names its replacement."""
     yield from _in_scripts(job, RESET_PROCESS, f"{RESET_PROCESS} is started", _RETIRED, not job.manages_processes)
 
 
@@ -290,7 +290,7 @@ def _in_scripts(job: Job, pattern: str, what: str, fix: str, asked: bool) -> Ite
 
 
 def port_number(text: str | None) -> int | None:
-    """A port that MindIO takes."""
+    """A port that MindIO accepts."""
     number = int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 6 else 0
     return number if 1024 <= number <= 65535 else None
 

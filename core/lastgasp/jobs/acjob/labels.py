@@ -20,7 +20,7 @@ _BACKOFF = ("spec", "runPolicy", "backoffLimit")
 
 @rule("fault-scheduling", "error", "§2", "fault-scheduling has an unknown value")
 def fault_scheduling(job: Job) -> Iterator[Match]:
-    """Anything unknown does not reschedule."""
+    """An unknown value means no rescheduling."""
     found = job.label("fault-scheduling")
     if found is not None and found not in FAULT_SCHEDULING:
         yield Match(job.at(*_LABELS, "fault-scheduling"), f"fault-scheduling is {found!r}", 'Write "grace" or "force".')
@@ -28,16 +28,16 @@ def fault_scheduling(job: Job) -> Iterator[Match]:
 
 @rule("pod-rescheduling", "warning", "§2", "pod-rescheduling is not on")
 def pod_rescheduling(job: Job) -> Iterator[Match]:
-    """Anything but on is off."""
+    """Any value but on means off."""
     found = job.label("pod-rescheduling")
     if found not in (None, "on", "off"):
         what = f"pod-rescheduling is {found!r}, which works as off"
         yield Match(job.at(*_LABELS, "pod-rescheduling"), what, 'Write "on", or leave it out.')
 
 
-@rule("retry-times-number", "error", "operator", "fault-retry-times is no number, and there is no backoffLimit")
+@rule("retry-times-number", "error", "operator", "fault-retry-times is not a number, and there is no backoffLimit")
 def retry_times_number(job: Job) -> Iterator[Match]:
-    """The operator reads it as backoffLimit then, fails, and forgets the new job."""
+    """The operator then reads it as backoffLimit, fails, and drops the new job."""
     if _retries_are_lost(job):
         found = job.label("fault-retry-times")
         what = f"fault-retry-times is {found!r}: without backoffLimit the operator drops the job"
@@ -51,16 +51,16 @@ def _retries_are_lost(job: Job) -> bool:
 
 @rule("retry-times-limit", "warning", "operator", "fault-retry-times limits every rescheduling")
 def retry_times_limit(job: Job) -> Iterator[Match]:
-    """The operator takes it for backoffLimit where that is absent: a run of months ends at the fault after."""
+    """The operator uses it as backoffLimit if that is absent: a run of months ends at the next fault."""
     if job.retries and job.root.get(*_BACKOFF) is None:
-        what = f"without backoffLimit the job fails for good after {job.retries} reschedulings, whatever their reason"
-        fix = "Write spec.runPolicy.backoffLimit: 0 (no limit), and fault-retry-times as high as you mean it."
+        what = f"without backoffLimit the job fails for good after {job.retries} reschedulings, whatever the reason"
+        fix = "Write spec.runPolicy.backoffLimit: 0 (no limit), and fault-retry-times as high as you need."
         yield Match(job.at(*_LABELS, "fault-retry-times"), what, fix)
 
 
 @rule("retry-times", "warning", "§2", "fault-retry-times is off")
 def retry_times(job: Job) -> Iterator[Match]:
-    """Zero or no number."""
+    """Zero, or not a number."""
     found = job.label("fault-retry-times")
     if found is not None and job.retries == 0 and not _retries_are_lost(job):
         what = f"fault-retry-times is {found!r}, which works as off"
@@ -87,7 +87,7 @@ def process_recover_enable(job: Job) -> Iterator[Match]:
 
 @rule("sub-healthy", "error", "§2", "subHealthyStrategy has an unknown value")
 def sub_healthy(job: Job) -> Iterator[Match]:
-    """Four are known."""
+    """Four values are known."""
     if job.sub_healthy not in SUB_HEALTHY:
         what = f"subHealthyStrategy is {job.sub_healthy!r}"
         yield Match(job.at(*_LABELS, "subHealthyStrategy"), what, f"Expected one of {', '.join(SUB_HEALTHY)}.")
@@ -95,7 +95,7 @@ def sub_healthy(job: Job) -> Iterator[Match]:
 
 @rule("grace-exit-dump", "error", "§2, §9", "graceExit without dump")
 def grace_exit_dump(job: Job) -> Iterator[Match]:
-    """There is nothing that would save before the exit."""
+    """Nothing would save before the exit."""
     if job.sub_healthy == "graceExit" and not job.has("dump"):
         what = "subHealthyStrategy graceExit saves by the strategy dump, which is not configured"
         yield Match(job.at(*_LABELS, "subHealthyStrategy"), what, "Add dump to recover-strategy.")
@@ -103,7 +103,7 @@ def grace_exit_dump(job: Job) -> Iterator[Match]:
 
 @rule("hot-switch-spare", "warning", "§2, §9", "hotSwitch needs a spare node")
 def hot_switch_spare(job: Job) -> Iterator[Match]:
-    """Cannot be seen from the file, so it is said."""
+    """Not visible in the file, so always mentioned."""
     if job.sub_healthy == "hotSwitch":
         what = "hotSwitch does nothing without a spare node, and never for the pod of rank 0"
         yield Match(job.at(*_LABELS, "subHealthyStrategy"), what, "Keep one node of the same kind free.")
@@ -111,7 +111,7 @@ def hot_switch_spare(job: Job) -> Iterator[Match]:
 
 @rule("strategy-empty", "error", "§3, §9", "recover-strategy is empty")
 def strategy_empty(job: Job) -> Iterator[Match]:
-    """The operator switches recovery on with nothing to do."""
+    """The operator switches recovery on, but it has nothing to do."""
     found = job.root.get(*_ANNOTATIONS)
     pair = found.pair("recover-strategy") if found is not None else None
     if pair is not None and pair.node.kind == "scalar" and not (job.annotation("recover-strategy") or "").strip():
@@ -182,13 +182,13 @@ def rank_0_pod(job: Job) -> Iterator[Match]:
 
 @rule("fault-scheduling-off", "warning", "§9", "A strategy without fault-scheduling")
 def fault_scheduling_off(job: Job) -> Iterator[Match]:
-    """The pod is not made anew."""
+    """The pod is not created again."""
     if job.manages_processes and job.label("fault-scheduling") in (None, "off"):
         what = "recovery without fault-scheduling: a pod that is lost is not scheduled again"
         yield Match(job.at(*_LABELS, "fault-scheduling"), what, 'Add the label fault-scheduling: "grace".')
 
 
-@rule("fault-scheduling-force", "warning", "§2", "force with a strategy that wants time")
+@rule("fault-scheduling-force", "warning", "§2", "force with a strategy that needs time")
 def fault_scheduling_force(job: Job) -> Iterator[Match]:
     """grace deletes the pod gently first."""
     if job.label("fault-scheduling") == "force" and job.has("dump", "retry", "elastic-training"):
@@ -198,15 +198,15 @@ def fault_scheduling_force(job: Job) -> Iterator[Match]:
 
 @rule("force-host-network", "error", "§2, §9", "force with hostNetwork")
 def force_host_network(job: Job) -> Iterator[Match]:
-    """MindCluster excludes it."""
+    """MindCluster rules it out."""
     if job.label("fault-scheduling") == "force" and any(replica.host_network for replica in job.replicas):
         what = "fault-scheduling force does not go with hostNetwork (the documentation; some of its samples have it)"
         yield Match(job.at(*_LABELS, "fault-scheduling"), what, 'Write "grace".')
 
 
-@rule("wait-timeout", "error", "§3, §9", "wait-reschedule-timeout is no number from 30 to 270")
+@rule("wait-timeout", "error", "§3, §9", "wait-reschedule-timeout is not a number from 30 to 270")
 def wait_timeout(job: Job) -> Iterator[Match]:
-    """Falls to 270 otherwise."""
+    """Any other value falls back to 270."""
     found = job.annotation("wait-reschedule-timeout")
     if found is not None and not (found.isdecimal() and len(found) < 5 and 30 <= int(found) <= 270):
         what = f"wait-reschedule-timeout is {found!r}: 270 is taken instead"
@@ -241,7 +241,7 @@ def platform_annotation(job: Job) -> Iterator[Match]:
             yield Match(job.at(*_ANNOTATIONS, name), what, "Remove it.")
 
 
-@rule("misplaced", "warning", "§2, §3", "A label or annotation of the job stands elsewhere")
+@rule("misplaced", "warning", "§2, §3", "A label or annotation of the job is in the wrong place")
 def misplaced(job: Job) -> Iterator[Match]:
     """The operator and ClusterD read the job's own metadata only; Volcano knows the pods' labels, too."""
     other = {"labels": "annotations", "annotations": "labels"}
@@ -255,17 +255,17 @@ def misplaced(job: Job) -> Iterator[Match]:
                 pair = node.pair(name) if node is not None else None
                 if pair is not None and name not in here:
                     reader = "only Volcano" if kind == "labels" and where.startswith("the pods") else "nothing"
-                    yield Match(pair.key, f"{name} stands in {where}, where {reader} reads it",
+                    yield Match(pair.key, f"{name} is in {where}, where {reader} reads it",
                               f"Move it to metadata.{kind} of the job.")  # fmt: skip
 
 
-@rule("label-differs", "error", "volcano", "A label of the pods is not the job's")
+@rule("label-differs", "error", "volcano", "A label of the pods differs from the job's")
 def label_differs(job: Job) -> Iterator[Match]:
-    """Volcano joins the two with a bar, and knows no such value."""
+    """Volcano joins the two values with a bar, and the result is unknown to it."""
     for replica in job.replicas:
         for name in JOB_LABELS:
             here, pair = job.label(name), replica.label(name)
             if here is not None and pair is not None and pair.node.text != here:
-                what = f"{replica.type}: {name} is {pair.node.text!r} at the pods, {here!r} at the job"
+                what = f"{replica.type}: {name} is {pair.node.text!r} on the pods, {here!r} on the job"
                 fix = "Remove it from the pods' template, or write the same."
                 yield Match(pair.key, f"{what}: Volcano takes it for '{here}|{pair.node.text}'", fix)

@@ -1,4 +1,4 @@
-"""An AscendJob as its rules see it."""
+"""An AscendJob as the rules see it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESET = "/user/restore/reset/config"
 
 @dataclass(frozen=True)
 class Env:
-    """One environment variable; `value` is None where it comes from elsewhere, and `source` then says from which
+    """One environment variable; `value` is None if it comes from elsewhere, and `source` then says from which
     field of the pod."""
 
     node: Node
@@ -32,13 +32,13 @@ class Env:
 
     @property
     def unknown(self) -> bool:
-        """Whether the value comes from a ConfigMap or secret, which the file does not tell."""
+        """Whether the value comes from a ConfigMap or secret, which the file does not contain."""
         return self.value is None and self.source is None and self.node.get("valueFrom") is not None
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A volumeMount with the volume behind it, where there is one."""
+    """A volumeMount with its volume, if there is one."""
 
     node: Node
     path: str
@@ -58,7 +58,7 @@ class Replica:
 
     @property
     def count(self) -> int | None:
-        """How many; 1 where nothing is said, None where it is no number."""
+        """The number of replicas; 1 if not given, None if it is not a number."""
         node = self.node.get("replicas")
         return 1 if node is None else _natural(node.text)
 
@@ -74,12 +74,12 @@ class Replica:
 
     @cached_property
     def containers(self) -> list[Node]:
-        """All that run for good."""
+        """Those that run for the pod's lifetime."""
         return self.pod.maps("containers") if self.pod is not None else []
 
     @cached_property
     def all_containers(self) -> list[Node]:
-        """Those that run before, too."""
+        """Including those that run before."""
         return [*self.containers, *(self.pod.maps("initContainers") if self.pod is not None else [])]
 
     @cached_property
@@ -169,9 +169,9 @@ class Job:
         return self.root.string("metadata", "annotations", key)
 
     def at(self, *path: str) -> Node:
-        """The node at the longest part of a path that is there, for findings about what is missing.
+        """The node at the longest existing part of a path, for findings about what is missing.
 
-        A found entry is its key, whose line people look for.
+        For an entry that exists it is the key, whose line people look for.
         """
         node, place = self.root, self.root
         for key in path:
@@ -183,7 +183,7 @@ class Job:
 
     @cached_property
     def replicas(self) -> list[Replica]:
-        """In the order of the file; entries that are no map are left out."""
+        """In the order of the file; entries that are not maps are left out."""
         return [Replica(pair) for pair in self.replica_pairs if pair.node.kind == "map"]
 
     @cached_property
@@ -204,7 +204,7 @@ class Job:
 
     @property
     def strategies(self) -> list[str]:
-        """Those that count, in ClusterD's order."""
+        """Those that are valid, in ClusterD's order."""
         return [one for one in STRATEGIES if one in self.raw_strategies]
 
     def has(self, *names: str) -> bool:
@@ -233,7 +233,7 @@ class Job:
 
     @property
     def retries(self) -> int:
-        """fault-retry-times as it works: 0 where it is absent or no number."""
+        """The effective fault-retry-times: 0 if it is absent or not a number."""
         return _natural(self.label("fault-retry-times") or "") or 0
 
 
@@ -242,7 +242,7 @@ def _natural(text: str) -> int | None:
 
 
 def jobs_in(documents: list[Document], elsewhere: list[Node] | None = None) -> list[Job]:
-    """The AscendJobs of a file, those in a `kind: List` too; the rest of the file is `elsewhere` to each."""
+    """The AscendJobs of a file, including those in a `kind: List`; the rest of the file is `elsewhere` to each."""
     roots = []
     for document in documents:
         root = document.root

@@ -1,4 +1,4 @@
-"""What a recovery strategy needs, put into an AscendJob's text."""
+"""Adds what a recovery strategy needs to an AscendJob's text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .tree import Node
 from .volumes import reset_host_path
 
 GOALS = (*STRATEGIES[:-1], "pod-rescheduling", "grace-exit")
-"""What `--strategy` takes: ClusterD's strategies but exit, which it adds itself; rescheduling of pods; and
-saving before a sub-healthy node is left."""
+"""What `--strategy` accepts: ClusterD's strategies except exit, which it adds itself; rescheduling of pods; and
+saving before leaving a sub-healthy node."""
 _PROCESS = STRATEGIES[:-1]
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
-"""Lines as a file has them: str.splitlines knows more ends, which may stand within a value."""
+"""Lines of a file: str.splitlines splits at more characters, which may occur within a value."""
 RETRIES, WAIT_RESCHEDULE, WAIT_MINDX, TTP_PORT = "3", "270", "60", "8000"
 _LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
 _OF_PROCESSES = ("recover-strategy", "wait-reschedule-timeout")
@@ -32,10 +32,10 @@ _OF_PROCESSES = ("recover-strategy", "wait-reschedule-timeout")
 
 @dataclass(frozen=True)
 class Patched:
-    """What came of a patch.
+    """The result of a patch.
 
     Attributes:
-        before, after: the whole text.
+        before, after: the entire text.
         findings: what is wrong with `after`; with an error among them it must not be written.
         notes: what the reader should know.
     """
@@ -72,11 +72,11 @@ def goals_of(text: str) -> tuple[str, ...]:
 
 
 def patch(source: Source, goals: Sequence[str], name: str | None = None) -> Patched:
-    """Give every AscendJob of the file (or the one named) what the goals need. Changes nothing on disk.
+    """Add what the goals need to every AscendJob of the file, or to the one named. Changes nothing on disk.
 
     Raises:
-        ConfigError: there is no such job, or a goal that its framework does not have.
-        CannotEdit: the text is written in a way that the change cannot be put into.
+        ConfigError: there is no such job, or its framework does not support a goal.
+        CannotEdit: the text is written in a form in which the change cannot be made.
     """
     if source.problem is not None:
         return Patched(source.text, source.text, [source.problem])
@@ -215,7 +215,7 @@ class _Patch:
             port, other = replica.port(name), replica.offers(number)
             if port is not None:
                 self.edits.put(port, ("containerPort",), number)
-            elif other is None or other.string("name") in wanted:  # that one gets its own number
+            elif other is None or other.string("name") in wanted:  # the other one gets its own number
                 self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
             elif not other.string("name"):
                 self.edits.put(other, ("name",), name)

@@ -1,6 +1,6 @@
-"""The table of rules: each has an id, a weight, the place that says so, and the function that looks.
+"""The table of rules: each has an id, a severity, a source, and the function that checks it.
 
-A rule yields what it found: where, what is wrong, and what to do.
+A rule yields its matches: where, what is wrong, and what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Match:
-    """One thing that is wrong: at a node, what, and the fix."""
+    """One violation: the node, what is wrong, and the fix."""
 
     node: Node
     what: str
@@ -33,11 +33,11 @@ class Rule:
 
     Attributes:
         id: in findings and in the documentation.
-        severity: an error is refused by the cluster, or does not do what it says; a warning may be meant.
+        severity: an error is refused by the cluster, or has another effect than it seems; a warning may be intended.
         source: section of docs/facts/job_yaml.md; `YAML` for what Kubernetes' parser refuses, `CRD` for the schema of
             AscendJob, `operator` and `volcano` for the sources of those two (mind-cluster, commit 22bb3d98).
         title: one line.
-        look: what finds it; None where it is found while the file is read.
+        look: finds violations; None for rules that are checked while the file is read.
     """
 
     id: str
@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(id: str, severity: Severity, source: str, title: str) -> Callable[[Look], Look]:
-    """Register the function that looks for it."""
+    """Register the function that checks it."""
 
     def register(look: Look) -> Look:
         assert id not in RULES
@@ -62,10 +62,10 @@ def rule(id: str, severity: Severity, source: str, title: str) -> Callable[[Look
 
 
 def reading_rule(id: str, severity: Severity, title: str) -> None:
-    """Register a rule that is found while the file is read."""
+    """Register a rule that is checked while the file is read."""
     RULES[id] = Rule(id, severity, "YAML", title)
 
 
-reading_rule("yaml-syntax", "error", "The file is no YAML")
-reading_rule("yaml-not-mapping", "error", "A document is no map")
-reading_rule("other-kind", "warning", "A document runs training and is no AscendJob")
+reading_rule("yaml-syntax", "error", "The file is not YAML")
+reading_rule("yaml-not-mapping", "error", "A document is not a map")
+reading_rule("other-kind", "warning", "A document runs training and is not an AscendJob")

@@ -1,4 +1,4 @@
-"""Rules on what the operator rejects, and on what Kubernetes does not even take (docs/facts/job_yaml.md §1)."""
+"""Rules on what the operator or Kubernetes itself rejects (docs/facts/job_yaml.md §1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPEC = ("runPolicy", "successPolicy", "schedulerName", "replicaSpecs")
 _RUN_POLICY = ("schedulingPolicy", "backoffLimit", "cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds")
 
 
-@rule("yaml-duplicate-key", "error", "YAML", "A key stands twice in one map")
+@rule("yaml-duplicate-key", "error", "YAML", "A key is given twice in one map")
 def duplicate_key(job: Job) -> Iterator[Match]:
     """Kubernetes refuses it."""
     for node in nodes_of(job.root):
@@ -34,9 +34,9 @@ def duplicate_key(job: Job) -> Iterator[Match]:
             seen.setdefault(pair.key.text, pair.key)
 
 
-@rule("value-string", "error", "§2, §9", "A label, annotation or variable is no string")
+@rule("value-string", "error", "§2, §9", "A label, annotation or variable is not a string")
 def value_string(job: Job) -> Iterator[Match]:
-    """YAML 1.1 takes a plain on for true; Kubernetes wants strings there."""
+    """YAML 1.1 reads a plain on as true; Kubernetes expects strings here."""
     for kind, name, pair in strings_of(job):
         node = pair.node
         what = f"{kind} {name} is a {node.type if node.kind == 'scalar' else node.kind} to Kubernetes, not a string"
@@ -47,7 +47,7 @@ def value_string(job: Job) -> Iterator[Match]:
 
 
 def strings_of(job: Job) -> Iterator[tuple[str, str, Pair]]:
-    """Every entry that must hold a string: what it is, its name, the entry. Each once."""
+    """Every entry that must hold a string, once: what it is, its name, the entry."""
     places = [("label", job.root.get("metadata", "labels")), ("annotation", job.root.get("metadata", "annotations"))]
     for replica in job.replicas:
         places += [("label", replica.node.get("template", "metadata", "labels"))]
@@ -60,7 +60,7 @@ def strings_of(job: Job) -> Iterator[tuple[str, str, Pair]]:
 
 @rule("value-number", "error", "CRD", "A number is in quotes")
 def value_number(job: Job) -> Iterator[Match]:
-    """The API server takes no string there."""
+    """The API server accepts no string here."""
     for name, pair in numbers_of(job):
         if is_quoted_number(pair.node):
             what = f"{name} is a string to Kubernetes, not a number"
@@ -68,7 +68,7 @@ def value_number(job: Job) -> Iterator[Match]:
 
 
 def numbers_of(job: Job) -> Iterator[tuple[str, Pair]]:
-    """Every entry that must hold a number: its name, the entry. Each once."""
+    """Every entry that must hold a number, once: its name, the entry."""
     policy = job.root.get("spec", "runPolicy")
     places = [(policy, "backoffLimit"), (policy.get("schedulingPolicy") if policy else None, "minAvailable")]
     for replica in job.replicas:
@@ -80,13 +80,13 @@ def numbers_of(job: Job) -> Iterator[tuple[str, Pair]]:
 
 
 def is_quoted_number(node: Node) -> bool:
-    """Whether it is digits that Kubernetes takes for a string."""
+    """Whether it consists of digits that Kubernetes reads as a string."""
     return node.kind == "scalar" and node.type == "string" and node.text.isascii() and node.text.isdecimal()
 
 
 @rule("value-bool", "error", "CRD", "A yes or no is in quotes")
 def value_bool(job: Job) -> Iterator[Match]:
-    """The API server takes no string there."""
+    """The API server accepts no string here."""
     for pair in {id(pair): pair for replica in job.replicas for pair in _switches(replica)}.values():
         if pair.node.kind == "scalar" and pair.node.type == "string":
             what = f"{pair.key.text} is a string to Kubernetes, not true or false"
@@ -102,7 +102,7 @@ def _switches(replica: Replica) -> Iterator[Pair]:
 
 @rule("scheduler-name", "error", "head", "The job is not scheduled by Volcano")
 def scheduler_name(job: Job) -> Iterator[Match]:
-    """Whatever is promised of rescheduling is Volcano's work."""
+    """Rescheduling is Volcano's work."""
     pods = [replica.pod.string("schedulerName") if replica.pod is not None else None for replica in job.replicas]
     found = job.root.string("spec", "schedulerName")
     if found != VOLCANO and not (pods and all(one == VOLCANO for one in pods)):
@@ -113,11 +113,11 @@ def scheduler_name(job: Job) -> Iterator[Match]:
 
 @rule("no-npu", "error", "head", "A job without an NPU")
 def no_npu(job: Job) -> Iterator[Match]:
-    """Replicas of a leader may have none, where the others do the work."""
+    """A leader may have none, if the other replicas do the work."""
     for replica in job.replicas:
         for text, node in _npu_requests(replica):
             if text == "0":
-                yield Match(node, f"{replica.type}: asks for 0 NPUs", "Write how many, or take the entry out.")
+                yield Match(node, f"{replica.type}: asks for 0 NPUs", "Write how many, or remove the entry.")
     if job.replicas and not any(True for replica in job.replicas for _ in _npu_requests(replica)):
         yield Match(job.at("spec", "replicaSpecs"), "no replica asks for an NPU",
                   "Write huawei.com/Ascend910 in resources, in limits and in requests.")  # fmt: skip
@@ -131,7 +131,7 @@ def _npu_requests(replica: Replica) -> Iterator[tuple[str, Node]]:
 
 @rule("key-spelling", "warning", "§2, §3", "A key looks like a misspelt one")
 def key_spelling(job: Job) -> Iterator[Match]:
-    """Unknown keys are kept and allowed, but one letter off does nothing at all."""
+    """Unknown keys are allowed, but a misspelt one has no effect."""
     places = (((), _ROOT), (("metadata",), _METADATA), (("metadata", "labels"), _LABELS),
               (("metadata", "annotations"), _ANNOTATIONS), (("spec",), _SPEC), (("spec", "runPolicy"), _RUN_POLICY),
               *((("spec", "replicaSpecs", each.type, "template", "metadata"), _METADATA)
@@ -142,7 +142,7 @@ def key_spelling(job: Job) -> Iterator[Match]:
             near = get_close_matches(pair.key.text, known, n=1, cutoff=0.85)
             if pair.key.text not in known and near:
                 where = ".".join(path) or "the job"
-                yield Match(pair.key, f"{where}: {pair.key.text} is unknown", f"Is {near[0]} meant?")
+                yield Match(pair.key, f"{where}: {pair.key.text} is unknown", f"Did you mean {near[0]}?")
 
 
 @rule("api-version", "error", "head", "apiVersion is not the AscendJob's")
@@ -162,7 +162,7 @@ def job_name(job: Job) -> Iterator[Match]:
 
 @rule("framework", "error", "§1", "The label framework is missing or unknown")
 def framework(job: Job) -> Iterator[Match]:
-    """It decides on the leader type and the environment."""
+    """It determines the leader type and the environment."""
     if job.framework is None:
         found = job.label("framework")
         what = "metadata.labels.framework is missing" if found is None else f"framework is {found!r}"
@@ -171,7 +171,7 @@ def framework(job: Job) -> Iterator[Match]:
 
 @rule("replica-specs", "error", "§1", "There are no replicaSpecs, or one is empty")
 def replica_specs(job: Job) -> Iterator[Match]:
-    """A job of nothing."""
+    """Such a job has nothing to run."""
     for pair in job.replica_pairs:
         if pair.node.kind != "map":
             yield Match(pair.key, f"{pair.key.text} describes no replicas", "Describe them, or remove the key.")
@@ -189,7 +189,7 @@ def replica_type(job: Job) -> Iterator[Match]:
             yield Match(replica.pair.key, what, f"Expected {' or '.join(allowed)}.")
 
 
-@rule("replicas", "error", "§1", "replicas is no number from 0 to 20000")
+@rule("replicas", "error", "§1", "replicas is not a number from 0 to 20000")
 def replicas(job: Job) -> Iterator[Match]:
     """The operator's limit."""
     for replica in job.replicas:
@@ -201,7 +201,7 @@ def replicas(job: Job) -> Iterator[Match]:
 
 @rule("leader-replicas", "error", "§1", "The leader has not exactly one replica")
 def leader_replicas(job: Job) -> Iterator[Match]:
-    """1, or nothing said."""
+    """1, or not given."""
     for replica in job.replicas:
         if replica.type in LEADERS.values() and replica.count not in (1, None):
             node = replica.node.get("replicas") or replica.pair.key
@@ -210,7 +210,7 @@ def leader_replicas(job: Job) -> Iterator[Match]:
 
 @rule("leader-missing", "error", "§1", "There is no leader")
 def leader_missing(job: Job) -> Iterator[Match]:
-    """MindSpore on one NPU does without."""
+    """MindSpore on one NPU needs none."""
     leaders = [replica for replica in job.replicas if replica.type in LEADERS.values()]
     alone = job.framework == "mindspore" and sum(npus(replica) * (replica.count or 0) for replica in job.replicas) <= 1
     if job.replicas and not leaders and not alone:
@@ -255,7 +255,7 @@ def queue(job: Job) -> Iterator[Match]:
 
 
 def npus(replica: Replica) -> int:
-    """NPUs that one pod asks for; 0 where it is not said as a number."""
+    """NPUs that one pod requests; 0 if that is not a number."""
     node = replica.container.get("resources", "requests") if replica.container is not None else None
     texts = [pair.node.text for pair in node.pairs if pair.key.text.startswith("huawei.com/")] if node else []
     return sum(int(text) for text in texts if text.isdecimal())

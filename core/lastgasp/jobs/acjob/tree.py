@@ -1,8 +1,8 @@
-"""A YAML file as nodes that know where they stand in its text.
+"""A YAML file as nodes that know their position in its text.
 
-ruamel.yaml reads the events, or libyaml where that is installed as well; the tree is ours, because an alias must keep
-its own place, a merge key must stay visible, and a patch is made at places in the text: every byte that it does not
-mean to change stays as it was. ruamel.yaml's round trip does not do that (docs/how-it-works.md §10). Scalars are judged
+Events come from ruamel.yaml, or from libyaml if that is installed as well; the tree is lastgasp's own, because an alias
+must keep its own position, a merge key must stay visible, and a patch edits the text in place: every other byte
+stays the same. ruamel.yaml's round trip does not do that (docs/how-it-works.md §10). Scalars are judged
 as Kubernetes does, whose parser follows YAML 1.1: a plain `on` is a boolean there.
 """
 
@@ -22,10 +22,10 @@ ScalarType = Literal["string", "bool", "number", "null"]
 DEEPEST = 100
 """Levels of nesting; a job has about 15."""
 MOST_NODES = 1_000_000
-"""Nodes that a document may have with its aliases written out; Kubernetes' own parser refuses less."""
+"""Nodes that a document may have with its aliases expanded; Kubernetes' own limit is lower."""
 MERGE = "<<"
 _UNCOUNTED = re.compile("[\ufeff\x85\u2028\u2029]")
-"""libyaml leaves byte order marks out of its places, and takes the others for ends of lines."""
+"""libyaml does not count byte order marks in its positions, and treats the others as line ends."""
 
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = re.compile(r"y|Y|yes|Yes|YES|n|N|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
@@ -81,7 +81,7 @@ class Node:
 
     @property
     def type(self) -> ScalarType:
-        """What Kubernetes takes a scalar for."""
+        """The type that Kubernetes gives to a scalar."""
         if self.style or self.tag.endswith(":str") or self.tag == "!":
             return "string"
         if self.text in _NULL:
@@ -91,7 +91,7 @@ class Node:
         return "number" if _NUMBER.fullmatch(self.text) else "string"
 
     def pair(self, key: str) -> Pair | None:
-        """The entry of that key; merged maps are looked at after the map's own keys."""
+        """The entry of that key; merged maps are searched after the map's own keys."""
         if self.kind != "map":
             return None
         merged: list[Node] = []
@@ -103,7 +103,7 @@ class Node:
         return next((found for one in merged if one is not self and (found := one.pair(key))), None)
 
     def get(self, *path: str) -> Node | None:
-        """What stands at the end of a path of keys; None where it ends early or in null."""
+        """The node at the end of a path of keys; None if the path ends early or in null."""
         node: Node | None = self
         for key in path:
             found = node.pair(key) if node is not None else None
@@ -111,7 +111,7 @@ class Node:
         return None if node is None or (node.kind == "scalar" and node.type == "null") else node
 
     def string(self, *path: str) -> str | None:
-        """The text of the scalar at the end of a path, whatever its type; None where there is none."""
+        """The text of the scalar at the end of a path, of any type; None if there is none."""
         node = self.get(*path)
         return node.text if node is not None and node.kind == "scalar" else None
 
@@ -123,7 +123,7 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """A node at a place: where it is written, or an alias of it."""
+    """A node at a position: where it is written, or where an alias repeats it."""
 
     node: Node
     begin: int
@@ -146,7 +146,7 @@ class Pair(Use):
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file; `root` is None where it is empty."""
+    """One document of a file; `root` is None if it is empty."""
 
     root: Node | None
 
@@ -155,7 +155,7 @@ def parse(text: str) -> list[Document]:
     """The documents of a file.
 
     Raises:
-        YamlProblem: it is no YAML, or nested or expanded beyond all measure.
+        YamlProblem: it is not YAML, or exceeds the limits of nesting or expansion.
         MissingExtra: ruamel.yaml is not installed.
     """
     try:
@@ -186,10 +186,10 @@ def parse(text: str) -> list[Document]:
 
 
 def _by_libyaml(text: str) -> list[Document] | None:
-    """The same documents, ten times as fast; None where PyYAML has no libyaml here, or it refuses the text.
+    """The same documents, ten times as fast; None if PyYAML has no libyaml here, or it refuses the text.
 
-    Kubernetes' parser is a port of libyaml. It stops at some things that YAML 1.2 allows, and its errors say less: such
-    a text is left to ruamel.yaml, as is one with a character that the two do not count alike.
+    Kubernetes' parser is a port of libyaml. It rejects some things that YAML 1.2 allows, and its errors say less: such
+    texts are left to ruamel.yaml, as are those with characters that the two count differently.
     """
     try:
         yaml = importlib.import_module("yaml")
@@ -204,7 +204,7 @@ def _by_libyaml(text: str) -> list[Document] | None:
 
 @functools.cache
 def _scanner() -> Any:
-    """ruamel.yaml's, but tabs may stand before a comment or a value, as Kubernetes' parser allows."""
+    """ruamel.yaml's, but with tabs allowed before a comment or a value, as in Kubernetes' parser."""
     from ruamel.yaml.scanner import Scanner
 
     class TabScanner(Scanner):
@@ -227,11 +227,11 @@ def _remedy(text: str, reason: str, line: int) -> str:
     lines = text.split("\n")
     if "\\t" in reason or any("\t" in one[: len(one) - len(one.lstrip())] for one in lines[max(0, line - 2) : line]):
         return "Indent with spaces: YAML allows no tabs there."
-    return "Correct the line; often it is the indentation, a missing quote or a missing space behind a colon."
+    return "Correct the line; often it is the indentation, a missing quote or a missing space after a colon."
 
 
 def _size(node: Node | None, known: dict[int, int], depth: int) -> int:
-    """Nodes below `node` with aliases written out; 0 in `known` marks one that is being counted."""
+    """The number of nodes below `node` with aliases expanded; 0 in `known` marks one that is being counted."""
     if node is None:
         return 0
     found = known.get(id(node))
@@ -249,7 +249,7 @@ def _size(node: Node | None, known: dict[int, int], depth: int) -> int:
 
 
 class _Builder:
-    """Nodes out of events."""
+    """Builds nodes from events."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -276,7 +276,7 @@ class _Builder:
             return Use(node, begin, end, event.start_mark.line + 1, alias=True)
         if depth > DEEPEST:
             reason = f"nested deeper than {DEEPEST} levels"
-            raise YamlProblem(event.start_mark.line + 1, event.start_mark.column + 1, reason, "It is no job.")
+            raise YamlProblem(event.start_mark.line + 1, event.start_mark.column + 1, reason, "It cannot be a job.")
         node = self._node(event, kind, begin, end)
         if event.anchor:
             self.anchors[event.anchor] = node
@@ -296,7 +296,7 @@ class _Builder:
                     flow=bool(event.flow_style), tag=tag)  # fmt: skip
 
     def _scalar_end(self, event: Any, begin: int, end: int) -> int:
-        """Without the blank lines behind a block scalar, except where `|+` keeps them."""
+        """The end without the blank lines after a block scalar, unless `|+` keeps them."""
         if event.style not in ("|", ">") or "+" in self.text[begin:end].partition("\n")[0]:
             return int(end)
         return int(begin) + len(self.text[begin:end].rstrip())
@@ -312,7 +312,7 @@ class _Builder:
             node.pairs.append(Pair(use.node, use.begin, max(use.end, key.end), use.line, use.alias, key=key.node))
 
     def _settle(self, key: Use, value: Use) -> None:
-        """An empty value stands behind its colon, not behind the comments that follow."""
+        """Place an empty value after its colon, not after the comments that follow."""
         node, colon = value.node, self.text.find(":", key.end)
         if value.alias or node.kind != "scalar" or node.begin != node.end or self.text[key.end : colon].strip():
             return

@@ -15,7 +15,7 @@ from .structure import nodes_of
 from .tree import Node
 
 GRACE_OVER_TIME = 900
-"""Volcano's default seconds until grace becomes force."""
+"""Volcano's default: seconds until a graceful deletion becomes a forced one."""
 
 
 def _mounts(job: Job, path: str) -> Iterator[tuple[Replica, Mount]]:
@@ -28,16 +28,16 @@ def datatrace_host_path(job: Job) -> str:
 
 
 def reset_host_path(job: Job) -> str:
-    """Where reset.json stands on the host."""
+    """Where reset.json is on the host."""
     return f"/user/restore/reset/{job.namespace}.reset-config-{job.name}"
 
 
-@rule("datatrace-volume", "error", "§6", "The switch file's volume is no host directory")
+@rule("datatrace-volume", "error", "§6", "The switch file's volume is not a host directory")
 def datatrace_volume(job: Job) -> Iterator[Match]:
     """Files of a configMap volume are symlinks, and TaskD refuses those."""
     for replica, mount in _mounts(job, DATATRACE):
         if mount.host_path is None:
-            what = f"{replica.type}: {DATATRACE} is no hostPath; TaskD refuses the symlinks of a configMap volume"
+            what = f"{replica.type}: {DATATRACE} is not a hostPath; TaskD refuses the symlinks of a configMap volume"
             yield Match(mount.node, what, f"Use a hostPath volume of {datatrace_host_path(job)}.")
 
 
@@ -61,7 +61,7 @@ def datatrace_mount_path(job: Job) -> Iterator[Match]:
 
 @rule("datatrace-partial", "warning", "§9", "The switch file is mounted in some replicas only")
 def datatrace_partial(job: Job) -> Iterator[Match]:
-    """ClusterD goes to gRPC then, which needs a manager."""
+    """ClusterD then switches by gRPC, which needs a manager."""
     having = {replica.type for replica, _ in _mounts(job, DATATRACE)}
     for replica in job.replicas:
         if having and replica.type not in having:
@@ -71,7 +71,7 @@ def datatrace_partial(job: Job) -> Iterator[Match]:
 
 @rule("switch-configmap", "error", "§6, taskd §6", "The switch's ConfigMap does not switch")
 def switch_configmap(job: Job) -> Iterator[Match]:
-    """Looked at where it is checked along with the job; the findings stand at the job's name."""
+    """Checked if it is among the files; reported at the job's name."""
     for root in job.elsewhere:
         if root.string("kind") != "ConfigMap" or root.string("metadata", "name") != f"data-trace-{job.name}":
             continue
@@ -88,7 +88,7 @@ def _wrong_in_switch(job: Job, root: Node) -> Iterator[str]:
     try:
         found = msgspec.json.decode(root.string("data", "profilingSwitch") or "", type=dict[str, str])
     except (msgspec.MsgspecError, UnicodeEncodeError):
-        yield "data.profilingSwitch is no JSON object of strings"
+        yield "data.profilingSwitch is not a JSON object of strings"
         return
     wrong = [f"{key}={value}" for key, value in found.items() if key not in bits.TASKD or value not in ("on", "off")]
     if wrong:
@@ -136,7 +136,7 @@ def rank_table_configmap(job: Job) -> Iterator[Match]:
 
 @rule("restart-policy", "error", "§2, §7", "fault-retry-times without restartPolicy Never")
 def restart_policy(job: Job) -> Iterator[Match]:
-    """Else the kubelet restarts containers behind the scheduler's back. The operator's default is Never."""
+    """Otherwise the kubelet restarts containers behind the scheduler's back. The operator's default is Never."""
     for replica in job.replicas:
         node = replica.node.get("restartPolicy")
         if job.retries > 0 and node is not None and node.text != "Never":
@@ -146,7 +146,7 @@ def restart_policy(job: Job) -> Iterator[Match]:
 
 @rule("backoff-limit", "warning", "§7", "backoffLimit stops before fault-retry-times")
 def backoff_limit(job: Job) -> Iterator[Match]:
-    """The smaller one stops first."""
+    """The smaller limit applies first."""
     node = job.root.get("spec", "runPolicy", "backoffLimit")
     limit = int(node.text) if node is not None and node.text.isdecimal() else 0
     if node is not None and 0 < limit < job.retries:
@@ -165,7 +165,7 @@ def min_available_high(job: Job) -> Iterator[Match]:
 
 @rule("min-available-low", "warning", "§7", "minAvailable is less than there are")
 def min_available_low(job: Job) -> Iterator[Match]:
-    """A part of the job holds its NPUs and waits."""
+    """A part of the job may hold its NPUs and wait."""
     node, total = _min_available(job)
     if node is not None and int(node.text) < total:
         what = f"minAvailable is {node.text}, the replicas are {total}: a part may start and wait"
@@ -180,7 +180,7 @@ def _min_available(job: Job) -> tuple[Node | None, int]:
 
 @rule("grace-period", "warning", "§7", "terminationGracePeriodSeconds is not below grace-over-time")
 def grace_period(job: Job) -> Iterator[Match]:
-    """Volcano's force comes first then; MindCluster's own samples have 900."""
+    """Volcano would delete the pod by force first; MindCluster's own samples have 900."""
     for replica, node in _grace_periods(job):
         if job.label("fault-scheduling") in ("grace", "external-grace") and not 0 < _number(node) < GRACE_OVER_TIME:
             what = f"{replica.type}: terminationGracePeriodSeconds is {node.text}"
@@ -210,7 +210,7 @@ def _number(node: Node) -> int:
 
 @rule("resources", "error", "§7", "limits and requests of NPUs differ")
 def resources(job: Job) -> Iterator[Match]:
-    """Kubernetes wants them equal for devices."""
+    """Kubernetes requires them to be equal for devices."""
     for replica in job.replicas:
         asked = replica.container.get("resources") if replica.container is not None else None
         limits, requests = (_npus(asked.get(key)) if asked is not None else {} for key in ("limits", "requests"))
@@ -227,7 +227,7 @@ def _npus(node: Node | None) -> dict[str, str]:
 
 @rule("device-plugin-hot-reset", "error", "§9", "The device plugin's hotReset=1 with process-level recovery")
 def device_plugin_hot_reset(job: Job) -> Iterator[Match]:
-    """Seen where the device plugin's DaemonSet is checked along."""
+    """Checked if the device plugin's DaemonSet is among the files."""
     if not job.has("recover", "recover-in-place", "retry", "elastic-training"):
         return
     for root in job.elsewhere:

@@ -91,7 +91,7 @@ class DataPosition:
         sampler: the user's, from `TorchState`.
 
     Attributes:
-        by_hand: the loop tells itself where its steps end; passes that are over are then no part of the position.
+        by_hand: the loop itself reports where its steps end; completed passes are then not part of the position.
     """
 
     def __init__(self, recorder: rng.RngRecorder, sampler: Any) -> None:
@@ -152,7 +152,7 @@ class DataPosition:
     # -- epochs -------------------------------------------------------------------------------------------
 
     def next_epoch(self, epoch: int) -> bool:
-        """`session.epochs` goes on to `epoch`; whether a resumed run stands where it stood now."""
+        """`session.epochs` goes on to `epoch`; whether a resumed run is now where it was."""
         self.explicit, self.epoch = True, epoch
         self._clear()
         pending = self._pending
@@ -192,7 +192,7 @@ class DataPosition:
             replay: a resumed run loads what was consumed again, for the random numbers of its worker processes.
 
         Returns:
-            The pass, and whether a resumed run stands where it stood now.
+            The pass, and whether a resumed run is now where it was.
 
         Raises:
             UsageError: it is nested in a pass over a loader that cannot give a batch again.
@@ -333,7 +333,7 @@ class DataPosition:
         one.over = True
         if one.position.live and one in self._passes:
             state = one.loaded or one.position.state()
-            if one.resumed:  # some loaders would go on with what they were given, if they gave not all of it
+            if one.resumed:  # some loaders would continue with what they were given, if they gave not all of it
                 one.position.resume(one.position.start, state, one.consumed, over=True)
             number = self._done + self._passes.index(one)
             known, _ = self._live.get(number, (one.loader, b""))

@@ -15,7 +15,7 @@ from lastgasp.pytorch.loop.hooks import follow_forward
 log = logging.getLogger("lastgasp")
 
 MANY = 50
-"""Updates in one step that make it likely that the loop does not tell where its steps end."""
+"""Updates in one step that make it likely that the loop does not report where its steps end."""
 
 _Event = Callable[[], None]
 
@@ -163,7 +163,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _sequence_number() -> int:
-    """Of the newest collective of the default group; 0 where there is none, or torch does not tell."""
+    """Of the newest collective of the default group; 0 where there is none, or torch does not say."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     try:

@@ -50,7 +50,7 @@ class Periodic:
                 save_verified(checkpoint, staged)
                 staged.publish(self._writer.provenance(step, "periodic"))
         except OSError as error:
-            log.error("checkpoint %s could not be written (%s): training goes on, the older ones stand", target, error)
+            log.error("checkpoint %s could not be written (%s): training continues; older ones remain", target, error)
             return
         status = self._engine.status
         status.durable = max(status.durable, step)

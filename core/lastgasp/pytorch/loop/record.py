@@ -76,7 +76,7 @@ def notes_on(aux_states: Mapping[int, bytes], place: Place) -> list[str]:
 
 
 def position_of(record: Mapping[str, Any], place: Place) -> bytes:
-    """Where this rank stood in the data; where that was lost, as far as another rank tells. All ranks stand alike."""
+    """Where this rank was in the data, or, if that was lost, another rank: all ranks are at the same place."""
     aux_states: Mapping[int, bytes] = record["small"]
     if place.rank in aux_states:
         return decode_aux(aux_states[place.rank]).extra

@@ -267,13 +267,13 @@ class Run:
     # -- data ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, loader: Any, replay: bool) -> DataPass:
-        """A pass over `loader` begins, or goes on where a resumed run stood."""
+        """A pass over `loader` begins, or continues where a resumed run was."""
         book = self.book
         if book.before_begin():
             self.body_over()
         if self.update.in_progress and book.nested():
-            raise UsageError("a loop over s.batches() begins inside the body of another one, after an update there: a "
-                             "resumed run could not go on inside. Move the update behind the inner loop.")  # fmt: skip
+            raise UsageError("a loop over s.batches() begins in the body of another, after an update there: "
+                             "a resume could not continue there. Move the update behind the inner loop.")  # fmt: skip
         one, there = book.begin(loader, replay)
         if there:
             self.at_boundary()
@@ -284,12 +284,12 @@ class Run:
     def _tell_of_inexact(self, one: DataPass, resumed: bool) -> None:
         reason = one.position.inexact
         if resumed and one.consumed and not one.over:
-            own = f"{WORKERS}: where they draw any (augmentation), this run goes on with other ones"
+            own = f"{WORKERS}: where they draw any (augmentation), this run draws other ones"
             self.engine.note(own if reason == WORKERS else f"the data are not those that were due: {reason}")
         elif reason not in self._told_of_inexact and self.rank == 0:
             if reason == WORKERS:
                 log.warning("%s: where they draw any (augmentation), a run that was resumed in the middle of a pass "
-                            "will go on with other ones%s", WORKERS, "" if one.kind == STATEFUL else _REPLAY)
+                            "will draw other ones%s", WORKERS, "" if one.kind == STATEFUL else _REPLAY)
             else:
                 log.warning("a run that is resumed in the middle of a pass will get other data: %s", reason)
         self._told_of_inexact.add(reason)
@@ -379,7 +379,7 @@ class Run:
     def _require(self, step: int) -> Snapshot:
         snapshot = self._snapshot
         if snapshot is None or snapshot.step != step:
-            raise NotSaveable(f"this rank stands on step {self.step if snapshot is None else snapshot.step}, "
+            raise NotSaveable(f"this rank is at step {self.step if snapshot is None else snapshot.step}, "
                               f"not on {step}")  # fmt: skip
         if self.update.in_progress and not self.update.has_copy:
             raise NotSaveable(f"the update after step {snapshot.step} has begun; step {step} is gone")
@@ -437,5 +437,5 @@ def _nothing() -> None:
 
 
 def _kind_of(error: BaseException) -> FaultKind:
-    """As any exception of torch's tells; a lost controller or rank while a periodic checkpoint was agreed on, too."""
+    """As for any exception of torch's; a lost controller or rank while a periodic checkpoint was agreed on, too."""
     return "peer" if isinstance(error, ControlError | DeadlineExceeded) else exception_origin.kind_of(error)

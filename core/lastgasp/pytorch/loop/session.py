@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
 
 
 class Session:
-    """Saves the step that a loop stands on when a rank dies, raises, hangs or is asked to stop; resumes from it.
+    """Saves the current step when a rank dies, raises, hangs or is asked to stop; resumes from it.
 
         with Session.open("ckpts", state=TorchState(model, optimizer, scheduler)) as s:
             for epoch in s.epochs(90):
@@ -147,7 +147,7 @@ class Session:
             epoch += 1
 
     def batches(self, loader: Iterable[T], *, replay: bool = False) -> BatchIterable[T]:
-        """`loader`, but each turn tells where the training stands, and a resumed run gets what is still due.
+        """`loader`, but each batch reports the position of the training, and a resumed run gets what is still due.
 
         Args:
             loader: a DataLoader or any iterable; where it can be iterated once only, a resumed run must give an equal
@@ -158,7 +158,7 @@ class Session:
         return BatchIterable(self, loader, replay)
 
     def enumerate(self, loader: Iterable[T], *, replay: bool = False) -> Numbered[T]:
-        """`batches` with the number of the batch in its pass, which a resumed run goes on with."""
+        """`batches` with the number of the batch in its pass, which a resumed run continues."""
         return Numbered(self.batches(loader, replay=replay))
 
     def _finished(self) -> bool:

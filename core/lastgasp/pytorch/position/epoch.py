@@ -112,7 +112,7 @@ class EpochPosition:
             rng.restore(rng.decode(self._fetch))
 
     def settle(self) -> None:
-        """The resumed run stands on its boundary."""
+        """The resumed run is at its boundary."""
         for position in self.positions:
             position.settle()
 

@@ -1,4 +1,4 @@
-"""Loaders of other packages that need more than what they can do tells. None of them is imported here."""
+"""Loaders of other packages whose position does not follow from their methods alone. None of them is imported here."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _parsed(name: str) -> tuple[str, str]:
 
 
 class RankFold:
-    """The rows of one rank become its table of steps. Call `feed` in the order of the files, `end` at their end.
+    """Turns the rows of one rank into its table of steps. Call `feed` in the order of the files, `end` at their end.
 
     A range belongs to the step within whose time on the host it began. Between two steps, a save belongs to the
     step before and everything else to the step after: it waits for the data of that step.
@@ -168,19 +168,19 @@ class _Process:
             del self._pending[: PENDING_MAX // 2]
 
     def step(self, number: int, found: Range) -> None:
-        """A step has ended. The one before it is now complete: late rows of it have come."""
+        """A step has ended. The one before it is now complete, including late rows."""
         series = found.name.partition(" ")[0]
         if series != (self._series or series):  # MindSpore may write two series (docs/facts/mindformers.md §6)
             return
         self._series = series
         if self._held is not None:
             self._complete(*self._held, found.host_begin)
-            if number <= self._held[0]:  # a restart with the same pid, as containers give it
+            if number <= self._held[0]:  # a restart with the same pid, as happens in containers
                 self._made, self._before = 0, None
         self._held = number, found
 
     def end(self) -> None:
-        """There are no more."""
+        """The rows have ended."""
         if self._held is not None:
             self._complete(*self._held, _LIMIT)
         self._held = None
@@ -245,9 +245,9 @@ def overlap(these: Iterable[Span], those: Iterable[Span]) -> int:
 
 
 def _own(backward: Iterable[Span], waits: Sequence[Span]) -> float:
-    """Seconds of backward that are no wait; NaN where no collective begins in it.
+    """Seconds of backward that are no waiting; NaN where no collective begins in it.
 
-    DDP starts its collectives while backward goes on: from the first to the last of a chain that overlaps, backward
+    DDP starts its collectives while backward is running: from the first to the last of a chain that overlaps, backward
     computes, and waits from then on until the chain ends.
     """
     total, found = 0, False

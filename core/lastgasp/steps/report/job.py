@@ -19,7 +19,7 @@ INFORMATION, GROUPS = "lastgasp.json", "parallel_group.json"
 
 
 class Information(msgspec.Struct, frozen=True):
-    """What lastgasp writes beside the rows, as far as it is used; all of it may be missing."""
+    """The fields used of what lastgasp writes beside the rows; all of them may be missing."""
 
     world_size: int = 0
     host: str = ""
@@ -41,7 +41,7 @@ class RankData:
 
     Attributes:
         table: its steps.
-        counts, unreadable, dropped: what became of its rows, lines that were none, marks that were lost.
+        counts, unreadable, dropped: what became of its rows, unreadable lines, and lost marks.
         groups: key of a group -> the group; empty without parallel_group.json.
     """
 
@@ -75,7 +75,7 @@ class Job:
 
 
 Progress = Callable[[int, int], object]
-"""Told the bytes done, and those that there are."""
+"""Called with the bytes done and the total."""
 
 
 class JobReader:
@@ -120,7 +120,7 @@ class JobReader:
         return Job(self._place, ranks, tuple(self._kinds.known), self.nbytes)
 
     def follow(self, place: Place) -> None:
-        """Go on with what is there now: ranks may have come."""
+        """Look for new ranks and files."""
         self._place = place
 
     def _look(self) -> None:

@@ -29,9 +29,9 @@ from .verdict import Cause, Slow, Verdict
 MIN_STEPS = 10
 """Steps that all ranks have in common after the warm-up; with fewer no rank is judged."""
 EXPLAINS = 0.5
-"""Share of a rank's lateness that its data or its computing must make up to be the cause."""
+"""Share of a rank's lateness that its data loading or computing must account for to be the cause."""
 CORROBORATES = 0.3
-"""Share of a rank's slowdown for which the others must be seen waiting, to be mentioned. A smaller share proves
+"""Share of a rank's slowdown that the others must visibly spend waiting for it to be mentioned. A smaller share proves
 nothing: DDP's own all-reduces may be unmarked and hide it."""
 CAP_OF_TWO = 0.7
 """Confidence at most with two ranks."""
@@ -185,7 +185,7 @@ def _of_waiting(sample: Sample, own: Slowdown, late: Slowdown | None) -> list[st
 
 
 def _hints(sample: Sample) -> list[str]:
-    """Who loses time outside of all marks while the collectives are unmarked: no verdict, but where to look."""
+    """Ranks that lose time outside of all marks while collectives are unmarked: a hint where to look, not a verdict."""
     if sample.late is not None or len(sample.ranks) < 3:
         return []
     found = measure(unmarked_slowdown(sample.own), sample.ranks, sample.usual)

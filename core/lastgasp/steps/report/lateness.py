@@ -1,7 +1,7 @@
 """Who came late to the collectives of a step. Needs no common clock: durations of one rank are compared with others'.
 
 A collective ends on all members at about the same time. So the last one to join has the shortest wait, and all others
-waits for as long as the last one is late.
+wait for as long as the last one is late.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def synchronising(operation: str) -> bool:
 def lateness(step: Mapping[int, Sequence[tuple[Members, Collective]]]) -> dict[int, float]:
     """Seconds by which each rank came later than the others to the collectives of one step; negative for earlier.
 
-    Ranges of one kind and group are matched by their order. Several groups: the one that tells most counts, since a
+    Ranges of one kind and group are matched by their order. Several groups: the one that says most counts, since a
     rank that is late for one is late for the next as well.
 
     Args:

@@ -12,7 +12,7 @@ from .sources import Place, locate
 INTERVAL_S = 2.0
 """Seconds between two readings. Rows of lastgasp reach the disk within one second, TaskD's within ten."""
 SHARE = 0.2
-"""Of the time, that reading may take: a big job is read less often."""
+"""Share of the time that reading may take: a big job is read less often."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .sources import data_files
 PIECE = 1 << 20
 """Bytes decoded at a time: some 5000 rows, which is what the memory for rows is bounded by."""
 LONGEST_LINE = 1 << 20
-"""A longer line is none of a profiling file (TaskD's have at most 999 bytes); it is skipped."""
+"""A longer line does not belong to a profiling file (TaskD's have at most 999 bytes); it is skipped."""
 
 
 class Owner(msgspec.Struct, gc=False):
@@ -48,7 +48,7 @@ class RankReader:
     """The files of one rank, in the order of their names. Call `read` again to get what was appended meanwhile.
 
     Attributes:
-        unreadable: lines that were no rows: cut off by a crash, damaged, or not JSON.
+        unreadable: lines that were not rows: cut off by a crash, damaged, or not JSON.
         nbytes: bytes read so far.
     """
 
@@ -61,7 +61,7 @@ class RankReader:
         """Rows since the last call, some thousand at a time.
 
         Args:
-            progress: told the bytes of each piece.
+            progress: called with the bytes of each piece.
 
         A line without an end is kept for the next call; with a newer file behind it, it never gets one. A file
         that goes away while it is read (ageing) is left out.
@@ -75,7 +75,7 @@ class RankReader:
             yield from self._file(path, progress)
 
     def end(self) -> None:
-        """Nothing will be appended: what has no end of line by now was cut off."""
+        """Nothing more will be appended: a last line without an end was cut off."""
         self.unreadable += bool(self._rest)
         self._rest = b""
 
@@ -97,7 +97,7 @@ class RankReader:
         whole, newline, rest = (self._rest + piece if self._rest else piece).rpartition(b"\n")
         self._rest = rest
         if len(rest) > LONGEST_LINE:
-            self._rest = rest[:LONGEST_LINE]  # stays no row, and does not grow
+            self._rest = rest[:LONGEST_LINE]  # stays unreadable, and does not grow
         if not newline:
             return []
         try:

@@ -1,4 +1,4 @@
-"""Statistics that a few wild values do not move. Pure Python: the core has no numpy."""
+"""Statistics that a few outliers do not move. Pure Python: the core has no numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the judge looks at: the same steps of ranks that do the same work, side by side."""
+"""The judge's input: the same steps of ranks that do the same work, side by side."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _sample(job: Job, ranks: Sequence[int], last: int | None) -> Sample:
 
 
 def _without_saves(common: Sequence[int], saves: Sequence[Sequence[float]]) -> list[int]:
-    """Steps with a save, and those after them, are no measure of the others; unless most steps are such."""
+    """Steps with a save, and those after them, say nothing about the others; unless most steps are such."""
     saved = {step for row in saves for step, seconds in zip(common, row, strict=True) if seconds}
     rest = [step for step in common if step not in saved and step - 1 not in saved]
     return rest if 2 * len(rest) >= len(common) else list(common)

@@ -1,4 +1,4 @@
-"""Whether saving checkpoints is what makes the job slow, and on which rank."""
+"""Whether saving checkpoints slows the job down, and on which rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_SHARE = 0.20
 """Share of the job's wall time that saving must take to be reported, if one rank saves and none is comparable.
 A fifth: a job that saves reasonably often spends some percent."""
 MIN_STEPS_LONG = 3.0
-"""A single save must take so many steps as well: a tiny one at every step is the user's wish."""
+"""A single save must take so many steps as well: a tiny one at every step is intended."""
 MIN_EXCESS, MIN_RATIO = 0.10, 1.5
 """Where several ranks save: share of the wall time that one takes longer, and how many times as long its saves are."""
 GROWTH, MIN_GROWN = 2.0, 0.05

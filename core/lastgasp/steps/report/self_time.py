@@ -1,4 +1,4 @@
-"""What each rank takes longer than the others, in what it does on its own."""
+"""By how much each rank exceeds the others in its own work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def own_slowdown(blocks: Blocks) -> dict[str, Matrix]:
     """Excess over the other ranks, block by block: `data` and `compute`; seconds per step.
 
     In synchronous training all steps take as long as the slowest rank's, since the others wait for it: in DDP within
-    backward, with sharded optimizers also there. So a phase only counts as far as it is no wait for others:
+    backward, with sharded optimizers also there. So a phase only counts as far as it is not a wait for others:
 
     - data: as it is.
     - forward, without the collectives in it: less what the rank was ahead of the latest one when it began. DDP's
@@ -59,7 +59,7 @@ def _ahead_of_latest(blocks: Blocks) -> Matrix:
 
 
 def _least_of_others(values: Sequence[float]) -> float:
-    """What all others than the one with the least have, but for a quarter that may be wild."""
+    """The least value of all but the lowest rank, ignoring a quarter of those as outliers."""
     return sorted(values)[1 + (len(values) - 2) // 4 if len(values) > 2 else 0]
 
 

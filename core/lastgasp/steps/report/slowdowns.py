@@ -1,4 +1,4 @@
-"""Whether what a rank takes longer than the others is more than chance, and since when."""
+"""Whether a rank is slower than the others by more than chance, and since when."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .robust_stats import SIGMA_OF_MAD, change_point, median, standing
 from .sample import Matrix
 
 MIN_SHARE, MIN_SHARE_OF_TWO = 0.10, 0.20
-"""Of the time of a step, that a rank must lose to be named. Less is not worth a person's time, and ranks that are
-equal differ by some percent for as long as a job runs: another socket, another switch. With two ranks nobody tells
-which of them is the usual one."""
+"""Share of the time of a step that a rank must lose to be named. Less is not worth a person's time, and equal ranks
+differ by some percent throughout a job: another socket, another switch. With two ranks it is unknown which of them
+is the normal one."""
 MIN_SINGLE = 1.0
 """The slowdown in standard deviations of one block. With more scatter, ranks that are slow in turn look alike."""
 MIN_CERTAINTY = 4.0
@@ -26,7 +26,7 @@ MIN_PART, PARTS = 0.5, 4
 """In each quarter of the window the slowdown must be this share of the total one: an episode, such as a neighbour's
 job on the machine, is not the rank's own slowness."""
 MIN_BLOCKS = 8
-"""Fewer prove nothing: an equal rank is the slowest of four in eight blocks out of eight once in 65,000 jobs."""
+"""Fewer blocks prove nothing: an equal rank is the slowest of four in eight blocks of eight once in 65,000 jobs."""
 LATER_BLOCKS, LATER_SHARE, LATER_CERTAINTY = 12, 0.15, 6.0
 """The same for a rank that has become slow: the window is chosen to show it, so more is asked of it."""
 BEFORE = 0.3
@@ -84,7 +84,7 @@ def proven(found: Slowdown, ranks: int, others: int = 0) -> bool:
 
 
 def measure(matrix: Matrix, ranks: Sequence[int], usual: float) -> list[Slowdown]:
-    """What each rank has too much of: over all blocks, or since its own change point where only that is proven.
+    """Each rank's slowdown: over all blocks, or since its own change point if only that is proven.
 
     Args:
         matrix: slowdowns, per rank and block, of at least two ranks.

@@ -12,7 +12,7 @@ import msgspec
 from lastgasp.errors import ConfigError
 
 DATA_FILE = re.compile(r"\d{10}")
-"""What TaskD names its files: unix seconds (docs/facts/taskd.md §7)."""
+"""TaskD's file names: unix seconds (docs/facts/taskd.md §7)."""
 BASE = "profiling"
 TAIL = 8192
 """Bytes from the end of a file in which its last row is looked for; a row has about 200."""

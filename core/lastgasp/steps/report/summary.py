@@ -52,7 +52,7 @@ class RankRow(msgspec.Struct, frozen=True):
         saves, save_s: how many, and the median seconds of one; None without any.
         undone: steps that were made again after a resume.
         dropped: marks that were lost in memory and counted.
-        unreadable, unbegun, unended: lines that were no rows, rows without a beginning, ranges without an end.
+        unreadable, unbegun, unended: lines that were not rows, rows without a beginning, ranges without an end.
         device_rows: where the device's times come from: `device`, `host` (copied from the host's), `mixed`, `none`.
     """
 

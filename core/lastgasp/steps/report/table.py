@@ -152,7 +152,7 @@ class StepTable:
             del self._saves[: SAVES_MAX // 2]
 
     def add(self, column: str, begin: int, seconds: float) -> int | None:
-        """More of a kind for the step that went on at `begin`, which has been taken in before.
+        """More of a kind for the step under way at `begin`, which has been taken in before.
 
         Returns:
             The step's number; None where there is no such step.

@@ -34,7 +34,7 @@ def write_trace(
 
     Args:
         last: only the newest steps, so many per rank.
-        progress: told the bytes done and those that there are.
+        progress: called with the bytes done and the total.
 
     Returns:
         The number of ranges written.

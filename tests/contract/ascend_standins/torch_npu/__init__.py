@@ -25,7 +25,7 @@ def _range_start(message: str, stream: Any = None, domain: str = "default") -> i
     if not isinstance(message, str) or not message or not _fits(message):
         raise AssertionError(f"mstx drops {message!r} (docs/facts/taskd.md §6)")
     if stream is not None and stream is not STREAM:
-        raise AssertionError(f"{stream!r} is no stream")
+        raise AssertionError(f"{stream!r} is not a stream")
     number = next(_ids)
     open_ranges[number] = message
     rows.append(("start", number, message, domain, stream is not None))

@@ -126,7 +126,7 @@ class MindioBackend:
         atexit.register(self._left_unannounced)
 
     def regroup(self, place: Place) -> None:
-        """Some ranks are no replicas of one another, before `training_started`.
+        """Some ranks are not replicas of one another, before `training_started`.
 
         MindIO would not take groups of several sizes.
 
@@ -160,7 +160,7 @@ class MindioBackend:
         try:
             wait_for_listener(address, JOIN)
         except DeadlineExceeded as error:
-            log.warning("%s The job goes on with a controller of its own; TaskD repairs nothing in it", error)
+            log.warning("%s The job continues with a controller of its own; TaskD repairs nothing in it", error)
             return None
         return Endpoint(address.host, address.port)
 

@@ -73,7 +73,7 @@ def start_controller(host: str, world_size: int, arf: bool, zit: bool) -> Endpoi
     """Start one that outlives this process.
 
     Raises:
-        ControlError: it did not come up; carries what it said.
+        ControlError: it did not start; with its output.
     """
     said, logs = "", Path(os.environ.get(LOG_PATH, "logs")).absolute()
     for _ in range(TRIES):

@@ -34,7 +34,7 @@ PARKED = ("RS_PREREPAIR_FINISH", "RS_STEP_FINISH")
 
 @dataclass(frozen=True)
 class Telling:
-    """What to tell MindIO.
+    """What to report to MindIO.
 
     Args:
         state: the name in its ReportState.
@@ -48,7 +48,7 @@ class Telling:
 def telling(kind: str, cause: str, retry: bool) -> Telling:
     """For a fault of this kind (`events.FaultKind`) that is not repaired in place.
 
-    A peer's death is no fault of this rank: MindIO would count it among the faulty ones, and a job in which all
+    A peer's death is not a fault of this rank: MindIO would count it among the faulty ones, and a job in which all
     survivors' collectives raise (gloo) would have no holder left.
     """
     state = state_of(cause, retry)

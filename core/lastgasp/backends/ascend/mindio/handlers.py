@@ -1,7 +1,7 @@
 """What MindIO calls on a rank, mapped to our ports (docs/facts/mindio_tft.md §6).
 
 All of it runs on foreign threads: the save on a fresh one, the rest on MindIO's one message thread, while the training
-thread is wherever it is. A handler fails by raising; what is no Exception would leave the controller without an
+thread is wherever it is. A handler fails by raising; what is not an Exception would leave the controller without an
 answer, so it is turned into one.
 """
 
@@ -157,7 +157,7 @@ class Handlers:
     def _in_place(self) -> InPlace:
         source = own_source(self.source)
         if not isinstance(source, InPlace):
-            raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot go on in the same process"))
+            raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot continue in the same process"))
         return source
 
     def stop(self, args: Any, ctx: Any) -> None:
@@ -222,7 +222,7 @@ def _refused(name: str, strategies: Strategies) -> Callable[..., None]:
 
     def refuse(*given: Any) -> None:
         why = strategies.refused.get("elastic-training", "it was not asked for")
-        raise NotSaveable(f"{name}: this job cannot go on with fewer ranks: {why}")
+        raise NotSaveable(f"{name}: this job cannot continue with fewer ranks: {why}")
 
     refuse.__name__ = name
     return refuse

@@ -22,7 +22,7 @@ def action_limit(nbytes: int, save_timeout: float, finish_timeout: float) -> int
     """The limit that a state of this size needs, seconds; may be more than MindIO takes.
 
     Args:
-        nbytes: bytes that this rank saves; 0 where nobody can tell: `save_timeout` alone counts then.
+        nbytes: bytes that this rank saves; 0 where that is unknown: `save_timeout` alone counts then.
     """
     needed = nbytes / RATE if nbytes else save_timeout
     return max(DEFAULT, math.ceil(min(needed, save_timeout) + finish_timeout + PARKING))

@@ -59,7 +59,7 @@ def _end_hard() -> None:
 
 
 def _bound_the_end() -> None:
-    """One of the last hooks that Python runs; nobody knows the exit code yet, nor could tell it (`sys.exit` is over).
+    """One of the last hooks that Python runs; nobody knows the exit code yet, nor could set it (`sys.exit` is over).
 
     So it is left to Python, which runs the hooks from before this one, too, and hands the code to C's `exit`. That
     calls first what was registered last: `_exit`, which by `on_exit` is given the code. Whatever still hangs before

@@ -17,7 +17,7 @@ class Strategies:
     Args:
         retry: on-chip memory and network faults are repaired in place (UCE, HCCE).
         recover: one process is started anew and rejoins (ARF).
-        elastic: the job goes on with fewer ranks (ZIT).
+        elastic: the job continues with fewer ranks (ZIT).
     """
 
     retry: bool
@@ -31,7 +31,7 @@ def decide_strategies(asked: str, in_place: bool, taskd: bool, nodes: int, minds
 
     Args:
         asked: the comma list; empty asks for what the adapter can do without TaskD.
-        in_place: the adapter can go on in the same process (ports.InPlace).
+        in_place: the adapter can continue in the same process (ports.InPlace).
         taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (mindio_tft.md §7.1).
         nodes: of the job; ARF needs two, since it ignores faults of the controller's own node (mindio_tft.md §16.13).
     """
@@ -50,7 +50,7 @@ def decide_strategies(asked: str, in_place: bool, taskd: bool, nodes: int, minds
 
 def _why_not(name: str, in_place: bool, taskd: bool, nodes: int, mindspore: bool) -> str:
     if not in_place:
-        return "this adapter cannot roll a step back and go on in the same process: the job restarts from the dump"
+        return "this adapter cannot roll a step back and continue in the same process: the job restarts from the dump"
     if name == "recover" and not taskd:
         return "MindIO starts single processes anew only where TaskD asks for it (MINDX_TASK_ID)"
     if name == "recover" and nodes < 2:
@@ -58,5 +58,5 @@ def _why_not(name: str, in_place: bool, taskd: bool, nodes: int, mindspore: bool
     if name == "elastic-training":
         if mindspore:
             return "MindIO has none of it with MindSpore"
-        return "this adapter cannot go on with fewer ranks"
+        return "this adapter cannot continue with fewer ranks"
     return ""
