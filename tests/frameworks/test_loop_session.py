@@ -414,7 +414,7 @@ class FullyShardedDataParallel(nn.Linear):
 
 @pytest.mark.parametrize("model", [FullyShardedDataParallel(2, 2), nn.Sequential(FullyShardedDataParallel(2, 2))])
 def test_sharded_models_are_refused(model: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="each rank holds whole"):
+    with pytest.raises(ConfigError, match="each rank holds completely"):
         Session.open(tmp_path, state=TorchState(model), marks=False)
 
 
@@ -481,4 +481,4 @@ def test_a_stream_that_got_shorter_is_told(tmp_path: Path, caplog: pytest.LogCap
 
     train(8, until=6)
     train(3, until=100)
-    assert "the data are shorter than they were: 6 batches were trained on" in caplog.text
+    assert "the data are shorter than before: 6 batches were trained on" in caplog.text

@@ -442,7 +442,7 @@ def test_what_was_recovered_is_said(dead: Dead, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, "lastgasp")
     dead(2)
     recover_orphans()
-    assert [record.getMessage() for record in caplog.records] == [f"the last 2 ranges of rank 3 are in {directory}"]
+    assert [record.getMessage() for record in caplog.records] == [f"the last 2 step marks of rank 3 are in {directory}"]
 
 
 @pytest.fixture(autouse=True)

@@ -292,7 +292,7 @@ def test_seal_refuses_what_is_not_whole(tmp_path: Path, kind: str) -> None:
         (tmp_path / "ckpt-30.data-00000-of-00003").write_bytes(b"")
     else:
         prefix = tmp_path / "ckpt-31"
-    with pytest.raises(CheckpointError, match=r"is not whole.*checkpoint\.sync\(\)"):
+    with pytest.raises(CheckpointError, match=r"is incomplete.*checkpoint\.sync\(\)"):
         seal(prefix)
     assert not LAYOUT.manifest_path(prefix).exists()
 

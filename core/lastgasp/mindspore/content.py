@@ -1,8 +1,8 @@
 """What a checkpoint file of MindSpore itself contains, read without MindSpore: its parameters, its step, its checksum.
 
-`.ckpt` is a chain of protobuf messages, one or more for each parameter, without an index: a file that was cut between
-two of them is a shorter file of the same format, which MindSpore loads (mindformers.md §5). `.safetensors` has
-an index in front. Only files saved with `crc_check` have a checksum, which MindFormers never sets.
+`.ckpt` is a sequence of protobuf messages, one or more for each parameter, without an index: a file truncated between
+two of them is a shorter file of the same format, which MindSpore loads (mindformers.md §5). `.safetensors` begins
+with an index. Only files saved with `crc_check` have a checksum, which MindFormers never sets.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import IO, Any
 from lastgasp._fs import open_regular
 
 STEP, EPOCH, UPDATES = "step_num", "epoch_num", "global_step"
-"""Names under which MindFormers saves completed steps, the epoch, and the optimizer's own count."""
+"""The names under which MindFormers saves completed steps, the epoch, and the optimizer's own count."""
 _NUMBERS = (STEP, EPOCH, UPDATES)
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-"""Bytes of a number by the digits of its type; of complex ones the digits count both halves."""
+"""Size of a number from the digits in its type's name; for complex types they count both halves."""
 _TRAILER, _TRAILER_SIZE = b"crc_num", 17
 _BLOCK = 1 << 20
 _SMALL = 64
-"""Bytes up to which a value is read as a number."""
+"""Most bytes of a value that is read as a number."""
 _MAX_HEADER = 1 << 30
 
 
 class Unreadable(Exception):
-    """Not a whole file of its format; the text says what is wrong, and where."""
+    """Not a complete file of its format; the text says what is wrong, and where."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Content:
 
     Args:
         sizes: bytes of each parameter.
-        numbers: of `step_num`, `epoch_num` and `global_step`, those that are in it.
-        checksum: whether it has a checksum, and that is right.
+        numbers: those of `step_num`, `epoch_num` and `global_step` that it holds.
+        checksum: whether it has a checksum, and the checksum is right.
     """
 
     sizes: dict[str, int]
@@ -51,15 +51,15 @@ class Content:
 
     @property
     def step(self) -> int | None:
-        """Completed steps, by what the trainer has written, else by the optimizer's count; None where neither is."""
+        """Completed steps, as written by the trainer, else by the optimizer's count; None if it holds neither."""
         return self.numbers.get(STEP, self.numbers.get(UPDATES))
 
 
 def read_content(path: Path, *, checksums: bool = True) -> Content:
-    """Read the structure of a `.ckpt` or `.safetensors` file, and nothing of its parameters unless for a checksum.
+    """Read the structure of a `.ckpt` or `.safetensors` file; its parameters only to verify a checksum.
 
     Raises:
-        Unreadable: it is not whole, or not of its format.
+        Unreadable: it is incomplete, or not of its format.
         OSError: the disk refused.
     """
     with os.fdopen(open_regular(path), "rb") as file:
@@ -115,16 +115,16 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
     try:
         start, stop = entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise Unreadable(f"its index says nothing of {name}") from error
+        raise Unreadable(f"its index lacks the position of {name}") from error
     if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop):
-        raise Unreadable(f"its index has a place for {name} that cannot be: {start} to {stop}")
+        raise Unreadable(f"its index has an impossible position for {name}: {start} to {stop}")
     return start, stop
 
 
 def _check_safetensors(
     file: IO[bytes], begin: int, spans: dict[str, tuple[int, int]], whole: set[str], stored: str
 ) -> None:
-    """MindSpore hashes `bytes(array)`, which of a whole number without dimensions n is n zero bytes."""
+    """MindSpore hashes `bytes(array)`, which for a zero-dimensional integer n is n zero bytes."""
     found = 0
     for name, (start, stop) in sorted(spans.items()):
         found = binascii.crc32(name.encode(), found)
@@ -149,7 +149,7 @@ class _Value:
     kind: str
     length: int
     content: bytes
-    """Only of short ones."""
+    """Only for short values."""
 
 
 def _ckpt(file: IO[bytes], size: int, checksums: bool) -> Content:
@@ -165,14 +165,14 @@ def _ckpt(file: IO[bytes], size: int, checksums: bool) -> Content:
             numbers[value.tag] = _number(value.content, value.kind)
     for tag, wants in wanted.items():
         if wants and sizes[tag] != wants:
-            raise Unreadable(f"has {sizes[tag]} bytes of {tag}, and its shape needs {wants}")
+            raise Unreadable(f"has {sizes[tag]} bytes of {tag}, but its shape needs {wants}")
     if not sizes:
         raise Unreadable("holds no parameter")
     return Content(sizes, _found(numbers), checksum and checksums)
 
 
 def _check_trailer(file: IO[bytes], size: int, checksums: bool) -> bool:
-    """Whether there is a checksum at the end; raises Unreadable where it is wrong."""
+    """Whether there is a checksum at the end; raises Unreadable if it is wrong."""
     if size < _TRAILER_SIZE:
         return False
     file.seek(size - _TRAILER_SIZE)
@@ -197,7 +197,7 @@ def _values(file: IO[bytes], end: int) -> Iterator[_Value]:
         except EOFError:
             raise Unreadable(f"ends in a parameter at byte {position}") from None
         if field != 0x0A:
-            raise Unreadable(f"is not a checkpoint of MindSpore, or encrypted: byte {position} begins no parameter")
+            raise Unreadable(f"is not a checkpoint of MindSpore, or encrypted: no parameter begins at byte {position}")
         begin = file.tell()
         if begin + length > end:
             raise Unreadable(f"ends in a parameter at byte {position}: {begin + length} bytes are needed, not {end}")
@@ -228,7 +228,7 @@ def _tensor(file: IO[bytes], end: int) -> _Value:
             dims.append(_varint(file))
             continue
         if key & 7 != 2:
-            raise Unreadable(f"byte {file.tell()} is not what stands in a parameter")
+            raise Unreadable(f"byte {file.tell()} does not belong to a parameter")
         length = _varint(file)
         begin = file.tell()
         if key >> 3 == 1:  # packed
@@ -243,11 +243,11 @@ def _tensor(file: IO[bytes], end: int) -> _Value:
 
 
 def _fields(file: IO[bytes], end: int) -> Iterator[tuple[int, int]]:
-    """Number and length of each field with a length; the file stands at its content."""
+    """Number and length of each field with a length; the file is positioned at its content."""
     while file.tell() < end:
         key = _varint(file)
         if key & 7 != 2:
-            raise Unreadable(f"byte {file.tell()} is not what stands in a checkpoint of MindSpore")
+            raise Unreadable(f"byte {file.tell()} does not belong to a checkpoint of MindSpore")
         yield key >> 3, _varint(file)
 
 
@@ -264,7 +264,7 @@ def _varint(file: IO[bytes]) -> int:
 
 
 def _bytes_of(dims: list[int], kind: str) -> int:
-    """How long a tensor of that shape is; 0 where the type does not say."""
+    """The size of a tensor of that shape; 0 if the type does not say."""
     digits = "".join(character for character in kind if character.isdigit())
     known = kind.startswith(("Float", "Int", "UInt", "BFloat", "Complex"))
     if kind == "Bool":
@@ -277,7 +277,7 @@ def _bytes_of(dims: list[int], kind: str) -> int:
 
 
 def _number(data: bytes, kind: str) -> int | None:
-    """The first number in `data`, as a whole one."""
+    """The first number in `data`, as an integer."""
     try:
         if kind.lower().startswith("f"):
             return int(struct.unpack_from("<d" if len(data) % 8 == 0 and "64" in kind else "<f", data)[0])

@@ -1,8 +1,8 @@
-"""Where checkpoints of MindFormers and of plain MindSpore lie.
+"""Where checkpoints of MindFormers and of plain MindSpore are.
 
-Legacy: `rank_R/{prefix}_rank_R[_K]-{epoch}_{step}.{safetensors|ckpt}` for each rank; `_K` appears where a job runs
-again into the same directory. Newer: a directory `iteration_NNNNNNNN`. Manifests stand outside of `rank_*`, because
-MindFormers counts what is in there. What a gasp knows beyond the native files goes to one file beside the manifest.
+Legacy: `rank_R/{prefix}_rank_R[_K]-{epoch}_{step}.{safetensors|ckpt}` for each rank; `_K` appears if a job runs
+again in the same directory. Newer: a directory `iteration_NNNNNNNN`. Manifests are outside `rank_*`, because
+MindFormers counts the files in there. What a gasp holds beyond the native files goes to one file beside the manifest.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class LegacyName:
 
     @classmethod
     def of_monitor(cls, prefix: str, epoch: int, within: int, ext: Extension) -> LegacyName:
-        """From what CheckpointMonitor keeps as its `_prefix`, such as `tiny_rank_0_1`.
+        """Parse CheckpointMonitor's `_prefix`, such as `tiny_rank_0_1`.
 
         Raises:
-            CheckpointError: it names no rank.
+            CheckpointError: it contains no rank.
         """
         match = _MONITOR.fullmatch(prefix)
         if match is None:
@@ -73,7 +73,7 @@ class LegacyName:
 
     @classmethod
     def parse(cls, name: str) -> LegacyName | None:
-        """From `name`; None where that is none."""
+        """Parse `name`; None if it is not such a name."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -82,20 +82,20 @@ class LegacyName:
 
     @property
     def name(self) -> str:
-        """The checkpoint's own name; its manifest stands beside it."""
+        """The checkpoint's own name; its manifest is beside it."""
         return f"{self.prefix}_rank{self.again}-{self.epoch}_{self.within}.{self.ext}"
 
     def file(self, rank: int) -> str:
-        """Where MindFormers has the file of `rank`: POSIX path in the directory."""
+        """MindFormers' file of `rank`: POSIX path in the directory."""
         return f"rank_{rank}/{self.base(rank)}"
 
     def base(self, rank: int) -> str:
-        """The name of that file alone, as `resume_training` takes it."""
+        """The name of that file alone, as `resume_training` expects it."""
         return f"{self.prefix}_rank_{rank}{self.again}-{self.epoch}_{self.within}.{self.ext}"
 
     @property
     def aux(self) -> str:
-        """Where the auxiliary state of all ranks goes."""
+        """The file of all ranks' auxiliary state."""
         return f"{self.name}.small"
 
     def markers(self, ranks: Iterable[int]) -> dict[str, bytes]:
@@ -112,14 +112,14 @@ _RANK = re.compile(r"rank_(\d+)/")
 
 
 def layout_of(checkpoint: Path) -> Layout:
-    """How a checkpoint of that name lies."""
+    """The layout of a checkpoint of that name."""
     if is_plain(checkpoint.name):
         return plain_layout_of(checkpoint.name)
     return LEGACY if re.fullmatch(LEGACY.names, checkpoint.name) else ITERATIONS
 
 
 def rank_of(checkpoint: Path, relative: str) -> int | None:
-    """Whose file it is, by its path relative to where `checkpoint` stands; None where it is of no one rank."""
+    """The rank of a file, by its path relative to `checkpoint`'s directory; None if it is not one rank's."""
     layout = layout_of(checkpoint)
     if isinstance(layout, ModelCheckpointLayout):
         return layout.rank_of(checkpoint, relative)
@@ -132,7 +132,7 @@ _SMALL = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
 def encode_aux(aux: Mapping[int, bytes]) -> bytes:
-    """The content of the small-state file: rank -> its auxiliary state."""
+    """The content of the file of auxiliary states: rank -> its state."""
     return msgspec.msgpack.encode({rank: bytes(state) for rank, state in sorted(aux.items())})
 
 

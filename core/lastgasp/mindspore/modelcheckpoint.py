@@ -1,6 +1,6 @@
-"""Where MindSpore's own ModelCheckpoint puts its files, and which of them are one checkpoint.
+"""Where MindSpore's own ModelCheckpoint puts its files, and which of them form one checkpoint.
 
-Each rank has a directory of its own, and the scripts of MindSpore's models name it, and the files, in different ways:
+Each rank has a directory of its own; the scripts of MindSpore's models name it, and the files, in different ways:
 
 | a script | files of ranks 0 and 1 | the checkpoint |
 |---|---|---|
@@ -11,7 +11,7 @@ Each rank has a directory of its own, and the scripts of MindSpore's models name
 | one file for all | `ckpts/net-1_4.ckpt` | the file |
 
 So a checkpoint's name determines its files. The other way round takes the files of all ranks: `net1` of rank 1 may
-be a name that all have.
+be a name that all ranks use.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from lastgasp.checkpoint.layout import MANIFEST_SUFFIX, data_names
 
 RANK = "{rank}"
-"""Stands for the number of a rank in the name of a checkpoint."""
+"""Placeholder for the number of a rank in the name of a checkpoint."""
 USUAL = "rank_{rank}"
-"""The folder of a rank where the name of a checkpoint has none."""
+"""The folder of a rank if the name of a checkpoint contains none."""
 AUX_SUFFIX = ".small"
 _FILE = re.compile(r"(?P<prefix>[^/]+)(?P<at>-\d+_\d+(?:_breakpoint)?\.(?:ckpt|safetensors))")
 _OF_MINDFORMERS = re.compile(r".*_rank(?:_\d+){0,2}-\d+_\d+\.[a-z]+")
@@ -43,15 +43,15 @@ class ModelCheckpointLayout:
 
     Args:
         folder: name of a rank's folder, with `{rank}`; empty: the files of all ranks are in one directory, and only
-            their names say whose they are. With the usual one, files in the directory itself are found as well, and
-            they are for all ranks.
+            their names say whose they are. With the usual one, files in the directory itself are found as well;
+            they belong to all ranks.
     """
 
     folder: str = USUAL
     name: str = field(default="mindspore", init=False)
 
     def discover(self, directory: Path) -> Iterable[Path]:
-        """The checkpoints that files belong to, and names that only a manifest is left of."""
+        """The checkpoints that files belong to, and names of which only a manifest is left."""
         manifested = {
             name
             for name in data_names(directory)
@@ -63,7 +63,7 @@ class ModelCheckpointLayout:
         return [directory / title for title in sorted(titles)]
 
     def files(self, checkpoint: Path) -> Mapping[str, Path]:
-        """The files that are there, of this checkpoint. Raises OSError when a folder cannot be listed."""
+        """The existing files of this checkpoint. Raises OSError if a folder cannot be listed."""
         directory = checkpoint.parent
         found = [relative for relative, _, _ in _in_folders(directory, _folder_of(checkpoint.name))]
         flat = [name for name in _visible(directory) if self.owns(checkpoint, name)]
@@ -87,7 +87,7 @@ class ModelCheckpointLayout:
         return len(ranks) == 1
 
     def rank_of(self, checkpoint: Path, relative: str) -> int | None:
-        """Whose file it is; None where it is for all of them."""
+        """The rank that it belongs to; None if it belongs to all of them."""
         folder, _, file = relative.rpartition("/")
         ranks = _ranks_in(f"{_folder_of(checkpoint.name)}/{_file_of(checkpoint.name)}", f"{folder}/{file}")
         return ranks.pop() if len(ranks) == 1 else None
@@ -106,16 +106,16 @@ class ModelCheckpointLayout:
 
     @property
     def flat(self) -> bool:
-        """Whether files may lie in the directory itself."""
+        """Whether files may be in the directory itself."""
         return self.folder in ("", USUAL)
 
     def rank_folders(self, directory: Path) -> list[str]:
-        """Names of the folders of ranks that are there."""
+        """Names of the existing folders of ranks."""
         names = _visible(directory) if self.folder else []
         return [name for name in names if _ranks_in(self.folder, name) and (directory / name).is_dir()]
 
     def everything(self, directory: Path) -> list[str]:
-        """Relative paths of all that is not hidden where files of it may lie, whatever their names."""
+        """Relative paths of everything that is not hidden in the places that may hold its files, of any name."""
         inside = [relative for relative, _, _ in _in_folders(directory, self.folder)]
         return [*(_visible(directory) if self.flat else ()), *inside]
 
@@ -123,7 +123,7 @@ class ModelCheckpointLayout:
         return is_title(title) and _written_folder(title) == (None if self.folder == USUAL else self.folder)
 
     def _data(self, directory: Path) -> Iterator[list[tuple[int | None, str]]]:
-        """Of each file: the names that its checkpoint may have, each with the rank whose file it is then."""
+        """For each file: the names that its checkpoint may have, each with the rank that the file would belong to."""
         for name in _visible(directory) if self.flat else ():
             match = _file(name, self.folder)
             if match is not None and self.folder:
@@ -140,17 +140,17 @@ class ModelCheckpointLayout:
 
 
 PLAIN = ModelCheckpointLayout()
-"""The usual one: a folder `rank_R` for each rank, or one file for all."""
+"""The usual layout: a folder `rank_R` for each rank, or one file for all."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a ModelCheckpoint of all ranks saves: the same on each of them.
+    """Where the ModelCheckpoints of all ranks save: the same on each of them.
 
     Args:
-        directory: where the checkpoint stands, and its manifest.
-        layout: how its files lie in there.
-        prefix: of their names, maybe with `{rank}`.
+        directory: of the checkpoint and its manifest.
+        layout: of its files in there.
+        prefix: of their names, possibly with `{rank}`.
     """
 
     directory: Path
@@ -159,13 +159,13 @@ class Place:
 
 
 def place_of(directories: Sequence[Path], prefixes: Sequence[str]) -> Place | None:
-    """Where the files of all ranks are, from what the ModelCheckpoint of each rank was given.
+    """Where the files of all ranks are, from the arguments of each rank's ModelCheckpoint.
 
     Args:
         directories: absolute, by rank; prefixes: without the `_K` that MindSpore adds. Equal in number.
 
     Returns:
-        None where they are not the same but for the rank's number in the last folder's name and in the prefix.
+        None if they differ in more than the rank's number in the last folder's name and in the prefix.
     """
     prefix = common(prefixes)
     if prefix is None:
@@ -183,7 +183,7 @@ def place_of(directories: Sequence[Path], prefixes: Sequence[str]) -> Place | No
 
 
 def layouts_in(directory: Path) -> list[ModelCheckpointLayout]:
-    """Other layouts than the usual one that files in `directory` lie in: by manifests, or by folders of all ranks."""
+    """Layouts other than the usual one found in `directory`: by manifests, or by folders of all ranks."""
     folders = {_written_folder(name) for name in data_names(directory)} - {None}
     ranks: dict[str, set[int]] = defaultdict(set)
     for name in _visible(directory):
@@ -195,7 +195,7 @@ def layouts_in(directory: Path) -> list[ModelCheckpointLayout]:
 
 
 def common(names: Sequence[str]) -> str | None:
-    """What the names of all ranks have in common, with `{rank}` for the number; None where they differ in more."""
+    """The common form of all ranks' names, with `{rank}` for the number; None if they differ in more."""
     if len(set(names)) == 1:
         return names[0]
     templates: list[list[str]] = []
@@ -206,23 +206,23 @@ def common(names: Sequence[str]) -> str | None:
 
 
 def is_title(name: str) -> bool:
-    """Whether it is the name of such a checkpoint."""
+    """Whether this is the name of such a checkpoint."""
     return _file(_file_of(name), _folder_of(name)) is not None
 
 
 def layout_of(title: str) -> ModelCheckpointLayout:
-    """How the checkpoint of that name lies."""
+    """The layout of the checkpoint of that name."""
     folder = _written_folder(title)
     return PLAIN if folder is None else ModelCheckpointLayout(folder)
 
 
 def _file(name: str, folder: str) -> re.Match[str] | None:
-    """The parts of the name of a file in such a folder; None where it is not a file of ModelCheckpoint's."""
+    """The parts of the name of a file in such a folder; None if it is not a file of ModelCheckpoint."""
     return None if folder == USUAL and _OF_MINDFORMERS.fullmatch(name) else _FILE.fullmatch(name)
 
 
 def _written_folder(title: str) -> str | None:
-    """The folder that a name contains; None where it contains none, which means the usual one."""
+    """The folder in a name; None if it has none, which means the usual one."""
     folder, separator, file = title.partition(_SEPARATOR)
     return folder if separator and (RANK in folder or (not folder and RANK in file)) else None
 
@@ -241,7 +241,7 @@ def _with_rank(name: str, digits: re.Match[str]) -> str:
 
 
 def _ranks_in(template: str, path: str) -> set[int]:
-    """The numbers that stand in `path` where the template has `{rank}`; none where it does not fit."""
+    """The numbers in `path` in place of the template's `{rank}`; empty if it does not match."""
     expression = r"(\d+)".join(re.escape(part) for part in template.split(RANK))
     match = re.fullmatch(expression, path)
     return {int(number) for number in match.groups()} if match else set()
@@ -255,7 +255,7 @@ def _in_folders(directory: Path, folder: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _paired(data: list[list[tuple[int | None, str]]], manifested: set[str]) -> set[str]:
-    """The name for each file: one that has a manifest, else the one that files of most ranks may have."""
+    """The checkpoint of each file: a name that has a manifest, else the one that fits files of the most ranks."""
     ranks: dict[str, set[int | None]] = defaultdict(set)
     for rank, title in (each for options in data for each in options):
         ranks[title].add(rank)

@@ -1,7 +1,7 @@
-"""What can be said of a checkpoint without a manifest: whether its files are whole, as far as their formats allow.
+"""Check a checkpoint without a manifest: whether its files are complete, as far as their formats show.
 
-A flipped bit is not seen, unless the file was saved with `crc_check`. A `.ckpt` that was cut between two parameters is
-a file of the same format, which MindSpore loads (mindformers.md §5): it is told by what others of its kind hold.
+A flipped bit is not detected, unless the file was saved with `crc_check`. A `.ckpt` truncated between two parameters
+is a valid file, which MindSpore loads (mindformers.md §5): it is detected by comparison with similar files.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _NUMBER = re.compile(r"\d+")
 
 
 def probe(checkpoint: Path, layout: Layout, step: int | None, share: tuple[int, int] = (0, 1)) -> Verdict:
-    """The verdict on the files of rank i of n, for `share` (i, n). Whatever is wrong is a damage, not an exception.
+    """The verdict on the files of rank i of n, for `share` (i, n). Every problem is a damage, not an exception.
 
     Args:
-        checkpoint: without a manifest; layout: how it lies.
-        step: completed steps that it is taken for.
+        checkpoint: without a manifest; layout: its own.
+        step: completed steps according to its name.
     """
     damages = tuple(_damages(checkpoint, layout, step, share))
     return Verdict(path=checkpoint, step=step, ok=not damages, damages=damages)
 
 
 def told_step(checkpoint: Path, layout: Layout) -> int | None:
-    """How many steps its content says that it holds: of the first file that says so; None where none does."""
+    """The number of steps according to its content: to the first file that says so; None if none does."""
     for _, path in sorted(data_files(checkpoint, layout).items()):
         content = content_of(path) if path.suffix in _DATA else None
         if isinstance(content, Content) and content.step is not None:
@@ -42,7 +42,7 @@ def told_step(checkpoint: Path, layout: Layout) -> int | None:
 
 
 def content_of(path: Path, *, checksums: bool = False) -> Content | str:
-    """What a file holds, or why that cannot be told. The same file is read once."""
+    """What a file holds, or why it cannot be read. Each version of a file is read once."""
     try:
         status = path.stat()
     except OSError as error:
@@ -80,20 +80,20 @@ def _problem(path: Path, layout: Layout, step: int | None) -> str:
     if layout is LEGACY:
         lacking = [name for name in (EPOCH, STEP) if name not in content.numbers]
         if lacking:
-            return f"holds no {' and no '.join(lacking)}, which MindFormers writes last: it was cut"
+            return f"holds no {' and no '.join(lacking)}, which MindFormers writes last: it was cut off"
     if layout is not ITERATIONS and step is not None and content.step not in (None, step):
-        return f"is of step {content.step}, and others of the same name of step {step}"
+        return f"is of step {content.step}, but others of the same name of step {step}"
     return _cut(path, content) if path.suffix == ".ckpt" else ""
 
 
 def _cut(path: Path, content: Content) -> str:
-    """Whether others of its kind hold all that it holds, and more."""
+    """Whether similar files hold everything that it holds, and more."""
     for other in _kin(path):
         found = content_of(other)
         if isinstance(found, Content) and found.sizes.keys() > content.sizes.keys():
             few = ", ".join(sorted(found.sizes.keys() - content.sizes.keys())[:3])
             lacking = len(found.sizes) - len(content.sizes)
-            return f"lacks {lacking} parameters that {other.name} holds ({few}): was it cut?"
+            return f"lacks {lacking} parameters that {other.name} holds ({few}): was it cut off?"
     return ""
 
 

@@ -22,7 +22,7 @@ from lastgasp.pytorch.layout import ENDINGS, FORMAT, PlainFiles
 FILES = PlainFiles((*ENDINGS, ".ckpt"))
 _REMEDY = "Load another one: lastgasp.pytorch.newest_good(directory) names the newest that verifies."
 _START_REMEDY = (
-    "Refusing to return None, which means an empty directory. Restore one of them, `lastgasp manifest` those that "
+    "Not returning None, which would mean an empty directory. Restore one of them, `lastgasp manifest` those that "
     "were written without lastgasp and that you trust, or move them away to start anew."
 )
 
@@ -108,12 +108,12 @@ def load(
 
 
 def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -> str | None:
-    """The newest file in `directory` that verifies, by step and time of writing in its manifest; None in an empty one.
+    """The newest file in `directory` that verifies, by step and time of writing in its manifest; None if it is empty.
 
     Time stamps of files are not looked at. Each process decides alone; what dead processes left half-written goes.
 
     Args:
-        directory: where to look, not below.
+        directory: searched without its subdirectories.
         quarantine: whether newer ones that are proven bad are renamed to `<name>.corrupt`, with the reason beside.
 
     Raises:

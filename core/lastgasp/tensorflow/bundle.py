@@ -21,14 +21,14 @@ from lastgasp._fs import open_regular, read_bounded
 
 _MAGIC = 0xDB4775248B80FB57
 LONGEST = 1 << 30
-"""Bytes of an index that is read."""
+"""Most bytes of an index that is read."""
 _FOOTER, _TRAILER = 48, 5
 _STRING, _VARIANT = 7, 21
-"""Data types whose bytes are not the tensor's elements alone."""
+"""Data types whose stored bytes are more than the tensor's elements."""
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies: bytes `offset` to `offset + size` of data file `shard`. `crc` is masked."""
+    """Where one tensor is: bytes `offset` to `offset + size` of data file `shard`. `crc` is masked."""
 
     key: str
     dtype: int
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def structure_problem(prefix: Path) -> str:
-    """What is wrong with index and sizes; empty if nothing is, or if the index is compressed and cannot be read."""
+    """Problems with the index and sizes; empty if there are none, or the index is compressed and cannot be read."""
     try:
         shards, entries = read_index(prefix)
         return _too_short(prefix, shards, entries)
@@ -53,9 +53,9 @@ def structure_problem(prefix: Path) -> str:
 
 
 def content_problem(prefix: Path, limit: int = 256 << 20) -> str:
-    """What is wrong with the tensors by TensorFlow's own checksums, too; empty where nothing is.
+    """Also problems with the tensors, by TensorFlow's own checksums; empty if there are none.
 
-    Reads all of it, unless it is of more than `limit` bytes: CRC-32C takes 30 to 130 s per GB here.
+    Reads all of it, unless it is larger than `limit` bytes: CRC-32C takes 30 to 130 s per GB here.
     """
     problem = structure_problem(prefix)
     if problem:
@@ -78,7 +78,7 @@ def data_file(prefix: Path, shard: int, shards: int) -> Path:
 
 
 def read_index(prefix: Path) -> tuple[int, list[Entry]]:
-    """How many shards there are, and all tensors.
+    """The number of shards, and all tensors.
 
     Raises:
         ValueError, IndexError, struct.error: it is damaged.
@@ -131,7 +131,7 @@ def _intact(prefix: Path, shards: int, entry: Entry) -> bool:
 
 
 def _lengths_first(data: bytes, elements: int) -> bytes:
-    """What the checksum of a string tensor is over: lengths as fixed-size numbers, their checksum, the strings."""
+    """The data that a string tensor's checksum covers: lengths as fixed-size numbers, their checksum, the strings."""
     position, fixed = 0, b""
     for _ in range(elements):
         length, position = _varint(data, position)
@@ -140,7 +140,7 @@ def _lengths_first(data: bytes, elements: int) -> bytes:
 
 
 class _Compressed(Exception):
-    """A block is compressed: TensorFlow never writes such an index, others might."""
+    """A block is compressed: TensorFlow never writes such an index, but others may."""
 
 
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -211,7 +211,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """CRC-32C of `data` as TensorFlow stores it: two bytes at a time, since no library that we need has it."""
+    """CRC-32C of `data` as TensorFlow stores it; two bytes at a time, since no required library has it."""
     table, crc = _crc_table(), 0xFFFFFFFF
     even = len(data) & ~1
     words = array.array("H", data[:even])

@@ -1,4 +1,4 @@
-"""What of Keras and TensorFlow holds a trained model in a format that nobody here can verify."""
+"""Files of Keras and TensorFlow that hold a trained model in a format that lastgasp cannot verify."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
 _NAMES = ("saved_model.pb", "training_metadata.json")
-"""Of SavedModel, and of Keras' BackupAndRestore."""
-REASON = "is of a format that lastgasp cannot verify; it knows what tf.train.Checkpoint and its managers write"
+"""Markers of SavedModel and of Keras' BackupAndRestore."""
+REASON = "has a format that lastgasp cannot verify; it knows those of tf.train.Checkpoint and its managers"
 
 
 def is_foreign(path: Path) -> bool:
@@ -19,7 +19,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def foreign_in(directory: Path) -> list[Path]:
-    """Such files and directories in `directory`, it itself, and directories with a state file of their own."""
+    """Such files and directories in `directory`, `directory` itself, and directories with a state file of their own."""
     try:
         inside = [Path(directory, name) for name in sorted(os.listdir(directory))]
     except OSError:

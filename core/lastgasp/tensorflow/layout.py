@@ -1,4 +1,4 @@
-"""How TensorFlow's checkpoints lie: `ckpt-7.index` and `ckpt-7.data-00000-of-00001` are `ckpt-7`, which no file is."""
+"""TensorFlow's layout: `ckpt-7.index` and `ckpt-7.data-00000-of-00001` form `ckpt-7`, which is not a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TensorFlowLayout(ScatteredLayout):
     """Object-based checkpoints (`tf.train.Checkpoint`) and those of `Saver` in its second format.
 
     The checkpoint is what TensorFlow calls the prefix; its manifest is `<prefix>.manifest.json`. The state file
-    `checkpoint` is no part of any. The step is the number that the prefix ends with: TensorFlow's save counter, unless
+    `checkpoint` belongs to none. The step is the number that the prefix ends with: TensorFlow's save counter, unless
     the caller of `save` gave another.
     """
 
@@ -31,7 +31,7 @@ class TensorFlowLayout(ScatteredLayout):
         self.name = "tensorflow"
 
     def discover(self, directory: Path) -> Iterable[Path]:
-        """Prefixes that have data, and names that only a manifest is left of; a lone `.index` is somebody else's."""
+        """Prefixes that have data, and names of which only a manifest is left; a lone `.index` is not a checkpoint."""
         for path in super().discover(directory):
             if self.manifest_path(path).exists() or any(_SHARD.fullmatch(name) for name in self.files(path)):
                 yield path
@@ -41,7 +41,7 @@ LAYOUT = TensorFlowLayout()
 
 
 def absent(checkpoint: Path) -> list[str]:
-    """Names of files that the names of the others ask for and that are not there, sorted."""
+    """Names of missing files, as implied by the names of the others, sorted."""
     names = set(LAYOUT.files(checkpoint))
     totals = {int(match[2]) for name in names if (match := _SHARD.fullmatch(name))}
     stem = checkpoint.name

@@ -1,4 +1,4 @@
-"""`seal` what TensorFlow has just saved, and find the `newest_good` prefix after a crash."""
+"""`seal` what TensorFlow has just saved; find the `newest_good` prefix after a crash."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .layout import FORMAT, LAYOUT, absent, exists
 
 log = logging.getLogger("lastgasp")
 _START_REMEDY = (
-    "Refusing to return None, which means an empty directory. Restore one of them, `lastgasp manifest` those that were "
+    "Not returning None, which would mean an empty directory. Restore one of them, `lastgasp manifest` those that were "
     "written without lastgasp and that you trust, or move them and the file `checkpoint` away to start anew."
 )
 
 _FOREIGN_REMEDY = (
-    "Refusing to return None, which means an empty directory. Load it by Keras itself, if you trust it, give another "
+    "Not returning None, which would mean an empty directory. Load it by Keras itself, if you trust it, give another "
     "directory, or move it away to start anew."
 )
 
@@ -38,8 +38,8 @@ def seal(prefix: None, *, step: int | None = None) -> None: ...
 def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> str | None:
     """Make a checkpoint that TensorFlow has written durable, and give it a manifest: `seal(manager.save())`.
 
-    On the chief alone where several workers share one directory. Manifests of checkpoints that the manager has removed
-    go.
+    Call it on the chief alone if several workers share one directory. Manifests of checkpoints that the manager has
+    removed are removed, too.
 
     Args:
         prefix: what `save` or `write` returned; None (a manager that was not due) does nothing.
@@ -50,7 +50,7 @@ def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> s
         The prefix as it was given.
 
     Raises:
-        CheckpointError: it is not whole: a file is missing or shorter than its index says.
+        CheckpointError: it is incomplete: a file is missing or shorter than its index says.
         ConfigError: the prefix is not a path on this machine, or the step is negative.
         OSError: the disk refused.
     """
@@ -66,7 +66,7 @@ def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> s
         raise ConfigError("step", step, "an integer of at least 0", "Give the number of completed updates.")
     if problem := whole_problem(path):
         raise CheckpointError(
-            f"{path} is not whole: {problem}. Seal what save() returned; where it saves in the background, call "
+            f"{path} is incomplete: {problem}. Seal what save() returned; where it saves in the background, call "
             "checkpoint.sync() first."
         )
     number = LAYOUT.step(path) or 0 if step is None else int(step)
@@ -78,14 +78,14 @@ def seal(prefix: str | os.PathLike[str] | None, *, step: int | None = None) -> s
 
 
 def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -> str | None:
-    """The prefix of the newest checkpoint in `directory` that verifies, for `restore`; None in an empty one.
+    """The prefix of the newest checkpoint in `directory` that verifies, for `restore`; None if it is empty.
 
-    The state file `checkpoint` is repaired where it is missing, unreadable, or names something else, damaged or gone.
+    The state file `checkpoint` is repaired if it is missing or unreadable, or names another checkpoint than this one.
     Call it before you make a `CheckpointManager`, which reads that file once.
 
     Args:
-        directory: where to look, not below.
-        quarantine: whether newer ones that are proven bad are moved to a directory `<prefix>.corrupt`, with the reason
+        directory: searched without its subdirectories.
+        quarantine: whether newer ones with proven damage are moved to a directory `<prefix>.corrupt`, with the reason
             beside it.
 
     Raises:
@@ -111,7 +111,7 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
 
 
 def whole_problem(prefix: Path) -> str:
-    """What is missing or too short; empty where nothing is. Reads the index alone."""
+    """Which file is missing or too short; empty if none is. Reads only the index."""
     missing = absent(prefix)
     return f"{missing[0]} is missing" if missing else structure_problem(prefix)
 
@@ -125,7 +125,7 @@ def _repair(folder: Path, found: Candidate) -> None:
         new = statefile.repaired(old, folder, found.path, standing)
         if new is not None:
             said = "nothing that can be read" if old is None else old.latest
-            log.warning("%s named %s: it names %s now", path, said, new.latest)
+            log.warning("%s named %s; it now names %s", path, said, new.latest)
             write_atomically(path, statefile.encode(new))
 
 
@@ -145,5 +145,5 @@ def _read(path: Path) -> statefile.State | None:
 
 def _path(value: object, field: str) -> Path:
     if not isinstance(value, str | os.PathLike) or not str(value) or "://" in str(value):
-        raise ConfigError(field, value, "a path on this machine", "Remote file systems have no manifests of ours.")
+        raise ConfigError(field, value, "a path on this machine", "Remote file systems get no manifests.")
     return Path(os.fspath(value)).expanduser().absolute()

@@ -1,6 +1,6 @@
 """TensorFlow's state file `checkpoint`: a text proto that names the newest prefix and all that a manager keeps.
 
-Written and read without TensorFlow. It carries no checksum, and TensorFlow believes what it says.
+Written and read without TensorFlow. It has no checksum, and TensorFlow trusts it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f
 
 @dataclass(frozen=True)
 class State:
-    """What the file says. Names are relative to its directory, or absolute.
+    """The file's content. Names are relative to its directory, or absolute.
 
     Args:
-        latest: the prefix to restore; kept: all that the manager may remove one day, oldest first.
+        latest: the prefix to restore; kept: all that the manager may remove later, oldest first.
         times: when each of `kept` was saved, unix seconds; empty where the file has none.
-        preserved: when the last one was saved that is kept for ever, unix seconds, or None.
+        preserved: when the last checkpoint that is kept for ever was saved, unix seconds, or None.
     """
 
     latest: str
@@ -35,7 +35,7 @@ class State:
 
 
 def parse(data: bytes) -> State | None:
-    """The state, or None for anything that is not such a file. Fields of other names are passed over."""
+    """The state, or None for anything that is not such a file. Unknown fields are ignored."""
     found: dict[str, list[str]] = {}
     position = 0
     try:
@@ -68,13 +68,13 @@ def encode(state: State) -> bytes:
 
 
 def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping[Path, float]) -> State | None:
-    """The state that names `chosen`; None when `old` does and names nothing that is gone. Pure.
+    """The state that names `chosen`; None if `old` names it and no missing checkpoint. Pure.
 
     Args:
-        old: what the file says; None when it is missing or unreadable.
-        directory: where it stands; chosen: the newest good checkpoint, in there.
-        standing: checkpoints that stand and are not newer than `chosen`, oldest first -> when saved, unix seconds.
-            A readable `old` says which of them a manager may remove; the others it keeps for ever.
+        old: the current state; None if the file is missing or unreadable.
+        directory: of the file; chosen: the newest good checkpoint in it.
+        standing: existing checkpoints not newer than `chosen`, oldest first -> when saved, unix seconds.
+            A readable `old` says which of them a manager may remove; it keeps the others for ever.
     """
     named = _named(old, directory)
     if old is not None and directory / old.latest == chosen and set(named) <= {*standing, chosen}:
@@ -86,7 +86,7 @@ def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping
 
 
 def _named(state: State | None, directory: Path) -> dict[Path, float]:
-    """The checkpoints that it names, in its order -> when saved, where it says so."""
+    """The checkpoints that it names, in its order -> when saved, if it says so."""
     if state is None:
         return {}
     paths: Sequence[Path] = [directory / name for name in state.kept]
@@ -95,7 +95,7 @@ def _named(state: State | None, directory: Path) -> dict[Path, float]:
 
 
 def _value(text: str) -> str:
-    """A number as it stands; string literals, of which neighbours are one string, without quotes and escapes."""
+    """A number as written; adjacent string literals as one string, without quotes and escapes."""
     literals = re.findall(_STRING, text)
     if not literals:
         return text

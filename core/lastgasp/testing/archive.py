@@ -1,4 +1,4 @@
-"""A fault in the middle of a `torch.save`."""
+"""Cause a fault in the middle of a `torch.save`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class FaultyArchive:
-    """The zip writer of `torch.save`, which calls `fire` after each tensor.
+    """torch.save's zip writer, calling `fire` after each tensor.
 
     Args:
         archive: torch's own writer.
-        fire: brings the fault about.
+        fire: causes the fault.
     """
 
     def __init__(self, archive: Any, fire: Callable[[], None]) -> None:
@@ -21,7 +21,7 @@ class FaultyArchive:
         return getattr(self._archive, name)
 
     def write_record(self, name: str, *data: Any) -> None:
-        """As torch's; then the fault, where it was a tensor."""
+        """As torch's; then the fault, if this was a tensor."""
         self._archive.write_record(name, *data)
         if name.startswith("data/"):
             self._fire()

@@ -1,4 +1,4 @@
-"""Damage to files, as disks, copies and hands make it, for tests and the demo."""
+"""Damage files as disks, copying and people do, for tests and the demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = 4096
 
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
-    """Invert one bit of the byte at `offset`; size and modification rights stay.
+    """Invert one bit of the byte at `offset`; size and permissions do not change.
 
     Args:
         path: the file; offset: which byte, negative ones count from the end; bit: 0 to 7.
@@ -33,7 +33,7 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
 def truncate(path: Path, size: int) -> None:
     """Cut `path` to `size` bytes. Raises ValueError when that would not shorten it."""
     if size >= path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes: {size} would cut nothing")
+        raise ValueError(f"{path} has {path.stat().st_size} bytes: {size} would not shorten it")
     os.truncate(path, size)
 
 
@@ -43,7 +43,7 @@ def empty(path: Path) -> None:
 
 
 def zero_page(path: Path, page: int = 0) -> None:
-    """Zero the page number `page` of 4096 bytes, or what there is of it.
+    """Zero page number `page` of 4096 bytes, or the part of it that exists.
 
     Raises ValueError when it is absent, or all zero already.
     """
@@ -62,7 +62,7 @@ def drop(path: Path) -> None:
 
 
 def add_foreign(directory: Path, name: str = "foreign.bin") -> Path:
-    """Put a file into a directory that does not belong there."""
+    """Put a foreign file into a directory."""
     path = directory / name
     path.write_bytes(b"not part of any checkpoint")
     return path
@@ -77,11 +77,11 @@ def swap(one: Path, other: Path) -> None:
 
 
 def copy_over(source: Path, target: Path) -> None:
-    """Put a copy of `source` in the place of `target`, such as the manifest of another job."""
+    """Replace `target` by a copy of `source`, such as the manifest of another job."""
     shutil.copyfile(source, target)
 
 
 def make_unreadable(path: Path) -> None:
-    """Put a directory in the place of a file: reads fail, for root as well."""
+    """Replace a file by a directory: reads fail, even for root."""
     path.unlink()
     path.mkdir()

@@ -31,7 +31,7 @@ ENV_LOG = "LASTGASP_FAULT_LOG"
 KINDS = ("sigkill", "sigstop", "sigterm", "exception", "exit3", "sleep")
 STEP_PHASES = ("data", "forward", "backward", "before_update", "update", "after_update", "step_end")
 LATER_PHASES = ("periodic_save", "gasp_save", "validation")
-"""Phases that not every step has: their fault fires at the first one at or after its step."""
+"""Phases that not every step has: a fault fires at the first occurrence at or after its step."""
 PHASES = STEP_PHASES + LATER_PHASES
 
 ALL_RANKS = -1
@@ -44,7 +44,7 @@ class InjectedFault(LastgaspError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSpec:
-    """One fault that is to happen.
+    """One fault to be injected.
 
     Attributes:
         kind: one of `KINDS`.
@@ -75,7 +75,7 @@ def parse_faults(text: str) -> tuple[FaultSpec, ...]:
     """Read the value of `LASTGASP_FAULT`.
 
     Raises:
-        ConfigError: a field, kind or phase that does not exist, or a number that is none.
+        ConfigError: an unknown field, kind or phase, or an invalid number.
     """
     return tuple(_parse_one(part) for part in text.split(";") if part.strip())
 
@@ -142,7 +142,7 @@ _READERS: Mapping[str, Callable[[str], dict[str, object]]] = {
 
 
 def perform(spec: FaultSpec) -> None:
-    """Do it, here and now, to this process. A sigkill does not return.
+    """Cause the fault in this process, immediately. A sigkill does not return.
 
     Raises:
         InjectedFault: kind exception.
@@ -166,7 +166,7 @@ class FaultKit:
         rank: this process's rank; may be set later, when the framework knows it.
         attempt: the launcher's restart count.
         log: a file that gets one JSON line per fault, on disk before the fault happens; None for no log.
-        act: what does it; tests give their own.
+        act: causes a fault; tests replace it.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class FaultKit:
 
         Args:
             phase: one of `PHASES`.
-            step: completed updates when the step began; `ANY_STEP` where the caller does not know it
+            step: completed updates when the step began; `ANY_STEP` if the caller does not know it
                 (then only faults without a step fire).
 
         Raises:
@@ -201,7 +201,7 @@ class FaultKit:
             self._act(spec)
 
     def pending(self) -> list[FaultSpec]:
-        """Those of this rank and attempt that have not happened."""
+        """Faults of this rank and attempt that have not happened."""
         return [s for s in self._pending if s.rank in (ALL_RANKS, self.rank) and s.attempt == self.attempt]
 
     def _record(self, spec: FaultSpec, step: int) -> None:
@@ -220,20 +220,20 @@ _installed: FaultKit | None = None
 
 
 def install(kit: FaultKit | None) -> None:
-    """Make `kit` the one that the module's `fire_at` uses; None takes it away, and says which faults never happened."""
+    """Make the module's `fire_at` use `kit`; None uninstalls the current one and logs which faults never happened."""
     global _installed
     if kit is None and _installed is not None:
         for spec in _installed.pending():
             step = "" if spec.step == ANY_STEP else f",step={spec.step}"
             log.warning(
-                "%s: kind=%s,rank=%d,phase=%s%s never happened: this run had no such moment",
+                "%s: kind=%s,rank=%d,phase=%s%s never happened: this run did not reach it",
                 ENV_FAULT, spec.kind, spec.rank, spec.phase, step,
             )  # fmt: skip
     _installed = kit
 
 
 def fire_at(phase: str, step: int = ANY_STEP) -> None:
-    """`FaultKit.fire_at` of the installed kit; nothing where none is installed.
+    """`FaultKit.fire_at` of the installed kit; does nothing if none is installed.
 
     Raises:
         InjectedFault, SystemExit: as `perform`.
@@ -243,7 +243,7 @@ def fire_at(phase: str, step: int = ANY_STEP) -> None:
 
 
 def kit_from_env(environ: Mapping[str, str] = os.environ) -> FaultKit | None:
-    """The kit that the environment asks for, or None.
+    """The kit described by the environment, or None.
 
     Rank and attempt are the launcher's `RANK` and `LASTGASP_ATTEMPT` (else torchrun's count), 0 where not set.
 

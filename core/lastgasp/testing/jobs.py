@@ -1,7 +1,7 @@
-"""Run a whole job with a hard time limit, and leave no process of it behind.
+"""Run an entire job with a hard time limit, and leave no process of it behind.
 
 The workers of a launcher are session leaders and may outlive it, so a process group does not hold them:
-every process of a job inherits an environment variable of its own, by which it is found in /proc.
+the processes of a job inherit an environment variable by which they are found in /proc.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Finished:
         returncode: of its first process; None when it was killed at the time limit.
         seconds: how long that took.
         output: what all of its processes wrote.
-        left: processes that were still there a moment after it ended, and were killed.
+        left: processes that still existed a moment after it ended, and were killed.
     """
 
     returncode: int | None
@@ -39,7 +39,7 @@ class Finished:
 
     @property
     def ok(self) -> bool:
-        """Whether it succeeded and left nothing."""
+        """Whether it succeeded and left no process."""
         return self.returncode == 0 and not self.left
 
 
@@ -57,8 +57,8 @@ def run_job(
         command: program and arguments.
         log: where its output goes; overwritten.
         timeout: seconds for all of it.
-        environ: its environment; that of this process when left out.
-        grace: seconds that what it started may take to end after it has.
+        environ: its environment; default: this process's.
+        grace: seconds that its child processes may take to end after it.
 
     Raises:
         OSError: the program or the log cannot be opened.
@@ -86,12 +86,12 @@ def marked(name: str, value: str) -> Iterator[tuple[int, str]]:
 
 
 def command_line(pid: str) -> str:
-    """What a process was started with; `(defunct)` for one that has ended."""
+    """A process's command line; `(defunct)` for one that has ended."""
     return read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip() or "(defunct)"
 
 
 def read_proc(pid: str, name: str) -> bytes:
-    """/proc/PID/NAME; empty when the process is gone or is not ours to see."""
+    """/proc/PID/NAME; empty if the process is gone or may not be inspected."""
     try:
         return Path("/proc", pid, name).read_bytes()
     except OSError:
@@ -99,7 +99,7 @@ def read_proc(pid: str, name: str) -> bytes:
 
 
 def kill_marked(name: str, value: str) -> None:
-    """SIGKILL each of them, until there are none: one may start another meanwhile. Takes 5 s at most."""
+    """SIGKILL them until none is left: one may start another meanwhile. Takes 5 s at most."""
     deadline = _clock.monotonic() + 5.0
     while (found := list(marked(name, value))) and _clock.monotonic() < deadline:
         for pid, _ in found:

@@ -9,7 +9,7 @@ from lastgasp.errors import CheckpointError
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The pickle (names, shapes, types) and the raw storages of a file, by name without the archive's.
+    """The pickle (names, shapes, types) and the raw storages of a file, by name without the archive's own.
 
     Raises:
         CheckpointError: the file is no such archive, or is damaged.

@@ -42,10 +42,10 @@ def place_of(trainer: Any) -> Place:
 
 
 def connect(trainer: Any, place: Place) -> Contact | None:
-    """The launcher's controller, or one of our own that rank 0 starts; none for a job of one rank.
+    """The launcher's controller, or one that rank 0 starts; none for a job of one rank.
 
     Raises:
-        ConfigError: the job spans several nodes and nobody said where the controller may listen.
+        ConfigError: the job spans several nodes, and where the controller may listen is not configured.
         ControlError, DeadlineExceeded: it could not be started.
     """
     nodes = trainer.num_nodes
@@ -60,5 +60,5 @@ def _from_rank_0(trainer: Any) -> FromRank0:
 
 
 def versions() -> dict[str, str]:
-    """What this worker runs, for the job's table of workers."""
+    """What this worker runs, for the table of `lastgasp ps`."""
     return {"lightning": lightning.__version__, "torch": torch.__version__}

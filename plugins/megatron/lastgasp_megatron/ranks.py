@@ -22,7 +22,7 @@ def device() -> torch.device:
 
 
 def versions() -> dict[str, str]:
-    """What this worker runs, for the job's table of workers."""
+    """What this worker runs, for the table of `lastgasp ps`."""
     found = {"megatron-core": _version("megatron.core"), "torch": torch.__version__}
     return found | {name: _version(name) for name in ("mindspeed", "mindspeed_llm") if name in sys.modules}
 

@@ -50,7 +50,7 @@ def place_of(replicas: ReplicaGroups | None = None) -> Place:
 
 
 def connect(place: Place) -> Contact | None:
-    """The launcher's controller, or one of our own that rank 0 starts; none for a job of one rank.
+    """The launcher's controller, or one that rank 0 starts; none for a job of one rank.
 
     Raises:
         ConfigError: rank 0 is on another node and nobody said where the controller is.
@@ -69,7 +69,7 @@ def device() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What this worker runs, for the job's table of workers."""
+    """What this worker runs, for the table of `lastgasp ps`."""
     names = [name for name in ("mindformers", "mindspore") if name in sys.modules]
     return {name: _version(name) for name in names}
 

@@ -21,7 +21,7 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
         keep: how many of the checkpoints that LastGasp itself wrote to keep; default 3. Those of Trainer are
             rotated by `save_total_limit` alone.
         resume: "auto" (default) resumes from the newest checkpoint that verifies on all ranks; "never" ignores what
-            was there before this job; a path starts from that one. `train(resume_from_checkpoint=path)` is the same.
+            existed before this job; a path starts from it, as does `train(resume_from_checkpoint=path)`.
         hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it
             from the run, 60 s at least.
         save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.

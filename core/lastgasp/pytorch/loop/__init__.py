@@ -1,1 +1,1 @@
-"""A hand-written training loop: `lastgasp.pytorch.Session` and what it is made of."""
+"""Custom training loops: `lastgasp.pytorch.Session` and its parts."""

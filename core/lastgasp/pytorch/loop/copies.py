@@ -1,4 +1,4 @@
-"""A copy of parameters and optimizer states as they were before the update that is under way.
+"""A copy of parameters and optimizer states from before the update in progress.
 
 Loops that wait for other ranks between an update and the end of the step (several optimizers, an evaluation in between,
 a loss that is averaged for the log, closures) can be stuck there by a fault; then this copy is what is saved.
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 Address = tuple[int, tuple[int, ...]]
-"""Place and shape of a tensor: two views may begin at one place."""
+"""Address and shape of a tensor: two views may begin at the same address."""
 
 
 def address(tensor: Tensor) -> Address:
-    """Where a tensor is."""
+    """The key of a tensor."""
     return tensor.data_ptr(), tuple(tensor.shape)
 
 
 class Copies:
-    """Memory for one copy; taken anew before the first update of each step.
+    """Memory for one copy, refreshed before the first update of each step.
 
     Args:
         modules: whose parameters are copied.
         optimizers: whose states are copied.
 
     Attributes:
-        valid: the copy is that of the end of the last step, and an update has begun since.
+        valid: the copy holds the state at the end of the last step, and an update has begun since.
         nbytes: bytes that it takes.
     """
 
@@ -43,7 +43,7 @@ class Copies:
         self.nbytes = 0
 
     def take(self) -> None:
-        """Copy. Memory is allocated by the first call, and where a state has grown."""
+        """Copy. Memory is allocated by the first call, and when a state has grown."""
         tensors: list[Tensor] = [p.detach() for p in self._live]
         self._states = [_without_tensors(o.state_dict(), tensors) for o in self._optimizers]
         same = len(tensors) == len(self._kept) and all(
@@ -59,16 +59,16 @@ class Copies:
         self.valid = True
 
     def parameters(self) -> Iterable[tuple[Address, Tensor]]:
-        """Where the live parameter is -> its copy."""
+        """Key of the live parameter -> its copy."""
         return ((address(p), kept) for p, kept in zip(self._live, self._kept, strict=False))
 
     def optimizers(self) -> list[dict[str, Any]]:
-        """What `state_dict` of each optimizer returned then."""
+        """What each optimizer's `state_dict` returned at that time."""
         return [_with_tensors(state, self._kept) for state in self._states]
 
 
 class _At(int):
-    """Stands for a tensor: its number."""
+    """A placeholder for a tensor: its number."""
 
 
 def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:

@@ -1,7 +1,7 @@
-"""Passes over data: where the loop stands in them, and how it gets there again.
+"""Passes over data: the loop's position in them, and how a resumed loop returns to it.
 
 A *pass* is one iteration of a loader by `session.batches`. The position of a rank is its epoch and, for each pass of
-this epoch that counts, how many batches it has given. An earlier pass of the epoch that is over gives nothing when the
+this epoch that counts, how many batches it has given. A completed earlier pass of the epoch gives nothing when the
 epoch is run again; one whose loop body contains the later pass (nested loops) gives its current batch once more.
 """
 
@@ -36,11 +36,11 @@ class DataPass:
         broken: the loop has dropped its iterator.
         asking: the loop asks for a batch at this moment.
         fetch: random state before the newest batch was fetched.
-        again: `fetch` of an outer pass, whose newest batch a resume gives once more.
+        again: `fetch` of an outer pass, whose newest batch a resume gives a second time.
         sampler: state of the user's sampler when it began, pickled.
-        resumed: it began in a run before.
-        loaded: state that its loader was given for that, until the loader is asked for a batch.
-        empty: nothing was left of it then, and the loader is not asked.
+        resumed: it began in an earlier run.
+        loaded: state given to its loader for that, until the loader is asked for a batch.
+        empty: nothing was left of it, so the loader is not asked.
     """
 
     loader: Any
@@ -66,11 +66,11 @@ class DataPass:
 
     @property
     def in_body(self) -> bool:
-        """It has given a batch and was not asked for the next one yet."""
+        """It has given a batch and has not been asked for the next one yet."""
         return self.consumed > 0 and not (self.over or self.broken or self.asking)
 
     def state(self) -> bytes:
-        """Of the loader, after the newest batch; empty where it has none, or has no more."""
+        """State of the loader after the newest batch; empty if it has none or is exhausted."""
         if not self.position.live or self.over:
             return b""
         if self._state[0] != self.consumed:
@@ -78,7 +78,7 @@ class DataPass:
         return self._state[1]
 
     def fixed(self) -> Fixed:
-        """For a checkpoint; what changes only when the pass begins."""
+        """Its entry in a checkpoint; the part that changes only when the pass begins."""
         self.position.changed = False
         return Fixed(**msgspec.structs.asdict(self.position.start), sampler=self.sampler, fetch=self.again)
 
@@ -133,26 +133,26 @@ class DataPosition:
         return encode(own, self._static)
 
     def resume(self, data: bytes, epoch: int) -> None:
-        """Begin where `data` says; where it is empty, with `epoch`."""
+        """Begin at the position in `data`, or with `epoch` if that is empty."""
         self._pending = decode(data) if data else (Position(epoch=epoch), [])
         self.epoch, self.explicit = self._pending[0].epoch, self._pending[0].explicit
         self._live = {number: (None, state) for number, state in self._pending[0].ends.items()}
 
     @property
     def nowhere(self) -> bool:
-        """A resumed run has no position in any data that it could come to."""
+        """A resumed run has no position in any data to return to."""
         pending = self._pending
         return pending is not None and not (pending[0].rows or pending[0].done or pending[0].explicit)
 
     def forget(self) -> bool:
-        """A resumed run will not come to its position. Returns whether that was in the middle of a pass."""
+        """A resumed run will not return to its position. Returns whether that was in the middle of a pass."""
         pending, self._pending = self._pending, None
         return pending is not None and any(not row.over for row in pending[0].rows)
 
     # -- epochs -------------------------------------------------------------------------------------------
 
     def next_epoch(self, epoch: int) -> bool:
-        """`session.epochs` goes on to `epoch`; whether a resumed run is now where it was."""
+        """`session.epochs` moves on to `epoch`; whether a resumed run is now where it was."""
         self.explicit, self.epoch = True, epoch
         self._clear()
         pending = self._pending
@@ -170,7 +170,7 @@ class DataPosition:
         """A pass is about to begin.
 
         Returns:
-            Whether everything before it is over and done, so that the position is the beginning of this pass.
+            Whether everything before it is completed, so that the position is the beginning of this pass.
         """
         for one in self._passes:
             if one.broken:
@@ -189,7 +189,7 @@ class DataPosition:
         """A pass begins, after `before_begin`.
 
         Args:
-            replay: a resumed run loads what was consumed again, for the random numbers of its worker processes.
+            replay: a resumed run loads the consumed part again, for the random numbers of its worker processes.
 
         Returns:
             The pass, and whether a resumed run is now where it was.
@@ -222,7 +222,7 @@ class DataPosition:
         return one, False
 
     def _count(self, one: DataPass, number: int) -> None:
-        """Have a loader know the passes of the run before, where it has not begun one in this run."""
+        """Let a loader know the passes of the earlier run, unless it has begun one in this run."""
         known, state = self._live.get(number, (one.loader, b""))
         if known is None:
             used = any(one.loader is other for other, _ in self._live.values())
@@ -231,7 +231,7 @@ class DataPosition:
             self._live[number] = one.loader, state
 
     def _continues(self, number: int) -> bool:
-        """The checkpoint was taken in the middle of the pass that begins: it has a state of its own."""
+        """The checkpoint was taken in the middle of the pass that begins now."""
         position = self._pending[0] if self._pending is not None else Position()
         at = number - position.done
         return 0 <= at < len(position.rows) and not position.rows[at].over
@@ -258,7 +258,7 @@ class DataPosition:
         one.inner = iter(one.loader)
 
     def _again(self, one: DataPass, row: Row, fixed: Fixed) -> None:
-        """Stand where `row` says."""
+        """Move to the position in `row`."""
         if row.kind != one.kind:
             raise CheckpointError(
                 f"the checkpoint was taken with a {row.kind} loader, this one is a {one.kind} loader: the position in "
@@ -269,7 +269,7 @@ class DataPosition:
             return
         if fixed.sampler:
             self._sampler.load_state_dict(pickle.loads(fixed.sampler))
-        # the state is that behind the newest batch, which an outer pass gives once more
+        # the state is that after the newest batch, which an outer pass gives a second time
         one.resumed, one.loaded = True, b"" if row.outer else row.state
         due = one.position.resume(started(fixed), one.loaded, one.consumed)
         one.empty = due is None
@@ -288,7 +288,7 @@ class DataPosition:
                 batch = next(one.inner, _END)
                 if batch is _END:
                     log.warning(
-                        "the data are shorter than they were: %d batches were trained on in this pass, and the loader "
+                        "the data are shorter than before: %d batches were trained on in this pass, and the loader "
                         "ended after %d. Has the data set changed?",
                         count,
                         done,
@@ -298,7 +298,7 @@ class DataPosition:
                     one.position.seen(batch)
 
     def ask(self, one: DataPass) -> None:
-        """The loop asks this pass for a batch: its body is over, and with it every pass that began inside."""
+        """The loop asks this pass for a batch: its body has ended, and with it every pass that began inside."""
         one.asking = True
         if self._passes[-1:] != [one] and any(p.parent is one for p in self._passes):
             self._passes = [p for p in self._passes if one not in _parents(p)]
@@ -327,27 +327,27 @@ class DataPosition:
         return batch
 
     def end(self, one: DataPass) -> None:
-        """A pass has no more, or was broken off. Idempotent."""
+        """A pass is exhausted, or was broken off. Idempotent."""
         if one.over:
             return
         one.over = True
         if one.position.live and one in self._passes:
             state = one.loaded or one.position.state()
-            if one.resumed:  # some loaders would continue with what they were given, if they gave not all of it
+            if one.resumed:  # some loaders would continue with what they were given, if they have not given all of it
                 one.position.resume(one.position.start, state, one.consumed, over=True)
             number = self._done + self._passes.index(one)
             known, _ = self._live.get(number, (one.loader, b""))
-            # a loop that makes its loader anew for each pass begins each of them without a state
+            # a loop that creates its loader for each pass begins each of them without a state
             self._live[number] = one.loader, state if known is one.loader else b""
 
     def close(self) -> None:
-        """Take everything off the loaders. Idempotent."""
+        """Remove everything from the loaders. Idempotent."""
         for loader in self._tracked.values():
             untrack_sampler(loader)
         self._tracked.clear()
         self._live.clear()
         for one in self._passes:
-            one.inner = None  # with it go the loader's worker processes
+            one.inner = None  # this also ends the loader's worker processes
 
 
 _END = object()

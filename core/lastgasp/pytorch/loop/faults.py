@@ -1,4 +1,4 @@
-"""The faults that `LASTGASP_FAULT` asks for, in a hand-written loop; for tests and drills."""
+"""The faults of `LASTGASP_FAULT` in a custom loop; for tests and drills."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lastgasp.testing.faults import FaultKit, install, kit_from_env
 
 
 def install_faults(run: Any) -> Callable[[], None]:
-    """Arrange them; returns how they are taken away. Nothing where none are asked for.
+    """Install them; return a function that removes them. Does nothing if none are requested.
 
     data: the loop has asked for the next batch. forward, backward, before_update, update, after_update: see
     `pytorch.faulty`.
-    step_end: the loop's body has ended and the step was not captured yet. periodic_save: within `torch.save` on rank
+    step_end: the loop's body has ended, the step is not captured yet. periodic_save: within `torch.save` on rank
     0, while rank 0 writes on others. validation: the model's forward pass, not in training.
 
     Args:

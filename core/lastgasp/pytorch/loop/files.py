@@ -1,4 +1,4 @@
-"""How the checkpoints of a session lie: `step=00000012.pt` and `gasp-step=00000012.pt`, and no other files.
+"""The file names of a session's checkpoints: `step=00000012.pt` and `gasp-step=00000012.pt`, and no other files.
 
 Those of further sessions of the same script are `fit=1-step=00000012.pt`.
 """
@@ -24,7 +24,7 @@ class LoopFiles(SingleFile):
     suffix: str = ".pt"
 
     def discover(self, directory: Path) -> Iterable[Path]:
-        """Names that a session gives, and names that only a manifest is left of."""
+        """Names given by a session, and names of which only a manifest is left."""
         return [path for path in super().discover(directory) if _NAME.match(path.name)]
 
 
@@ -32,10 +32,10 @@ LAYOUT = LoopFiles()
 
 
 def periodic_path(directory: Path, step: int, fit: int = 0) -> Path:
-    """Where a periodic checkpoint of the script's training number `fit` stands."""
+    """The path of a periodic checkpoint of the script's training number `fit`."""
     return directory / f"{name_of_fit(fit)}step={step:08d}.pt"
 
 
 def gasp_path(directory: Path, step: int, fit: int = 0) -> Path:
-    """Where a gasp stands."""
+    """The path of a gasp."""
     return directory / f"gasp-{name_of_fit(fit)}step={step:08d}.pt"

@@ -12,13 +12,13 @@ _Event = Callable[[Any], None]
 
 
 def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], None]:
-    """Call `before(module)` and `after(module)` around each forward pass, also one that raises.
+    """Call `before(module)` and `after(module)` around each forward pass, even one that raises.
 
-    Not from inside of a compiled graph: hooks of a compiled model are traced into it, and these would break the graph.
-    The outermost call of a model that `torch.compile` has returned is followed all the same.
+    Not from inside a compiled graph: hooks of a compiled model are traced into it, and these would break the graph.
+    The outermost call of a model returned by `torch.compile` is followed nevertheless.
 
     Returns:
-        How it is taken away; idempotent.
+        A function that removes the hooks; idempotent.
     """
     if hasattr(module, "_orig_mod"):
         return _around_compiled(module, before, after)

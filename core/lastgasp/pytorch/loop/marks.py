@@ -1,4 +1,4 @@
-"""Phases and step marks of a hand-written loop, by hooks: what a step's time goes to, without a change of the loop."""
+"""Phases and step marks of a custom loop, by hooks: where a step's time goes, without a change of the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lastgasp.session import Session as Engine
 
 
 class LoopMarks:
-    """The marks of one session; the training thread's alone, but for `saving`.
+    """The marks of one session; for the training thread only, except `saving`.
 
     `step N`: from the first fetch of its data to the end of the loop's body that completes it; an evaluation in the
     body lies inside. `dataloader`: the wait for a batch. `forward`: the model's forward pass in training mode.
@@ -26,7 +26,7 @@ class LoopMarks:
 
     Args:
         state: its models and optimizers are hooked.
-        engine: is told each phase, for the hang watchdog; has the recorder, if there is one.
+        engine: gets each phase, for the hang watchdog; has the recorder, if there is one.
         first: number of the first step.
         backward_over: called after each backward pass of the training thread that did not raise.
     """
@@ -49,11 +49,11 @@ class LoopMarks:
 
     @property
     def device_rows(self) -> Literal["host", "events"]:
-        """Where the times of the device rows come from."""
+        """Source of the times in the device rows."""
         return self._ranges.device_rows if self._ranges is not None else "host"
 
     def close(self) -> None:
-        """Take all hooks away. Idempotent."""
+        """Remove all hooks. Idempotent."""
         self._backward()
         while self._handles:
             self._handles.pop().remove()
@@ -72,7 +72,7 @@ class LoopMarks:
             self._ranges.dataloader.begin()
 
     def fetched(self, there: bool) -> None:
-        """It is here; or there was none, and what follows belongs to no step."""
+        """The batch has arrived; or there was none, and what follows belongs to no step."""
         self._engine.progress("forward" if there else "data")
         if self._ranges is None:
             return
@@ -124,7 +124,7 @@ class LoopMarks:
             self._ranges.forward.end()
 
     def _around_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:  # activation checkpoints go back inside of a backward pass
+        if threading.get_ident() != self._thread:  # activation checkpoints run backward inside a backward pass
             return original(*args, **kwargs)
         self._engine.progress("backward")
         if self._ranges is not None:

@@ -21,20 +21,20 @@ _Event = Callable[[], None]
 
 
 class OptimizerUpdate:
-    """Knows whether the state stands between two steps.
+    """Knows whether the state is between two steps.
 
     The window opens at the first update of a step and closes when the loop's body has ended. Inside it this rank
-    cannot be asked for its state, unless a copy of the state before was taken (`copies.valid`). A copy is taken once
+    cannot be asked for its state, unless a copy of the previous state was taken (`copies.valid`). A copy is taken once
     the loop has been seen to wait for other ranks in its window, to draw random numbers there, to update more than
-    once in a step, or to give its optimizer a closure: a fault may then hold it there for ever.
+    once in a step, or to give its optimizer a closure: a fault may then block it there for ever.
 
     Args:
         optimizers: whose `step` is followed.
         models: whose forward passes are followed.
-        copies: for the copies; None where they are of no use.
-        events: three calls. Before the first parameter changes: it may wait at the update gate and raise there. When
+        copies: holds the copies; None if they would be useless.
+        events: three calls. Before the first parameter changes: may wait at the update gate and raise there. When
             the copy is complete. Before each further update of the step, and when one with a closure has ended: random
-            numbers may have been drawn, and buffers changed, since the call before.
+            numbers may have been drawn, and buffers changed, since the previous call.
 
     Attributes:
         in_progress: an update of this step has begun.
@@ -49,7 +49,7 @@ class OptimizerUpdate:
         self._opens, self._copied, self._drawn = events
         self.in_progress = False
         self._depth = 0
-        self.copying = copies is not None and len(optimizers) > 1  # more than one update in a step is to be expected
+        self.copying = copies is not None and len(optimizers) > 1  # more than one update per step is likely
         self.updates, self.usual = 0, len(optimizers)
         self._waited = self._drew = False
         self._calls = _sequence_number()
@@ -96,19 +96,19 @@ class OptimizerUpdate:
 
     @property
     def has_copy(self) -> bool:
-        """Whether a copy of the state at the end of the last step is there."""
+        """Whether there is a copy of the state at the end of the last step."""
         return self.copies is not None and self.copies.valid
 
     @property
     def inside(self) -> bool:
-        """An optimizer is at work at this moment."""
+        """An optimizer is running at this moment."""
         return self._depth > 0
 
     @property
     def more_to_come(self) -> bool:
-        """Whether the loop is likely to draw random numbers yet in this step: it did so in the one before.
+        """Whether the loop is likely to draw more random numbers in this step, as it did in the previous one.
 
-        An update that follows another one has a forward pass of its own before it.
+        A further update has a forward pass of its own before it.
         """
         return self._drew or self.updates + 1 < self.usual
 
@@ -158,12 +158,12 @@ def _nothing(module: Any) -> None:
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Of `step`, whose first argument is the optimizer itself."""
+    """For `step`, whose first argument is the optimizer itself."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def _sequence_number() -> int:
-    """Of the newest collective of the default group; 0 where there is none, or torch does not say."""
+    """Number of the newest collective of the default group; 0 if there is none, or torch does not say."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""What a user gives as model, optimizer, scheduler: one object, several, or several with names."""
+"""The objects given as model, optimizer or scheduler: one, several, or several with names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Parts:
     Args:
         role: `model`, `optimizer`, ... : the key in the checkpoint.
         items: name -> object.
-        single: one object was given without a name; its state then stands in the checkpoint without one, too.
+        single: one object was given without a name; its state is stored without one as well.
     """
 
     role: str
@@ -28,13 +28,13 @@ class Parts:
 
     @classmethod
     def of(cls, role: str, given: Any, needs: str) -> Parts:
-        """Sort out what was given; None is nothing.
+        """Normalise what was given; None means no objects.
 
         Args:
-            needs: an attribute that each object must have.
+            needs: the attribute that each object must have.
 
         Raises:
-            ConfigError: something that has no `needs`, or one object twice.
+            ConfigError: an object without `needs`, or the same object twice.
         """
         if given is None:
             return cls(role, {})
@@ -64,14 +64,14 @@ class Parts:
         return self.items.values()
 
     def pack(self, values: Iterable[Any]) -> Any:
-        """One value per object, as it stands in a checkpoint; None where there is no object."""
+        """One value per object, as stored in a checkpoint; None if there is no object."""
         found = dict(zip(self.items, values, strict=True))
         if not found:
             return None
         return next(iter(found.values())) if self.single else found
 
     def unpack(self, stored: Any) -> dict[str, Any] | None:
-        """The stored values by name; None where they are those of other objects."""
+        """The stored values by name; None if they belong to other objects."""
         if self.single:
             return None if stored is None else {self.role: stored}
         found = stored if isinstance(stored, dict) else {}
@@ -79,7 +79,7 @@ class Parts:
 
 
 def unwrapped(module: Any) -> nn.Module:
-    """The user's own module inside of DDP and `torch.compile`."""
+    """The user's module inside DDP and `torch.compile`."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module

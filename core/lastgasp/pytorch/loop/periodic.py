@@ -19,7 +19,7 @@ log = logging.getLogger("lastgasp")
 
 
 class Periodic:
-    """Writes them. All ranks call `save` after the same step."""
+    """Writes periodic checkpoints. All ranks call `save` after the same step."""
 
     def __init__(self, engine: Engine, writer: ManifestWriter, config: GaspConfig, fit: int) -> None:
         self._engine, self._writer, self._config, self._fit = engine, writer, config, fit

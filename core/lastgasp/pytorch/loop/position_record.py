@@ -15,7 +15,7 @@ class Row(msgspec.Struct, kw_only=True):
     Attributes:
         consumed: batches given.
         outer: the loop is in the body of this pass, in which a later one runs.
-        over: it gave all it had, or was broken off.
+        over: it is exhausted, or was broken off.
         state: of a stateful loader, pickled.
     """
 
@@ -27,7 +27,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Fixed(PassStart, kw_only=True):
-    """What of a pass changes only when it begins.
+    """The part of a pass that changes only when it begins.
 
     Attributes:
         sampler: state of the user's sampler, pickled.
@@ -39,16 +39,16 @@ class Fixed(PassStart, kw_only=True):
 
 
 class Position(msgspec.Struct, kw_only=True):
-    """Where a rank stands.
+    """The position of a rank.
 
     Attributes:
         epoch: the epoch, as the user counts it.
-        done: passes of it that are over and forgotten.
+        done: completed passes of it that are no longer listed.
         rows: the passes after those.
         explicit: epochs are counted by `session.epochs`.
-        stale: it was captured with the random state before an update, and the loop usually draws random numbers after.
-        extra: digest of the rank's `extra`, which should be the same on all ranks; empty where it is not known.
-        ends: number of a pass in its epoch -> state of its loader when such a pass ended last, where it has one.
+        stale: it was captured with the random state before an update, and the loop usually draws more after it.
+        extra: digest of the rank's `extra`, which should be the same on all ranks; empty if unknown.
+        ends: number of a pass in its epoch -> state of its loader when it last ended, if any.
     """
 
     version: int = 1
@@ -71,7 +71,7 @@ def encode(position: Position, fixed: bytes) -> bytes:
 
 
 def position_only(data: bytes) -> bytes:
-    """The position of another rank, for one whose own was lost: how many batches, but not under which random state."""
+    """The position of another rank, for one whose own was lost: the number of batches, but not the random state."""
     position, fixed = decode(data)
     for row in position.rows:
         row.state = b""
@@ -80,7 +80,7 @@ def position_only(data: bytes) -> bytes:
 
 
 def about(data: bytes) -> tuple[bool, bytes]:
-    """`stale` and `extra` of an encoded position; False and empty where there is none."""
+    """`stale` and `extra` of an encoded position; False and empty if there is none."""
     position = decode(data)[0] if data else Position()
     return position.stale, position.extra
 
@@ -89,7 +89,7 @@ def decode(data: bytes) -> tuple[Position, list[Fixed]]:
     """What `encode` made.
 
     Raises:
-        CheckpointError: of another version, or torn.
+        CheckpointError: of another version, or damaged.
     """
     try:
         head, tail = split(data)

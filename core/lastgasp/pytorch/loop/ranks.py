@@ -1,4 +1,4 @@
-"""Who is who in a job of plain PyTorch, and how its ranks reach the controller."""
+"""Ranks and nodes of a plain PyTorch job, and how its ranks reach the controller."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def place_of() -> Place:
         return place_in_job(dist.get_rank(), size, data_parallel(size), from_rank_0)
     size = int(os.environ.get("WORLD_SIZE") or 1)
     if size > 1:
-        raise ConfigError("WORLD_SIZE", size, "1 where torch.distributed is not initialised",
+        raise ConfigError("WORLD_SIZE", size, "1 if torch.distributed is not initialised",
                           "Open the session after torch.distributed.init_process_group().")  # fmt: skip
     return place_in_job(0, 1, data_parallel(1), from_rank_0)
 
 
 def connect(place: Place) -> Contact | None:
-    """The launcher's controller, or one of our own that rank 0 starts; none for a job of one rank.
+    """The launcher's controller, or one that rank 0 starts; none for a job of one rank.
 
     Raises:
-        ConfigError: the job spans several nodes and nobody said where the controller may listen.
+        ConfigError: the job spans several nodes, and where the controller may listen is not configured.
         ControlError, DeadlineExceeded: it could not be started.
     """
     size = local(place)[1]
@@ -45,14 +45,14 @@ def connect(place: Place) -> Contact | None:
 
 
 def local(place: Place) -> tuple[int, int]:
-    """This rank among those of its node, and how many they are."""
+    """This rank's number among those of its node, and their count."""
     env = os.environ
     size = int(env.get("LOCAL_WORLD_SIZE") or place.world_size)
     return int(env.get("LOCAL_RANK") or place.rank % size), size
 
 
 def versions() -> dict[str, str]:
-    """What this worker runs, for the job's table of workers."""
+    """What this worker runs, for the table of `lastgasp ps`."""
     return {"torch": torch.__version__}
 
 

@@ -1,4 +1,4 @@
-"""The key `lastgasp` of a session's checkpoint: what bit-equal resume needs besides the state itself."""
+"""The key `lastgasp` of a session's checkpoint: what a bit-equal resume needs besides the state itself."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger("lastgasp")
 KEY = "lastgasp"
 VERSION = 1
 _LOST = "no random state of rank {} was saved: a resume will not be bit-equal"
-_MISSING = "no random state of rank {} was at hand: unless that rank adds it, a resume will not be bit-equal"
+_MISSING = "no random state of rank {} was available: unless that rank adds it, a resume will not be bit-equal"
 
 
 def buffers_of(
     step: int, aux_states: Mapping[int, bytes], recorder: AuxRecorder, ranks: list[int]
 ) -> dict[str, Tensor]:
-    """The buffers of the end of `step`: of the first of `ranks` whose are at hand."""
+    """The buffers at the end of `step`, of the first of `ranks` that still has them."""
     found = dict(recorder.buffers.on_device(step))
     rank = next((rank for rank in ranks if rank in aux_states), None)
     if rank is not None:
@@ -56,7 +56,7 @@ def record_of(
 
 
 def notes_on(aux_states: Mapping[int, bytes], place: Place) -> list[str]:
-    """What of the ranks' auxiliary states will not be exact, for people."""
+    """What of the ranks' auxiliary states will not be exact, in words."""
     lost = [rank for rank in range(place.world_size) if rank not in aux_states]
     known = {rank: about(extra_of(data)) for rank, data in sorted(aux_states.items())}
     stale = [rank for rank, (is_stale, _) in known.items() if is_stale]
@@ -84,10 +84,10 @@ def position_of(record: Mapping[str, Any], place: Place) -> bytes:
 
 
 def aux_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[str], None]) -> AuxState | None:
-    """This rank's auxiliary state; None where it was lost.
+    """This rank's auxiliary state; None if it was lost.
 
     Args:
-        note: is told what this resume cannot restore; what the saver knew of that is logged.
+        note: gets what this resume cannot restore; what the saver already knew of that is logged.
 
     Raises:
         CheckpointError: of a version that this code does not know.
@@ -123,7 +123,7 @@ class Buckets:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """What is known of them."""
+        """The layouts known so far."""
         return {name: one.layout for name, one in self._looks.items() if one.layout}
 
     def restore(self, layouts: Mapping[str, Layout]) -> None:

@@ -1,4 +1,4 @@
-"""What happens behind a `Session`: hooks are put in, steps captured, faults answered."""
+"""The work behind a `Session`: install hooks, capture steps, answer faults."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ _REPLAY = (
     "pass again"
 )
 IDLE = 20
-"""Calls of `updated` with no update and no step yet that call for a warning. A scaler skips a few at first."""
+"""Calls of `updated` without any update or step that lead to a warning. A scaler skips a few at first."""
 
 BUFFERS_OF_ALL = 32 << 20
-"""Bytes that the buffers of all ranks may take in a checkpoint where those of rank 0 would do for the next step."""
+"""Limit in bytes for the buffers of all ranks in a checkpoint, if those of rank 0 suffice for the next step."""
 
 
 class Run:
-    """One session's work. The engine's threads call `dump` and `recorder.read`, the training thread all else.
+    """One session's work. The engine's threads call `dump` and `recorder.read`, the training thread all others.
 
     Args:
         state: the user's.
-        config: of the engine; marks: what is marked.
+        config: the engine's settings; marks: what is marked.
         every: steps between periodic checkpoints; 0 makes none.
 
     Attributes:
@@ -79,7 +79,7 @@ class Run:
         check_writable(config.directory)
         self.fit = this_fit(state, config.directory)
         own = state.per_rank_buffers(self.place.world_size)
-        # DDP gives rank 0's to all in the next forward pass; until then an evaluation sees each rank's own.
+        # DDP broadcasts rank 0's in the next forward pass; until then an evaluation sees each rank's own.
         self._per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
         self._buffer_rank = self.rank if own else 0
         owner = state.container if self._per_rank or self._buffer_rank == self.rank else None
@@ -131,7 +131,7 @@ class Run:
         self.source.present = selector.present
         if found is not None and policy.unnumbered:
             FITS.resumed_unnumbered(config.directory, found.path)
-        # MindIO counts updates itself, so that a step cannot be left between its updates.
+        # MindIO counts updates itself, so a step cannot be abandoned between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
@@ -146,13 +146,13 @@ class Run:
         life.bind(self)
         device = str(next(iter(state.devices()), "cpu"))
         life.begin(self.step, durable=self.step, users_handler=self._users_handler, device=device)
-        self._restore_aux()  # a loop that never asks for batches or epochs comes to no other place
+        self._restore_aux()  # for a loop that never asks for batches or epochs this is the only opportunity
         if self.book.nowhere:
             self.book.forget()
             self._returned()
 
     def _load(self, path: Path) -> None:
-        # Not weights_only: it is our own file, verified, and holds states of the user's objects.
+        # Not weights_only: the file is lastgasp's own, verified, and holds states of the user's objects.
         if has_manifest(path, files.LAYOUT):
             checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
         else:  # resume=<path> of one that the user trusts
@@ -173,7 +173,7 @@ class Run:
         return aux_of(record, self.place, str(path), self.engine.note)
 
     def at_boundary(self) -> None:
-        """A resumed run stands where it stood: restore random state, and what the loop may have changed on its way."""
+        """A resumed run is back at its position: restore random state, and what the loop may have changed."""
         self._again()
         self._restore_aux()
         self._returned()
@@ -183,11 +183,11 @@ class Run:
             restore_aux(self._aux, self.state.devices(), self.state.container)
 
     def _returned(self) -> None:
-        """From here on nothing is put back any more."""
+        """From here on nothing is restored any more."""
         self._aux, self._returning, self._again = None, False, _nothing
 
     def _trains_before_its_data(self) -> None:
-        """A resumed loop changes parameters before it comes to where it stood in its data: it seldom asks for any."""
+        """A resumed loop changes parameters before it has returned to its position: it rarely asks for data."""
         if self.book.forget():
             log.warning("the checkpoint was taken in the middle of a pass of s.batches(), and this loop trains before "
                         "it has begun that pass: it will begin at its first batch, so the result will differ. Use the "
@@ -209,9 +209,9 @@ class Run:
         self._capture_unsettled()
 
     def _capture_unsettled(self) -> None:
-        """What this rank leaves of the step under way to those who complete it, should it end before that.
+        """Record this rank's part of the current step for those who complete it, in case this rank dies first.
 
-        The update itself uses none of it. In a job of one rank nobody is left.
+        The update itself uses none of it. In a job of one rank nobody would be left.
         """
         if self.place.world_size > 1:
             self._capture_aux(self.step + 1, settled=False)
@@ -231,7 +231,7 @@ class Run:
             self.complete(self.step + 1)
 
     def not_updated(self) -> None:
-        """The loop says that it has updated, and it has not."""
+        """The loop called `updated` without an update."""
         self._idle += 1
         if self._idle == IDLE and not self.step:
             log.warning("updated() was called %d times, and no step was complete: no optimizer of the TorchState has "
@@ -239,7 +239,7 @@ class Run:
                         "call updating() before", IDLE)  # fmt: skip
 
     def complete(self, step: int) -> None:
-        """Everything of `step` has been done: capture it; write a checkpoint where one is due."""
+        """`step` is complete: capture it; write a checkpoint if one is due."""
         if self.update.has_copy:
             self.engine.before_update()  # the gate: from the copy to the live state
         self._capture(step)
@@ -258,7 +258,7 @@ class Run:
         self.engine.step_completed(step)
 
     def _capture_aux(self, step: int, settled: bool) -> bool:
-        """Returns: random numbers were drawn since the last capture."""
+        """Returns whether random numbers were drawn since the last capture."""
         extra = self.state.extra_digest() if settled and self.place.world_size > 1 else b""
         self.recorder.extra = self.book.record(not settled and self.update.more_to_come, extra)
         self.recorder.capture(step, settled)
@@ -295,10 +295,10 @@ class Run:
         self._told_of_inexact.add(reason)
 
     def next_batch(self, one: DataPass, finished: Callable[[], bool]) -> Any:
-        """The next batch; the loop's body before is over.
+        """The next batch; the loop's body for the previous one has ended.
 
         Raises:
-            StopIteration: there is none, or no further step is wanted.
+            StopIteration: there is none, or `max_steps` is reached.
             Released: a recovery took place.
         """
         self.book.ask(one)
@@ -320,15 +320,15 @@ class Run:
     def pass_broken(self, one: DataPass) -> None:
         """The loop has left this pass by `break`: its body is over, and it gives nothing more.
 
-        Called while an object is destroyed, so that nothing can be raised: a recovery that is on stops the loop where
-        it comes to the session next.
+        Called while an object is destroyed, so nothing can be raised: a recovery in progress stops the loop the next
+        time that it calls the session.
         """
         one.asking = True
         try:
             self.book.end(one)
             self.body_over()
         except Released:
-            log.debug("the loop was left while a recovery is on")
+            log.debug("the loop was left during a recovery")
         except Exception:
             log.exception("the end of the loop could not be captured")
         finally:
@@ -337,7 +337,7 @@ class Run:
     # -- periodic checkpoints -----------------------------------------------------------------------------
 
     def want_save(self) -> None:
-        """A checkpoint is wanted: of the step under way, or of the last one where none is."""
+        """Request a checkpoint of the step under way, or of the last one if none is."""
         if self.update.in_progress or self._snapshot is None:
             self._wanted = True
         else:
@@ -388,31 +388,31 @@ class Run:
     # -- end ----------------------------------------------------------------------------------------------
 
     def digests(self) -> Digests:
-        """Of what all ranks have in common."""
+        """Digests of what all ranks have in common."""
         return self.state.digests()
 
     def settle(self, cause: str) -> str:
-        """The loop raised: complete the step, where only the rest of the loop's body is missing."""
-        if self._gradients:  # the others may complete the step: this rank's part of it is what stands here
+        """The loop raised: complete the step if only the rest of the loop's body is missing."""
+        if self._gradients:  # the others may complete the step with this rank's part of it
             self._capture_unsettled()
         if self.update.in_progress and not self.update.has_copy and not self._finish_step(cause):
             return "raised inside the update, so the state is between two steps"
         return ""
 
     def before_exit(self) -> None:
-        """A loop's own files are its own business."""
+        """A loop manages its own files."""
 
     def advice(self) -> str:
-        """Of nothing better than what the documents say."""
+        """Nothing is known beyond what the documents say."""
         return ""
 
     def _finish_step(self, cause: str) -> bool:
         """All updates of the step are done, but the rest of the loop's body is not: call the step complete.
 
-        What that rest would have done is unknown, but for schedulers: they are stepped as in the step before.
+        What the rest would have done is unknown, except for schedulers: they are stepped as in the previous step.
 
         Returns:
-            Whether the state is that of a step now.
+            Whether the state is now that of a complete step.
         """
         update = self.update
         if update.inside or update.updates < max(1, update.usual):
@@ -433,7 +433,7 @@ class Run:
 
 
 def _nothing() -> None:
-    """Nothing to put back."""
+    """Nothing to restore."""
 
 
 def _kind_of(error: BaseException) -> FaultKind:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 class ScheduleWatch:
-    """Counts, so that a step that was cut short after its update can be completed.
+    """Counts the steps of schedulers, so that a step that was cut short after its update can be completed.
 
     Args:
         schedulers: the user's.
@@ -35,7 +35,7 @@ class ScheduleWatch:
         return [now - before - n for now, before, n in zip(self._counts(), self._before, usual, strict=True)]
 
     def catch_up(self) -> None:
-        """Step each scheduler as often as in the step before. One that needs a metric is left alone."""
+        """Step each scheduler as often as in the step before. One that needs a metric is not stepped."""
         for scheduler, done in zip(self._schedulers, self._missing_since(self._usual), strict=True):
             if not isinstance(scheduler, ReduceLROnPlateau):
                 for _ in range(-done):

@@ -1,4 +1,4 @@
-"""`Session`, the one object of a hand-written training loop."""
+"""`Session`, the one object of a custom training loop."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Options(TypedDict, total=False):
-    """Settings that have defaults; each but `every` and `max_steps` has an environment variable (`LASTGASP_KEEP`, ...).
+    """Settings with defaults; each except `every` and `max_steps` has an environment variable (`LASTGASP_KEEP`, ...).
 
     Attributes:
         every: steps between periodic checkpoints; 0 (default) makes none, so that only gasps are written.
         max_steps: `batches` and `epochs` end when so many steps are complete; default: they do not.
         keep: how many periodic checkpoints, and how many gasps, to keep; default 3.
         resume: "auto" (default) resumes from the newest checkpoint that verifies on all ranks; "never" ignores what
-            was there before this job; a path starts from that one.
+            existed before this job; a path starts from that checkpoint.
         hang_timeout: seconds without any progress after which ranks count as hung; "auto" (default) learns it.
         save_timeout: seconds that a save after a fault may take before another rank is tried; default 600.
         finish_timeout: seconds that a rank inside its update gets to finish it; default 10.
@@ -65,7 +65,7 @@ class Session:
     A step is one turn of the innermost loop over `batches` that changed parameters; it is complete when the loop asks
     for the next batch. docs/plain-loop.md says what a loop may do.
 
-    All methods are for the thread that trains.
+    All methods are for the training thread.
     """
 
     _now: ClassVar[weakref.ref[Session] | None] = None
@@ -74,24 +74,24 @@ class Session:
         """For `open`."""
         self._run, self._max = run, max_steps
         self._closed = False
-        vars(self)["mark"] = run.engine.mark  # of this method here: no call in between, a mark costs less than one
+        vars(self)["mark"] = run.engine.mark  # bypasses this class's method: a mark costs less than a call
 
     @classmethod
     def open(
         cls, dir: str | os.PathLike[str] | None = None, *, state: TorchState, **options: Unpack[Options]
     ) -> Session:
-        """Connect, choose what to resume from, load it. All ranks do this together, once their models are built.
+        """Connect, select the checkpoint to resume from, load it. All ranks call this, once their models are built.
 
         Args:
             dir: where checkpoints and incidents go, the same on all ranks; default `LASTGASP_DIR`.
-            state: what is saved, and filled again.
+            state: what is saved and restored.
             options: see `Options`.
 
         Raises:
             ConfigError: a value that is not allowed, a sharded model, a directory that cannot be written.
             NoGoodCheckpoint: there are checkpoints, and none can be trusted.
             CheckpointMismatch: the checkpoint is of another model, optimizer or loop; nothing was loaded.
-            ControlError: the controller refused this rank, or is not there.
+            ControlError: the controller refused this rank, or cannot be reached.
             UsageError: another session is open in this process.
         """
         tell_launcher()
@@ -110,7 +110,7 @@ class Session:
         cls._now = weakref.ref(session)
         return session
 
-    # -- where it stands ----------------------------------------------------------------------------------
+    # -- the position -------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -130,9 +130,9 @@ class Session:
     # -- the loop -----------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are left, up to `count` of them since the job's first start.
+        """The numbers of the remaining epochs, up to `count` of them since the job's first start.
 
-        The first one of a resumed run is the epoch in which it was interrupted. `TorchState(sampler=...)` is told.
+        A resumed run begins with the epoch in which it was interrupted. Calls `set_epoch` of `TorchState.sampler`.
         """
         run = self._run
         epoch = run.book.epoch
@@ -150,9 +150,9 @@ class Session:
         """`loader`, but each batch reports the position of the training, and a resumed run gets what is still due.
 
         Args:
-            loader: a DataLoader or any iterable; where it can be iterated once only, a resumed run must give an equal
+            loader: a DataLoader or any iterable; if it can be iterated only once, a resumed run must pass an equal
                 one.
-            replay: a resumed run loads what was consumed of the pass once more, and throws it away. Makes random
+            replay: a resumed run loads the consumed part of the pass again, and discards it. Makes random
                 augmentation in the worker processes of a DataLoader exact; by default the consumed part is not loaded.
         """
         return BatchIterable(self, loader, replay)
@@ -167,7 +167,7 @@ class Session:
     # -- by hand ------------------------------------------------------------------------------------------
 
     def updating(self) -> None:
-        """Parameters are about to change. Only where that is not done by `step` of an optimizer of `TorchState`.
+        """Parameters are about to change. Needed only if no optimizer of `TorchState` changes them in its `step`.
 
         Raises:
             Released: a recovery took place; the update must not happen.
@@ -176,13 +176,13 @@ class Session:
         self._run.update.begin()
 
     def updated(self, step: int | None = None) -> bool:
-        """All of a step has been done; for loops that do not ask `batches` for data.
+        """A step is complete; for loops that do not use `batches`.
 
         Args:
-            step: its number, greater than the one before; default: the next one.
+            step: its number, greater than the previous one; default: the next one.
 
         Returns:
-            Whether a step is complete: False where no parameters have changed since the one before (a GradScaler
+            Whether a step is complete: False if no parameters have changed since the previous one (a GradScaler
             skipped the update).
 
         Raises:
@@ -206,7 +206,7 @@ class Session:
         self._run.want_save()
 
     def mark(self, name: str) -> AbstractContextManager[None]:
-        """A range of the user's own in `lastgasp report`: `with s.mark("augment"):`."""
+        """A user-defined range in `lastgasp report`: `with s.mark("augment"):`."""
         return self._run.engine.mark(name)
 
     def alive(self) -> None:
@@ -215,7 +215,7 @@ class Session:
 
     def _check(self) -> None:
         if self._closed:
-            raise UsageError("this session is closed: use it inside of its `with` block")
+            raise UsageError("this session is closed: use it inside its `with` block")
 
     # -- end ----------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class BatchIterator(Iterator[T]):
 
     @property
     def number(self) -> int:
-        """Of the newest batch in its pass, from 0."""
+        """Number of the newest batch in its pass, from 0."""
         return self._pass.consumed - 1
 
     def __next__(self) -> T:
@@ -279,7 +279,7 @@ class BatchIterator(Iterator[T]):
         return batch
 
     def __del__(self) -> None:
-        """The loop has dropped its iterator: by `break` or `return` its body is over, after an exception it is not."""
+        """The iterator was dropped: after `break` or `return` the loop's body has ended, after an exception not."""
         one, session = self._pass, self._session
         one.broken = True
         if not (one.over or session._closed) and left_by_break(sys._getframe().f_back):
@@ -314,8 +314,8 @@ def left_by_break(frame: FrameType | None) -> bool:
     """Whether the frame is popping the iterator of a `for` loop that it leaves by `break` or `return`.
 
     An exception drops the iterator, too, but with the frame at the instruction that raised. A generator in between
-    (tqdm is one) is gone when its iterator goes. Where nothing can be told (a variable holds the iterator), this is
-    False, and the body counts as over later: when the session is asked for the next pass or epoch.
+    (tqdm is one) is destroyed with its iterator. If it cannot be determined (a variable holds the iterator), this is
+    False, and the body counts as ended later: when the session is asked for the next pass or epoch.
     """
     if frame is None:  # the interpreter is ending
         return False

@@ -1,4 +1,4 @@
-"""`TorchState`: what the state of a hand-written loop consists of; how it is dumped, and loaded again."""
+"""`TorchState`: what the state of a custom loop consists of, and how it is dumped and loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "Pipeli
 
 @dataclass(slots=True)
 class Snapshot:
-    """What is remembered at the end of a step; references and shallow copies."""
+    """What is captured at the end of a step: references and shallow copies."""
 
     step: int
     epoch: int
@@ -33,7 +33,7 @@ class Snapshot:
 
 
 class TorchState:
-    """All that a training loop carries from step to step.
+    """Everything that a training loop carries from step to step.
 
     Args:
         model: an `nn.Module` (also wrapped by DistributedDataParallel or torch.compile), a list or a dict of them; an
@@ -43,9 +43,9 @@ class TorchState:
         scaler: a `torch.amp.GradScaler`.
         sampler: has `set_epoch`, called at the beginning of each epoch; where it has `state_dict` and
             `load_state_dict`, its state at the beginning of the pass over the data is restored, too.
-        extra: name -> a dict (saved as it is at the end of a step, filled again in place), or an object with
+        extra: name -> a dict (saved as it is at the end of a step, restored in place), or an object with
             `state_dict` and `load_state_dict`. For small things, they are copied in every step. Saved once, by any of
-            the ranks, and the same on all of them after a resume: nothing that each rank has of its own. Where it
+            the ranks, and the same on all of them after a resume: nothing that differs between ranks. If it
             differs nevertheless, the log and the incident say so.
         replicated: says that all ranks hold the same model although it is not wrapped by DistributedDataParallel.
 
@@ -98,10 +98,10 @@ class TorchState:
             spread = [n for n, p in module.named_parameters() if hasattr(p, "device_mesh")]
             if inner or spread:
                 value = inner[0] if inner else f"{name}.{spread[0]} is a DTensor"
-                raise ConfigError("model", value, "a model that each rank holds whole (DDP)", remedy)
+                raise ConfigError("model", value, "a model that each rank holds completely (DDP)", remedy)
         for optimizer in self.optimizers.values():
             if hasattr(optimizer, "consolidate_state_dict"):
-                allowed = "an optimizer that each rank holds whole"
+                allowed = "an optimizer that each rank holds completely"
                 raise ConfigError("optimizer", type(optimizer).__name__, allowed, remedy)
         if world_size > 1 and self.ddp is None and not self.replicated:
             raise ConfigError("model", type(next(iter(self.models.values()))).__name__,
@@ -130,18 +130,18 @@ class TorchState:
         )
 
     def digests(self) -> dict[str, bytes]:
-        """Of what all ranks hold in common, by name."""
+        """Digests of what all ranks hold in common, by name."""
         models = {self.models.label(name): module for name, module in self.modules.items()}
         return digests_of(models, {self.optimizers.label(n): o for n, o in self.optimizers.items.items()})
 
     def extra_digest(self) -> bytes:
-        """Of `extra` as it stands; empty where there is none."""
+        """Digest of the current `extra`; empty if there is none."""
         return digest(leaves([_state_of(item) for item in self.extra.values()])) if self.extra else b""
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
     def snapshot(self, step: int, epoch: int) -> Snapshot:
-        """Remember everything small as it stands. Microseconds."""
+        """Capture the current auxiliary state. Takes microseconds."""
         return Snapshot(
             step,
             epoch,
@@ -154,11 +154,11 @@ class TorchState:
     # -- dump ---------------------------------------------------------------------------------------------
 
     def dump(self, snapshot: Snapshot, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[str, Any]:
-        """The checkpoint of `snapshot`, but for the key `lastgasp`. Tensors are the live ones, or the copies.
+        """The checkpoint of `snapshot`, without the key `lastgasp`. Tensors are the live ones, or the copies.
 
         Args:
             buffers: key in the container's `state_dict` -> value at the end of the step.
-            copies: parameters and optimizer states of the end of the step, where an update has begun since.
+            copies: parameters and optimizer states at the end of the step, if an update has begun since.
         """
         places = self._places(buffers, copies)
         models = [_replaced(m.state_dict(), places) for m in self.modules.values()]
@@ -177,7 +177,7 @@ class TorchState:
         }
 
     def _places(self, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[Address, Tensor]:
-        """Where a live tensor is -> what is saved instead."""
+        """Key of a live tensor -> what is saved instead."""
         found = dict(copies.parameters()) if copies is not None else {}
         for name, live in self.container.named_buffers(remove_duplicate=False):
             if name in buffers and live.numel():
@@ -187,7 +187,7 @@ class TorchState:
     # -- load ---------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Fill everything from a checkpoint; nothing is touched before all of it was compared.
+        """Restore everything from a checkpoint; nothing is changed before all of it has been compared.
 
         Raises:
             CheckpointMismatch: it is of another model, optimizer, ...; lists every difference.
@@ -203,9 +203,9 @@ class TorchState:
         self._fill_aux(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
 
     def remember(self, checkpoint: Mapping[str, Any]) -> Callable[[], None]:
-        """After `load`: how to fill everything but parameters and optimizer states once more.
+        """After `load`: a function that restores everything except parameters and optimizer states once more.
 
-        On its way to where it stood a resumed loop does again what lies between two passes over data.
+        On the way to its position a resumed loop repeats what happens between two passes over data.
         """
         kept = {name: value.detach().clone() for name, value in self.container.named_buffers()}
         stored = {role.role: role.unpack(checkpoint.get(role.role)) or {} for role in self._roles()}

@@ -1,4 +1,4 @@
-"""Which training of its script a session is: only its own checkpoints are resumed from."""
+"""Which training of its script a session belongs to: it resumes only from that one's checkpoints."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def this_fit(state: TorchState, directory: Path) -> Fit:
     Models and optimizers are not compared here: the state does that, name by name, before it loads anything.
 
     Raises:
-        ConfigError: a further one, where the first resumed from a checkpoint that may be of any of them.
+        ConfigError: a further one, when the first resumed from a checkpoint that may belong to any of them.
     """
     broken_off, before = FITS.interrupted(directory), FITS.coming(directory) - 1
     number = FITS.begin(directory, next(iter(state.modules.values())))
     if broken_off and number > before:
         log.warning(
-            "session %d of this script in %s did not end well; this is session %d, of another model, and does not go "
-            "on with it. To do so give resume=<its checkpoint>", before, directory, number
+            "session %d of this script in %s did not end well; this is session %d, of another model, and does not "
+            "resume it. To do so give resume=<its checkpoint>", before, directory, number
         )  # fmt: skip
     FITS.refuse_unnumbered(directory)
     return Fit(number=number)

@@ -172,6 +172,6 @@ class EpochPosition:
         self._before.pop(index - _KEEP, None)
 
     def close(self) -> None:
-        """Take everything off the loaders. Idempotent."""
+        """Remove everything from the loaders. Idempotent."""
         for loader in self.loaders:
             untrack_sampler(loader)
