@@ -9,45 +9,37 @@ from pathlib import Path
 import pytest
 
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
-from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.corrupt import flip_bit
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import Finished, run_job
 from lastgasp.testing.weights import differences
-from support.matrix import SAVE_STEP, STEP, check_marks
+from support.matrix import LIMIT, SAVE_STEP, STEP, References, check_marks, first_incident
 from support.transformers_matrix import COVERING, SCRIPT, SHAPES, TransformersCase, all_cases, launcher
 
 pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
 LAYOUT = DirectoryLayout("checkpoint-[0-9]*")
-LIMIT = 400.0
-"""Seconds for one job with its restarts, on a loaded machine."""
-
+Reference = References[tuple[int, str], Path]
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> _Reference:
-    """Results of uninterrupted jobs without lastgasp, by world size and shape; made when first asked for."""
-    return _Reference(tmp_path_factory.mktemp("reference"))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Results of uninterrupted jobs without lastgasp, by world size and shape."""
+    home = tmp_path_factory.mktemp("reference")
 
-
-class _Reference(dict[tuple[int, str], Path]):
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __missing__(self, key: tuple[int, str]) -> Path:
-        world, shape = key
-        folder = self._folder / f"{world}-{shape}"
+    def make(key: tuple[int, str]) -> Path:
+        folder = home / "-".join(map(str, key))
         folder.mkdir()
-        _run([*launcher(world, "torchrun"), str(SCRIPT), "--dir", str(folder / "out"), "--final",
-              str(folder / "final.pt"), "--shape", shape, "--without"], folder)  # fmt: skip
-        self[key] = folder / "final.pt"
-        return self[key]
+        _run([*launcher(key[0], "torchrun"), str(SCRIPT), "--dir", str(folder / "out"), "--final",
+              str(folder / "final.pt"), "--shape", key[1], "--without"], folder)  # fmt: skip
+        return folder / "final.pt"
+
+    return References(make)
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
-def test_covering(case: TransformersCase, tmp_path: Path, reference: _Reference) -> None:
+def test_covering(case: TransformersCase, tmp_path: Path, reference: Reference) -> None:
     """The gasp is a `checkpoint-N` like all others: a Trainer without lastgasp resumes from it, too."""
     check(case, tmp_path, reference)
     gasp = tmp_path / f"out/checkpoint-{case.exact_step}"
@@ -62,12 +54,12 @@ def test_covering(case: TransformersCase, tmp_path: Path, reference: _Reference)
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*all_cases(), *SHAPES], ids=str)
-def test_rest_of_the_matrix(case: TransformersCase, tmp_path: Path, reference: _Reference) -> None:
+def test_rest_of_the_matrix(case: TransformersCase, tmp_path: Path, reference: Reference) -> None:
     check(case, tmp_path, reference)
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_not_resumed_from(tmp_path: Path, reference: _Reference) -> None:
+def test_a_damaged_checkpoint_is_not_resumed_from(tmp_path: Path, reference: Reference) -> None:
     """The next older one is, to the same end; and where none is left, the start is refused."""
     final, out = tmp_path / "final.pt", tmp_path / "out"
     script = [*launcher(2), str(SCRIPT), "--dir", str(out), "--final", str(final)]
@@ -84,7 +76,7 @@ def test_a_damaged_checkpoint_is_not_resumed_from(tmp_path: Path, reference: _Re
     assert "NoGoodCheckpoint" in refused.output
 
 
-def check(case: TransformersCase, folder: Path, reference: _Reference) -> None:
+def check(case: TransformersCase, folder: Path, reference: Reference) -> None:
     """Run the job into its fault and to its end; then look at everything it left."""
     expected = reference[case.world, case.shape]
     out, final, fired = folder / "out", folder / "final.pt", folder / "fired"
@@ -100,7 +92,7 @@ def check(case: TransformersCase, folder: Path, reference: _Reference) -> None:
 
 
 def _check_saved(case: TransformersCase, out: Path, done: Finished) -> None:
-    incident, where = _first_incident(out), done.output[-4000:]
+    incident, where = first_incident(out), done.output[-4000:]
     found = {c.step: c for c in candidates([out], LAYOUT)}
     assert all(verify(c.path, LAYOUT).ok for c in found.values()), where
     if case.should_give_up or (case.world == 1 and case.moment == "update"):
@@ -112,12 +104,6 @@ def _check_saved(case: TransformersCase, out: Path, done: Finished) -> None:
     assert case.exact_step in (None, step), f"{incident}\n{where}"
     limited = case.shape == "epochs"  # save_total_limit=2 removes older ones, gasps as well
     assert limited or step in found or step == STEP + 1, f"{incident}\n{where}"
-
-
-def _first_incident(out: Path) -> Incident:
-    records = [decode_incident(path.read_bytes()) for path in (out / "incidents").glob("*.json")]
-    assert records, "no incident was recorded"
-    return min(records, key=lambda incident: incident.id)
 
 
 def _run(command: list[str], folder: Path, environ: dict[str, str] | None = None, restarts: bool = False) -> Finished:

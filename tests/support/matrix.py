@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from lastgasp.checkpoint import candidates, verify
+from lastgasp.events import Incident, decode_incident
+from lastgasp.ports import Layout
+from lastgasp.testing.jobs import Finished, run_job
 from support import lean, taskd_reader
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 
@@ -18,6 +28,8 @@ STEP = 5
 """The step under way at the fault (5 are completed); a periodic save is at 4 and at 8."""
 SAVE_STEP = 4
 LAST_STEP = 12
+LIMIT = 400.0
+"""Seconds for one job with its restarts, on a loaded machine."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +149,75 @@ def check_marks(case: Case, base: Path) -> None:
         assert wanted - set(found) <= case.unmarked, f"rank {rank}: {found}"
         restarts = sum(later <= earlier for earlier, later in itertools.pairwise(found))
         assert restarts <= 1, f"rank {rank}: {found}"
+
+
+# -- running a case, and looking at what it left ------------------------------------------------------
+
+
+class AnyCase(Protocol):
+    """What is asked of the case of any framework."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def moment(self) -> str: ...
+    @property
+    def should_give_up(self) -> bool: ...
+    @property
+    def exact_step(self) -> int | None: ...
+    def command(self, directory: Path, final: Path) -> list[str]:
+        """The job's command line."""
+
+
+class References(dict[K, V]):
+    """Results of uninterrupted jobs; each is made by `make` when it is first asked for."""
+
+    def __init__(self, make: Callable[[K], V]) -> None:
+        self._make = make
+
+    def __missing__(self, key: K) -> V:
+        self[key] = made = self._make(key)
+        return made
+
+
+def undisturbed(case: AnyCase, folder: Path) -> Path:
+    """The final weights of a job without a fault."""
+    folder.mkdir(exist_ok=True)
+    done = run_job(case.command(folder / "ckpts", folder / "final.pt"), folder / "log", timeout=LIMIT)
+    assert done.ok, done.output[-4000:]
+    return folder / "final.pt"
+
+
+def run_case(case: AnyCase, folder: Path, environment: Mapping[str, str], grace: float = 10.0) -> Finished:
+    """The job, which saves in `ckpts`."""
+    hang = {"LASTGASP_HANG_TIMEOUT": "8"} if case.kind == "sigstop" else {}
+    command = case.command(folder / "ckpts", folder / "final.pt")
+    log = folder / f"log-{len(list(folder.glob('log-*')))}"
+    return run_job(command, log, timeout=LIMIT, environ=os.environ | dict(environment) | hang, grace=grace)
+
+
+def check_saved(case: AnyCase, directory: Path, done: Finished, layout: Layout, older: str) -> None:
+    """No step is lost, what was saved verifies, and the periodic checkpoint called `older` was not written anew."""
+    incident = first_incident(directory)
+    where = f"{incident}\n{done.output[-4000:]}"
+    found = {c.path.name: c for c in candidates([directory], layout)}
+    assert all(verify(c.path, layout).ok for c in found.values()), where
+    manifest = found[older].manifest if case.moment != "periodic_save" else None
+    assert manifest is None or manifest.attempt == 0, "the older checkpoint was written anew"
+    if case.should_give_up:  # the job continues from the periodic checkpoint instead, and the record says why
+        assert incident.ending == "gave_up", where
+        assert "no live holder" in incident.reason
+        return
+    assert incident.ending in ("saved", "nothing_to_save"), where
+    assert incident.steps_lost == 0, where
+    step = incident.step_saved if incident.step_saved is not None else SAVE_STEP
+    if case.exact_step is not None:
+        assert step == case.exact_step, where
+    assert [c for c in found.values() if c.step == step], where
+
+
+def first_incident(directory: Path) -> Incident:
+    """The oldest one that is recorded there."""
+    records = [decode_incident(path.read_bytes()) for path in (directory / "incidents").glob("*.json")]
+    assert records, "no incident was recorded"
+    return min(records, key=lambda incident: incident.id)

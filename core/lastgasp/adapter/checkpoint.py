@@ -8,21 +8,16 @@ from lastgasp.checkpoint import (
     Damage,
     DirectoryLayout,
     FileEntry,
-    Provenance,
     ScatteredLayout,
     SingleFile,
     Staged,
     Verdict,
-    World,
-    apply,
     candidates,
-    digest_file,
     newest_good,
     progress_bar,
     verify,
 )
 from lastgasp.checkpoint.adopt import data_files, read_entries, read_files, remove_orphans, write_manifest
-from lastgasp.checkpoint.chunks import ChunkReader, chunks_of
 from lastgasp.checkpoint.layout import is_moved_away, next_path
 from lastgasp.checkpoint.manifest import Fit, Kind, Manifest
 from lastgasp.checkpoint.manifest import read as read_manifest
@@ -40,14 +35,12 @@ from lastgasp.checkpoint.whole import zip_problem
 __all__ = [
     "Agreement",
     "Candidate",
-    "ChunkReader",
     "Damage",
     "DirectoryLayout",
     "FileEntry",
     "Fit",
     "Kind",
     "Manifest",
-    "Provenance",
     "SavedPart",
     "ScatteredLayout",
     "SingleFile",
@@ -55,14 +48,10 @@ __all__ = [
     "Trial",
     "Verdict",
     "VerifiedFile",
-    "World",
     "all_of_training",
-    "apply",
     "candidates",
-    "chunks_of",
     "data_files",
     "differences",
-    "digest_file",
     "has_manifest",
     "is_about_content",
     "is_moved_away",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lastgasp._fs import (
     DISK,
-    fsync_dir,
     make_directory,
     read_bounded,
     remove_stale_temps,
@@ -14,7 +13,6 @@ from lastgasp._fs import (
 
 __all__ = [
     "DISK",
-    "fsync_dir",
     "make_directory",
     "read_bounded",
     "remove_stale_temps",

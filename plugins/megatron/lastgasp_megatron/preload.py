@@ -13,6 +13,7 @@ import torch
 from lastgasp.adapter import Preload
 from lastgasp.adapter.checkpoint import Candidate, FileEntry
 from lastgasp.adapter.torch import load_entry
+from lastgasp_megatron.steps import wrap
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 
@@ -50,21 +51,18 @@ class MegatronPreload(Preload):
     @contextmanager
     def handed_out(self) -> Iterator[None]:
         """Within, `torch.load` of a file that was loaded gives what it holds, once and to this thread."""
-        original, thread = torch.load, threading.get_ident()
+        thread = threading.get_ident()
 
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and isinstance(f, str | Path) and not args and _plain(kwargs):
-                found = self.take(Path(f))
-                if found is not None:
-                    return found
-            return original(f, *args, **kwargs)
+        def around(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            mine = threading.get_ident() == thread and len(args) == 1 and isinstance(args[0], str | Path)
+            found = self.take(Path(args[0])) if mine and _plain(kwargs) else None
+            return original(*args, **kwargs) if found is None else found
 
-        torch.load = load
+        undo = wrap(torch, "load", around)
         try:
             yield
         finally:
-            if torch.load is load:
-                torch.load = original
+            undo()
             self.forget()
 
 

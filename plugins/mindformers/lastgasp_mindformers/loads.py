@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 
+from lastgasp.adapter import replace_attribute
 from lastgasp_mindformers.topology import left_to_mindspore
 from lastgasp_mindformers.unfit import refuse_missing
 
@@ -29,31 +30,22 @@ _WHOLE = ("stand_alone", "data_parallel")
 def watched(selector: MindFormersSelector) -> Iterator[None]:
     """What a version of MindFormers does not have is left out: there an error of loading propagates unchanged."""
     module = sys.modules.get(_MODULE)
-    if module is None or left_to_mindspore():  # TrainFaultTolerance loads on some ranks only
+    with contextlib.ExitStack() as undo:
+        if module is not None and not left_to_mindspore():  # TrainFaultTolerance loads on some ranks only
+            for name in (*_CONTENT, _COUNTERS):
+                if callable(vars(module).get(name)):
+                    through = _reading if name == _COUNTERS else _loading
+                    undo.callback(replace_attribute(module, name, functools.partial(through, selector)))
         yield
-        return
-    originals = {name: found for name in (*_CONTENT, _COUNTERS) if callable(found := vars(module).get(name))}
-    for name, original in originals.items():
-        setattr(module, name, _reading(selector, original) if name == _COUNTERS else _loading(selector, original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
 
 
 @contextlib.contextmanager
 def method_watched(selector: MindFormersSelector, owner: Any, name: str) -> Iterator[None]:
     """The same for a method of one object, such as the pynative Trainer's."""
-    original = getattr(owner, name, None)
-    if not callable(original):
+    with contextlib.ExitStack() as undo:
+        if callable(getattr(owner, name, None)):
+            undo.callback(replace_attribute(owner, name, functools.partial(_loading, selector)))
         yield
-        return
-    setattr(owner, name, _loading(selector, original))
-    try:
-        yield
-    finally:
-        delattr(owner, name)
 
 
 def _reading(selector: MindFormersSelector, original: Loads) -> Loads:

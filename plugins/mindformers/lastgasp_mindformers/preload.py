@@ -11,7 +11,7 @@ from typing import Any
 import mindspore
 from mindspore.train import serialization
 
-from lastgasp.adapter import Place, Preload
+from lastgasp.adapter import Place, Preload, replace_attribute
 from lastgasp.adapter.checkpoint import Candidate, FileEntry, VerifiedFile
 
 FileOf = Callable[[Candidate, int], Path]
@@ -71,20 +71,21 @@ def parse(path: Path, entry: FileEntry) -> Any:
 @contextmanager
 def _opened(path: Path, file: VerifiedFile) -> Iterator[None]:
     """Within, MindSpore on this thread opens `file` where it opens `path`."""
-    system, thread, wanted = serialization._ckpt_fs, threading.get_ident(), path.resolve()
-    original = system.open
+    thread, wanted = threading.get_ident(), path.resolve()
 
-    def open_(name: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and Path(name).resolve() == wanted:
-            return _Whole(file)
-        return original(name, *args, **kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def open_(name: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and Path(name).resolve() == wanted:
+                return _Whole(file)
+            return original(name, *args, **kwargs)
 
-    system.open = open_
+        return open_
+
+    undo = replace_attribute(serialization._ckpt_fs, "open", make)
     try:
         yield
     finally:
-        if system.open is open_:
-            system.open = original
+        undo()
 
 
 class _Whole:

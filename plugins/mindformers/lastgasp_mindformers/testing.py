@@ -15,9 +15,8 @@ from typing import Any
 
 import mindspore
 
+from lastgasp.adapter import Undo, replace_attribute
 from lastgasp.adapter.testing import FaultKit, install, kit_from_env
-
-Undo = Callable[[], None]
 
 
 class LoopFaults:
@@ -56,18 +55,13 @@ class LoopFaults:
 
 
 def _watch_saves(fire: Callable[[], None]) -> Undo:
-    original = mindspore.save_checkpoint
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def saved(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            fire()
+            return result
 
-    @functools.wraps(original)
-    def saved(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        fire()
-        return result
+        return saved
 
-    mindspore.save_checkpoint = saved
-
-    def undo() -> None:
-        if mindspore.save_checkpoint is saved:
-            mindspore.save_checkpoint = original
-
-    return undo
+    return replace_attribute(mindspore, "save_checkpoint", make)
