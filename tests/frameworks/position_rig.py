@@ -80,7 +80,7 @@ class Loop:
                 one, there = position.begin(loader)
                 if there and start is not None:
                     rng.restore(rng.decode(start.random))
-                inexact = inexact or one.position.inexact
+                inexact = inexact or one.inexact
                 while True:
                     position.ask(one)
                     if stop is not None and len(got) == stop:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
 from frameworks.position_rig import Loop, Ran, Stopped
 from lastgasp.errors import CheckpointError
@@ -17,6 +25,7 @@ from lastgasp.pytorch import rng
 from lastgasp.pytorch.loop.data_position import DataPosition
 from lastgasp.pytorch.position import (
     CHANGED,
+    IN_TURN,
     MAP,
     STATEFUL,
     STREAM,
@@ -210,6 +219,51 @@ def test_a_sampler_that_is_in_another_epoch_is_told_of() -> None:
     resumed = Loop(LOADERS["distributed"]).run(start=stopped)
     assert isinstance(resumed, Ran)
     assert resumed.inexact == CHANGED
+
+
+class Chunks(Sampler[int]):
+    """Shuffles five at a time, with the random numbers of the process."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, 20, 5):
+            yield from (begin + torch.randperm(5)).tolist()
+
+
+class InTurn(IterableDataset[float]):
+    """The same without a sampler."""
+
+    def __iter__(self) -> Iterator[float]:
+        return map(float, Chunks())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(Numbers(), 2, sampler=Chunks()), lambda: DataLoader(InTurn(), 2)], ids=[MAP, STREAM]
+)
+def test_an_order_that_is_drawn_in_turn_with_the_training_is_told_of(make: Callable[[], Any]) -> None:
+    loop = Loop(make)
+    whole, stopped = loop.whole(), loop.run(7)
+    assert isinstance(stopped, Stopped)
+    resumed = loop.run(start=stopped)
+    assert isinstance(resumed, Ran)
+    assert resumed.batches != whole.batches[7:]
+    assert resumed.inexact == IN_TURN
+
+
+@pytest.mark.parametrize(("data", "reason"), [(InTurn, IN_TURN), (Stream, "")])
+def test_a_framework_is_told_of_an_order_that_is_drawn_in_turn(data: type, reason: str) -> None:
+    loader = DataLoader(data(), 2)
+    stopped, resumed = (EpochPosition([loader], rng.RngRecorder()) for _ in range(2))
+    stopped.begin()
+    inner = iter(loader)
+    assert stopped.before_fetch()
+    stopped.fetched([next(inner)])
+    resumed.resume(decode_epoch(stopped.record(3)), 3)
+    assert resumed.inexact == ""
+    resumed.replay([partial(next, iter(loader))])
+    assert resumed.inexact == reason
 
 
 # -- the registry ---------------------------------------------------------------------------------------------

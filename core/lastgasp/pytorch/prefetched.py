@@ -38,6 +38,7 @@ class PrefetchedData:
     Attributes:
         followed: whether its position can be restored exactly.
         fetching, fetched: called before and after each batch is asked for; `fetched` is told whether there was one.
+        inexact: called where a resumed pass may not give what was due, and told why.
     """
 
     def __init__(self, random: rng.RngRecorder) -> None:
@@ -46,6 +47,7 @@ class PrefetchedData:
         self._loader: Any = None
         self.fetching: Callable[[], None] = lambda: None
         self.fetched: Callable[[bool], None] = lambda there: None
+        self.inexact: Callable[[str], None] = lambda why: None
 
     def follow(self, loader: object) -> None:
         """Watch a DataLoader over a map-style dataset; anything else is left alone."""
@@ -82,6 +84,8 @@ class PrefetchedData:
         batches = make()
         if ahead:
             self._track.settle()
+            if self._track.inexact:
+                self.inexact(self._track.inexact)
             rng.restore(rng.decode(ahead))
         while True:
             self._ahead = self._random.snapshot()

@@ -129,7 +129,7 @@ class Resume:
         self._state.position.settle()
         if record["batch"] and (reason := self._state.position.inexact):
             workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"
-            self._note(workers if reason == WORKERS else f"the data are not those that were due: {reason}")
+            self._note(workers if reason == WORKERS else f"the data may not be those that were due: {reason}")
         if self._aux is not None:
             restore_aux(self._aux, self._state._devices(), with_averages(trainer))
         self._aux, self._record = None, {}

@@ -140,6 +140,7 @@ class Run:
         self.marks = marks = shared.LoopMarks(training.state, session, training.step + 1, lambda: None)
         core.on_close(marks.close)
         self._data.fetching, self._data.fetched = self._fetching, marks.fetched
+        self._data.inexact = lambda why: session.note(f"the data may not be those that were due: {why}")
         self.state: shared.TorchState = training.state
         self.rank = core.place.rank
         core.on_close(shared.install_faults(self))

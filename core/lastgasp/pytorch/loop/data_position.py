@@ -18,7 +18,7 @@ import msgspec
 from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
-from lastgasp.pytorch.position import MAP, STATEFUL, LoaderPosition, PassStart, position_of, untrack_sampler
+from lastgasp.pytorch.position import IN_TURN, MAP, STATEFUL, LoaderPosition, PassStart, position_of, untrack_sampler
 from lastgasp.pytorch.position.skipping import SkipProgress
 
 log = logging.getLogger("lastgasp")
@@ -41,6 +41,7 @@ class DataPass:
         resumed: it began in an earlier run.
         loaded: state given to its loader for that, until the loader is asked for a batch.
         empty: nothing was left of it, so the loader is not asked.
+        in_turn: what was thrown away for that drew from the random state of the process all along.
     """
 
     loader: Any
@@ -56,6 +57,7 @@ class DataPass:
     resumed: bool = False
     loaded: bytes = b""
     empty: bool = False
+    in_turn: bool = False
     inner: Iterator[Any] | None = None
     _state: tuple[int, bytes] = (-1, b"")
 
@@ -63,6 +65,11 @@ class DataPass:
     def kind(self) -> str:
         """How its position is restored."""
         return self.position.kind
+
+    @property
+    def inexact(self) -> str:
+        """Why a resume in the middle of it is not exact; empty where nothing is known against it."""
+        return self.position.inexact or (IN_TURN if self.in_turn else "")
 
     @property
     def in_body(self) -> bool:
@@ -283,7 +290,7 @@ class DataPosition:
         assert one.inner is not None
         if count:
             one.position.first()
-        with SkipProgress(count) as progress:
+        with SkipProgress(count, self._recorder) as progress:
             for done in progress:
                 batch = next(one.inner, _END)
                 if batch is _END:
@@ -296,6 +303,7 @@ class DataPosition:
                     break
                 if not done:
                     one.position.seen(batch)
+        one.in_turn = progress.in_turn
 
     def ask(self, one: DataPass) -> None:
         """The loop asks this pass for a batch: its body has ended, and with it every pass that began inside."""

@@ -277,15 +277,15 @@ class Run:
         one, there = book.begin(loader, replay)
         if there:
             self.at_boundary()
-        if one.position.inexact:
+        if one.inexact:
             self._tell_of_inexact(one, there)
         return one
 
     def _tell_of_inexact(self, one: DataPass, resumed: bool) -> None:
-        reason = one.position.inexact
+        reason = one.inexact
         if resumed and one.consumed and not one.over:
             own = f"{WORKERS}: where they draw any (augmentation), this run draws other ones"
-            self.engine.note(own if reason == WORKERS else f"the data are not those that were due: {reason}")
+            self.engine.note(own if reason == WORKERS else f"the data may not be those that were due: {reason}")
         elif reason not in self._told_of_inexact and self.rank == 0:
             if reason == WORKERS:
                 log.warning("%s: where they draw any (augmentation), a run that was resumed in the middle of a pass "

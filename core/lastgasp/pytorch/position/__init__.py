@@ -8,13 +8,23 @@ that iterates its loaders itself holds an `EpochPosition`; that of a custom trai
 
 from lastgasp.pytorch.position import known as _known
 from lastgasp.pytorch.position.epoch import EpochPosition
-from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, WORKERS, LoaderPosition, PassStart
+from lastgasp.pytorch.position.protocol import (
+    CHANGED,
+    IN_TURN,
+    MAP,
+    STATEFUL,
+    STREAM,
+    WORKERS,
+    LoaderPosition,
+    PassStart,
+)
 from lastgasp.pytorch.position.records import EpochRecord, decode_epoch, is_epoch_record
 from lastgasp.pytorch.position.registry import Factory, builtin_position, position_of, register_loader
 from lastgasp.pytorch.position.samplers import untrack_sampler
 
 __all__ = [
     "CHANGED",
+    "IN_TURN",
     "MAP",
     "STATEFUL",
     "STREAM",

@@ -9,7 +9,7 @@ import msgspec
 
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.position.protocol import MAP, LoaderPosition, PassStart
+from lastgasp.pytorch.position.protocol import IN_TURN, MAP, LoaderPosition, PassStart
 from lastgasp.pytorch.position.records import EpochRecord, encode_epoch
 from lastgasp.pytorch.position.registry import position_of
 from lastgasp.pytorch.position.samplers import untrack_sampler
@@ -58,7 +58,8 @@ class EpochPosition:
     @property
     def inexact(self) -> str:
         """Why a resume in the middle of the epoch is not exact; empty where nothing is known against it."""
-        return next((position.inexact for position in self.positions if position.inexact), "")
+        reasons = (position.inexact for position in self.positions)
+        return next(filter(None, reasons), IN_TURN if self._in_turn else "")
 
     # -- an epoch -----------------------------------------------------------------------------------------
 
@@ -102,12 +103,13 @@ class EpochPosition:
         drawn = [i for i, count in enumerate(self._again) if count]
         for i in drawn:
             self.positions[i].first()
-        with SkipProgress(max(self._again, default=0)) as progress:
+        with SkipProgress(max(self._again, default=0), self._rng) as progress:
             for number in progress:
                 for i in drawn:
                     batch = draws[i]()
                     if number == 0 and batch is not None:
                         self.positions[i].seen(batch)
+        self._in_turn = progress.in_turn
         if self._fetch:
             rng.restore(rng.decode(self._fetch))
 
@@ -117,7 +119,7 @@ class EpochPosition:
             position.settle()
 
     def _restart(self, consumed: int) -> None:
-        self._count, self._before, self._old = consumed, {}, True
+        self._count, self._before, self._old, self._in_turn = consumed, {}, True, False
         self._again, self._untouched, self._fetch = [], [], b""
 
     def before_fetch(self) -> bool:

@@ -63,7 +63,7 @@ class MapPosition:
     def inexact(self) -> str:
         """By workers that draw random numbers, and by a sampler that does not repeat itself."""
         workers = getattr(self._loader, "num_workers", 0) > 0
-        return CHANGED if self.track.differs else WORKERS if workers else ""
+        return self.track.inexact or (WORKERS if workers else "")
 
     @property
     def start(self) -> PassStart:

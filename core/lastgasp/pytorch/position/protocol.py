@@ -15,6 +15,11 @@ CHANGED = (
     "(has the data set, its seed or its sampler's epoch changed, or is its order drawn anew in each process?)"
 )
 
+IN_TURN = (
+    "random numbers of the process are drawn for it batch by batch, in turn with the training's own: where its order "
+    "depends on them, samples come twice or are left out (give the sampler or the data set a generator of its own)"
+)
+
 
 class PassStart(msgspec.Struct, kw_only=True):
     """What of a position is known once the first batch of a pass has been drawn, and stays the same to its end.

@@ -20,6 +20,7 @@ import wrapt
 import xxhash
 
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.protocol import CHANGED, IN_TURN
 
 
 @dataclass
@@ -59,23 +60,29 @@ class SamplerTrack:
         changed: `start` has changed since the owner of the track set this to False.
         yielded: batches of the current iteration so far, those that were skipped included.
         differs: an iteration that was resumed began with another batch than it had begun with.
+        in_turn: what was skipped drew from the random state of the process behind its first batch, too.
     """
 
     def __init__(self, recorder: rng.RngRecorder, generators: Sequence[torch.Generator] = ()) -> None:
         self.start = SamplerStart()
         self.changed = True
         self.yielded = 0
-        self.differs = False
+        self.differs = self.in_turn = False
         self._recorder = recorder
         self._generators = list(generators)
         self._pending: tuple[SamplerStart, int] | None = None
         self._resumed: _Resumed | None = None
         self._untouched = False
 
+    @property
+    def inexact(self) -> str:
+        """Why a resumed iteration may not give what was due; empty where nothing is known against it."""
+        return CHANGED if self.differs else IN_TURN if self.in_turn else ""
+
     def new_epoch(self) -> None:
         """The next iteration is the first one of an epoch."""
         self.start, self.yielded, self.changed = SamplerStart(), 0, True
-        self._untouched = False
+        self.differs = self.in_turn = self._untouched = False
 
     def resume(self, start: SamplerStart, consumed: int) -> None:
         """The next iteration repeats the one that began as `start`, without its first batches.
@@ -147,12 +154,15 @@ class SamplerTrack:
         if start.at_first:
             rng.restore(rng.decode(start.at_first))
             self._set(start.generators_at_first)
+        begun = b""
         for number in range(skip):
             item = next(inner, _END)
             if item is _END:
                 break
             if number == 0:
                 self.began_with(item)
+                begun = self._recorder.snapshot()
+        self.in_turn = skip > 1 and self._recorder.snapshot() != begun
         rng.restore(rng.decode(kept))
 
     def _states(self) -> tuple[bytes, ...]:
