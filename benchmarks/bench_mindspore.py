@@ -37,7 +37,7 @@ Samples = dict[str, list[float]]
 
 
 def measure(options: Options) -> list[Measure]:
-    """All of it.
+    """The complete content.
 
     Raises:
         RuntimeError: MindSpore is not installed, or a job failed.

@@ -31,7 +31,7 @@ class NativeSave:
     """A checkpoint that the framework has finished writing, as far as this rank knows.
 
     Args:
-        path: the same on all ranks; layout: how its files lie.
+        path: the same on all ranks; layout: of its files.
         step: completed updates.
         aux: this rank's auxiliary state of that step, for a format that has room for it beside the native files.
     """

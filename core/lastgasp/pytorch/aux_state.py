@@ -181,7 +181,7 @@ def _head(data: bytes) -> tuple[int, int, int, int, int, int]:
         raise ValueError(f"a auxiliary state has at least {_HEAD_ROOM} bytes, got {len(data)}")
     magic, version, a, b, c, d, e, f = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
-        raise ValueError(f"not a auxiliary state of version {_VERSION}")
+        raise ValueError(f"not an auxiliary state of version {_VERSION}")
     return a, b, c, d, e, f
 
 

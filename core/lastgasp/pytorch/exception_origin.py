@@ -29,7 +29,7 @@ def kind_of(exception: BaseException) -> FaultKind:
 
 
 def is_about_content(error: BaseException) -> bool:
-    """Whether an error that came out of loading speaks about the checkpoint: no memory, device or peer is behind it."""
+    """Whether an error of loading is about the checkpoint, and not caused by memory, a device or a peer."""
     if isinstance(error, _DEVICE) or _MEMORY.search(str(error)) is not None or _is_peer(error):
         return False
     return trial.is_about_content(error)

@@ -105,7 +105,7 @@ class StepRanges:
 
     @property
     def device_rows(self) -> Literal["host", "events"]:
-        """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
+        """The source of the times in the device rows (`StepRecorder.set_device_rows`)."""
         return "host" if self._device is None else "events"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The moments of a step: when the update begins and ends, and where callbacks stand in line."""
+"""The events of a step: when the update begins and ends, and the order of callbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Event = Callable[[], None]
 
 
 class UpdateWatch:
-    """Tells when parameters begin to change and when they have changed.
+    """Reports when parameters begin to change and when they have changed.
 
     Automatic optimization: `begin` is called by the callback in `on_before_optimizer_step` (torch's own
     pre-hook fires before the forward pass there, docs/facts/lightning.md); torch's post-hook ends the update.
@@ -30,7 +30,7 @@ class UpdateWatch:
         further: called before the update of each further optimizer of the batch (manual optimization).
 
     Attributes:
-        aside: whether the optimizers' steps are none of training's (a tuner's).
+        aside: returns whether the optimizers' steps do not belong to training (a tuner's).
     """
 
     def __init__(self, before_update: _Event, further: _Event) -> None:
@@ -60,7 +60,7 @@ class UpdateWatch:
             self._handles.pop().remove()
 
     def begin(self) -> None:
-        """Parameters are about to change. More calls in one batch matter in manual optimization alone."""
+        """Parameters are about to change. Further calls in one batch matter only in manual optimization."""
         self.inside = True
         if not self.begun:
             self.baseline = (self._counters["ready"], self._counters["completed"])
@@ -92,9 +92,9 @@ def steps_of(epoch: Any, automatic: bool) -> dict[str, int]:
 
 
 def leave_out(callback: Callback, owner: type[Callback], names: tuple[str, ...]) -> Undo:
-    """Have Lightning pass over hooks of this one callback: it calls what is callable, at 2 to 4 us each.
+    """Make Lightning skip hooks of this one callback: it calls everything callable, at 2 to 4 us each.
 
-    Those that a subclass of `owner` has of its own stay.
+    Hooks that a subclass of `owner` defines are kept.
     """
     left = [n for n in names if getattr(type(callback), n) is getattr(owner, n) and n not in vars(callback)]
     vars(callback).update(dict.fromkeys(left))

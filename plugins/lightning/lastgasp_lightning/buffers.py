@@ -1,4 +1,4 @@
-"""All buffers of a fit that belong into its checkpoint: the module's, and those of averaged models of callbacks."""
+"""All buffers of a fit that belong in its checkpoint: the module's, and those of averaged models of callbacks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _AVERAGE = "lastgasp_average"
 
 
 def with_averages(trainer: Any) -> nn.Module:
-    """The module; with the averaged models of callbacks, where there are any, under names that begin with our word."""
+    """The module, or a container of it and of averaged models of callbacks, under names with lastgasp's prefix."""
     module: nn.Module = trainer.lightning_module
     kept = [getattr(cb, "_average_model", None) for cb in trainer.callbacks if isinstance(cb, WeightAveraging)]
     averages = [average.module for average in kept if average is not None]
     if not averages:
         return module
     both = nn.Module()
-    both._modules[""] = module  # by hand, as its buffers keep their own names only under an empty one
+    both._modules[""] = module  # set directly: its buffers keep their names only under an empty name
     both._modules.update({f"{_AVERAGE}{number}": average for number, average in enumerate(averages)})
     return both

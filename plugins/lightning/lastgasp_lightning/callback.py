@@ -1,4 +1,4 @@
-"""`LastGasp`, the one object that a Lightning user adds. It translates Lightning's hooks into Session calls."""
+"""`LastGasp`, the one object that a Lightning user adds. It translates Lightning's hooks into calls of the session."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LastGasp(Callback):
     # -- start ------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check, connect to the controller, choose what to resume from. All ranks do this together.
+        """Check, connect to the controller, select the checkpoint to resume from. All ranks do this together.
 
         Raises:
             ConfigError: an unsupported strategy, or a directory that cannot be written.
@@ -104,7 +104,7 @@ class LastGasp(Callback):
         self._run = LightningRun(trainer, self.config, self.marks)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Arrange the return to the boundary that the checkpoint stands on."""
+        """Arrange the return to the checkpoint's boundary."""
         if self._run is not None and not self._run.tuning.active:
             self._run.load(checkpoint)
 
@@ -157,13 +157,13 @@ class LastGasp(Callback):
     # -- end --------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Have the step saved and wait for it. A rank that only saw its peers fail leaves from here."""
+        """Have the step saved and wait for it. A rank that only saw its peers fail exits from here."""
         run, self._run = self._run, None
         if run is not None:
             run.life.failed(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Training ended well: put everything back as it was."""
+        """Training ended well: restore everything."""
         run, self._run = self._run, None
         if run is not None:
             run.life.close(completed=True)

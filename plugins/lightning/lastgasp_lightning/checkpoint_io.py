@@ -22,7 +22,7 @@ LAYOUT = SingleFile(".ckpt")
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Stands in for Lightning's TorchCheckpointIO; remote paths go to the original.
+    """Replaces Lightning's TorchCheckpointIO; remote paths go to the original.
 
     Args:
         original: what it replaces.
@@ -49,7 +49,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     ) -> VerifiedCheckpointIO:
         """Put it into the trainer's strategy, inside of wrappers such as AsyncCheckpointIO.
 
-        A user's own CheckpointIO stays, and its checkpoints have no manifest; that is said.
+        A user's own CheckpointIO is kept, and its checkpoints get no manifest, which is logged.
         """
         owner, name = trainer.strategy, "checkpoint_io"
         while isinstance(getattr(owner, name), _WrappingCheckpointIO):
@@ -103,7 +103,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Verify while loading where there is a manifest; load as Lightning does where there is none.
+        """Verify while loading if there is a manifest; otherwise load as Lightning does.
 
         Raises:
             DamagedCheckpoint: it does not match its manifest.
@@ -126,7 +126,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:
-    """Where a resume looks: our directory, and those that the user gave to ModelCheckpoint by name.
+    """Where a resume looks: LastGasp's directory, and those that the user gave to ModelCheckpoint.
 
     Lightning's default directories change their names with every run.
     """

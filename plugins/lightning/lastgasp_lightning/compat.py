@@ -1,4 +1,4 @@
-"""What of Lightning's inside this plugin relies on, checked once, so that a change is an error and not a miss."""
+"""Lightning's internals that this plugin relies on, checked once, so that a change is an error."""
 
 from __future__ import annotations
 

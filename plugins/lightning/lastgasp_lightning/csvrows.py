@@ -9,7 +9,7 @@ from pathlib import Path
 from lastgasp.adapter.files import read_bounded, write_atomically
 
 _LIMIT = 1 << 30
-"""Bytes beyond which a file is left alone: all of it is read, as Lightning does whenever a column is added."""
+"""Bytes beyond which a file is not touched: it is read completely, as Lightning does whenever a column is added."""
 
 
 def count_rows(path: Path) -> int:
@@ -35,7 +35,7 @@ def keep_rows(path: Path, rows: int) -> list[str]:
     lines = _lines(path)
     columns, ends = _row_ends(lines, rows)
     if len(ends) < rows:
-        raise ValueError(f"{path} has {len(ends)} sound rows, and {rows} had been written")
+        raise ValueError(f"{path} has {len(ends)} valid rows, but {rows} had been written")
     last = ends[rows - 1] if rows else 1
     if last < len(lines):
         kept = "".join(lines[:last])
@@ -49,7 +49,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _row_ends(lines: list[str], limit: int | None = None) -> tuple[list[str], list[int]]:
-    """The columns; and for each sound row from the first one on how many lines end with it."""
+    """The columns, and for each valid row in order the number of the line that it ends on."""
     reader = csv.reader(lines)
     ends: list[int] = []
     try:

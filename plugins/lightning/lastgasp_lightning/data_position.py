@@ -83,7 +83,7 @@ class DataPosition:
         digest = self._fit.look_at_data(loaders, saved) if self._fit is not None else ""
         self._epoch = EpochPosition(loaders, self._rng, digest)
         self.record = self._epoch.record
-        # Lightning fetches one batch ahead where it cannot know the length
+        # Lightning fetches one batch ahead if it cannot know the length
         unsized = any(sized_len(loader) is None for loader in loaders)
         watching = unsized or any(kind != MAP for kind in self._epoch.kinds)
         combined.__class__ = _tracked_class(type(combined), watching)
@@ -102,7 +102,7 @@ class DataPosition:
 
     @property
     def inexact(self) -> str:
-        """Why a resume in the middle of an epoch is not exact; empty where nothing is known against it."""
+        """Why a resume in the middle of an epoch is not exact; empty if no reason is known."""
         return self._epoch.inexact
 
     # -- recording ----------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def decoded(data: bytes) -> EpochRecord:
 
 
 def _of_version_1(record: dict[str, Any]) -> EpochRecord:
-    """What lastgasp wrote before all adapters had one protocol: a pickled dict, random states once for all streams."""
+    """Read lastgasp's older format: a pickled dict, with random states once for all streams."""
     rows, generators = record["loaders"], record.get("iter_generators", [])
     started = {"at_iter": record.get("iter", b""), "at_first": record.get("first", b"")}
     return EpochRecord(
@@ -182,7 +182,7 @@ def _of_version_1(record: dict[str, Any]) -> EpochRecord:
 
 
 def _parts(combined: Any, batch: Any) -> list[Any]:
-    """What each loader gave for the first batch; None where that cannot be told from a nested collection of them."""
+    """What each loader gave for the first batch; None if that cannot be determined from a nested collection of them."""
     loaders, count = combined.iterables, len(combined.flattened)
     if not isinstance(loaders, dict | list | tuple):
         return [batch]
@@ -210,7 +210,7 @@ def _tracked_class(base: type, watching: bool) -> type:
     """A subclass of `base` that reports to `lastgasp_position`: `iter` and `next` look methods up on the type.
 
     Args:
-        watching: each `next` as well, which costs something with every batch.
+        watching: each `next` as well, which has a cost per batch.
     """
     if (base, watching) not in _classes:
         _classes[base, watching] = _make_tracked(base, watching)

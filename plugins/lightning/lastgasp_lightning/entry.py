@@ -1,4 +1,4 @@
-"""The entry point `lightning.pytorch.callbacks_factory`: what the environment alone brings into a job.
+"""The entry point `lightning.pytorch.callbacks_factory`: what the environment alone adds to a job.
 
 Lightning calls `callbacks` in every `Trainer.__init__` of every process, after the user's own callbacks
 were taken. `LASTGASP=1` adds `LastGasp` with the directory in `LASTGASP_DIR`, unless the user gave one
@@ -13,7 +13,7 @@ from lastgasp.adapter import switched, tell_launcher
 
 
 def callbacks() -> list[Callback]:
-    """What the environment asks for; an empty list where it asks for nothing.
+    """The callbacks that the environment requests; an empty list if it requests none.
 
     Never raises, as that would break a `Trainer()` that does not even train: what is wrong with the
     environment is raised by the returned callback when `fit` starts.
@@ -37,7 +37,7 @@ def _wanted() -> list[Callback]:
 
 
 class AutoLastGasp(Callback):
-    """Turns into `LastGasp` when the trainer is set up, or into nothing where the user gave one.
+    """Turns into `LastGasp` when the trainer is set up, or removes itself if the user gave one.
 
     Only then are the user's callbacks known. It leaves the trainer's list in both cases, so that a step
     costs nothing for it (docs/facts/lightning.md: 10 us for each callback object).

@@ -18,9 +18,9 @@ _WALL_TIME = 0x09
 
 
 def cut_events(files: Collection[Path], moment: float) -> None:
-    """Remove the records that are younger than `moment`, and what a write that was cut short has left.
+    """Remove the records that are younger than `moment`, and the remains of an interrupted write.
 
-    Nothing is changed where one of the files cannot be understood.
+    Nothing is changed if one of the files cannot be parsed.
 
     Raises:
         OSError: one cannot be read or written; ValueError: one is damaged.
@@ -53,12 +53,12 @@ def files_of(folder: Path, writers: Collection[str]) -> list[Path]:
 
 
 def writer_of(name: str) -> str:
-    """Host and process of who made the file of this name: `events.out.tfevents.{time}.{host}.{pid}.{number}`."""
+    """Host and process of the writer of the file of this name: `events.out.tfevents.{time}.{host}.{pid}.{number}`."""
     return ".".join(name.split(".")[4:]).rpartition(".")[0]
 
 
 def _end(path: Path, moment: float) -> int:
-    """Where the first record that is to go begins."""
+    """The position of the first record to remove."""
     size, at = path.stat().st_size, 0
     with path.open("rb") as file:
         while at < size:
@@ -70,7 +70,7 @@ def _end(path: Path, moment: float) -> int:
             if at > 0 and wall > moment:
                 return at
             if at + length > size:
-                raise ValueError(f"{path} is damaged: its record at byte {at} ends behind it")
+                raise ValueError(f"{path} is damaged: its record at byte {at} extends beyond the end")
             at += length
     return at
 

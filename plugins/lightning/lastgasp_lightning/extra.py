@@ -1,4 +1,4 @@
-"""What other parts of the adapter keep in the auxiliary state beside the data position."""
+"""What else the adapter keeps in the auxiliary state, beside the data position."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _LONG_MAGIC = b"LGEXTRA3"
 
 
 def join_extra(position: bytes, accumulators: bytes, logged: bytes = b"") -> bytes:
-    """All in one; in the oldest form that has room for what there is."""
+    """Encode all of it, in the oldest format that can hold it."""
     if logged:
         return position + accumulators + logged + _LONG_TAIL.pack(len(accumulators), len(logged), _LONG_MAGIC)
     return position + accumulators + _TAIL.pack(len(accumulators), _MAGIC) if accumulators else position
 
 
 def split_extra(extra: bytes) -> tuple[bytes, bytes, bytes]:
-    """Position, accumulators, and what was logged; empty where an older version wrote, or where there is none."""
+    """Position, accumulators, and what was logged; empty if an older version wrote it, or there is none."""
     if extra.endswith(_LONG_MAGIC) and len(extra) >= _LONG_TAIL.size:
         length, logged, _ = _LONG_TAIL.unpack(extra[-_LONG_TAIL.size :])
         end = len(extra) - _LONG_TAIL.size

@@ -1,6 +1,6 @@
-"""State of the user's own beside weights: of a datamodule, of modules with `get_extra_state`. Taken at each boundary.
+"""The user's own state beside weights: of a datamodule, of modules with `get_extra_state`. Captured at each boundary.
 
-Both may change in the middle of a step (a counter in `training_step`), so what stands there at a fault is of no step.
+Both may change in the middle of a step (a counter in `training_step`), so their values at a fault belong to no step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ExtraStates:
         }
 
     def take(self) -> tuple[Any, dict[str, Any]]:
-        """Copies of them as they stand: the datamodule's, and by key in `state_dict` the modules'."""
+        """Copies of their current values: the datamodule's, and by key in `state_dict` the modules'."""
         if self._data is None and not self._modules:
             return None, {}
         data = copy.deepcopy(self._data.state_dict()) if self._data is not None else None

@@ -28,7 +28,7 @@ _ANYTHING_OF_THE_USERS = Exception  # a logger is the user's, and its failure mu
 
 
 class LogRecord:
-    """The loggers of one fit that choose their versions by themselves; the rest is left alone.
+    """The loggers of one fit that choose their own versions; others are not touched.
 
     Order: `install` in `on_fit_start`, `own` when training begins, `mark` at each boundary. In a resume `hold` before
     callbacks get their states, `go_on` when the checkpoint is loaded, on all ranks.
@@ -49,7 +49,7 @@ class LogRecord:
     # -- while it trains --------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Count what is logged, where this rank logs."""
+        """Count what is logged, if this rank logs."""
         if not self._trainer.is_global_zero:
             return
         for number, logger in enumerate(self._trainer.loggers):
@@ -62,7 +62,7 @@ class LogRecord:
         self._timed = any(isinstance(one, _EventLog) for one in self._logs)
 
     def own(self) -> None:
-        """Say in each version's directory whose it is; without that a restart leaves it alone."""
+        """Write into each version's directory which fit it belongs to; without that a restart does not touch it."""
         for one in self._logs:
             try:
                 known = read_owner(one.folder)
@@ -76,7 +76,7 @@ class LogRecord:
                 log.warning("a restart will log in a new version, as %s cannot be marked: %s", one.folder, error)
 
     def mark(self) -> bytes:
-        """What has been logged by now; empty where this rank logs nothing that can be continued."""
+        """What has been logged so far; empty if this rank logs nothing that can be continued."""
         if not self._logs:
             return b""
         key = [one.position() for one in self._logs]
@@ -96,7 +96,7 @@ class LogRecord:
     # -- in a resume ------------------------------------------------------------------------------
 
     def hold(self, mark: bytes, checkpoint: dict[str, Any]) -> None:
-        """Take what was logged from the checkpoint; keep back what ModelCheckpoints know until they have their folders.
+        """Read what was logged from the checkpoint; withhold ModelCheckpoints' state until they have their folders.
 
         Args:
             mark: as rank 0 returned it from `mark`.
@@ -187,7 +187,7 @@ class _CsvLog:
         return self._rows, len(self._writer.metrics)
 
     def describe(self) -> dict[str, Any]:
-        """How many rows the file has, and those that wait to be written."""
+        """The number of rows in the file, and the rows not written yet."""
         return {"kind": self.kind, "logger": self.number, "version": self._logger.version, "folder": str(self.folder),
                 "rows": self._rows, "waiting": list(self._writer.metrics)}  # fmt: skip
 
@@ -196,7 +196,7 @@ class _CsvLog:
         return self.folder.with_name(f"version_{version}")
 
     def turn(self, saved: dict[str, Any], owner: Owner) -> None:
-        """Keep the rows up to the boundary and write behind them.
+        """Keep the rows up to the boundary, and append to them.
 
         Raises:
             OSError, ValueError: the file cannot be used.
@@ -222,7 +222,7 @@ class _EventLog:
         self.folder = Path(logger.log_dir).absolute()
 
     def install(self) -> Undo:
-        """Nothing is to be counted: each event has its time."""
+        """Nothing to count: each event has its time."""
         return lambda: None
 
     def writers(self) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class _EventLog:
         return Path(self._writer._get_file_writer().event_writer._file_name)
 
     def position(self) -> Any:
-        """The moment says it."""
+        """The time is enough."""
         return None
 
     def describe(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class _EventLog:
             self._logger._version = current
 
     def turn(self, saved: dict[str, Any], owner: Owner) -> None:
-        """Cut the events after the boundary and write in a file beside.
+        """Remove the events after the boundary, and write to another file.
 
         Raises:
             OSError, ValueError: a file cannot be used.
@@ -262,9 +262,9 @@ class _EventLog:
         writer = type(self._writer)(log_dir=str(folder), **self._logger._kwargs)
         self._writer.close()
         vars(self._writer).clear()
-        vars(self._writer).update(vars(writer))  # in place: a module may have kept it
+        vars(self._writer).update(vars(writer))  # in place: a module may hold a reference
         self._logger._version = saved["version"]
-        self._logger._default_hp_metric = False  # it stands there already
+        self._logger._default_hp_metric = False  # it has been logged already
         if holds_nothing(fresh):
             fresh.unlink()
             _remove_empty(self.folder)

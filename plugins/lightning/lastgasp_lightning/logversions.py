@@ -1,4 +1,4 @@
-"""Which versions Lightning's loggers chose by themselves, and which fit of which directory logged last in one."""
+"""Which versions Lightning's loggers chose automatically, and which fit of which directory logged last in each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _chosen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who logs in a version's directory; stands there as `.lastgasp.json`.
+    """Who logs in a version's directory; stored there as `.lastgasp.json`.
 
     Args:
         directory: where this training's checkpoints are, so that a copy of it does not log in the original's place.
@@ -34,7 +34,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def watch_versions() -> None:
-    """From now on remember which loggers choose their version by themselves. Idempotent.
+    """From now on record which loggers choose their version automatically. Idempotent.
 
     A version is chosen when it is first asked for, which is before any hook of a callback. Nothing else shows later
     whether the user gave it.
@@ -57,12 +57,12 @@ def _remembering(original: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def is_automatic(logger: Any) -> bool:
-    """Whether `logger` has chosen its version by itself, since `watch_versions`."""
+    """Whether `logger` has chosen its version automatically, since `watch_versions`."""
     return logger in _chosen
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """What the marker in `folder` says; None where there is none.
+    """The content of the marker in `folder`; None if there is none.
 
     Raises:
         OSError: it cannot be read; ValueError: it is damaged or of a later version.

@@ -1,4 +1,4 @@
-"""Step marks of a Lightning fit, by itself: what a step's time goes to, without a change of the user's code."""
+"""Automatic step marks of a Lightning fit: where a step's time goes, without a change of the user's code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Method = Callable[..., Any]
 
 
 class LightningMarks:
-    """The marks of one fit. One object per `fit`; the training thread's alone, but for the gasp's save.
+    """The marks of one fit. One object per `fit`; for the training thread only, except the gasp's save.
 
     `step N`: from the first fetch of its data to `step_end`, where N is the global step that it completes; with
-    accumulated gradients over several batches. Neither validation nor the end of an epoch nor Checkpoint callbacks lie
-    inside: where validation interrupts an accumulation, the step begins anew after it.
+    accumulated gradients over several batches. Validation, the end of an epoch and Checkpoint callbacks are not
+    included: where validation interrupts an accumulation, the step begins anew after it.
     `dataloader`: the training thread's wait for a batch. Where Lightning cannot know the length of the data it fetches
-    one batch ahead: the wait stands in the step in which it took place.
+    one batch ahead: the wait belongs to the step in which it took place.
     `forward`: `strategy.training_step`, which is the user's training_step with the loss, and DDP's forward pass (it
     broadcasts buffers, and may wait for rank 0 there). In manual optimization what comes before each backward pass.
     `backward`: `strategy.backward`; DDP reduces gradients in it, and waits for other ranks.
@@ -79,7 +79,7 @@ class LightningMarks:
         self._ranges.communicate([strategy.model])
 
     def close(self) -> None:
-        """Put everything back; open ranges are thrown away. Idempotent."""
+        """Restore everything; open ranges are discarded. Idempotent."""
         while self._undo:
             self._undo.pop()()
         while self._handles:
@@ -88,7 +88,7 @@ class LightningMarks:
 
     @property
     def device_rows(self) -> Literal["host", "events"]:
-        """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
+        """The source of the times in the device rows (`StepRecorder.set_device_rows`)."""
         return self._ranges.device_rows
 
     # -- called by the callback ---------------------------------------------------------------------------

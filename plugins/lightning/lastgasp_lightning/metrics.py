@@ -38,7 +38,7 @@ class OwnAccumulators:
         self._encoded = b""
 
     def encode(self) -> bytes:
-        """As they stand; the same object as before where nothing has changed."""
+        """Their current values; the same object as before if nothing has changed."""
         results = self._epoch._results
         if not results:
             return b""
@@ -115,7 +115,7 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 
 
 def restore_results(trainer: Any, rows: list[dict[str, Any]]) -> None:
-    """Put the accumulators back into the training loop of `trainer`."""
+    """Restore the accumulators of `trainer`'s training loop."""
     results = trainer.fit_loop.epoch_loop._results
     for row in rows:
         meta = _Metadata(**row["meta"], reduce_fx=getattr(torch, row["reduce"]))

@@ -11,11 +11,11 @@ from lastgasp.adapter import Session
 from lastgasp_lightning.compat import Undo, replace_method
 
 LEAVE = 60.0
-"""Seconds that this process gets to leave by itself once the recovery is over."""
+"""Seconds for this process to exit on its own once the recovery is over."""
 
 
 def no_sigterm_broadcast(trainer: Any) -> Undo:
-    """Remove the broadcast of every batch: our SIGTERM path replaces it, and it costs a device sync."""
+    """Remove the broadcast of every batch: lastgasp's handling of SIGTERM replaces it, and it costs a device sync."""
     return replace_method(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""Who is who: strategy, ranks, and how they reach the controller."""
+"""Strategy and ranks, and how they reach the controller."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Resume:
         """Change `checkpoint` to the boundary form and arrange the replay.
 
         Returns:
-            False when nothing is to be done: not fitting, or no checkpoint of lastgasp's; then Lightning
+            False if nothing is to be done: not fitting, or not a checkpoint of lastgasp; then Lightning
             resumes as it does alone, and the data start over.
 
         Raises:

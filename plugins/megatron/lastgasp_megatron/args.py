@@ -34,7 +34,7 @@ _FLAGS = {
 
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group; nothing happens where it is there already."""
+    """Add the group, unless it exists already."""
     if "--lastgasp-dir" in parser._option_string_actions:
         return parser
     group = parser.add_argument_group(title="lastgasp")
@@ -47,7 +47,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def around_parse_args(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Megatron's parse_args, with our group, where this version has `extra_args_provider`."""
+    """Megatron's parse_args, with lastgasp's group if this version has `extra_args_provider`."""
     signature = inspect.signature(call)
     if "extra_args_provider" not in signature.parameters:
         return call(*args, **kwargs)

@@ -24,7 +24,7 @@ class RandomState:
         self._known: tuple[Any, ...] = ()
 
     def capture(self, step: int, settled: bool) -> None:
-        """As of now, for `step`; about 10 us."""
+        """Capture the current state, for `step`; about 10 us."""
         self._look_at_tracker()
         self.recorder.capture(step, settled)
 
@@ -40,7 +40,7 @@ class RandomState:
         self.recorder.extra = msgspec.msgpack.encode({name: _raw(state) for name, state in states.items()})
 
     def read(self, step: int) -> bytes:
-        """The encoded state of `step`; empty when it is not known any more."""
+        """The encoded state of `step`; empty if it is no longer known."""
         return self.recorder.read(step) or b""
 
 

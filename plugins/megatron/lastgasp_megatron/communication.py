@@ -69,7 +69,7 @@ class MegatronCommunication:
             self._undo.pop()()
 
     def _wrap_copies(self) -> None:
-        """In Megatron's own modules only."""
+        """Only in Megatron's own modules."""
         ours: dict[int, Function] = {
             id(function.__wrapped__): function
             for function in vars(dist).values()
@@ -98,7 +98,7 @@ class MegatronCommunication:
         return _coalescing_manager
 
     def _harmless(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What is only to be marked must not fail for that."""
+        """A failing mark must not fail the call."""
         try:
             return call(*args)
         except Exception:
@@ -116,13 +116,13 @@ class MegatronCommunication:
 
 
 def _collected(group: Any) -> list[Any]:
-    """What torch has collected so far; nothing where this version keeps it elsewhere."""
+    """What torch has collected so far; empty if this version keeps it elsewhere."""
     state = getattr(getattr(distributed_c10d, "_world", None), "pg_coalesce_state", None) or {}
     return list(state.get(group if group is not None else dist.group.WORLD) or ())
 
 
 def _given(one: Any) -> Any:
-    """Elements are counted as HCCL does: what each rank gives, of a reduce-scatter what it receives."""
+    """Elements are counted as in HCCL: what each rank contributes, or, for a reduce-scatter, receives."""
     scattered = getattr(one.op, "__name__", "").startswith("reduce_scatter")
     return one.dst_tensor if scattered and one.dst_tensor is not None else one.tensor
 
@@ -132,7 +132,7 @@ def _instead(ours: Function, original: Function) -> Function:
 
 
 def _at_end(handle: Any, put: Callable[[], None]) -> None:
-    """Call `put` when the last of the work is done, where the handle reports that; else now."""
+    """Call `put` when the last of the work is done, if the handle reports that; otherwise now."""
     works = getattr(handle, "works", None)
     if works:
         try:

@@ -31,7 +31,7 @@ class Composer:
         self._begun = int(getattr(built.args, "iteration", 0) or 0)
 
     def compose(self, boundary: Boundary, weights: Mapping[int, Tensor], aux: Mapping[int, bytes]) -> dict[str, Any]:
-        """All of it.
+        """The complete content.
 
         Args:
             boundary: the step.
@@ -90,13 +90,13 @@ class Composer:
 
             count: Callable[..., Any] = num_floating_point_operations
             return before + (step - self._begun) * float(count(self._args, self._args.global_batch_size))
-        except Exception:  # a log figure is not worth a step
+        except Exception:  # a number for the log is not worth a step
             log.exception("the number of floating point operations is not known")
             return before
 
 
 def _before_any_update(optimizer: Any) -> dict[str, Any]:
-    """`DistributedOptimizer.state_dict`, which wants to find a step, and which cannot be loaded without one."""
+    """`DistributedOptimizer.state_dict`, which expects a step, and cannot be loaded without one."""
     groups = optimizer.optimizer.state_dict()["param_groups"]
     return {
         "optimizer": {
@@ -114,7 +114,7 @@ def _weights(state: Mapping[str, Any], weights: Mapping[int, Tensor]) -> dict[st
 
 
 def file_in_checkpoint(step: int) -> str:
-    """Where this rank's file lies, relative to the directory of checkpoints; the names are Megatron's own."""
+    """The path of this rank's file, relative to the directory of checkpoints; the names are Megatron's own."""
     from megatron.training.checkpointing import get_checkpoint_name
 
     return Path(get_checkpoint_name("", step)).as_posix()

@@ -29,7 +29,7 @@ class Device:
         self._copied = self._module.Event() if self._module is not None else None
 
     def mark(self) -> None:
-        """What was issued so far makes the step that a gasp may read. On the training thread."""
+        """Mark the work issued so far as completing the step that a gasp may read. On the training thread."""
         if self._event is not None:
             self._event.record()
 
@@ -39,12 +39,12 @@ class Device:
             self._copied.record()
 
     def copied(self) -> bool:
-        """Whether that is done. Does not wait: the copy is followed by a collective that may never end."""
+        """Whether that copy is done. Does not wait: it is followed by a collective that may never end."""
         return self._copied is None or bool(self._copied.query())
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Everything in the block comes after the mark, and after nothing else of the training thread's."""
+        """Run the block after the mark, but not after any later work of the training thread."""
         if self._module is None:
             yield
             return

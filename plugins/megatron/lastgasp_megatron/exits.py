@@ -16,14 +16,14 @@ class NotLoaded(CheckpointError):
 
 _VERDICTS = {
     "EXIT_CODE_RESUME_TO_DISAMBIGUATE": "Megatron's rerun machine got an unexpected result (NaN, infinite or a spike) "
-    "twice, and asks for a start on other devices that tells whether data or hardware is to blame",
+    "twice, and asks for a start on other devices, which shows whether data or hardware is to blame",
     "EXIT_CODE_FAILED_ON_RESULT_VALIDATION": "Megatron's rerun machine rejects a result (NaN, infinite or a spike)",
 }
 _CODES = {"EXIT_CODE_RESUME_TO_DISAMBIGUATE": 16, "EXIT_CODE_FAILED_ON_RESULT_VALIDATION": 17}
 
 
 def verdict_of(exception: BaseException) -> Verdict | None:
-    """What Megatron says by ending `train` with one of its rerun machine's exit codes; None for all else."""
+    """What Megatron says by ending `train` with one of its rerun machine's exit codes; None otherwise."""
     if not isinstance(exception, SystemExit):
         return None
     machine = sys.modules.get("megatron.core.rerun_state_machine")
@@ -35,7 +35,7 @@ def verdict_of(exception: BaseException) -> Verdict | None:
 
 
 def is_about_content(error: BaseException) -> bool:
-    """Whether an error of `load_checkpoint`, or what Megatron gave up over, speaks about the checkpoint."""
+    """Whether an error of `load_checkpoint`, or the reason that Megatron gave up, is about the checkpoint."""
     stop = error.__cause__ if isinstance(error, NotLoaded) else None
     if stop is not None and stop.__context__ is not None:
         error = stop.__context__
@@ -46,7 +46,7 @@ def around_load(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """load_checkpoint, whose bare `sys.exit()` becomes an error (docs/facts/megatron.md §2: six of its branches).
 
     Raises:
-        NotLoaded: Megatron gave up; says what it gave up over.
+        NotLoaded: Megatron gave up; with the reason.
     """
     try:
         return call(*args, **kwargs)

@@ -24,7 +24,7 @@ class Training:
     """The one training of this process.
 
     Args:
-        check: puts hooks back that somebody replaced, or raises.
+        check: restores hooks that were replaced, or raises.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class Training:
     # -- from start to end ------------------------------------------------------------------------
 
     def around_pretrain(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """All of it: training has ended well only when this returns."""
+        """The entire training, which has ended well only when this returns."""
         try:
             result = call(*args, **kwargs)
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 Early, as soon as a module is imported: the option parser, and `pretrain` and `initialize_megatron` as triggers.
 Late, when a trigger is called and all of MindSpeed's adaptors have run: everything else.
-`torch.distributed.init_process_group` is a trigger too, which nobody replaces.
+`torch.distributed.init_process_group` is another trigger, which nothing replaces.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Put everything back as it was, where it still is ours. Idempotent."""
+    """Restore everything that is still wrapped by lastgasp. Idempotent."""
     global _installed
     installed, _installed = _installed, None
     if installed is not None:
@@ -134,7 +134,7 @@ class Installation:
         self._after_apply = _nothing
 
     def check(self) -> None:
-        """Put back what was lost, or stop the job.
+        """Place lost hooks again, or stop the job.
 
         Raises:
             HookNotPlaced: a hook cannot be placed.
@@ -142,7 +142,7 @@ class Installation:
         late = self._late
         lost = late.lost() if late is not None else []
         if late is not None and lost:
-            log.warning("hooks were replaced by somebody else and are placed again: %s", ", ".join(sorted(lost)))
+            log.warning("hooks were replaced by other code and are placed again: %s", ", ".join(sorted(lost)))
             late.place()
 
     # -- triggers ---------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Installation:
 
 
 def _nothing() -> None:
-    """There is nothing to put back."""
+    """There is nothing to restore."""
 
 
 def _call(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

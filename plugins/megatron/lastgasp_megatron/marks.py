@@ -1,4 +1,4 @@
-"""Automatic step marks of a Megatron training: what the time of a step is spent on, with no change of the script.
+"""Automatic step marks of a Megatron training: where the time of a step goes, without a change of the script.
 
 A place that this version of Megatron does not have is one warning: marks never stop a job.
 """
@@ -29,8 +29,8 @@ Keywords = dict[str, Any]
 class MegatronMarks:
     """The marks of one training; the training thread's alone.
 
-    `step N`: `train_step`, where N is the iteration that it completes, as in Megatron's log. Neither validation nor
-    a save lies inside. One that completes no iteration is not marked.
+    `step N`: `train_step`, where N is the iteration that it completes, as in Megatron's log. Validation and
+    saves are not included. One that completes no iteration is not marked.
     `dataloader`: the wait for a batch of Megatron's own iterator, on ranks that have one (with tensor parallelism the
     first of each group).
     `forward`: `forward_step` of the schedules, from the batch on; once for each micro-batch.
@@ -79,18 +79,18 @@ class MegatronMarks:
         self._ranges.follow(MegatronCommunication(self._marks))
 
     def place(self) -> None:
-        """Put back what somebody has replaced since."""
+        """Restore hooks that were replaced since."""
         self._hooks.place()
 
     def close(self) -> None:
-        """Put everything back; open ranges are thrown away. Idempotent."""
+        """Restore everything; open ranges are discarded. Idempotent."""
         while self._undo:
             self._undo.pop()()
         self._ranges.close()
 
     @property
     def device_rows(self) -> Literal["host", "events"]:
-        """Where the times of the device rows come from (`StepRecorder.set_device_rows`)."""
+        """The source of the times in the device rows (`StepRecorder.set_device_rows`)."""
         return self._ranges.device_rows
 
     # -- called by the hooks ------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class MegatronMarks:
         return around
 
     def _around_fetch(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """The forward pass is interrupted by each fetch; what comes before the first one is next to nothing."""
+        """The forward pass is interrupted by each fetch; what comes before the first one is negligible."""
         if not self._in_step:
             return call(*args, **kwargs)
         forward, first = self._forward, not self._fetched

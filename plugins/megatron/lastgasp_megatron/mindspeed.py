@@ -16,7 +16,7 @@ MODULE = "mindspeed.patch_utils"
 
 
 def manager() -> Any | None:
-    """MindSpeedPatchesManager, or None where MindSpeed is not loaded or is not what we know."""
+    """MindSpeedPatchesManager, or None if MindSpeed is not loaded or has an unknown interface."""
     found = getattr(sys.modules.get(MODULE), "MindSpeedPatchesManager", None)
     known = all(hasattr(found, name) for name in ("patches_info", "register_patch", "apply_patches"))
     return found if found is not None and known else None
@@ -26,7 +26,7 @@ def register(path: str, wrapper: Callable[[Any], Any]) -> None:
     """Register `wrapper` for the function at the dotted `path` and apply that one patch. Idempotent."""
     patches, (home, _, name) = manager(), path.rpartition(".")
     if patches is None or not callable(getattr(sys.modules.get(home), name, None)):
-        return  # MindSpeed would make the name
+        return  # MindSpeed would create the name
     patch = patches.patches_info.get(path)
     if patch is not None and wrapper in patch.wrappers and patch.is_applied:
         return
@@ -35,7 +35,7 @@ def register(path: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def unregister(path: str, wrapper: Callable[[Any], Any]) -> None:
-    """Take `wrapper` out again and apply what is left."""
+    """Remove `wrapper` and apply the others."""
     patches = manager()
     patch = patches.patches_info.get(path) if patches is not None else None
     if patch is not None and wrapper in patch.wrappers:

@@ -60,7 +60,7 @@ def load_own_part(optimizer: Any, filename: str, part: int, parts: int) -> None:
 
 
 def _row(bucket: Tensor, start: int, size: int) -> Tensor:
-    """`size` elements from `start`; zeros stand for the padding behind the end."""
+    """`size` elements from `start`, padded with zeros beyond the end."""
     found = bucket[start : start + size]
     return torch.nn.functional.pad(found, (0, size - found.numel())) if found.numel() < size else found
 

@@ -50,7 +50,7 @@ class MegatronPreload(Preload):
 
     @contextmanager
     def handed_out(self) -> Iterator[None]:
-        """Within, `torch.load` of a file that was loaded gives what it holds, once and to this thread."""
+        """Within it, `torch.load` of a file loaded before returns its content, once and to this thread only."""
         thread = threading.get_ident()
 
         def around(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """What is known of a checkpoint before it is loaded: whether it fits, and without a manifest whether it is complete.
 
 Format torch: zip files with a CRC-32 of each record. Format torch_dist: `.metadata` names files and lengths,
-`metadata.json` is written last (docs/facts/megatron.md §2). A flipped bit in torch_dist is not seen.
+`metadata.json` is written last (docs/facts/megatron.md §2). A flipped bit in torch_dist is not detected.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _damage(checkpoint: Path, path: Path, detail: str) -> Damage:
 
 
 def misfit(candidate: Candidate, args: Any) -> str:
-    """Why Megatron cannot load it, in words; empty where nothing speaks against it.
+    """Why Megatron cannot load it, in words; empty if nothing prevents it.
 
     Format torch has a folder for each tensor and pipeline rank, so that its names show the sizes; torch_dist reshards.
     """

@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def untried(version: str) -> str:
-    """A warning about a version of megatron-core that lastgasp was not tried with; empty for all others."""
+    """A warning about a version of megatron-core that lastgasp is untested with; empty for all others."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if found is not None and OLDEST <= tuple(map(int, found.groups())) <= NEWEST:
         return ""

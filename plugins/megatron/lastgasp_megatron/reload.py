@@ -67,7 +67,7 @@ class MegatronSelector(SelectionPolicy):
         self._chosen = self._selector.select()
 
     def load(self, call: Callable[[], Any]) -> Any:
-        """Have Megatron load, by `call`; where all its ranks refuse a checkpoint that verifies, the next one is tried.
+        """Have Megatron load, by `call`; if all ranks refuse a checkpoint that verifies, the next one is tried.
 
         Raises:
             NothingLoads: none of them loads.
@@ -87,12 +87,12 @@ class MegatronSelector(SelectionPolicy):
         return results[-1]
 
     def done(self) -> None:
-        """Loading is over: `ckpt_step` is the user's again, as it is written into checkpoints."""
+        """Loading is over: restore the user's `ckpt_step`, which is written into checkpoints."""
         self._args.ckpt_step, self._chosen = self._ckpt_step, None
         self._forget()
 
     def _set_misfits_aside(self) -> None:
-        """Another one was loaded: move away what could be seen not to fit."""
+        """Another one was loaded: move away those that were found not to fit."""
         for candidate, why in self._misfits.values() if self.may_move and not self._selector.named else ():
             again = trained_again(candidate.step, self.resumed)
             if again and (home := set_aside_unfit(candidate, [why])) is not None:
@@ -128,7 +128,7 @@ class MegatronSelector(SelectionPolicy):
         return dataclasses.replace(found, problem=why) if why else found
 
     def named(self, path: Path) -> Candidate:
-        """Whatever its sizes are: Megatron says what does not fit."""
+        """Of any sizes: Megatron says what does not fit."""
         for found in candidates([path.parent], LAYOUT):
             if found.path == path and path.is_dir() and LAYOUT.step(path) is not None:
                 return self._trusted(found)
@@ -192,7 +192,7 @@ class MegatronSelector(SelectionPolicy):
         return {path: why for path, why in super().unknown().items() if Path(path).name != NAME}
 
     def begins_over(self) -> None:
-        """Say what lastgasp leaves alone, and that Megatron may not."""
+        """Warn about what lastgasp leaves alone but Megatron may not."""
         over = [path for path in self.left_unused() if Path(path).name != NAME] if self.place.rank == 0 else []
         if over:
             log.warning("resume='never': lastgasp uses none of the %d checkpoints or files of training that are there "

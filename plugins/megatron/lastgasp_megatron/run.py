@@ -80,7 +80,7 @@ class Run:
         self._mark(optimizer)
 
     def _mark(self, optimizer: Any) -> None:
-        """What only measures never stops a job."""
+        """Marks never stop a job."""
         recorder = self.session.recorder
         if recorder is None:
             return

@@ -25,15 +25,15 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "fp8_param_gather": ("the default", "Leave it out."),
     "fp4_param": ("the default", "Leave it out."),
     "fp4_param_gather": ("the default", "Leave it out."),
-    "optimizer_cuda_graph": ("the default", "Leave it out: nothing can look between two steps of it."),
+    "optimizer_cuda_graph": ("the default", "Leave it out: its state cannot be read between two steps."),
     "overlap_param_gather_with_optimizer_step": ("the default", "Leave it out."),
     "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
     # MindSpeed's. Between two steps the optimizer's tensors are of another form, or not where they seem to be.
     "reuse_fp32_param": ("the default", "Leave it out: between two steps it keeps no fp32 weights to save."),
     "swap_optimizer": ("the default", "Leave it out: between two steps the optimizer's state is not on the device."),
-    "virtual_optimizer": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
-    "quant_states": ("the default", "Leave it out: nobody has shown that its state can be saved by survivors."),
-    "lora_target_modules": ("the default", "Leave it out: what is saved of a model with adapters is not the whole."),
+    "virtual_optimizer": ("the default", "Leave it out: it is untested whether survivors can save its state."),
+    "quant_states": ("the default", "Leave it out: it is untested whether survivors can save its state."),
+    "lora_target_modules": ("the default", "Leave it out: a model with adapters is not saved completely."),
     # Others that answer a fault in place of lastgasp.
     "ttp_enabled": ("lastgasp or MindSpeed's own engine, not both", "Leave one out."),
     "inprocess_restart": ("lastgasp or restarts in the process, not both", "Leave one out."),
@@ -59,7 +59,7 @@ def users_handler(args: Any) -> Callable[..., Any] | None:
 
 
 def refuse(args: Any) -> None:
-    """Refuse settings under which a step could be lost without a word, or that survivors alone cannot save.
+    """Refuse settings under which a step could be lost silently, or that survivors alone cannot save.
 
     Raises:
         ConfigError: names the option that is in the way, what is allowed, and what to do.

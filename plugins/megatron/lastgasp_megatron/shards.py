@@ -1,4 +1,4 @@
-"""The distributed optimizer's state: this rank's slice, and how the slices of live holders come together.
+"""The distributed optimizer's state: this rank's slice, and how the slices of live holders are merged.
 
 Each holder writes its slice to a file of the shared checkpoint directory; the holder of slice 0 waits for the others
 and makes Megatron's own `distrib_optim.pt` of them (`merge`). No collective: any of the ranks may be missing.
@@ -28,7 +28,7 @@ Slice = list[dict[Any, list[Bucket]]]
 """Per buffer: (parameter dtype, gradient dtype) -> per bucket: "param" and the optimizer's tensors, fp32, 1-D."""
 
 POLL = 0.002
-"""Seconds between two looks for the slices of others."""
+"""Seconds between two checks for the slices of others."""
 
 
 def state_keys(optimizer: Any) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The auxiliary state of a rank: random state, statistics that the forward pass changes, and the numbers of the step.
 
 Captured at the end of each step into a crash-safe buffer, which others on the host can read after the rank was killed.
-Parameters that the optimizer changes are not among it: they are read live at the gasp.
+Parameters that the optimizer changes are not part of it: they are read live at the gasp.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lastgasp.adapter import CrashSafeBuffer
 VERSION = 1
 _ROOM = 1 << 14
 _LARGEST = 1 << 20
-"""Bytes; a parameter outside of the optimizer that is larger is a frozen weight, not a statistic."""
+"""Bytes; a larger parameter outside of the optimizer is a frozen weight, not a statistic."""
 RESET = ("accu_grads",)
-"""Prefixes of what is zero again at the end of each step."""
+"""Prefixes of parameters that are zero again at the end of each step."""
 SCALE = "scale_sense"
 """The loss scale, by the name that each train network with loss scaling gives it."""
 _SCALING = (SCALE, "current_iterator_step", "last_overflow_iterator_step")
@@ -35,7 +35,7 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
         step: completed steps in all, over all restarts.
         epoch: number of the current one, from 1.
         within: the step in it, as CheckpointMonitor names files.
-        loss_scale: the one that the step has told; None where none is used, or the step told nothing.
+        loss_scale: as reported by the step; None if none is used, or the step reports none.
     """
 
     step: int
@@ -124,7 +124,7 @@ class AuxRecorder:
         return msgspec.msgpack.encode(state)
 
     def restore_scaling(self, state: AuxState) -> None:
-        """Make the loss scale, and how long it has stood, that of `state`, where it changes in both."""
+        """Restore the loss scale and its age from `state`, if it is dynamic in both."""
         told = {statistic.name: statistic for statistic in state.statistics if _is_scaling(statistic.name)}
         mine = {watched.name: watched.param for watched in self._watched if _is_scaling(watched.name)}
         if len(mine) < len(_SCALING) or told.keys() != mine.keys():
@@ -133,7 +133,7 @@ class AuxRecorder:
             param.set_data(_as_it(param, told[name].array()))
 
     def read(self, step: int) -> bytes:
-        """The encoded state of `step`; empty when it is not known any more. From any thread."""
+        """The encoded state of `step`; empty if it is no longer known. From any thread."""
         return CrashSafeBuffer.read(self.buffer.fd, step) or b""
 
     def close(self) -> None:
@@ -145,19 +145,19 @@ def decode(data: bytes) -> AuxState:
     """What `AuxRecorder` has captured.
 
     Raises:
-        ValueError: not a auxiliary state of a version that this code knows.
+        ValueError: not an auxiliary state of a version that this code knows.
     """
     try:
         state = _STATES.decode(data)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not a auxiliary state of MindSpore: {error}") from error
+        raise ValueError(f"not an auxiliary state of MindSpore: {error}") from error
     if state.version != VERSION:
-        raise ValueError(f"a auxiliary state of version {state.version}, expected {VERSION}")
+        raise ValueError(f"an auxiliary state of version {state.version}, expected {VERSION}")
     return state
 
 
 def restore_random(state: AuxState) -> None:
-    """Make its random state this process's; the statistics stand in the checkpoint."""
+    """Set this process's random state; the statistics are in the checkpoint."""
     version, internal, gauss = _PYTHON.decode(state.python)
     random.setstate((version, internal, gauss))
     kind, key, position, has_gauss, cached = state.numpy
@@ -169,7 +169,7 @@ def restore_random(state: AuxState) -> None:
 
 
 def loss_scale(numbers: Numbers, statistics: Mapping[str, Any]) -> float | None:
-    """The loss scale behind a step: of its captured statistics, else the one that the step told; None without one."""
+    """The loss scale after a step: from its captured statistics, else as reported by the step; None without one."""
     found = [value for name, value in statistics.items() if name.rpartition(".")[2] == SCALE]
     return float(found[0].reshape(-1)[0]) if len(found) == 1 else numbers.loss_scale
 

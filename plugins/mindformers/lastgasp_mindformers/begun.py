@@ -1,7 +1,7 @@
-"""That a job has begun from scratch and no checkpoint was finished since, written down where the next start finds it.
+"""A file that records that a job began from scratch and has completed no checkpoint since, for the next start.
 
 Without this file, what an interrupted first save has left behind cannot be told from files that were lost. Files of
-training that cannot be used are taken for the former only where it stands.
+training that cannot be used count as the former only if it exists.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def finished(directory: Path) -> None:
 
 
 def exists(directory: Path) -> bool:
-    """Whether the word stands there."""
+    """Whether the file exists."""
     return (directory / NAME).is_file()

@@ -41,7 +41,7 @@ class LastGasp(Callback):  # type: ignore[misc]
             self.run.begin(run_context.original_args())
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """The last look before the graph: while a recovery is on, it does not run."""
+        """The last check before the graph, which does not run during a recovery."""
         if self.run is not None:
             self.run.step_begin(run_context.original_args())
 
@@ -69,7 +69,7 @@ class Boundary(Callback):  # type: ignore[misc]
         self._run = run
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Nothing of others has happened since."""
+        """No other callback has run since."""
         self._run.step_end(run_context.original_args())
 
     def on_train_end(self, run_context: Any) -> None:

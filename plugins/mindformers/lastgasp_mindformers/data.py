@@ -1,7 +1,7 @@
-"""What can be known of the training data without reading them, so that a resume with other data is reported.
+"""Describe the training data without reading them, so that a resume with other data is reported.
 
 MindFormers lets data and batch size change between two starts on purpose (it counts epochs and steps anew), so this is
-a note and no refusal.
+a note, not a refusal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger("lastgasp")
 
 DEEP = 32
-"""Stages of a pipeline that are looked at."""
+"""Most stages of a pipeline that are described."""
 
 
 def described(params: Any) -> str:
@@ -27,7 +27,7 @@ def described(params: Any) -> str:
     try:
         dataset = params.train_dataset
         return f"{int(params.batch_num)} batches of {int(dataset.get_batch_size())} ({' of '.join(_stages(dataset))})"
-    except Exception as error:  # a user's own, and nothing that training needs
+    except Exception as error:  # from a user's dataset; training does not need this
         log.debug("the training data do not say what they are: %s", error)
         return ""
 

@@ -29,12 +29,12 @@ def digests_of(train_network: Any, own: Iterable[str]) -> dict[str, bytes]:
 
 
 def unknown_yet() -> dict[str, bytes]:
-    """The same on all ranks, where the first step makes them equal."""
+    """A constant: the first step makes all ranks equal."""
     return {"state of before the first step": b""}
 
 
 def _bytes_of(param: Any) -> Any:
-    """The values, where they lie if numpy knows their type."""
+    """The values, without a copy if numpy knows their type."""
     try:
         array = param.asnumpy()
     except (TypeError, ValueError, RuntimeError):

@@ -17,13 +17,13 @@ _MEMORY = re.compile(r"out of memory|memory (is )?not enough|[Aa]lloc\w* .*(fail
 
 
 def is_about_content(error: BaseException) -> bool:
-    """Whether an error that came out of loading speaks about the checkpoint: no memory, device or peer is behind it."""
+    """Whether an error of loading is about the checkpoint, and not caused by memory, a device or a peer."""
     said = str(error)
     return checkpoint.is_about_content(error) and not _MEMORY.search(said) and not _PEER.search(said)
 
 
 def verdict_of(error: BaseException) -> Verdict | None:
-    """What MindFormers' `check_for_nan_in_loss_and_grad` says behind an update that spoilt the weights; else None."""
+    """What MindFormers' `check_for_nan_in_loss_and_grad` says after an update that spoilt the weights; else None."""
     if not isinstance(error, ValueError) or not str(error).rstrip(". \n").endswith("terminate training"):
         return None
     return Verdict(1, f"MindFormers found NaN or inf and ends the training ({cause_of(error)})")

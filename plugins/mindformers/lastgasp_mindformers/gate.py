@@ -1,11 +1,11 @@
 """Two counters in the compiled step: the update has begun, the update has ended.
 
-A step of MindSpore is one graph, and nothing in Python stands between its gradients and its updates. So each
+A step of MindSpore is one graph, and no Python runs between its gradients and its updates. So each
 optimizer is given a `construct` that waits for all gradients (`ops.Depend`; in data parallel: for all AllReduces)
 before it touches anything, counts once before the first and once after the last change, and changes nothing else.
 Without it a rank that hangs in an AllReduce has `global_step` and Adam's `beta1_power` of the next step already
 (observed with mindspore 2.9.0 on CPU). Another thread reads the counters while the graph runs: where both are equal
-the parameters are those of a whole step.
+the parameters are those of a complete step.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class UpdateGate:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._kind = optimizer, type(optimizer)
         self.seen = False
-        """The counters are known to move: they are in the graph that runs."""
+        """Whether the counters are known to move, so they are in the running graph."""
         self._began, self._ended = _counter("lastgasp_began"), _counter("lastgasp_ended")
         one = Tensor([1], mindspore.int32)
         values = (ops.Depend(), ops.AssignAdd(), one, self._began, self._ended)
-        # Past Cell.__setattr__, which would make the counters parameters of the network.
+        # Bypasses Cell.__setattr__, which would make the counters parameters of the network.
         optimizer.__dict__.update(zip(_NAMES, values, strict=True))
         optimizer.__dict__[_KEPT] = self
         optimizer.__class__ = gated(self._kind)
 
     def read(self) -> tuple[int, int]:
-        """Updates begun and ended, as they stand now. From any thread."""
-        ended = int(self._ended.asnumpy()[0])  # before `began`: a whole update in between must not look like none
+        """Updates begun and ended so far. From any thread."""
+        ended = int(self._ended.asnumpy()[0])  # before `began`: a complete update in between must not look like none
         began = int(self._began.asnumpy()[0])
         if ended:
             self.seen = True

@@ -1,4 +1,4 @@
-"""What happens at each of the wrapped methods. Translates them into calls of Run and its chooser; decides nothing."""
+"""What happens at each of the wrapped methods. Translates them into calls of Run and its selector; decides nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Training:
         register_callback()
         entry = callback_entry(trainer.config)
         if entry is not None and not entry.get("dir"):
-            entry["dir"] = str(options.gasp.directory)  # what MindFormers makes of it gets no other word
+            entry["dir"] = str(options.gasp.directory)  # MindFormers' own object must get the same directory
         run = self._run = new_run(options)
         try:
             run.selector.steer(trainer.config, arguments)
@@ -71,7 +71,7 @@ class Training:
         return protected(call, call.__self__, arguments_of(call, args, kwargs), options)
 
     def around_process(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """`training_process`: what was chosen must still be what is about to be loaded."""
+        """`training_process`: the selected checkpoint must still be the one about to be loaded."""
         if self._run is None:
             return call(*args, **kwargs)
         from lastgasp_mindformers.loads import watched
@@ -108,7 +108,7 @@ def _unless_done(call: Any, arguments: Keywords | None) -> Any:
 
 
 def new_run(options: Options) -> Run:
-    """The training's own object; MindSpore is imported by now."""
+    """Create the training; MindSpore has been imported by now."""
     from lastgasp_mindformers.run import Run
 
     return Run(options)
@@ -132,7 +132,7 @@ def register_callback() -> None:
 
 
 def _options_of_call(callbacks: list[Any]) -> Options | None:
-    """What a `Model.train` asks for by its callbacks, or the environment; None where nobody does.
+    """The options that a `Model.train` requests by its callbacks or the environment; None if there are none.
 
     Raises:
         ConfigError: two LastGasps, or settings that are not allowed.
@@ -141,7 +141,7 @@ def _options_of_call(callbacks: list[Any]) -> Options | None:
 
 
 def _options_of_object(callbacks: list[Any]) -> Options | None:
-    """Those of the LastGasp among the callbacks; None where there is none, or it is switched off.
+    """Those of the LastGasp among the callbacks; None if there is none, or it is switched off.
 
     Raises:
         ConfigError: there are two.

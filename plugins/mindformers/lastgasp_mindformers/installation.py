@@ -79,7 +79,7 @@ def turn_on() -> bool:
 
 
 def uninstall() -> None:
-    """Put everything back as it was, where it still is ours. Idempotent."""
+    """Restore everything that is still wrapped by lastgasp. Idempotent."""
     global _installed
     installed, _installed = _installed, None
     if installed is not None:

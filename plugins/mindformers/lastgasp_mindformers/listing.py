@@ -1,4 +1,4 @@
-"""What there is to resume from, and what of it cannot be meant: pure looking, the same on every rank."""
+"""List what a job can resume from and rule out what cannot be meant; read-only, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lastgasp.adapter.mindspore import (
 from lastgasp_mindformers.tracker import read_meta, read_tracker
 
 ENDINGS = (".ckpt", ".safetensors")
-"""Of files with parameters."""
+"""Endings of files with parameters."""
 _NOT_OF_TRAINING = ("strategy", ".corrupt")
 """MindSpore's strategy files have the endings of checkpoints, and say how those are sharded."""
 
@@ -32,7 +32,7 @@ class CheckpointCatalog:
     """Where checkpoints are looked for.
 
     Args:
-        places: directories and how checkpoints lie in each, in no order.
+        places: directories and the layout of checkpoints in each, in no order.
         ranks: how many this job has.
         bare: whether checkpoints without a manifest may be taken.
         same: whether all ranks should hold the same, so that one file may be for all.
@@ -59,7 +59,7 @@ class CheckpointCatalog:
             put_back(folder, layout)
 
     def unknown(self) -> dict[str, str]:
-        """Files of training that none of the layouts explains, with the reason: no directory with such is empty."""
+        """Files of training that match no layout, with the reason: a directory with such files is not empty."""
         found: dict[str, str] = {}
         for folder, layout in self.places:
             known = {
@@ -71,7 +71,7 @@ class CheckpointCatalog:
         return found
 
     def never_finished(self, candidate: Candidate) -> bool:
-        """Whether it is what a save that was cut short has left, and not what somebody has lost."""
+        """Whether these are the remains of an interrupted save, and not of lost files."""
         if candidate.manifest is not None:
             return False
         if candidate.path.is_dir():
@@ -102,13 +102,13 @@ class CheckpointCatalog:
 
     def _judged(self, candidate: Candidate, layout: Layout) -> Candidate:
         if not self.same and isinstance(layout, ModelCheckpointLayout) and not _ranks(candidate.path, layout):
-            why = f"is one file, and each of the {self.ranks} ranks of this job holds something of its own"
+            why = f"is one file, but each of the {self.ranks} ranks of this job holds something of its own"
             return dataclasses.replace(candidate, problem=why)
         if candidate.manifest is not None:
             problem = candidate.problem or self._of_another_size(candidate, layout)
             return dataclasses.replace(candidate, problem=problem)
         if layout.manifest_path(candidate.path).exists():
-            return candidate  # there is one, and it cannot be used
+            return candidate  # there is one, but it cannot be used
         if layout is not ITERATIONS:
             candidate = dataclasses.replace(candidate, step=told_step(candidate.path, layout))
         if not self.bare:
@@ -116,7 +116,7 @@ class CheckpointCatalog:
         return dataclasses.replace(candidate, problem=self._unfinished(candidate, layout))
 
     def _of_another_size(self, candidate: Candidate, layout: Layout) -> str | None:
-        """Sharded files are of no use to a job of another size; equal ones are, where there is one for each rank."""
+        """Sharded files are useless to a job of another size; equal ones are not, if there is one for each rank."""
         assert candidate.manifest is not None
         world = candidate.manifest.world
         if layout is ITERATIONS or world.world_size == self.ranks:
@@ -153,9 +153,9 @@ def catalog_of(places: Iterable[tuple[Path, Layout]], job: Place, bare: bool) ->
 
 
 def _cut_short(checkpoint: Path, layout: Layout) -> bool:
-    """Whether a gasp was killed while its files were put in place: not all of those stand that it was to have.
+    """Whether a gasp was killed while its files were put in place, so that some of them are missing.
 
-    Where all stand and it was killed, they are of a save that stood there before, for its content to be judged.
+    If all exist although it was killed, they belong to an earlier save, which is judged by its content.
     """
     waiting, there = read(next_path(layout.manifest_path(checkpoint))), set(layout.files(checkpoint))
     return isinstance(waiting, Manifest) and any(entry.path not in there for entry in waiting.files)
@@ -174,7 +174,7 @@ def _lacking(checkpoint: Path, layout: Layout, ranks: int) -> list[int]:
 
 
 def _of_training(folder: Path, layout: Layout) -> list[str]:
-    """What looks like a part of a checkpoint, in `folder` and in the folders of ranks in it."""
+    """Files that look like a part of a checkpoint, in `folder` and in the folders of ranks in it."""
     lies = layout if isinstance(layout, ModelCheckpointLayout) else PLAIN
     return [name for name in lies.everything(folder) if _is_of_training(folder, name)]
 

@@ -1,4 +1,4 @@
-"""The functions by which MindFormers' `training_process` loads: while it runs, they are called through the chooser."""
+"""The functions by which MindFormers' `training_process` loads: while it runs, they are called through the selector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WHOLE = ("stand_alone", "data_parallel")
 
 @contextlib.contextmanager
 def watched(selector: MindFormersSelector) -> Iterator[None]:
-    """What a version of MindFormers does not have is left out: there an error of loading propagates unchanged."""
+    """Functions that a version of MindFormers lacks are left out: there an error of loading propagates unchanged."""
     module = sys.modules.get(_MODULE)
     with contextlib.ExitStack() as undo:
         if module is not None and not left_to_mindspore():  # TrainFaultTolerance loads on some ranks only
@@ -66,7 +66,7 @@ def _loading(selector: MindFormersSelector, original: Loads) -> Loads:
 
 
 def _network(function: Loads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the call loads into; None where its name is another one."""
+    """The object that the call loads into; None if its parameter has another name."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -75,7 +75,7 @@ def _network(function: Loads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def refuse_another(network: Any, held: Collection[str]) -> None:
-    """MindFormers leaves parameters as they are that a checkpoint does not have, and trains on.
+    """Refuse missing parameters: MindFormers leaves parameters that a checkpoint lacks as they are, and trains on.
 
     Args:
         network: what is about to be loaded into; None is not judged, and nothing is where ranks hold different parts.

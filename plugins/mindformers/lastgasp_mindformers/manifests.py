@@ -31,7 +31,7 @@ from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of,
 log = logging.getLogger("lastgasp")
 
 AUX_SUFFIX = "lastgasp.small"
-"""The small-state file of a directory checkpoint, in it."""
+"""The file of auxiliary states inside a directory checkpoint."""
 
 
 class Manifests(NativeManifests):
@@ -40,8 +40,8 @@ class Manifests(NativeManifests):
     Args:
         gather: the all-gather of the job.
         status: learns which step is durable.
-        aux: this rank's auxiliary state of a step, for the file that stands beside the native ones; b"" where it is
-            not known. Without it there is no such file.
+        aux: this rank's auxiliary state of a step, for the file beside the native ones; b"" if it is
+            not known. Without `aux` there is no such file.
         finished: called when a save is over, before it has a manifest; again for each.
 
     """
@@ -62,11 +62,11 @@ class Manifests(NativeManifests):
         self._asked = itertools.count(1)
 
     def bind(self, callbacks: Iterable[Any]) -> None:
-        """Find what saves among the callbacks of `Model.train`, and have all ranks number their files alike.
+        """Find the callbacks of `Model.train` that save, and make all ranks number their files alike.
 
         Raises:
             DeadlineExceeded, ControlError: the ranks could not agree.
-            ConfigError: files of the ranks that nobody could put together again.
+            ConfigError: files of the ranks that could not be recognised as one checkpoint later.
         """
         self._monitors = [Monitor(callback, self.place.rank) for callback in callbacks if is_monitor(callback)]
         told = told_by_all(self._monitors, self._gather)
@@ -79,7 +79,7 @@ class Manifests(NativeManifests):
             if monitor.by_time and self.place.world_size > 1:
                 log.warning("checkpoints get no manifest: save_checkpoint_seconds lets ranks save at different steps")
         if any(monitor.by_time for monitor in self._monitors):
-            self._finished()  # nobody sees when
+            self._finished()  # the end of a save is not visible
         self._monitors = [m for m in self._monitors if not (m.by_time and self.place.world_size > 1)]
 
     def step_end(self, step: int, *, last: bool = False) -> None:
@@ -101,7 +101,7 @@ class Manifests(NativeManifests):
                     self.commit(saved)
         except LastgaspError as error:
             names = ", ".join(saved.path.name for saved in self._waiting)
-            self._waiting = []  # asking again would cost every step to come the same wait
+            self._waiting = []  # asking again would cost every further step the same wait
             log.error("%s got no manifest and will not be trusted: %s", names, error)
 
     def commit(self, save: NativeSave, *, alone: bool = False) -> bool:
@@ -120,7 +120,7 @@ class Manifests(NativeManifests):
     # -- what differs from other frameworks -------------------------------------------------------
 
     def share(self, save: NativeSave, files: Mapping[str, Path]) -> dict[str, Path]:
-        """The files that this rank reads: its own, which its node has in memory; rank 0 those of nobody."""
+        """The files that this rank reads: its own, which its node has in memory; rank 0 also those of no rank."""
         rank, world = self.place.rank, self.place.world_size
         owners = {}
         for number, name in enumerate(sorted(files)):
@@ -147,7 +147,7 @@ def put_aux(save: NativeSave, aux: Mapping[int, bytes]) -> None:
 
 
 def tidy(directory: Path, layout: Layout) -> None:
-    """Remove what stands beside checkpoints that keep_checkpoint_max has removed. Raises OSError."""
+    """Remove files beside checkpoints that keep_checkpoint_max has removed. Raises OSError."""
     for path in layout.discover(directory):
         left = layout.parts(path)
         if left and all(part.name.endswith(".small") for part in left):

@@ -1,4 +1,4 @@
-"""Marks of the loop: steps and the time between them, where MindFormers does not mark them itself."""
+"""Marks of the loop: steps and the time between them, unless MindFormers marks them itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LoopMarks:
     """Marks `dataloader` from the end of a step to the begin of the next, and each step with the fetch of its data.
 
     With libmspti preloaded MindFormers' MFLossMonitor marks the steps and MindSpore the data loader and its saves
-    (docs/facts/mindformers.md §6); marks of ours would be a second series then.
+    (docs/facts/mindformers.md §6); lastgasp's marks would then be a second series.
 
     Args:
         session: of this rank.
@@ -39,7 +39,7 @@ class LoopMarks:
             self._step(number)
 
     def step_end(self) -> None:
-        """The next thing is the next batch, and with it the next step; one that never ends is not written."""
+        """The next batch, and with it the next step, begins; one that never ends is not written."""
         self._coming += 1
         self._step(self._coming)
         self._enter()

@@ -1,4 +1,4 @@
-"""What of MindSpore and MindFormers saves checkpoints by itself: where, and what it has saved since the last look."""
+"""MindSpore's and MindFormers' own checkpoint callbacks: where they save, and what they saved since the last call."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Monitor:
 
     @property
     def by_time(self) -> bool:
-        """Whether it saves by the clock."""
+        """Whether it saves at time intervals."""
         return not self._callback._config.save_checkpoint_steps
 
     @property
@@ -80,7 +80,7 @@ class Monitor:
             self._callback._prefix = f"{bare}_{again}" if again else bare
 
     def saved(self, step: int) -> Saved | None:
-        """What it has saved since it was asked last; None where that is nothing, or no checkpoint's name."""
+        """What it has saved since the last call; None if nothing, or not a checkpoint's name."""
         callback = self._callback
         if callback._last_triggered_step == self._seen:
             return None
@@ -161,7 +161,7 @@ def places_of(told: Sequence[Sequence[Told]]) -> list[SavePlace | None]:
     """Where each ModelCheckpoint saves, on all ranks alike; None where only a save shows that. Needs as many on each.
 
     Raises:
-        ConfigError: files of the ranks that nobody could put together again.
+        ConfigError: files of the ranks that could not be recognised as one checkpoint later.
     """
     return [_place_of([rank[number] for rank in told]) for number in range(len(told[0]))]
 
@@ -173,7 +173,7 @@ def _place_of(told: Sequence[Told]) -> SavePlace | None:
     if found is None:
         few = ", ".join(f"{each.directory}/{each.prefix}" for each in told[:3])
         allowed = "the same on all ranks but for the rank's number, in the last folder's name and in the prefix"
-        remedy = "No rank could tell which files of the others belong to its own: change it, or LASTGASP=0."
+        remedy = "No rank could recognise which files of the others belong to its own: change it, or LASTGASP=0."
         raise ConfigError("directory and prefix of ModelCheckpoint", few, allowed, remedy)
     return found
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant by a path that the user has given, and what else lies there."""
+"""Which checkpoint is meant by a path that the user has given, and what else is there."""
 
 from __future__ import annotations
 

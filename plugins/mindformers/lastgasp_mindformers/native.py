@@ -15,7 +15,7 @@ from lastgasp_mindformers.aux_state import Numbers, loss_scale
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
 
 PREFIX = "lastgasp"
-"""Of the names where no CheckpointMonitor has one."""
+"""The prefix of names if there is no CheckpointMonitor."""
 _NOT_SAVED = ("accu_grads",)
 
 
@@ -56,7 +56,7 @@ class Native:
         return legacy_target(name, ranks)
 
     def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
-        """Write the live parameters, those in `statistics` as they stand there. Raises OSError.
+        """Write the live parameters, with the values in `statistics` where given. Raises OSError.
 
         MindSpore writes; nothing in it is a collective, since nothing is integrated over ranks.
         """

@@ -1,4 +1,4 @@
-"""Going on with a plain `Model.train`: weights, epoch and step, and the place in the data."""
+"""Resume a plain `Model.train`: weights, epoch and step, and the position in the data."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def load(
     """Load the newest good checkpoint, if there is one.
 
     Args:
-        chooser: says which, the same on all ranks; network: the train network.
-        arguments: of the call of `Model.train`; places: where to look, and how checkpoints lie there.
+        selector: says which, the same on all ranks; network: the train network.
+        arguments: of the call of `Model.train`; places: where to look, with the layout of checkpoints there.
 
     Returns:
         The arguments to call it with, and the auxiliary state of this rank (empty where there is none).

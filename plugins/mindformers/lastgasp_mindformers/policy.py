@@ -32,7 +32,7 @@ class MindFormersPolicy(SelectionPolicy):
         catalog: where checkpoints are looked for.
         note: reports what people must know about the selected one.
         named: the checkpoint that MindFormers' own options name; None where they name none.
-        given: the user has named weights to begin with, and files that nobody here knows may be these.
+        given: the user has named weights to begin with, and unknown files may be these.
         preload: what reads this rank's file ahead, while it is verified; None verifies first.
 
     Attributes:
@@ -109,7 +109,7 @@ class MindFormersPolicy(SelectionPolicy):
     # -- taking -----------------------------------------------------------------------------------
 
     def selected(self, candidate: Candidate, by_name: bool) -> None:
-        """Remember where it stands; on rank 0 repair what names it to MindFormers."""
+        """Record the selected one; on rank 0 repair the files that name it to MindFormers."""
         super().selected(candidate, by_name)
         assert candidate.step is not None
         self.resumed, self.aux = candidate.step, self._aux_of(candidate)
@@ -124,7 +124,7 @@ class MindFormersPolicy(SelectionPolicy):
             repair_tracker(candidate.path.parent, candidate.step)
 
     def _aux_of(self, candidate: Candidate) -> bytes:
-        """This rank's auxiliary state, where the manifest vouches for the file."""
+        """This rank's auxiliary state, if the manifest covers its file."""
         directory = candidate.path.is_dir()
         path = candidate.path / AUX_SUFFIX if directory else candidate.path.with_name(f"{candidate.path.name}.small")
         named = path.relative_to(candidate.path.parent).as_posix()
@@ -139,7 +139,7 @@ class MindFormersPolicy(SelectionPolicy):
     # -- from scratch -----------------------------------------------------------------------------
 
     def lost(self, agreement: Agreement, gather: Gather) -> dict[str, str]:
-        """What training from scratch would lose, as any rank has found: none begins while another one refuses."""
+        """What training from scratch would lose, as found by any rank: none begins while another one refuses."""
         lost = {path: "; ".join(why) for path, why in agreement.rejected.items()}
         unfinished = all(self._catalog.never_finished(c) for c in self._catalog.all())
         if not agreement.listed:
@@ -152,7 +152,7 @@ class MindFormersPolicy(SelectionPolicy):
         return {path: why for one in told for path, why in one.items()}
 
     def begins_from_scratch(self) -> None:
-        """Say it, and write it down."""
+        """Log it and record it."""
         if self.place.rank == 0:
             if not self.left_unused():
                 where = ", ".join(map(str, self.folders))
@@ -160,7 +160,7 @@ class MindFormersPolicy(SelectionPolicy):
             begun.begin(self.config.directory, self.place.job)
 
     def begins_over(self) -> None:
-        """As asked for; written down, too."""
+        """As requested; recorded as well."""
         super().begins_over()
         if self.place.rank == 0:
             begun.begin(self.config.directory, self.place.job)
@@ -171,5 +171,5 @@ class MindFormersPolicy(SelectionPolicy):
 
 
 def catalog_for(places: list[tuple[Path, Layout]], options: Options, place: Place) -> CheckpointCatalog:
-    """Where to look, as this job takes what it finds."""
+    """Where this job looks."""
     return catalog_of(places, place, not options.require_manifest)

@@ -17,7 +17,7 @@ from lastgasp.adapter.checkpoint import Candidate, FileEntry, VerifiedFile
 FileOf = Callable[[Candidate, int], Path]
 """The file that a rank loads of a checkpoint; raises CheckpointError where there is none."""
 _PART = 4 << 20
-"""Bytes that are copied at a time, while others are still being hashed."""
+"""Bytes copied at a time, while others are still being hashed."""
 
 
 class FilePreload(Preload):
@@ -51,7 +51,7 @@ def _entries(candidate: Candidate, files: Collection[Path]) -> list[FileEntry]:
 
 
 def parse(path: Path, entry: FileEntry) -> Any:
-    """What `mindspore.load_checkpoint` makes of a `.ckpt`, all of whose bytes have verified.
+    """The result of `mindspore.load_checkpoint` for a `.ckpt` all of whose bytes have verified.
 
     Raises:
         DamagedCheckpoint: they do not.
@@ -70,7 +70,7 @@ def parse(path: Path, entry: FileEntry) -> Any:
 
 @contextmanager
 def _opened(path: Path, file: VerifiedFile) -> Iterator[None]:
-    """Within, MindSpore on this thread opens `file` where it opens `path`."""
+    """Within it, MindSpore on this thread gets `file` when it opens `path`."""
     thread, wanted = threading.get_ident(), path.resolve()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ class _Whole:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The file is its owner's to close."""
+        """Does nothing: the owner closes the file."""
 
     def read(self) -> bytearray:
         """All bytes; parts of them while others are still being hashed."""

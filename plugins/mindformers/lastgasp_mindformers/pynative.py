@@ -1,6 +1,6 @@
 """The Trainer of `mindformers.pynative`: what happens around `train`, what its callbacks report (mindformers.md §8).
 
-It has neither `Model.train` nor BaseTrainer, its callbacks hear of no exception, and nobody marks its steps. The state
+It has neither `Model.train` nor BaseTrainer, its callbacks see no exceptions, and its steps are not marked. The state
 is read as in graph mode: by another thread, with the optimizer's two counters (gate.py).
 """
 
@@ -65,7 +65,7 @@ def _origin(error: BaseException) -> BaseException:
 
 
 class _At(NamedTuple):
-    """The step under way or just completed; as much of `Model.train`'s parameters as Run looks at."""
+    """The step under way or just completed; as much of `Model.train`'s parameters as Run uses."""
 
     step: int
     epoch: int
@@ -74,7 +74,7 @@ class _At(NamedTuple):
 
 
 class _Both:
-    """Model and optimizer as one network, as far as the state looks at it."""
+    """Model and optimizer as one network, as far as the state needs it."""
 
     def __init__(self, trainer: Any) -> None:
         self._parts = [*_models(trainer), trainer.optimizer]
@@ -168,7 +168,7 @@ class PynativeRun(Run):
         self.begun = True
 
     def _skip(self, done: int) -> None:
-        """Let the data begin behind `done` steps.
+        """Let the data begin after `done` steps.
 
         The trainer has asked for that itself, and fails where it is more than an iterator gives: it makes a new one
         then, each of `train_num_epochs` epochs (observed with 1.9.0).
@@ -217,10 +217,10 @@ class PynativeRun(Run):
 
 
 class _Callbacks:
-    """Two callbacks among the trainer's: one before all others, one behind them.
+    """Two callbacks among the trainer's: one before all others, one after them.
 
     Args:
-        run: hears them; callbacks: the trainer's own list.
+        run: gets the events; callbacks: the trainer's own list.
     """
 
     def __init__(self, run: PynativeRun, callbacks: list[Any]) -> None:
@@ -241,13 +241,13 @@ def _made(run: PynativeRun) -> tuple[Any, Any]:
     from mindformers.pynative.callback import TrainerCallback
 
     class Front(TrainerCallback):  # type: ignore[misc]
-        """The step has ended, and nothing of others has happened since."""
+        """The step has ended, and no other callback has run since."""
 
         def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
             run.step_end(run.at(int(state.global_step)))
 
     class Back(TrainerCallback):  # type: ignore[misc]
-        """Behind all others: the last look before a step, and what they have saved."""
+        """After all others: the last check before a step, and what they have saved."""
 
         def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
             run.began(state)

@@ -1,4 +1,4 @@
-"""Who is who in this job, and how its ranks reach the controller."""
+"""The ranks of this job, and how they reach the controller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank and how many there are: MindSpore's word once communication is up, before that msrun's.
+    """This rank and the number of ranks: from MindSpore once communication is up, before that from msrun.
 
     Raises:
         ConfigError: the environment holds no number.
@@ -53,14 +53,14 @@ def connect(place: Place) -> Contact | None:
     """The launcher's controller, or one that rank 0 starts; none for a job of one rank.
 
     Raises:
-        ConfigError: rank 0 is on another node and nobody said where the controller is.
+        ConfigError: rank 0 is on another node, and where the controller is is not configured.
         ControlError, DeadlineExceeded: it could not be started.
     """
     return contact_of(place, _several_nodes(), _from_rank_0(place.rank, place.world_size))
 
 
 def device() -> str:
-    """Where MindSpore computes, as it writes it: CPU, Ascend:3."""
+    """MindSpore's device in its own notation: CPU, Ascend:3."""
     context = sys.modules.get("mindspore.context")
     if context is None:
         return ""
@@ -105,7 +105,7 @@ def _several_nodes() -> str:
 
 @functools.cache
 def _from_rank_0(rank: int, size: int) -> Any:
-    """One for the whole process: the calls are counted."""
+    """One gather for the entire process: its calls are numbered."""
     env = os.environ
     key = f"{env.get('MS_SCHED_HOST', '')}:{env['MS_SCHED_PORT']}" if env.get("MS_SCHED_PORT") else ""
     key = key or env.get("RANK_TABLE_FILE", "") or env.get("OMPI_MCA_ess_base_jobid", "")

@@ -1,7 +1,7 @@
 """Which checkpoint a job starts from: all ranks agree on the newest that verifies, before MindFormers reads the step.
 
 MindFormers reads epoch and step long before it loads weights (mindformers.md §2), so the choice is made before
-`Trainer.train` begins, and told by MindFormers' own resume options. Plain MindSpore has none: there the caller loads.
+`Trainer.train` begins, and passed on by its resume options. Plain MindSpore has none: there the caller loads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Selected:
 
 
 class MindFormersSelector:
-    """Chooses what is loaded. All ranks make the same calls.
+    """Selects what is loaded. All ranks make the same calls.
 
     Args:
         gather: the all-gather of the job.
@@ -100,12 +100,12 @@ class MindFormersSelector:
             apply(self._load_plan, config, arguments)
 
     def check(self, config: Any) -> None:
-        """What was chosen still is what MindFormers is about to load. Raises ConfigError."""
+        """Check that MindFormers is still about to load the selected checkpoint. Raises ConfigError."""
         if self._load_plan is not None:
             check(self._load_plan, config)
 
     def load(self, call: Callable[[], Any], check: Callable[[set[str]], None] = lambda held: None) -> Any:
-        """Have MindFormers load what was chosen; all ranks call it together, and a second time it is a mere call.
+        """Have MindFormers load what was chosen; all ranks call it together; a second call only calls through.
 
         Args:
             call: of MindFormers.
@@ -155,7 +155,7 @@ class MindFormersSelector:
         return [(folder, layout) for folder in folders]
 
     def _load_plan_of(self, request: ResumeRequest, chosen: Candidate | None) -> LoadPlan | None:
-        """None where MindFormers shall do what the user told it."""
+        """None if MindFormers is to do what the user configured."""
         if chosen is None:
             foreign = request.load is not None and holds_others(request.load)
             return LoadPlan("", False) if request.resume and not foreign else None
@@ -176,7 +176,7 @@ class MindFormersSelector:
         into: Callable[[Path, Any], None] = lambda path, values: None,
         preload: Callable[[FileOf, Place], Preload] | None = None,
     ) -> Selected | None:
-        """What this rank of a plain training has loaded, by content and not by time stamps; None for a first start.
+        """What this rank of a plain training has loaded, by content rather than time stamps; None for a first start.
 
         One that verifies and that no rank can load is set aside, and the next one is tried.
 
@@ -184,7 +184,7 @@ class MindFormersSelector:
             places: directories and how checkpoints lie there, the same on all ranks: those of ModelCheckpoint, and
                 that of LastGasp, where its own lie.
             into: loads a file of this rank, or the values in it; what it raises is why it does not load.
-            preload: makes what parses it while it is verified; None: it is verified first, and nobody has the values.
+            preload: makes a parser that runs during verification; None: it is verified first, without parsing.
 
         Raises:
             NothingLoads: there are checkpoints that verify, and none of them loads.
@@ -224,7 +224,7 @@ class MindFormersSelector:
         return self.file_for(chosen, self._place.rank)
 
     def file_for(self, chosen: Candidate, rank: int) -> Path:
-        """A rank's file; that of another one where only that has saved what all of them held."""
+        """A rank's file; another rank's if only that one saved what all of them hold."""
         files = dict(layout_of(chosen.path).files(chosen.path))
         own = next((path for name, path in files.items() if rank_of(chosen.path, name) == rank), None)
         if own is not None or chosen.path.name in files:
@@ -234,7 +234,7 @@ class MindFormersSelector:
         return next(path for name, path in sorted(files.items()) if rank_of(chosen.path, name) is not None)
 
     def _names_in(self, candidate: Candidate) -> set[str]:
-        """Of the parameters that this rank's files of a checkpoint hold; none where that cannot be told (encrypted)."""
+        """Of the parameters that this rank's files of a checkpoint hold; empty if that is unknown (encrypted)."""
         files = layout_of(candidate.path).files(candidate.path)
         own = [path for name, path in files.items() if rank_of(candidate.path, name) in (None, self._place.rank)]
         try:
@@ -248,7 +248,7 @@ class MindFormersSelector:
         return MindFormersPolicy(self._options, self._place, self._catalog, self._note, **more)
 
     def _select(self, policy: MindFormersPolicy) -> Candidate | None:
-        """For a framework that loads by itself: without what attempts before this one could not load."""
+        """For a framework that does its own loading: without what earlier attempts could not load."""
         chosen = CheckpointSelector(policy, self._gather, is_about_content).select(self._unfit.read())
         if chosen is None and self._unfit.refused:
             raise self._unfit.nothing_loads()

@@ -1,4 +1,4 @@
-"""What belongs to one training: session, state, chooser, manifests; its beginning and its end."""
+"""What belongs to one training: session, state, selector, manifests; its beginning and its end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Run:
         framework = Framework(
             name=" ".join(f"{name} {version}" for name, version in versions().items()),
             kind_of=kind_of,
-            verdict_of=verdict_of,  # what the update has made is worth nothing, and a restart would make it again
+            verdict_of=verdict_of,  # the update's result is worthless, and a restart would repeat it
             device=place.rank,
             versions=versions(),
         )
@@ -110,7 +110,7 @@ class Run:
         if _attached:
             self._left = True
             log.warning("this process has trained before: lastgasp protects only its first Model.train")
-            # A LastGasp of the first one would speak for a session that is closed.
+            # A LastGasp of the first one belongs to a session that is closed.
             return arguments | {"callbacks": [one for one in given if not isinstance(one, LastGasp)]}
         _attached = True
         ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
@@ -137,7 +137,7 @@ class Run:
         return arguments
 
     def _searched(self, callbacks: list[Any]) -> list[tuple[Path, Layout]]:
-        """Where checkpoints of a plain training may stand: LastGasp's directory, and those of ModelCheckpoint."""
+        """Where checkpoints of a plain training may be: LastGasp's directory, and those of ModelCheckpoint."""
         home, found = self.options.gasp.directory.absolute(), searched(callbacks, self.place.rank, self.session.gather)
         own: list[tuple[Path, Layout]] = [(home, LEGACY)]
         if not any(folder == home for folder, _ in found):
@@ -153,7 +153,7 @@ class Run:
             log.log(level, "%s", protection(self.place.world_size))
 
     def _hold(self, network: Any, writer: Writer, *, readable: bool = True) -> None:
-        """Here is the state, and how it is written."""
+        """Bind the state and its writer."""
         session, gate, recorder = self.session, gate_of(network), AuxRecorder(network)
         self.life.on_close(recorder.close, last=True)
         if gate is not None:
@@ -208,7 +208,7 @@ class Run:
         return digests_of(self._network, self.state.aux.names)
 
     def _regrouped(self) -> None:
-        """Who holds the same is known now: a parallel mode is no proof."""
+        """Record which ranks hold the same, as compared: a parallel mode is no proof."""
         self.place = self.manifests.writer.place = self.session.place
 
     # -- steps ------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Run:
         return Numbers(self._offset + current, int(params.cur_epoch_num), within, _loss_scale(outputs))
 
     def step_begin(self, params: Any) -> None:
-        """Behind all other callbacks, before the graph.
+        """After all other callbacks, before the graph.
 
         Raises:
             Released: a recovery took place.
@@ -233,7 +233,7 @@ class Run:
         self.state.step_begin(coming)
         self.session.progress(
             "backward"
-        )  # the graph waits for the other ranks: who is elsewhere is to blame for a hang
+        )  # the graph waits for the other ranks: a rank that is elsewhere is to blame for a hang
         self._fire("forward", coming.step - 1)
 
     def step_end(self, params: Any) -> None:
@@ -246,12 +246,12 @@ class Run:
         if self._first:
             self._first = False
             self.session.compare_replicas(self._digests)
-            self._regrouped()  # what the ranks have begun with may have become equal only now, or differ
+            self._regrouped()  # only now may ranks that began with different states be equal, or differ
         self.session.progress("save")
         self._fire("step_end", numbers.step - 1)
 
     def callbacks_end(self, params: Any = None) -> None:
-        """Behind all other callbacks: CheckpointMonitor may have saved."""
+        """After all other callbacks: CheckpointMonitor may have saved."""
         if self.state is None:
             before = getattr(monitor_of(params.list_callback), "_append_step_num", 0) or 0
             self.manifests.step_end(int(before) + int(params.cur_step_num))
@@ -266,7 +266,7 @@ class Run:
     def trained(self) -> None:
         """The last step is done."""
         if self._dataset is not None:
-            self._dataset.set_init_step(0)  # whoever reads it next gets all of it
+            self._dataset.set_init_step(0)  # the next reader gets all of it
         if self.state is not None:
             self.state.stop_if_taken(self._saves)
             self.manifests.step_end(self.state.numbers.step, last=True)
@@ -302,7 +302,7 @@ class Run:
         """Why the state is not that of a complete step; empty where it is."""
         assert self.state is not None
         why = self.state.settle()
-        self.before_exit()  # its callbacks do not see that end, either
+        self.before_exit()  # its callbacks do not see that end either
         return why
 
     def before_exit(self) -> None:
@@ -321,7 +321,7 @@ class Run:
 
 
 def _made(options: Options) -> LastGasp:
-    """A callback for a job whose user has written none."""
+    """A callback that is added to a job without one."""
     callback = LastGasp.__new__(LastGasp)
     super(LastGasp, callback).__init__()
     callback.options, callback.run = options, None
@@ -329,7 +329,7 @@ def _made(options: Options) -> LastGasp:
 
 
 def _is_mindformers(callbacks: list[Any]) -> bool:
-    """MindFormers loads and skips data itself, and its own trainer was called with what the chooser decided."""
+    """MindFormers loads and skips data itself, and its own trainer was called with what the selector decided."""
     return any(type(callback).__module__.startswith("mindformers.") for callback in callbacks)
 
 

@@ -33,21 +33,21 @@ class Writer(Protocol):
 
     @property
     def directory(self) -> Path:
-        """Where they stand."""
+        """The directory of checkpoints."""
 
     def target(self, numbers: Numbers, ranks: Iterable[int]) -> Target:
-        """Where the checkpoint of a step of so many ranks stands."""
+        """The path of the checkpoint of a step of so many ranks."""
 
     def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
         """The live parameters, and `statistics` as given, into the files of one rank."""
 
 
 class MindSporeSource:
-    """Called by the engine's threads while the training thread is in the graph, parked, or has raised.
+    """Called by the engine's threads while the training thread is in the graph, waiting at the gate, or has raised.
 
     Args:
-        state: where training stands; native: how checkpoints are named and written.
-        writer: names who writes; config: how many gasps stay.
+        state: the state of training; native: how checkpoints are named and written.
+        writer: names who writes; config: how many gasps to keep.
     """
 
     def __init__(self, state: MindSporeState, native: Writer, writer: ManifestWriter, config: GaspConfig) -> None:
@@ -118,7 +118,7 @@ class MindSporeSource:
                     same = written[statistics] = read_files({relative: folder / relative for relative in files})
                 pairs = zip(same, sorted(files), strict=True)
                 entries += [msgspec.structs.replace(entry, path=relative) for entry, relative in pairs]
-            whole = where.layout.owns(staged.target, where.name)  # a directory, and what becomes it
+            whole = where.layout.owns(staged.target, where.name)  # a directory, and its temporary name
             staged.adopt(folder / where.name if whole else folder, tuple(entries))
         finally:
             with contextlib.suppress(OSError):

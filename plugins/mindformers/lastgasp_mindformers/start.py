@@ -1,4 +1,4 @@
-"""`python -m lastgasp_mindformers.start SCRIPT [ARGS]`: install the hooks, then run the script as if by itself.
+"""`python -m lastgasp_mindformers.start SCRIPT [ARGS]`: install the hooks, then run the script as if directly.
 
 What `lastgasp run --framework mindspore` starts in each rank; it needs no `.pth` file.
 """

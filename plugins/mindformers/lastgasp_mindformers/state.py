@@ -1,4 +1,4 @@
-"""Where the state of a MindSpore training stands: told by its callbacks, and by the counters in the graph."""
+"""The state of a MindSpore training, as known from its callbacks and the counters in the graph."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class MindSporeState:
 
     Args:
         gate: the counters in the graph; None where there are none.
-        small: what captures the auxiliary state.
-        stand: the status word of this rank.
+        aux: captures the auxiliary state.
+        status: the status word of this rank.
         before_update: called before the graph of a step; may raise, and then it does not run.
         step_completed: called as soon as a step is complete and captured.
         finish: seconds that a rank gets to leave its update.
@@ -84,7 +84,7 @@ class MindSporeState:
             Released: a recovery took place; it must not run.
         """
         self._next = coming
-        self._in_graph = True  # before the gate is looked at: who closes it after that must find this
+        self._in_graph = True  # before the gate is checked: whoever closes it afterwards must see this
         try:
             self._before_update()
         except BaseException:
@@ -115,7 +115,7 @@ class MindSporeState:
         self.stop_if_taken(True)
 
     def stop_if_taken(self, saves: bool) -> None:
-        """Go no further where `look` has told a state as whole that this thread was still at work on.
+        """Wait if `look` has reported a state as complete that this thread was still working on.
 
         Raises:
             Released: the recovery is over.
@@ -130,7 +130,7 @@ class MindSporeState:
         self._saving = False
 
     def settle(self) -> str:
-        """The training thread has raised: why the state is not that of a whole step; empty where it is."""
+        """The training thread has raised: why the state is not that of a complete step; empty if it is."""
         if not self._in_graph:
             return ""
         counters = self._counters()
@@ -155,13 +155,13 @@ class MindSporeState:
             self._step_completed(numbers.step)
 
     def _notice(self, ended: int) -> None:
-        """Warn once where the counters are in no graph: the network was compiled before."""
+        """Warn once if the counters are in no graph: the network was compiled too early."""
         if self.gate is None or self.gate.seen:
             return
         self._silent += 1
         if self._silent == _SILENT_STEPS:
             log.warning(
-                "the optimizer's counters do not move after %d steps: the graph was compiled before lastgasp came, "
+                "the optimizer's counters do not move after %d steps: it was compiled before lastgasp was there, "
                 "so a rank that is killed in the middle of a step costs that step; make LastGasp before Model.build",
                 self._silent,
             )
@@ -179,7 +179,7 @@ class MindSporeState:
         return counters if self.gate.seen else None
 
     def look(self) -> None:
-        """Bring the stand up to date in a recovery. Called every millisecond, never waits."""
+        """Update the rank's status in a recovery. Called every millisecond, never waits."""
         if not self._done.acquire(blocking=False):
             self._status.unsettled = True  # the training thread completes its step in this moment
             return
@@ -190,8 +190,8 @@ class MindSporeState:
 
     def _is_whole(self) -> bool:
         status = self._status
-        waited = _clock.monotonic() - status.since  # in this recovery, and since it was last told how far to go
-        coming = self._next  # before the counters: the training thread may complete it, and come to the one behind it
+        waited = _clock.monotonic() - status.since  # in this recovery, and since the last order how far to go
+        coming = self._next  # before the counters: the training thread may complete it, and reach the next one
         if status.at_gate:
             return True
         if not self._in_graph:
@@ -200,7 +200,7 @@ class MindSporeState:
         counters = self._counters()
         if counters is None or counters[0] != counters[1]:
             return False
-        # It may never complete: a peer's gradients may be missing, or those of a collective behind the update.
+        # It may never complete: a peer's gradients may be missing, or those of a collective after the update.
         if waited < (self._finish * PATIENCE if status.all_run else SETTLE):
             return False
         if counters[1] != self._base:

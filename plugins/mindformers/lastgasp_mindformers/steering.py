@@ -1,4 +1,4 @@
-"""How MindFormers is told what to load (docs/facts/mindformers.md §2, §5): its own resume options, in both spellings.
+"""Makes MindFormers load what was selected (docs/facts/mindformers.md §2, §5): its resume options, in both spellings.
 
 `load_checkpoint` up to 1.8, `checkpoint.load_path` from 1.9 on; arguments of `Trainer.train` and `Trainer.finetune`
 overrule both inside them, so they are set as well.
@@ -46,7 +46,7 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What MindFormers is to load, as it wants to be told.
+    """What MindFormers is to load, in its own options.
 
     Args:
         load: for `load_checkpoint`; empty: nothing.
@@ -92,9 +92,9 @@ def _directory_of_monitor(config: Config, newer: bool) -> Path | None:
 def load_plan_for(name: LegacyName, directory: Path, rank: int, parallel: bool, ours: bool) -> LoadPlan:
     """For a legacy checkpoint. Raises OSError: the second name of the file cannot be made.
 
-    MindFormers takes the directory and a name, in which it puts the rank; but no safetensors out of `rank_*` in a job
-    that is not parallel, and from 1.9 on no single file to resume from. There it gets a directory in which the file is
-    called as that of complete weights with everything that resuming needs.
+    MindFormers takes the directory and a name, in which it puts the rank, but no safetensors from `rank_*` in a
+    job that is not parallel, and from 1.9 on no single file to resume from. Then it gets a directory in which the file
+    has the name of complete weights with everything that a resume needs.
     """
     if parallel or name.ext == "ckpt":
         return LoadPlan(str(directory), name.base(rank), name.ext, ours)
@@ -133,7 +133,7 @@ def apply(plan: LoadPlan, config: Config, arguments: Config) -> None:
 
 
 def check(plan: LoadPlan, config: Config) -> None:
-    """What was decided still stands.
+    """Check that the decision is still in effect.
 
     Raises:
         ConfigError: something has changed it in between.

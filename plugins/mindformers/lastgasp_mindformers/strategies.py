@@ -1,6 +1,6 @@
 """MindSpore's strategy files: each start overwrites those that say how older checkpoints are sharded.
 
-They are kept under changed names, in a folder beside theirs: MindFormers takes whatever lies in the folder itself.
+They are kept under changed names, in a folder beside theirs: MindFormers uses every file in the folder itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _keep(path: Path, label: str) -> Path | None:
     names = itertools.chain([label], (f"{label}-{number}" for number in itertools.count(1)))
     target = next(home / name / path.name for name in names if not (home / name / path.name).exists())
     make_directory(target.parent)
-    shutil.copy2(path, target)  # no link: MindSpore may write into the file that is there
+    shutil.copy2(path, target)  # not a link: MindSpore may write into the existing file
     return target
 
 

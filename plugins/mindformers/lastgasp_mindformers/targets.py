@@ -1,4 +1,4 @@
-"""Where a checkpoint of this job stands: its files, its auxiliary states, and what the framework finds it by."""
+"""The parts of a checkpoint: its files, its auxiliary states, and the files by which the framework finds it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Target:
     """Paths are POSIX, relative to the directory that holds the checkpoint.
 
     Attributes:
-        name: the checkpoint's own; layout: how its files lie.
-        small: the file of all ranks' auxiliary states.
+        name: the checkpoint's own; layout: of its files.
+        aux: the file of all ranks' auxiliary states.
         markers: the framework's own files that name the newest checkpoint -> content.
         files: of each rank.
     """
