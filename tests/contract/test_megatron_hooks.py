@@ -90,14 +90,14 @@ def test_uninstalled_not_one_attribute_differs(starts: dict[str, Start]) -> None
     assert _hooked(starts, "undo")[0] == []
 
 
-def test_with_lastgasp_0_nothing_is_hooked_and_that_is_said(starts: dict[str, Start]) -> None:
+def test_with_lastgasp_0_nothing_is_hooked_and_that_is_reported(starts: dict[str, Start]) -> None:
     hooked, called = _hooked(starts, "off")
     assert hooked == []
     assert called.count("train_step") == 2
     assert "lastgasp is off" in starts["off"].stderr
 
 
-def test_options_stand_in_megatrons_parser_next_to_the_users(starts: dict[str, Start]) -> None:
+def test_options_are_in_megatrons_parser_next_to_the_users(starts: dict[str, Start]) -> None:
     assert _hooked(starts, "arguments")[0] == ["/somewhere", "True", "3"]
 
 

@@ -55,7 +55,7 @@ def test_names_as_taskd_knows_them(npu: Any, marks: MstxMarks) -> None:
     assert starts(npu) == [(name, "default", True) for name in names], "torch_npu tells of the data loader itself"
 
 
-def test_what_the_framework_tells_by_itself_is_left_to_it(npu: Any, marks: MstxMarks) -> None:
+def test_what_the_framework_reports_itself_is_left_to_it(npu: Any, marks: MstxMarks) -> None:
     for mark in (
         marks.define("{}", domain="communication", bit=bits.COMM, stream=True),
         marks.define("save_checkpoint", bit=bits.SAVE, stream=False),
@@ -143,7 +143,7 @@ def test_an_end_without_a_begin_and_a_step_that_an_exception_left_open(npu: Any,
     assert not marks.mark("forward").cancel()
 
 
-def test_times_from_elsewhere_cannot_be_told(marks: MstxMarks) -> None:
+def test_times_from_elsewhere_are_unknown(marks: MstxMarks) -> None:
     forward = marks.mark("forward")
     assert isinstance(forward, mstx.MstxMark)
     assert forward.put(1, 2, 0, 0, 0) is False

@@ -129,7 +129,9 @@ def test_a_finished_job_ends_well(api: Any, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "trained to the end\n"), done.stderr
 
 
-def test_what_is_missing_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_missing_is_reported(
+    api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(api, "PROFILER", False)
     monkeypatch.setattr(taskd, "REGISTERED_WITHIN", 0.0)
     one = registry(api)
@@ -138,13 +140,13 @@ def test_what_is_missing_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, capl
     assert "is not registered with TaskD: libmspti.so is not loaded" in caplog.text
 
 
-def test_a_refusal_is_told(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_reported(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     registry(api).register(card_of_this_process(3))
     assert "TaskD does not know rank 3: it refused the worker" in caplog.text
 
 
-def test_the_inner_registry_is_told_as_well(api: Any) -> None:
+def test_the_inner_registry_is_notified_as_well(api: Any) -> None:
     told: list[object] = []
 
     class Inner:
@@ -194,7 +196,7 @@ def test_open_prepares_what_the_import_needs(api: Any, tmp_path: Path, monkeypat
     assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o750
 
 
-def test_another_package_of_that_name_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_of_that_name_is_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taskd").mkdir()
     (tmp_path / "taskd" / "__init__.py").touch()
     (tmp_path / "taskd" / "api.py").touch()
@@ -378,7 +380,7 @@ def test_a_proxy_reaches_the_managers_pod(env: dict[str, str], upstream: str) ->
     assert proxy_config({})["UpstreamAddr"] == "127.0.0.1" and proxy_config({})["ServerRank"] == "0"
 
 
-def test_a_name_that_nobody_knows_is_told_in_time() -> None:
+def test_a_name_that_nobody_knows_is_reported_in_time() -> None:
     with pytest.raises(ControlError, match=r"MASTER_ADDR=nowhere\.invalid"):
         proxy_config({"MASTER_ADDR": "nowhere.invalid"}, limit=0.0)
 
@@ -409,7 +411,7 @@ def test_the_proxy_serves_as_long_as_its_launcher(api: Any) -> None:
     assert api.calls[-1] == ("destroy_taskd_proxy",)
 
 
-def test_a_proxy_that_is_refused_is_told(api: Any) -> None:
+def test_a_proxy_that_is_refused_is_reported(api: Any) -> None:
     with pytest.raises(ControlError, match="refused"):
         run_proxy(proxy_config({}) | {"UpstreamAddr": "job-master-0"}, lambda: True)
 

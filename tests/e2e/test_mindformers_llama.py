@@ -65,7 +65,7 @@ def killed(out: Path) -> dict[int, set[str]]:
 
 
 @pytest.mark.full
-def test_killed_it_goes_on_and_learns(tmp_path: Path) -> None:
+def test_killed_it_continues_and_learns(tmp_path: Path) -> None:
     assert {len(values) for values in killed(tmp_path / "broken").values()} == {1}, "no step was trained differently"
 
 

@@ -131,7 +131,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_best_model_of_the_other_rank_stands_in_for_a_damaged_one(undisturbed: Path, tmp_path: Path) -> None:
+def test_the_best_model_of_the_other_rank_replaces_a_damaged_one(undisturbed: Path, tmp_path: Path) -> None:
     names = {path.name for path in (undisturbed / "ckpts" / "best").glob("*.tar")}
     assert names == {"model_best.rank0.pth.tar", "model_best.rank1.pth.tar"}
     for path in (undisturbed / "ckpts" / "best").iterdir():

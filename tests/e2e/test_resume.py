@@ -97,7 +97,7 @@ def test_both_ranks_fall_back_to_the_older_one_and_end_bit_equal(
     assert len(moved) == 1, "proven damage is moved away, with the reason"
 
 
-def test_all_bad_refuses_and_never_starts_anew_in_silence(tmp_path: Path, eight: Path) -> None:
+def test_all_bad_refuses_and_never_starts_from_scratch_silently(tmp_path: Path, eight: Path) -> None:
     directory = copy_of(eight, tmp_path)
     for path in directory.glob("*.ckpt"):
         _middle_bit(path)
@@ -196,7 +196,7 @@ def test_a_full_disk_does_not_end_training_and_harms_nothing_older(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_gasp_on_a_full_disk_is_told_in_the_incident_and_on_exit(tmp_path: Path, small_disk: Path) -> None:
+def test_a_gasp_on_a_full_disk_is_reported_in_the_incident_and_on_exit(tmp_path: Path, small_disk: Path) -> None:
     (tmp_path / "ckpts").symlink_to(small_disk)
     fault = "kind=sigkill,rank=0,step=6,phase=backward"
     (small_disk / "ballast").write_bytes(bytes(16384))

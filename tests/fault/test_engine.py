@@ -138,7 +138,7 @@ def test_a_rank_that_never_leaves_its_update_is_not_saved_where_another_holds_th
     assert {u.rank: u.why for u in incident.unused}[0] == "still inside its update after 1 s"
 
 
-def test_gives_up_and_says_why_when_the_only_rank_left_is_torn(tmp_path: Path) -> None:
+def test_gives_up_and_says_why_when_the_only_rank_left_is_inside_its_update(tmp_path: Path) -> None:
     with ToyJob(tmp_path, world=2, finish=1.0) as job:
         job.step(1)
         job.ranks[0].tell("update")
@@ -330,7 +330,7 @@ def _listener_pid(port: int) -> int:
     raise AssertionError(f"nobody listens on port {port}")
 
 
-def test_notes_of_ranks_stand_in_the_incident_that_they_belong_to_and_once(tmp_path: Path) -> None:
+def test_notes_of_ranks_are_in_the_incident_that_they_belong_to_and_once(tmp_path: Path) -> None:
     """Before the fault: in its record. From the restarted ranks: in the record of what they answer."""
     with ToyJob(tmp_path, world=2) as job:
         job.step(1)
@@ -388,7 +388,7 @@ def test_ranks_that_hold_the_same_are_saved_from_one_another(tmp_path: Path) -> 
         assert job.incident().notes == []
 
 
-def test_a_rank_that_closed_may_end_at_once_while_its_peer_goes_on_with_work_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_that_closed_may_end_at_once_while_its_peer_continues_with_work_of_its_own(tmp_path: Path) -> None:
     """By os._exit, while the controller is behind; the peer closes a little later and exports for a while."""
     with ToyJob(tmp_path, world=2) as job:
         job.step(1)

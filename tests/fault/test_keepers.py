@@ -56,7 +56,7 @@ def test_what_its_launcher_kept_is_saved(tmp_path: Path) -> None:
         assert job.incident().notes == []
 
 
-def test_without_one_the_loss_stands_in_the_record(tmp_path: Path) -> None:
+def test_without_one_the_loss_is_in_the_record(tmp_path: Path) -> None:
     with elsewhere(tmp_path) as job:
         job.step(1)
         job.stuck(0)

@@ -109,7 +109,7 @@ def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
     assert ends[0] == ends[1] == (1, ["x", "x"], True, True)
 
 
-def test_max_restarts_0_is_honoured_and_the_exit_code_tells(tmp_path: Path) -> None:
+def test_max_restarts_0_is_honoured_and_the_exit_code_says_so(tmp_path: Path) -> None:
     done = finish(run("--max-restarts", 0, WORKER, tmp_path / "d", "die", 2), tmp_path)
     assert done.returncode == exitcodes.SAVED, done.output[-4000:]
     assert told(tmp_path / "d", 1) == []

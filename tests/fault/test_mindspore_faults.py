@@ -249,7 +249,7 @@ def scaled(folder: Path, name: str) -> Job:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "llama", "llama-newer"])
-def test_a_dynamic_loss_scale_goes_on_as_it_stood(tmp_path: Path, name: str) -> None:
+def test_a_dynamic_loss_scale_continues_unchanged(tmp_path: Path, name: str) -> None:
     """And as long as it stood. Nobody hears what the saved step tells: the fault comes when its graph has returned."""
     job = scaled(tmp_path / "faulty", name)
     if name == "llama-newer":

@@ -118,7 +118,7 @@ def test_a_rank_that_refuses_is_not_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_scheduler_that_has_died_is_started_anew(tmp_path: Path) -> None:
+def test_a_scheduler_that_has_died_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d/scheduler-ends").touch()
     done = finish(job(tmp_path, "die", 1))

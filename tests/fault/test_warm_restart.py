@@ -89,7 +89,7 @@ def gated(folder: Path, **variables: str) -> Iterator[tuple[Running, Path]]:
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 3, 0)
 
 
-def test_an_import_that_starts_a_thread_is_told_of_and_ranks_start_as_ever(tmp_path: Path) -> None:
+def test_an_import_that_starts_a_thread_is_reported_and_ranks_start_as_before(tmp_path: Path) -> None:
     library = tmp_path / "site-packages"
     library.mkdir()
     (library / "culprit.py").write_text(

@@ -126,7 +126,7 @@ def test_in_an_update_half_of_the_parameters_have_changed(manual: bool, tmp_path
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_an_update_that_goes_on_ends_as_if_nothing_had_been(manual: bool, tmp_path: Path) -> None:
+def test_an_update_that_continues_ends_as_if_nothing_had_been(manual: bool, tmp_path: Path) -> None:
     undisturbed, disturbed = Tiny(manual), Tiny(manual)
     fit(undisturbed, tmp_path / "a")
     kit, witness = kit_for("kind=sleep:0,phase=update,step=3;kind=sleep:0,phase=after_update,step=3", disturbed)

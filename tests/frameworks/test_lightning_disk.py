@@ -103,7 +103,7 @@ def test_a_disk_that_becomes_read_only_does_not_end_training(
     assert steps_that_verify(tmp_path) == [2, 4]
 
 
-def test_a_gasp_that_cannot_be_written_is_told_and_harms_nothing(
+def test_a_gasp_that_cannot_be_written_is_reported_and_harms_nothing(
     tmp_path: Path, read_only: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "lastgasp"), pytest.raises(ValueError, match="a bug of the user's"):

@@ -135,7 +135,7 @@ def test_last_good_is_of_the_fit_that_comes_next(broken_off: Job) -> None:
     assert second.trained[0] == 0
 
 
-def test_another_model_after_a_fit_that_did_not_end_well_starts_anew(
+def test_another_model_after_a_fit_that_did_not_end_well_starts_from_scratch(
     broken_off: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     again, other = Small(), Small()

@@ -79,7 +79,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("strikes", [(2, 6, 8), *(pytest.param(one, marks=FULL) for one in ((5,), (6,), (11,)))])
-def test_a_restart_goes_on_in_the_same_version(straight: Path, tmp_path: Path, strikes: tuple[int, ...]) -> None:
+def test_a_restart_continues_in_the_same_version(straight: Path, tmp_path: Path, strikes: tuple[int, ...]) -> None:
     job = Job(tmp_path)
     for strike in strikes:
         train(job, strike)

@@ -194,7 +194,7 @@ def swa(job: Job, strike: int | None) -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.mark.parametrize("step", [3, 9])
-def test_stochastic_weight_averaging_goes_on_with_its_learning_rate(tmp_path: Path, step: int) -> None:
+def test_stochastic_weight_averaging_continues_with_its_learning_rate(tmp_path: Path, step: int) -> None:
     straight = swa(Job(tmp_path / "straight"), None)
     job = Job(tmp_path / "faulted")
     swa(job, step)

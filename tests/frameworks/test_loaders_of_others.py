@@ -137,7 +137,7 @@ def test_webdataset_with_workers(kind: str, shards: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("clocked", "shuffle"), ("resampled", "ResampledShards")])
-def test_webdataset_that_shuffles_by_the_clock_is_told_of(kind: str, name: str, shards: list[str]) -> None:
+def test_webdataset_that_shuffles_by_the_clock_is_reported(kind: str, name: str, shards: list[str]) -> None:
     loop = Loop(pipeline(shards, kind))
     whole = loop.whole()
     assert whole.inexact.startswith(f"{name} of the WebDataset pipeline")
@@ -244,7 +244,7 @@ def test_litdata(workers: int, chunks: Path) -> None:
     Loop(lit(chunks, True, workers), epochs=4, most=3).check((2, 3, 4, 6))
 
 
-def test_litdata_in_torchs_loader_is_told_of(chunks: Path) -> None:
+def test_litdata_in_torchs_loader_is_reported(chunks: Path) -> None:
     litdata = package("litdata")
     position = position_of(DataLoader(litdata.StreamingDataset(str(chunks)), 4), rng.RngRecorder())
     assert position.kind == STREAM and "use that one" in position.inexact

@@ -373,14 +373,14 @@ def test_where_none_fits_nothing_is_moved(tmp_path: Path, monkeypatch: pytest.Mo
     ]  # fmt: skip
 
 
-def test_a_file_of_somebody_elses(tmp_path: Path) -> None:
+def test_a_foreign_file(tmp_path: Path) -> None:
     torch.save({"model": tiny().container.state_dict()}, tmp_path / "other.pt")
     with pytest.raises(CheckpointMismatch, match="not written by a Session"):
         Session.open(tmp_path / "new", state=tiny(), marks=False, resume=tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize("data", [loader, Counting, lambda: list(loader())])
-def test_a_rank_whose_random_state_was_lost_goes_on_with_the_right_batch(data: Any, tmp_path: Path) -> None:
+def test_a_rank_whose_random_state_was_lost_continues_with_the_right_batch(data: Any, tmp_path: Path) -> None:
     """Ranks that disagreed on the number of batches would wait for each other for ever."""
     numbers: list[int] = []
 
@@ -399,7 +399,7 @@ def test_a_rank_whose_random_state_was_lost_goes_on_with_the_right_batch(data: A
     assert numbers == [2, 3, 4]
 
 
-def test_a_loop_that_does_not_tell_its_steps_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_does_not_report_its_steps_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = tiny()
     with Session.open(tmp_path, state=state, marks=False) as s:
         for _ in s.epochs(2):
@@ -458,7 +458,7 @@ def test_hooks_are_gone_after_the_session(tmp_path: Path) -> None:
     assert type(data.batch_sampler).__name__ == "BatchSampler"
 
 
-def test_a_stream_that_got_shorter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_got_shorter_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing can be skipped any more; the loop goes on with what there is, and nobody has to guess why."""
 
     class Stream(torch.utils.data.IterableDataset[torch.Tensor]):

@@ -399,7 +399,7 @@ def check(name: str, folder: Path, most: int) -> None:
 
 
 @pytest.mark.usefixtures("childrens_signal")
-def test_random_numbers_of_workers_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_numbers_of_workers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the start once, and where a run is resumed in the middle of a pass."""
     run(SHAPES["workers"], tmp_path, 9)
     assert caplog.text.count(WORKERS) == 1

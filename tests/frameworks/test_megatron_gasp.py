@@ -99,7 +99,7 @@ def _expected(line: str) -> bool:
 
 
 @pytest.mark.full
-def test_a_lost_shard_without_replica_is_said_with_what_would_have_saved_it(tmp_path: Path) -> None:
+def test_a_lost_shard_without_replica_is_reported_with_what_would_have_saved_it(tmp_path: Path) -> None:
     flags = f"--bf16 {DIST_OPT}"
     job = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=FLAGS)
     done = job.run(fault("sigkill", 0, "forward", tmp_path), timeout=LIMIT)

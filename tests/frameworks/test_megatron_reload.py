@@ -169,7 +169,7 @@ def test_without_what_the_user_requires_it_is_no_success(
 
 
 @pytest.mark.full
-def test_plain_megatron_goes_on_from_a_repaired_directory(shelves: dict[str, Path], tmp_path: Path) -> None:
+def test_plain_megatron_resumes_from_a_repaired_directory(shelves: dict[str, Path], tmp_path: Path) -> None:
     _check(shelves, tmp_path / "ours", ("torch", "model empty"))
     shutil.rmtree(tmp_path / "ours/losses")
     plain = GptJob(folder=tmp_path / "ours", flags=FLAGS["torch"], last=24)

@@ -29,7 +29,7 @@ SCRIPT = Path(place.__file__).parent / "seqlock.py"
         ),
     ],
 )
-def test_what_the_counters_call_whole_is_whole(version: str, tmp_path: Path) -> None:
+def test_what_the_counters_call_complete_is_complete(version: str, tmp_path: Path) -> None:
     """Thousands of readings by a second thread, against what the training thread sees at the end of each step."""
     job = Job(folder=tmp_path, ranks=1, version=version, script=SCRIPT)
     command = [str(place.python(version)), str(SCRIPT)]

@@ -203,7 +203,7 @@ def test_two_passes_over_loaders_that_count_epochs() -> None:
         assert run(start=record)[0] == whole[stop:], stop
 
 
-def test_an_order_that_is_drawn_anew_is_told_of() -> None:
+def test_an_order_that_is_drawn_anew_is_reported() -> None:
     loop = Loop(lambda: DataLoader(Clocked(), 4))
     stopped = loop.run(7)
     assert isinstance(stopped, Stopped)
@@ -212,7 +212,7 @@ def test_an_order_that_is_drawn_anew_is_told_of() -> None:
     assert resumed.inexact == CHANGED
 
 
-def test_a_sampler_that_is_in_another_epoch_is_told_of() -> None:
+def test_a_sampler_that_is_in_another_epoch_is_reported() -> None:
     loop = Loop(LOADERS["distributed"], epoch=set_epoch)
     stopped = loop.run(7)
     assert isinstance(stopped, Stopped)
@@ -242,7 +242,7 @@ class InTurn(IterableDataset[float]):
 @pytest.mark.parametrize(
     "make", [lambda: DataLoader(Numbers(), 2, sampler=Chunks()), lambda: DataLoader(InTurn(), 2)], ids=[MAP, STREAM]
 )
-def test_an_order_that_is_drawn_in_turn_with_the_training_is_told_of(make: Callable[[], Any]) -> None:
+def test_an_order_that_is_drawn_in_turn_with_the_training_is_reported(make: Callable[[], Any]) -> None:
     loop = Loop(make)
     whole, stopped = loop.whole(), loop.run(7)
     assert isinstance(stopped, Stopped)
@@ -253,7 +253,7 @@ def test_an_order_that_is_drawn_in_turn_with_the_training_is_told_of(make: Calla
 
 
 @pytest.mark.parametrize(("data", "reason"), [(InTurn, IN_TURN), (Stream, "")])
-def test_a_framework_is_told_of_an_order_that_is_drawn_in_turn(data: type, reason: str) -> None:
+def test_a_framework_learns_of_an_order_that_is_drawn_in_turn(data: type, reason: str) -> None:
     loader = DataLoader(data(), 2)
     stopped, resumed = (EpochPosition([loader], rng.RngRecorder()) for _ in range(2))
     stopped.begin()

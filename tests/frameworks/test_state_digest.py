@@ -72,7 +72,7 @@ def trained(seed: int, steps: int) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def test_model_and_optimizer_are_told_apart() -> None:
+def test_model_and_optimizer_are_distinguished() -> None:
     model, optimizer = trained(1, 2)
     before = digests_of({"model": model}, {"optimizer": optimizer})
     again = copy.deepcopy((model, optimizer))

@@ -155,7 +155,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_manager_goes_on_from_the_older_one(made: Path, tmp_path: Path, damage: str) -> None:
+def test_the_manager_resumes_from_the_older_one(made: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "ckpts"
     shutil.copytree(made, folder)
     # The kill may have come within the save after the last sealed one: that one is not what is tested here.
@@ -170,7 +170,7 @@ def test_the_manager_goes_on_from_the_older_one(made: Path, tmp_path: Path, dama
     assert examine(folder).exit_code == 0
 
 
-def test_killed_while_it_saves_it_restores_a_whole_one(tmp_path: Path) -> None:
+def test_killed_while_it_saves_it_restores_a_complete_one(tmp_path: Path) -> None:
     folder, last = tmp_path / "ckpts", 0
     for count in (2, 5, 9):
         lines = killed_at([str(place.python()), str(CHILD), "save", str(folder)], "sealed", count)

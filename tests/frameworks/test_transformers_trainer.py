@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return outcome(one, one.train().training_loss)
 
 
-def test_the_same_training_goes_on_after_an_exception(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_the_same_training_continues_after_an_exception(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     """Without a launcher, in the same process: the step before is saved, and the next call resumes from it."""
     one = trainer(tmp_path, Breaks(5), LastGasp())
     with pytest.raises(InjectedFault):
@@ -105,7 +105,7 @@ def test_a_finished_training_does_no_step_more(tmp_path: Path) -> None:
     assert again.state.global_step == 8
 
 
-def test_an_incomplete_save_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_incomplete_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     cut = tmp_path / "checkpoint-9"
     cut.mkdir()
     (cut / "checkpoint-is-incomplete.txt").touch()

@@ -205,7 +205,7 @@ def test_a_file_without_a_job_is_named_as_such() -> None:
         patched("apiVersion: batch.volcano.sh/v1alpha1\nkind: Job\nmetadata: {name: x}\n")
 
 
-def test_the_strategy_stands_in_clusterds_order_without_blanks() -> None:
+def test_the_strategy_is_in_clusterds_order_without_blanks() -> None:
     after = patched(bare(), "dump, recover ,retry").after
     assert 'recover-strategy: "retry,recover,dump"' in after
 
@@ -279,7 +279,7 @@ def test_a_file_without_a_last_newline() -> None:
     assert "No newline at end of file" in result.diff("x")
 
 
-def test_lists_that_stand_below_their_key() -> None:
+def test_lists_below_their_key() -> None:
     text = bare()
     flattest = YAML(typ="rt")
     flattest.indent(mapping=2, sequence=2, offset=0)

@@ -405,7 +405,7 @@ def test_a_value_from_a_configmap_is_not_judged() -> None:
     assert diagnoses(DUMP.replace('                  value: "8000"\n', taken)) == []
 
 
-def test_the_device_plugin_may_stand_in_another_file() -> None:
+def test_the_device_plugin_may_be_in_another_file() -> None:
     job = source_of(Path("job.yaml"), RECOVER.encode())
     plugin = "kind: DaemonSet\nmetadata: {name: plugin}\nspec: {args: [-hotReset=1]}\n"
     found = check([job, source_of(Path("plugin.yaml"), plugin.encode())])

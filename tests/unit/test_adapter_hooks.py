@@ -178,7 +178,7 @@ class Manager:
         setattr(sys.modules[NAME], path.rpartition(".")[2], self.wrappers[path](function))
 
 
-def test_a_patch_manager_is_told_and_wraps_only_once(framework: ModuleType) -> None:
+def test_a_patch_manager_is_notified_and_wraps_only_once(framework: ModuleType) -> None:
     seen: list[str] = []
     manager, original = Manager(), framework.save
     hooks = Hooks([hook("save", seen)], manager=manager)

@@ -38,7 +38,7 @@ def test_without_a_manifest_nothing_is_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 20, -1])
-def test_a_damaged_one_is_left_out_and_said(tmp_path: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_one_is_left_out_and_reported(tmp_path: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
     path = put_file(tmp_path, 7)
     add(path, FILES, {1: b"one"})
     [file] = hidden(tmp_path)

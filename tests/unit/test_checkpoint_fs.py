@@ -135,7 +135,7 @@ def test_layouts_are_layouts() -> None:
     assert isinstance(FOLDERS, Layout)
 
 
-def test_discover_leaves_out_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_discover_leaves_out_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     file, folder = put_file(tmp_path, 1), put_folder(tmp_path, 1)
     for name in ("a.ckpt.corrupt", "iter_9.corrupt", "iter_9.corrupt-1", ".x.ckpt", "iter_7.manifest.next.json"):
         (tmp_path / name).write_bytes(b"")

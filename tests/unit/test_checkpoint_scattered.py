@@ -235,7 +235,7 @@ def test_it_is_never_overwritten_unless_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["scattered", "folder"])
-def test_what_was_moved_aside_for_a_commit_that_was_killed_stands_again(tmp_path: Path, kind: str) -> None:
+def test_what_was_moved_aside_for_a_commit_that_was_killed_is_restored(tmp_path: Path, kind: str) -> None:
     layout: Layout = SCATTERED if kind == "scattered" else FOLDERS
     ends = set()
     for at in range(200):

@@ -38,7 +38,7 @@ def test_json_and_the_code_of_an_error(tmp_path: Path) -> None:
     assert said["frameworks"]["torch"].startswith("2.")
 
 
-def test_what_a_warm_restart_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_warm_restart_takes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LASTGASP_WARM")
     assert (
         "takes the memory of their imports once per node (LASTGASP_WARM=auto)"
@@ -50,7 +50,7 @@ def test_what_a_warm_restart_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert "LASTGASP_WARM='maybe'" in run()[1]
 
 
-def test_the_directory_may_stand_in_the_environment_and_need_not_exist(
+def test_the_directory_may_come_from_the_environment_and_need_not_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LASTGASP_DIR", str(tmp_path / "new" / "ckpts"))
@@ -176,7 +176,7 @@ def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_full_disk_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

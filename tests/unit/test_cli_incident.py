@@ -185,7 +185,7 @@ def test_the_scale_keeps_order_and_gives_every_span_room(lengths: list[float], a
     assert scale.place(at) <= scale.place(at + 1)
 
 
-def test_what_was_added_to_the_checkpoint_since_is_said(tmp_path: Path) -> None:
+def test_what_was_added_to_the_checkpoint_since_is_reported(tmp_path: Path) -> None:
     """The record's note was true when it was written; the resume is exact all the same."""
     path = put_file(tmp_path, 33)
     lost = "the random state of rank 1 at step 33 died with its process or host"

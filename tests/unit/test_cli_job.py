@@ -67,7 +67,7 @@ def test_check_of_standard_input() -> None:
     assert done.exit_code == 1 and "strategy-unknown" in done.output and "1 error, 0 warnings" in done.output
 
 
-def test_check_of_what_is_no_yaml_and_of_what_is_no_job(tmp_path: Path) -> None:
+def test_check_of_what_is_neither_yaml_nor_a_job(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("a:\n\tb: c\n")
     done = run("check", broken)
@@ -173,7 +173,7 @@ def test_the_configmap_of_the_switch(job: Path) -> None:
         (("--job", "x", "steps=on"), "steps"),
     ],
 )
-def test_wrong_words_of_the_switch(words: tuple[str, ...], says: str) -> None:
+def test_invalid_switch_arguments(words: tuple[str, ...], says: str) -> None:
     done = run("switch-configmap", *words)
     assert done.exit_code == 2 and says in done.output
 

@@ -168,7 +168,7 @@ def test_some_ranks_as_json() -> None:
     ]
 
 
-def test_who_did_not_acknowledge_is_named_and_the_exit_code_tells() -> None:
+def test_a_rank_that_did_not_acknowledge_is_named_and_the_exit_code_says_so() -> None:
     with job_here(2, joined=1) as job:
         shown(job)
         done = run("switch", "comm=on")

@@ -40,7 +40,7 @@ def test_wrong_sizes(option: str) -> None:
     assert code == 2, output
 
 
-def test_a_manager_that_ends_before_the_job_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_that_ends_before_the_job_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told, words = threading.Event(), []
 
     def tell(text: str, *more: object) -> None:

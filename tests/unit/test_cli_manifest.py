@@ -55,7 +55,7 @@ def test_from_then_on_a_flipped_bit_is_seen(tmp_path: Path) -> None:
     assert run("verify", tmp_path) == (1, {"iter_0000010": ("damaged", "")})
 
 
-def test_what_is_not_whole_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_what_is_incomplete_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     iteration(tmp_path, 10)
     corrupt.flip_bit(iteration(tmp_path, 20) / "distrib_optim.pt", 2000)
     corrupt.truncate(iteration(tmp_path, 30) / "model_optim_rng.pt", 100)
@@ -96,7 +96,7 @@ def test_plain_files_with_and_without_a_step_in_their_names(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.pth.tar"])
-def test_plain_files_that_are_not_whole_are_refused(tmp_path: Path, name: str) -> None:
+def test_plain_files_that_are_incomplete_are_refused(tmp_path: Path, name: str) -> None:
     corrupt.flip_bit(plain(tmp_path, name), 2000)
     code, rows = run("manifest", tmp_path)
     assert (code, rows[name][0]) == (1, "refused")
@@ -108,7 +108,7 @@ def test_plain_files_that_are_not_whole_are_refused(tmp_path: Path, name: str) -
     assert run("verify", tmp_path) == (1, {name: ("no manifest", "")})
 
 
-def test_files_of_the_format_before_torch_1_6_cannot_tell_and_get_a_manifest(tmp_path: Path) -> None:
+def test_files_of_the_format_before_torch_1_6_are_unverifiable_and_get_a_manifest(tmp_path: Path) -> None:
     (tmp_path / "old.pth").write_bytes(bytes.fromhex("80028a0a6cfc9c46f9206aa850192e") + b"\x80\x02M\xe9\x03.")
     assert run("manifest", tmp_path) == (0, {"old.pth": ("written", "")})
 

@@ -104,7 +104,7 @@ def test_functions_that_cannot_be_wrapped_stay_as_they_are(
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_ddp_that_tells_no_times_trains_on(marks: Marks, on: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_ddp_that_reports_no_times_trains_on(marks: Marks, on: bool, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
 
     def refuse(rate: int) -> None:

@@ -89,7 +89,7 @@ def another_type(module: Holder) -> None:
 @pytest.mark.parametrize(
     "change", [in_place, another_tensor, other_memory, strides, a_graph, another_shape, another_type]
 )
-def test_a_buffer_is_captured_as_it_stands(
+def test_a_buffer_is_captured_in_its_current_form(
     recorder: AuxRecorder, module: Holder, change: Callable[[Holder], None]
 ) -> None:
     captured(recorder, 1)

@@ -110,7 +110,7 @@ def test_an_addition_that_fails_costs_no_outcome(tmp_path: Path) -> None:
     assert "No space left on device" in own_record(tmp_path).notes[0]
 
 
-def test_who_saves_at_the_same_time_lets_the_first_commit_stand(tmp_path: Path) -> None:
+def test_a_rank_that_saves_at_the_same_time_lets_the_first_commit_stand(tmp_path: Path) -> None:
     """Publishing finds out, under the lock of the directory; records come a moment after the commit."""
     source = Contributing()
     source.gate.clear()

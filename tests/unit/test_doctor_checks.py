@@ -367,7 +367,7 @@ def test_errors_come_first_and_every_source_is_a_file_of_facts(box: Box) -> None
     assert all(re.match(rf"({files})\.md", one.source) for one in every_check().values())
 
 
-def test_cann_that_is_there_and_not_sourced_is_told(box: Box) -> None:
+def test_cann_that_is_there_and_not_sourced_is_reported(box: Box) -> None:
     box.installed(torch_npu="2.13.0")
     box.file("/usr/local/Ascend/ascend-toolkit/latest/lib64/libhccl.so")
     assert box.found()["torch-npu-cann"].fix == "source /usr/local/Ascend/ascend-toolkit/latest/set_env.sh"
@@ -404,13 +404,13 @@ def test_a_healthy_pod_whose_job_lastgasp_run_starts_has_no_errors(box: Box) -> 
     assert box.found()["preload-missing"].severity == "error", "it cannot preload what is not there"
 
 
-def test_a_log_directory_of_this_users_is_put_right_by_itself(box: Box) -> None:
+def test_a_log_directory_of_this_users_is_corrected_automatically(box: Box) -> None:
     TASKD(box)
     box.directory("work/taskd_log", 0o755)
     assert box.found()["taskd-log-mode"].severity == "warning"
 
 
-def test_a_place_that_cannot_be_looked_at_is_told(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_looked_at_is_reported(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     TASKD(box)
 
     def refuse(path: Path, *_: object) -> bool:

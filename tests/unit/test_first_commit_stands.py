@@ -53,7 +53,7 @@ def test_what_stood_there_when_the_attempt_began_is_replaced(tmp_path: Path) -> 
     assert path.read_bytes() == SECOND
 
 
-def test_what_is_not_whole_is_replaced(tmp_path: Path) -> None:
+def test_what_is_incomplete_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "gasp.ckpt"
     commit(path, FIRST)
     path.write_bytes(FIRST[:-1])

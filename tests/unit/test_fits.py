@@ -60,7 +60,7 @@ def test_after_a_checkpoint_of_unknown_fit_no_further_fit_begins() -> None:
         fits.refuse_unnumbered(HERE)
 
 
-def test_fingerprints_tell_rows_apart() -> None:
+def test_fingerprints_distinguish_rows() -> None:
     assert fingerprint(["a", "b"]) == fingerprint(iter(["a", "b"]))
     assert len({fingerprint(rows) for rows in (["ab"], ["a", "b"], ["b", "a"], [])}) == 4
 

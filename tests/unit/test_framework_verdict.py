@@ -36,7 +36,7 @@ def test_without_a_launcher_there_is_nobody_to_tell(monkeypatch: pytest.MonkeyPa
     assert not home.exists()
 
 
-def test_a_directory_that_cannot_be_trusted_costs_the_word_and_nothing_else(
+def test_a_directory_that_cannot_be_trusted_costs_only_the_message(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     home.mkdir(mode=0o755)

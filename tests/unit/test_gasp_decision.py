@@ -112,7 +112,7 @@ def test_dead_ranks_do_not_count_for_the_step() -> None:
     )
 
 
-def test_a_torn_rank_ahead_costs_its_step_and_that_is_said() -> None:
+def test_a_rank_inside_its_update_ahead_costs_its_step_and_that_is_reported() -> None:
     torn = RankView(rank=0, step=6, holds=False, why="torn")
     assert saving(decide((torn, view(1, 5)), data_parallel(2), 4)).lost == 1
     decision = decide((torn, view(1, 5)), data_parallel(2), 5)

@@ -100,7 +100,9 @@ def test_in_the_middle_of_tls_they_count_as_well(monkeypatch: pytest.MonkeyPatch
         thread.stop()
 
 
-def test_who_proves_nothing_has_to_go_soon(controller: ControllerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_proves_nothing_is_closed_soon(
+    controller: ControllerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(controller_module, "GREETING_TIMEOUT", 0.2)
     with idle(5, controller.endpoint.port) as ours:
         for one in ours:

@@ -38,7 +38,7 @@ def test_nobody_waits_for_a_rank_that_died_before() -> None:
     assert not job.gathers
 
 
-def test_a_rank_that_stands_aside_is_waited_for() -> None:
+def test_a_rank_that_defers_is_waited_for() -> None:
     """It said goodbye because the framework leads the recoveries, and still gathers (`defer_to_framework`)."""
     job = attempt()
     job.machine.said(1, m.Goodbye(), 0.0)

@@ -78,7 +78,7 @@ def test_anything_else_is_no_groups(nonsense: bytes) -> None:
         unpack(nonsense)
 
 
-def test_ranks_that_disagree_are_told_what_each_of_them_says() -> None:
+def test_ranks_that_disagree_are_reported_with_what_each_of_them_says() -> None:
     job = Attempt.of(hello(0, 4))
     other = msgspec.structs.replace(hello(1, 4), replicas=pack(((0, 2), (1, 3))))
     assert job.disagreement(other).startswith("replicas=((0, 2), (1, 3)) on rank 1, but ((0, 1, 2, 3),) on rank 0: ")
@@ -86,7 +86,7 @@ def test_ranks_that_disagree_are_told_what_each_of_them_says() -> None:
     assert job.disagreement(same) == "", "another zlib, the same groups"
 
 
-def test_many_ranks_that_disagree_are_told_so_in_one_line() -> None:
+def test_many_ranks_that_disagree_are_reported_in_one_line() -> None:
     job = Attempt.of(hello(0, MANY))
     other = msgspec.structs.replace(hello(1, MANY), replicas=pack(tuple((rank,) for rank in range(MANY))))
     why = job.disagreement(other)

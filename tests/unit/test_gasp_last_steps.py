@@ -119,7 +119,7 @@ def test_a_dead_ranks_step_is_that_of_its_buffer(tmp_path: Path) -> None:
         assert ranks.fault().step == 13
 
 
-def test_on_another_host_its_launcher_tells_it(tmp_path: Path) -> None:
+def test_on_another_host_its_launcher_reports_it(tmp_path: Path) -> None:
     with buffer_at(12, 13) as buffer, two_ranks(tmp_path, "another boot:1") as ranks:
         end, keepers = ranks.controller.endpoint, ranks.controller._controller.keepers
         with closing(BufferKeeper(end.address, end.token)) as keeper:
@@ -130,7 +130,7 @@ def test_on_another_host_its_launcher_tells_it(tmp_path: Path) -> None:
             until(lambda: ranks.fault().step == 13, "the launcher's word")
 
 
-def test_a_box_tells_its_newest_step_first() -> None:
+def test_a_buffer_gives_its_newest_step_first() -> None:
     with buffer_at(12, 13) as buffer:
         assert list(states(buffer.fd)) == [13, 12, 14]
 
@@ -192,7 +192,7 @@ def test_a_rank_that_ends_while_it_starts_leaves_a_true_record(tmp_path: Path) -
     assert [(fault.kind, fault.step) for fault in record.faults] == [("exit", -1)]
 
 
-def test_who_raised_while_it_started_is_listed_once(tmp_path: Path) -> None:
+def test_a_rank_that_raised_while_it_started_is_listed_once(tmp_path: Path) -> None:
     """Its process ends before the others have answered: with what it raised, and not for another reason."""
     with two_ranks(tmp_path) as ranks:
         raised = Fault(kind="exception", rank=1, cause="ValueError: no such file", step=-1, seen_ns=1)
@@ -243,7 +243,7 @@ def starting(directory: Path) -> Iterator[tuple[FakeController, Session]]:
             session.close(goodbye=False)
 
 
-def test_what_ends_a_start_is_told_to_the_controller(tmp_path: Path) -> None:
+def test_what_ends_a_start_is_reported_to_the_controller(tmp_path: Path) -> None:
     with starting(tmp_path) as (controller, session):
         session.failed_to_start(RuntimeError("iter_0000007: size mismatch"), "exception")
         fault = controller.hear(m.Report).fault
@@ -268,13 +268,13 @@ def test_a_cause_holds_what_its_first_line_announces(error: Exception, cause: st
     assert len(cause_of(ValueError(f"{error}:" + "\nx" * 9999))) < 1000
 
 
-def test_who_could_not_start_because_of_a_peer_is_no_cause(tmp_path: Path) -> None:
+def test_a_rank_that_could_not_start_because_of_a_peer_is_not_a_cause(tmp_path: Path) -> None:
     with starting(tmp_path) as (controller, session):
         session.failed_to_start(ControlError("rank 0 is gone"), "exception")
         assert controller.hear(m.Report).fault.kind == "peer"
 
 
-def test_once_training_has_begun_nothing_is_told(tmp_path: Path) -> None:
+def test_once_training_has_begun_nothing_is_reported(tmp_path: Path) -> None:
     with starting(tmp_path) as (controller, session):
         session.training_started(3, 3)
         session.failed_to_start(RuntimeError("later"), "exception")

@@ -360,7 +360,7 @@ def test_a_save_that_failed_once_is_tried_again_where_nobody_else_is_left() -> N
     assert "its save failed: disk full" in referee.machine.outcome.reason
 
 
-def test_a_rank_that_comes_late_is_told_how_it_ended() -> None:
+def test_a_rank_that_comes_late_learns_how_it_ended() -> None:
     referee = begun(data_parallel(4))
     play(referee, ("die", 3))
     for _ in range(3):
@@ -379,7 +379,7 @@ def test_leaving_is_no_fault() -> None:
     assert (referee.machine.state, referee.machine.faults) == ("running", [])
 
 
-def test_a_saver_whose_state_went_on_saves_the_step_that_it_stands_on_now() -> None:
+def test_a_saver_whose_state_moved_on_saves_its_current_step() -> None:
     """A compiled step cannot be stopped half-way: rank 0 completed step 3 while it was saving step 2."""
     referee = begun(data_parallel(4))
     play(referee, ("die", 3))
@@ -396,7 +396,7 @@ def test_a_saver_whose_state_went_on_saves_the_step_that_it_stands_on_now() -> N
     assert (out.ending, out.step, out.savers, out.lost) == ("saved", 3, (0,), 0)
 
 
-def test_shards_that_all_went_on_meet_at_the_later_step() -> None:
+def test_shards_that_all_moved_on_meet_at_the_later_step() -> None:
     referee = begun(((0,), (1,), (2,), (3,)))
     play(referee, ("report", 3, "sigterm"))
     for rank in range(4):
@@ -411,7 +411,7 @@ def test_shards_that_all_went_on_meet_at_the_later_step() -> None:
     assert referee.machine.outcome.ending == "saved"
 
 
-def test_where_all_ranks_run_they_go_on_to_the_end_of_the_step_that_one_has_begun() -> None:
+def test_where_all_ranks_run_they_continue_to_the_end_of_the_step_that_one_has_begun() -> None:
     """Rank 1 has stopped before step 3, and rank 0 is in a collective of it: it would wait there for nothing."""
     referee = begun(data_parallel(4))
     play(referee, ("report", 0, "sigterm"))
@@ -428,7 +428,7 @@ def test_where_all_ranks_run_they_go_on_to_the_end_of_the_step_that_one_has_begu
 
 
 @pytest.mark.parametrize("event", [("die", 3), ("goodbye", 3), ("report", 3, "exception")])
-def test_nobody_goes_on_where_a_rank_has_stopped(event: Event) -> None:
+def test_nobody_continues_where_a_rank_has_stopped(event: Event) -> None:
     referee = begun(data_parallel(4))
     play(referee, ("report", 0, "sigterm"))
     play(referee, event)
@@ -461,7 +461,7 @@ def test_shards_that_do_not_meet_are_asked_a_few_times_more() -> None:
     assert referee.machine.state == "over"
 
 
-def test_ranks_that_go_on_and_on_are_not_waited_for() -> None:
+def test_ranks_that_keep_changing_are_not_waited_for() -> None:
     """They cannot where they are what they say; whoever says so for ever is not believed for ever."""
     referee = begun(((0,), (1,), (2,), (3,)))
     play(referee, ("report", 0, "sigterm"))
@@ -479,7 +479,7 @@ def test_a_shard_that_nobody_holds_is_not_waited_for() -> None:
     assert (referee.machine.state, referee.machine.outcome.ending) == ("over", "gave_up")
 
 
-def test_a_state_that_goes_on_and_on_is_not_waited_for() -> None:
+def test_a_state_that_keeps_changing_is_not_waited_for() -> None:
     referee = begun(data_parallel(4))
     for rank in (1, 2, 3):
         play(referee, ("die", rank))

@@ -99,7 +99,7 @@ def test_one_line_that_every_record_can_carry() -> None:
     assert add_note(notes, " \n") == ""
 
 
-def test_without_a_controller_they_stand_in_the_log_and_in_the_ranks_own_incident(
+def test_without_a_controller_they_are_in_the_log_and_in_the_ranks_own_incident(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=0, job="job")
@@ -120,7 +120,7 @@ def test_without_a_controller_they_stand_in_the_log_and_in_the_ranks_own_inciden
 # -- the thread that writes ------------------------------------------------------------------------
 
 
-def test_who_puts_never_waits_and_what_waits_is_replaced() -> None:
+def test_put_never_waits_and_what_waits_is_replaced() -> None:
     held, written = threading.Event(), list[str]()
 
     def slowly() -> None:
@@ -138,7 +138,7 @@ def test_who_puts_never_waits_and_what_waits_is_replaced() -> None:
     assert written == ["a1", "b2"]
 
 
-def test_a_write_that_fails_is_told_and_the_next_one_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_write_that_fails_is_reported_and_the_next_one_continues(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
@@ -153,7 +153,7 @@ def test_a_write_that_fails_is_told_and_the_next_one_goes_on(caplog: pytest.LogC
     ]
 
 
-def test_what_was_not_written_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_not_written_at_the_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     held, entered = threading.Event(), threading.Event()
 
     def stall() -> None:

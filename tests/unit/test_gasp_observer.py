@@ -41,7 +41,7 @@ def test_a_death_orders_nothing() -> None:
     assert observer.tick(1.0 + PATIENCE - 0.1, 8, frozenset()) == []
 
 
-def test_what_savers_pass_on_reaches_who_publishes_and_all_are_released() -> None:
+def test_what_savers_pass_on_reaches_the_publisher_and_all_are_released() -> None:
     observer = job()
     observer.gone(1, "killed", "killed", 7, 1.0)
     assert RecordPhase(phase="agreed") in observer.said(0, m.Consult(step=4), 2.0)
@@ -87,14 +87,14 @@ def test_in_taskd_it_waits_for_as_long_as_it_takes() -> None:
     assert observer.tick(10_000.0, 8, frozenset()) == []
 
 
-def test_a_rank_that_is_started_anew_is_welcome() -> None:
+def test_a_rank_that_is_started_again_is_welcome() -> None:
     observer = job()
     observer.gone(1, "killed", "killed", 7, 1.0)
     assert observer.joined(1, 2.0) == []
     assert observer.members[1].here
 
 
-def test_all_gone_without_a_word_is_on_record() -> None:
+def test_all_gone_silently_is_on_record() -> None:
     observer = job(world=2)
     observer.gone(1, "killed", "killed", 7, 1.0)
     actions = observer.gone(0, "exit code 2", "killed", 8, 2.0)
@@ -117,7 +117,7 @@ def test_a_hung_rank_is_killed_for_mindio_to_notice() -> None:
     assert [(fault.kind, fault.rank) for fault in observer.faults] == [("hang", 1)]
 
 
-def test_after_the_end_who_does_not_leave_is_killed() -> None:
+def test_after_the_end_a_rank_that_does_not_exit_is_killed() -> None:
     observer = job()
     observer.gone(1, "killed", "killed", 7, 1.0)
     observer.said(0, m.Consult(step=4, saved=SAVED), 2.0)

@@ -173,7 +173,7 @@ def test_a_forked_child_does_not_keep_the_connection_open() -> None:
 # -- orders ----------------------------------------------------------------------------------------
 
 
-def test_a_whole_recovery() -> None:
+def test_a_complete_recovery() -> None:
     with connected() as rank:
         rank.processor.begin()
         assert rank.controller.hear(m.Begin).step == 3
@@ -235,7 +235,7 @@ def test_a_failed_save_is_told_whatever_it_was(error: BaseException) -> None:
         assert "KeyError" in rank.controller.hear(m.SaveFailed).why
 
 
-def test_a_state_that_went_on_while_it_was_saved_is_told_anew() -> None:
+def test_a_state_that_moved_on_while_it_was_saved_is_reported_again() -> None:
     """The adapter's `look` sees it: the step is that of a compiled graph, which no gate can stop."""
     with connected() as rank:
         rank.controller.say(PREPARE)
@@ -252,7 +252,7 @@ def test_a_state_that_went_on_while_it_was_saved_is_told_anew() -> None:
 
 
 @pytest.mark.parametrize(("kinds", "expected"), [(("sigterm",), True), (("sigterm", "killed"), False)])
-def test_the_stand_knows_whether_all_training_threads_go_on(kinds: tuple[FaultKind, ...], expected: bool) -> None:
+def test_the_status_knows_whether_all_training_threads_continue(kinds: tuple[FaultKind, ...], expected: bool) -> None:
     with connected() as rank:
         faults = tuple(msgspec.structs.replace(FAULT, kind=kind) for kind in kinds)
         rank.controller.say(m.Prepare(recovery=1, faults=faults))
@@ -263,7 +263,7 @@ def test_the_stand_knows_whether_all_training_threads_go_on(kinds: tuple[FaultKi
 TOLD = m.Prepare(recovery=1, faults=(msgspec.structs.replace(FAULT, kind="sigterm"),), target=3)
 
 
-def test_where_no_rank_has_stopped_a_step_that_was_begun_is_told_before_it_is_over() -> None:
+def test_where_no_rank_has_stopped_a_step_that_was_begun_is_reported_before_it_is_over() -> None:
     """It may be in a collective of that step, and the others held before it."""
     with connected() as rank:
         rank.status.before_update()
@@ -275,7 +275,7 @@ def test_where_no_rank_has_stopped_a_step_that_was_begun_is_told_before_it_is_ov
         assert rank.controller.hear(m.Prepared).step == 4
 
 
-def test_a_rank_that_was_told_to_stop_itself_goes_on_to_a_step_that_others_have_begun() -> None:
+def test_a_rank_that_was_told_to_stop_itself_continues_to_a_step_that_others_have_begun() -> None:
     with connected() as rank, training(rank.status) as thread:
         rank.processor.report(msgspec.structs.replace(FAULT, kind="sigterm"))
         rank.controller.hear(m.Report)
@@ -472,7 +472,7 @@ def uncoordinated(directory: Path, source: FakeSource, step: int = 3) -> m.Relea
     return recover_uncoordinated(status, source, place, msgspec.structs.replace(HELLO, directory=str(directory)), FAULT)
 
 
-def test_alone_saves_and_says_so(tmp_path: Path) -> None:
+def test_an_uncoordinated_rank_saves_and_says_so(tmp_path: Path) -> None:
     source = FakeSource()
     assert uncoordinated(tmp_path, source).ending == "saved"
     assert source.done == ["save 3", "publish [1]"]
@@ -518,7 +518,7 @@ def test_a_session_takes_any_text_for_a_cause(tmp_path: Path) -> None:
     assert decode_incident(record.read_bytes()).faults[0].cause == "no such file: \\udcff"
 
 
-def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
+def test_a_rank_that_defers_gathers_and_may_end(tmp_path: Path) -> None:
     """Its framework leads its recoveries itself: nobody here may take the end of a rank for a fault."""
     controller = ControllerThread(new_token())
     try:
@@ -544,7 +544,7 @@ def test_a_rank_that_stands_aside_gathers_and_may_end(tmp_path: Path) -> None:
     assert not (tmp_path / "incidents").exists()
 
 
-def test_the_end_is_told_before_the_training_thread_goes_on() -> None:
+def test_the_end_is_reported_before_the_training_thread_continues() -> None:
     """It may end the process, and what was not told by then never is."""
     status, seen = RankStatus(), list[m.Release | None]()
 
@@ -560,7 +560,7 @@ def test_the_end_is_told_before_the_training_thread_goes_on() -> None:
     assert status.outcome == RELEASE
 
 
-def test_a_word_that_cannot_be_told_holds_nobody_up() -> None:
+def test_a_message_that_cannot_be_sent_holds_nobody_up() -> None:
     def broken(outcome: m.Release) -> None:
         raise OSError("stderr is gone")
 

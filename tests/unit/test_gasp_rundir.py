@@ -238,7 +238,7 @@ def test_a_directory_that_cannot_be_trusted_is_not_used(
         running_jobs()
 
 
-def test_somebody_elses_directory_is_not_used(
+def test_another_users_directory_is_not_used(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory.mkdir(mode=0o700)

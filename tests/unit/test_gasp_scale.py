@@ -165,7 +165,7 @@ def test_a_gather_that_waits_costs_nothing_per_look() -> None:
 
 
 @pytest.mark.parametrize("told", [3, 40])
-def test_orders_name_a_few_faults_and_tell_whether_all_were_told_to_stop(told: int) -> None:
+def test_orders_name_a_few_faults_and_say_whether_all_were_told_to_stop(told: int) -> None:
     job = Job(MANY)
     for rank in range(told):
         fault = Fault(kind="sigterm", rank=rank, cause="asked to stop", step=7, seen_ns=1)

@@ -55,7 +55,7 @@ def first_and_second(store: Store, second: dict[str, str], monkeypatch: pytest.M
 # -- who only reads the store ---------------------------------------------------------------------
 
 
-def test_all_that_stands_in_the_store_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_in_the_store_lets_anybody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third host read the token there, listed the job, and joined as attempt 99."""
     monkeypatch.setenv(TOKEN, SECRET)
     store = Store()
@@ -170,7 +170,7 @@ def test_rank_0_passes_on_what_all_know_only_by_name(monkeypatch: pytest.MonkeyP
         rank_of_two(1, told)
 
 
-def test_ranks_that_share_none_go_on_with_one_line(
+def test_ranks_that_share_none_continue_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LASTGASP_BIND", "127.0.0.1")

@@ -140,7 +140,7 @@ def test_a_rank_that_marks_nothing_says_so() -> None:
         assert job.until(lambda t: t.rows[0].phase != "").rows[0].marks is None
 
 
-def test_a_switch_that_fails_on_a_rank_is_told_and_the_rank_lives(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_switch_that_fails_on_a_rank_is_reported_and_the_rank_lives(caplog: pytest.LogCaptureFixture) -> None:
     def broken(on: int, off: int) -> int:
         if on or off:
             raise RuntimeError("no ring \udcff")
@@ -201,7 +201,7 @@ def asked(job: JobHere, wait: float) -> tuple[threading.Thread, list[m.SwitchDon
     return thread, found
 
 
-def test_who_does_not_answer_in_time_is_named_and_its_late_answer_does_not_count_for_another() -> None:
+def test_a_rank_that_answers_too_late_is_named_and_its_answer_does_not_count_for_another() -> None:
     with job_here(2) as job, job.operator() as link:
         stuck = Stuck(job, 1)
         first, second = link.switch(None, COMM, 0, wait=0.2).results
@@ -215,7 +215,7 @@ def test_who_does_not_answer_in_time_is_named_and_its_late_answer_does_not_count
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "next attempt"])
-def test_who_goes_before_it_answers_is_known_at_once(how: str) -> None:
+def test_a_rank_that_goes_before_it_answers_is_known_at_once(how: str) -> None:
     with job_here(2) as job:
         stuck = Stuck(job, 1)
         thread, found = asked(job, 60.0)
@@ -377,7 +377,7 @@ def raw(frame: bytes) -> Callable[[OperatorLink], None]:
     ],
     ids=["noise", "too long", "a rank's hello", "a rank's goodbye", "greeting again"],
 )
-def test_what_is_no_question_is_refused_and_harms_nobody(say: Callable[[OperatorLink], None], words: str) -> None:
+def test_what_is_not_a_question_is_refused_and_harms_nobody(say: Callable[[OperatorLink], None], words: str) -> None:
     with job_here(1) as job:
         with job.operator() as link:
             say(link)
@@ -425,7 +425,7 @@ def test_a_controller_that_does_not_answer() -> None:
             stop.set()
 
 
-def test_who_knocks_while_it_stops_is_shut_out() -> None:
+def test_a_connection_during_the_stop_is_rejected() -> None:
     controller = ControllerThread("token")
     stop, stopped = threading.Event(), threading.Event()
 

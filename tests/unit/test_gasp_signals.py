@@ -49,7 +49,7 @@ def child_of(term: TermSignal) -> int:
     return pid
 
 
-def test_a_forked_child_dies_of_its_own_sigterm_and_tells_nobody(term: TermSignal) -> None:
+def test_a_forked_child_dies_of_its_own_sigterm_and_does_not_report_it(term: TermSignal) -> None:
     term.install()
     pid = child_of(term)
     os.kill(pid, signal.SIGTERM)

@@ -284,7 +284,7 @@ def test_a_process_that_is_gone_meanwhile_is_no_error_when_it_is_killed(monkeypa
     watch.close()
 
 
-def test_a_process_that_cannot_be_watched_is_told_of(
+def test_a_process_that_cannot_be_watched_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No descriptor is left: the rank is protected by its connection, and not refused."""

@@ -64,7 +64,7 @@ def test_a_manifest_that_is_none_is_a_verdict(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_data_that_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_data_that_is_not_a_file(tmp_path: Path, kind: str) -> None:
     path = publish(tmp_path, 1)
     put(path, kind)
     assert "is not a regular file" in verify(path, LAYOUT).reasons[0]
@@ -77,7 +77,7 @@ def test_data_that_is_no_file(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_record_that_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_a_record_that_is_not_a_file(tmp_path: Path, kind: str) -> None:
     (tmp_path / "incidents").mkdir()
     put(tmp_path / "incidents" / "1.json", kind)
     done = CliRunner().invoke(main, ["incident", str(tmp_path)])

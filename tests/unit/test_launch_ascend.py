@@ -125,7 +125,7 @@ def test_twice_is_once() -> None:
     assert prepare(once, BOTH).environment(once) == once
 
 
-def test_what_is_missing_is_said() -> None:
+def test_what_is_missing_is_reported() -> None:
     notes = " ".join(prepare({"MINDX_TASK_ID": "job-1"}, Machine()).notes)
     assert "libmspti.so was not found" in notes and "libtaskd.so was not found" in notes and "POD_IP" in notes
 
@@ -166,7 +166,7 @@ def test_the_plan_can_be_run_by_a_shell() -> None:
     assert text.splitlines()[-1] == "torchrun --nproc-per-node 8 'it'\\''s.py'"
 
 
-def test_a_launcher_starts_anew_once() -> None:
+def test_a_launcher_starts_again_once() -> None:
     """TaskD's library reads the environment that the process was started with."""
     code = (
         "import os, sys\n"

@@ -73,7 +73,7 @@ def test_the_barrier_opens_for_those_that_live(others: Callable[[HashStore], thr
     waiting.join(LIMIT)
 
 
-def test_who_lives_is_waited_for(others: Callable[[HashStore], threading.Thread]) -> None:
+def test_living_ranks_are_waited_for(others: Callable[[HashStore], threading.Thread]) -> None:
     """It has ranks that are not at their end; the third one has died."""
     store, looks = HashStore(), 0
 
@@ -96,7 +96,7 @@ def test_torchs_own_limit_stays(living: Callable[[int], int | None]) -> None:
     assert not store.check([f"{_TERMINAL_STATE_SYNC_ID}/last_member"])
 
 
-def test_one_that_comes_back_starts_the_grace_anew(clock: Clock) -> None:
+def test_one_that_comes_back_starts_the_grace_period_again(clock: Clock) -> None:
     """Its connection was cut for a moment."""
     turns, begun = iter(range(10_000)), clock.now
     assert wait_for_living(HashStore(), 2, lambda size: 2 if next(turns) == 30 else 1, LIMIT) == 1

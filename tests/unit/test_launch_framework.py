@@ -34,7 +34,7 @@ START = ["-m", "lastgasp_megatron.start"]
         (["--framework", "megatron", "--module", "pkg.train"], [*START, "-m", "pkg.train"]),
     ],
 )
-def test_the_starter_stands_in_front_of_the_script(given: list[str], wanted: list[str]) -> None:
+def test_the_starter_comes_before_the_script(given: list[str], wanted: list[str]) -> None:
     split = split_framework(given, run.get_args_parser())
     assert (split.framework, split.arguments) == ("megatron", wanted)
 

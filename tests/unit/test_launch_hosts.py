@@ -178,7 +178,7 @@ def test_two_starts_that_fail_alike_are_enough() -> None:
     assert restarts.should_give_up and "2 starts in a row failed in the same way (exit code 1)" in restarts.verdict
 
 
-def test_a_rank_that_the_launcher_has_stopped_does_not_tell_how_a_start_failed() -> None:
+def test_a_rank_that_the_launcher_has_stopped_does_not_say_how_a_start_failed() -> None:
     """One rank failed, and torch ended the other one: which comes first is chance, and no start was like another."""
     restarts = Restarts(always=True)
     restarts.ended(0, used=False, progressed=False, how=frozenset({1, -15}))

@@ -160,7 +160,7 @@ def test_what_was_added_to_a_checkpoint_is_as_good_as_saved(
     assert (len(notes), caplog.text) == (1, "")
 
 
-def test_what_cannot_be_added_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_added_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contribute(tmp_path / "gone.pt", LAYOUT, {1: b"x"}) == "no random state could be added to it"
 
     def full(*_: object) -> bool:

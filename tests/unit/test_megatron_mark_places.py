@@ -133,7 +133,7 @@ def test_the_end_of_the_data_and_closing_leave_nothing(modules: dict[str, Module
     assert loop.optimizer.step is step
 
 
-def test_missing_places_are_said_once_and_stop_nothing(
+def test_missing_places_are_logged_once_and_stop_nothing(
     modules: dict[str, ModuleType], marks: Marks, caplog: pytest.LogCaptureFixture
 ) -> None:
     del modules[SCHEDULES].forward_step, modules[RERUN].RerunDataIterator
@@ -194,7 +194,7 @@ def test_collectives_are_wrapped_under_megatrons_names_as_the_switch_says(
     assert dist.all_gather_into_tensor is copies["dist_all_gather_func"]
 
 
-def test_what_torch_keeps_elsewhere_is_said_once_and_stops_nothing(
+def test_what_torch_keeps_elsewhere_is_logged_once_and_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, marks: Marks, caplog: pytest.LogCaptureFixture
 ) -> None:
     @contextmanager

@@ -90,7 +90,7 @@ TP1, TP2, TP2PP2 = ("mp_rank_00",), ("mp_rank_00", "mp_rank_01"), ("mp_rank_00_0
         (TP2PP2, {"tensor_model_parallel_size": 2}, "holds TP2 PP2 in format torch, and the job asks for TP2 PP1"),
     ],
 )
-def test_another_cut_is_told_before_anything_is_loaded(
+def test_another_cut_is_reported_before_anything_is_loaded(
     folders: tuple[str, ...], sizes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 4)

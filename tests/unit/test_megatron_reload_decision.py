@@ -262,7 +262,7 @@ def test_resume_names_a_path(tmp_path: Path) -> None:
     assert (chosen.load, chosen.ckpt_step) == (str(tmp_path / "a"), 10)
 
 
-def test_a_restart_goes_on_from_what_the_job_has_saved(tmp_path: Path) -> None:
+def test_a_restart_resumes_from_what_the_job_has_saved(tmp_path: Path) -> None:
     stored(tmp_path / "old")
     write_torch(tmp_path / "new", 5)
     commit(tmp_path / "new", 5)

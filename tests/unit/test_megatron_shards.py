@@ -19,7 +19,7 @@ from support.megatron.slices import KIND, SIZES, optimizers
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_slices_become_whole(parts: int) -> None:
+def test_slices_become_complete_tensors(parts: int) -> None:
     params, weights, found = optimizers(parts)
     state = merged(found[0], [slice_of(one, parts) for one in found])
     world = state[0][KIND]

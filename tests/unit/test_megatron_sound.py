@@ -63,7 +63,7 @@ def test_a_sound_optimizer(parts: int) -> None:
         (moment_of("exp_avg_sq", -1e-9), "exp_avg_sq .* not squares"),
     ],
 )
-def test_what_is_not_what_it_seems_is_said(spoil: Callable[[Any], None], said: str) -> None:
+def test_what_is_not_what_it_seems_is_reported(spoil: Callable[[Any], None], said: str) -> None:
     _, _, (one,) = optimizers(1)
     spoil(one)
     with pytest.raises(AssertionError, match=said):

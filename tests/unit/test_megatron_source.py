@@ -65,7 +65,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(steps=steps, composer=composer, source=source, folder=tmp_path)
 
 
-def test_the_step_it_stands_on_is_written_and_published(rank: SimpleNamespace) -> None:
+def test_the_current_step_is_written_and_published(rank: SimpleNamespace) -> None:
     result = rank.source.save(STEP, {}, "test")
     rank.source.publish(result, {0: result.part})
     path = rank.folder / f"iter_{STEP:07d}/mp_rank_00/model_optim_rng.pt"

@@ -108,7 +108,7 @@ def test_a_mindspore_that_cannot_be_imported_fails_as_before(site: Site) -> None
     assert "_Watch" in site.says(f"\n{twice}{twice}{OURS}"), "it waits for a later attempt"
 
 
-def test_what_goes_wrong_in_the_plugin_stops_only_who_asked_for_it(site: Site) -> None:
+def test_what_goes_wrong_in_the_plugin_stops_only_jobs_that_asked_for_it(site: Site) -> None:
     site.add("mindspore")
     (site.packages / "others.pth").write_text("")  # no lastgasp_mindformers any more
     done = site.run("import mindspore; print('goes on')")

@@ -284,7 +284,7 @@ def test_all_ranks_look_where_only_one_saves(tmp_path: Path) -> None:
     assert first == second == [(tmp_path / "ckpts", PLAIN), (tmp_path / "ckpts", LEGACY)]
 
 
-def test_a_directory_that_a_function_tells_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_a_function_decides_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int, manifests: Manifests) -> Any:
         monitor = ModelCheckpoint("net", tmp_path)
         del monitor._directory
@@ -321,7 +321,7 @@ def test_saves_by_the_clock_are_not_the_same_on_all_ranks(tmp_path: Path, caplog
     assert "save_checkpoint_seconds" in caplog.text
 
 
-def test_a_name_that_tells_nothing_gets_no_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_says_nothing_gets_no_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int, manifests: Manifests) -> None:
         monitor = ModelCheckpoint("net", tmp_path)
         manifests.bind([monitor])

@@ -288,7 +288,7 @@ def test_a_job_that_has_saved_may_not_begin_from_scratch_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["best.ckpt", "rank_0/net_train.ckpt", "iteration_00000004/model.safetensors"])
-def test_files_of_training_that_nobody_understands_are_no_empty_directory(tmp_path: Path, name: str) -> None:
+def test_files_of_training_that_nobody_understands_are_not_an_empty_directory(tmp_path: Path, name: str) -> None:
     home = Home(tmp_path)
     file = write(home.checkpoints / name, state(4, 1))
     with pytest.raises(NoGoodCheckpoint, match=re.escape(name.partition("/model")[0])):

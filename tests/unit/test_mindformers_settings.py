@@ -42,7 +42,7 @@ OTHER = {"type": "CheckpointMonitor", "directory": "x"}
         ("0", {"lastgasp": {"enable": True}, "callbacks": [ENTRY]}, False),
     ],
 )
-def test_who_turns_it_on(monkeypatch: pytest.MonkeyPatch, variable: str, config: dict[str, Any], on: bool) -> None:
+def test_what_turns_it_on(monkeypatch: pytest.MonkeyPatch, variable: str, config: dict[str, Any], on: bool) -> None:
     monkeypatch.setenv("LASTGASP", variable)
     assert (options_of_config(config) is not None) is on
 

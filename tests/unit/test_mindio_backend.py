@@ -227,7 +227,7 @@ def test_what_is_not_granted_is_no_retry(tmp_path: Path) -> None:
     assert rank.calls == []
 
 
-def test_a_rank_that_was_started_anew_waits_for_its_state_before_it_trains(tmp_path: Path) -> None:
+def test_a_rank_that_was_started_again_waits_for_its_state_before_it_trains(tmp_path: Path) -> None:
     rank = Rank(tmp_path, RECOVER)
     rank.backend._rebooted = True
     protected = rank.backend.protect(lambda: rank.calls.append("train"))

@@ -66,7 +66,7 @@ def test_a_log_path_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
         limits.check_environment({"TTP_LOG_PATH": str(tmp_path / "link")})
 
 
-def test_a_limit_beyond_what_mindio_takes_is_said(tmp_path: Path) -> None:
+def test_a_limit_beyond_what_mindio_takes_is_reported(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     [said] = limits.prepare(environ, 5035, tmp_path)
     assert environ["TTP_NORMAL_ACTION_TIME_LIMIT"] == "1800"
@@ -187,7 +187,7 @@ def test_what_it_cannot_is_refused_with_the_reason(asked: str, more: dict[str, A
         ("exception", "RuntimeError: UCE ERROR", "RS_UNKNOWN", False),
     ],
 )
-def test_what_mindio_is_told(kind: str, cause: str, state: str, waits: bool) -> None:
+def test_what_is_reported_to_mindio(kind: str, cause: str, state: str, waits: bool) -> None:
     found = exits.telling(kind, cause, retry=False)
     assert (found.state, found.after > 0) == (state, waits)
 
@@ -274,7 +274,7 @@ def test_a_step_without_an_update_counts_for_mindio_too() -> None:
     assert fake.calls == [("start", -1), ("end", 8), ("pause", 8)]
 
 
-def test_force_stop_leaves_the_state_whole() -> None:
+def test_force_stop_leaves_the_state_complete() -> None:
     status = RankStatus()
     with pytest.raises(RuntimeError, match="FORCE STOP"):
         Window(FakeWindow(RuntimeError("FORCE STOP. x")), status, 1.0).before_update()

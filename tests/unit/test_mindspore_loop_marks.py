@@ -38,7 +38,7 @@ def test_each_step_ends_where_the_next_begins_with_the_fetch_of_its_data() -> No
     assert session.log == ["data", "there", "step 5", "step 6", "data", "there", "step 7", "data"]
 
 
-def test_a_gap_begins_the_step_anew() -> None:
+def test_a_gap_begins_the_step_again() -> None:
     session: Any = Recorded()
     marks = LoopMarks(session)
     marks.step_begin(1)

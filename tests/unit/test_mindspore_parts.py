@@ -30,7 +30,7 @@ def aux(version: int = VERSION) -> AuxState:
     )
 
 
-def test_a_small_state_comes_back() -> None:
+def test_an_auxiliary_state_comes_back() -> None:
     state = decode(msgspec.msgpack.encode(aux()))
     assert state == aux()
     (mean,) = state.statistics
@@ -71,7 +71,7 @@ def begun(batches: int = 40, **options: Any) -> SimpleNamespace:
     return SimpleNamespace(batch_num=batches, train_dataset=Stage(Source(), **options))
 
 
-def test_data_that_have_changed_are_said_and_no_refusal() -> None:
+def test_data_that_have_changed_are_reported_and_not_refused() -> None:
     here = described(begun())
     assert here == "40 batches of 8 (Stage of Source)"
     assert changed(here, described(begun())) == ""
@@ -79,7 +79,7 @@ def test_data_that_have_changed_are_said_and_no_refusal() -> None:
         assert here in changed(described(other), here) and described(other) in changed(described(other), here)
 
 
-def test_data_that_tell_nothing_are_not_compared() -> None:
+def test_data_that_say_nothing_are_not_compared() -> None:
     unknown = described(SimpleNamespace(batch_num=40, train_dataset=object()))
     assert unknown == "" == changed("", "x") == changed("x", unknown)
 

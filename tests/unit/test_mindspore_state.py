@@ -89,7 +89,7 @@ class Rank:
             self.status.hold(1.0)
         self.now += after
         self.status.look()
-        return self.status.step, not self.status.whole
+        return self.status.step, not self.status.consistent
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     return Rank(monkeypatch)
 
 
-def test_a_rank_in_python_stands_where_it_says(rank: Rank) -> None:
+def test_a_rank_in_python_is_where_it_says(rank: Rank) -> None:
     rank.gate.counters = (5, 5)
     rank.state.step_end(numbers(5))
     assert rank.look() == (5, False)
@@ -159,7 +159,7 @@ def test_a_graph_that_ends_after_all_stops_before_anybody_saves_its_step(rank: R
     assert rank.look() == (5, False)
 
 
-def test_a_rank_that_was_told_to_go_on_does_so(rank: Rank) -> None:
+def test_a_rank_that_was_told_to_continue_does_so(rank: Rank) -> None:
     rank.status.hold(1.0)
     assert rank.look(after=2 * SETTLE) == (4, False)
     rank.status.hold(1.0, target=6)
@@ -186,7 +186,7 @@ def in_a_thread(call: Callable[[], tuple[int, bool]]) -> tuple[int, bool]:
         return pool.submit(call).result(30.0)
 
 
-def test_where_all_ranks_go_on_the_step_is_waited_for(rank: Rank) -> None:
+def test_where_all_ranks_continue_the_step_is_waited_for(rank: Rank) -> None:
     rank.status.hold(1.0, all_run=True)
     rank.look()
     assert rank.look(after=FINISH * PATIENCE - 0.1) == (4, True)
@@ -194,7 +194,7 @@ def test_where_all_ranks_go_on_the_step_is_waited_for(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("why", ["no counters", "a device"])
-def test_without_counters_nobody_can_tell(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_without_counters_nothing_is_known(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     rank = Rank(monkeypatch, readable=why != "a device")
     rank.gate.seen = why != "no counters"
     rank.look()
@@ -279,7 +279,7 @@ def coming_to_the_gate(rank: Rank) -> Iterator[threading.Thread]:
         thread.join(30.0)
 
 
-def test_each_recovery_has_the_whole_time(rank: Rank) -> None:
+def test_each_recovery_has_the_full_time(rank: Rank) -> None:
     """An order to go on further counts from its own beginning."""
     rank.status.hold(1.0)
     assert rank.look(after=2 * SETTLE) == (4, False)
@@ -407,7 +407,7 @@ def test_a_save_that_the_graph_overtakes_is_thrown_away(rank: Rank, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_step_than_the_one_that_stands_there_is_refused(rank: Rank, tmp_path: Path) -> None:
+def test_another_step_than_the_one_that_is_there_is_refused(rank: Rank, tmp_path: Path) -> None:
     source, _ = source_of(rank, tmp_path)
     with pytest.raises(NotSaveable, match="not at 7"):
         source.save(7, {}, "because")
@@ -415,7 +415,7 @@ def test_another_step_than_the_one_that_stands_there_is_refused(rank: Rank, tmp_
         source.save(3, {}, "because")
 
 
-def test_a_directory_checkpoint_is_published_whole(rank: Rank, tmp_path: Path) -> None:
+def test_a_directory_checkpoint_is_published_completely(rank: Rank, tmp_path: Path) -> None:
     class Iterations(Native):
         """MindFormers' newer format, in a job of one process."""
 

@@ -55,7 +55,7 @@ def test_msrun_is_asked_for_among_its_own_options(given: list[str], wanted: list
         ("pytest", ["-s", "t.py"], ("pytest", ["-s", "t.py"])),
     ],
 )
-def test_the_plugin_stands_in_front_of_the_script(script: str, rest: list[str], wanted: tuple[str, list[str]]) -> None:
+def test_the_plugin_comes_before_the_script(script: str, rest: list[str], wanted: tuple[str, list[str]]) -> None:
     assert started_by_us(script, rest) == wanted
 
 

@@ -137,7 +137,7 @@ def test_lines_have_time_and_rank_where_nobody_has_configured_logging(
     assert line.startswith("[lastgasp ") and line.endswith(" rank 3] step saved\n") and line.count("\n") == 1
 
 
-def test_who_has_configured_logging_gets_the_records_and_nothing_else(
+def test_a_program_that_configured_logging_gets_the_records_and_nothing_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where they do it later than lastgasp."""
@@ -149,7 +149,7 @@ def test_who_has_configured_logging_gets_the_records_and_nothing_else(
     assert (stream.getvalue(), capsys.readouterr().err) == ("step saved\n", "")
 
 
-def test_a_wrong_word_is_said_and_costs_nothing(
+def test_an_invalid_value_is_reported_and_costs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LASTGASP_LOG", "verbose")

@@ -82,7 +82,7 @@ def _steps(status: RankStatus) -> None:
         pass
 
 
-def test_a_gate_without_an_answer_gives_up_by_itself() -> None:
+def test_a_gate_without_an_answer_gives_up_on_its_own() -> None:
     status = RankStatus()
     status.hold(0.01)
     with pytest.raises(Released) as caught:
@@ -106,7 +106,7 @@ def _one_step(status: RankStatus) -> None:
         status.step_completed(status.begun)
 
 
-def test_a_greater_target_lets_a_parked_rank_go_on_to_it_and_no_further() -> None:
+def test_a_greater_target_lets_a_parked_rank_continue_to_it_and_no_further() -> None:
     status = RankStatus()
     status.step_completed(4)
     status.hold(30.0, target=3)
@@ -137,7 +137,7 @@ def test_a_gate_that_is_closed_for_good_lets_nobody_catch_up() -> None:
     assert status.step == 4
 
 
-def test_what_is_begun_is_never_told_too_late() -> None:
+def test_what_is_begun_is_never_reported_too_late() -> None:
     """Who has held a rank finds it parked, or finds in `begun` every step that it may be in; many times."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -34,7 +34,7 @@ def test_ranks_that_differ_are_split_and_the_reason_names_what_differs() -> None
     assert "costs the steps since the last checkpoint" in why
 
 
-def test_who_does_not_know_what_it_holds_is_nobodys_replica() -> None:
+def test_a_rank_that_does_not_know_what_it_holds_is_nobodys_replica() -> None:
     groups, why = compared(lambda tag, own: gathered({}, {}), data_parallel(2), {})
     assert groups == ((0,), (1,))
     assert "as far as is known" in why

@@ -99,7 +99,7 @@ def test_thinned_steps_count_unless_only_the_newest_are_asked_for() -> None:
     assert any("thinned" in remark for remark in report_on(thin).remarks)
 
 
-def test_what_is_missing_or_lost_is_said() -> None:
+def test_what_is_missing_or_lost_is_reported() -> None:
     job = job_of(Shape(steps=30), 1)
     odd = replace(job.ranks[2], information=Information(world_size=7), dropped=1234, unreadable=3)
     odd.counts.unbegun = 5

@@ -146,7 +146,7 @@ def test_lines_that_are_no_rows_are_counted_and_the_others_kept(tmp_path: Path) 
 
 @settings(deadline=None)
 @given(cut=st.integers(min_value=1, max_value=4000), piece=st.sampled_from([7, 64, 1000, 1 << 20]))
-def test_a_file_that_grows_anywhere_reads_like_a_whole_one(
+def test_a_file_that_grows_anywhere_reads_like_a_complete_one(
     tmp_path_factory: pytest.TempPathFactory, cut: int, piece: int
 ) -> None:
     content = golden()
@@ -288,7 +288,7 @@ def test_two_processes_in_one_rank_count_their_ids_apart() -> None:
     assert folding.counts.unended == 0
 
 
-def test_the_same_pid_again_begins_anew() -> None:
+def test_the_same_pid_begins_again() -> None:
     a, b = rows("step 9", 1, 10, 50), rows("step 1", 1, 60, 90)
     found, folding = fold([*a[:2], *b])
     assert [item.name for item in found] == ["step 1"]

@@ -66,7 +66,7 @@ def test_other_values_ask_for_nothing(path: Path, value: object) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b" " * (SIZE_LIMIT + 1)])
-def test_what_cannot_be_read_is_told_once_and_asks_for_nothing(
+def test_what_cannot_be_read_is_reported_once_and_asks_for_nothing(
     path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.write_bytes(content)

@@ -102,7 +102,7 @@ def test_nothing_to_write_makes_no_file(marks: Marks, files: Disk) -> None:
     assert not files.directory.exists()
 
 
-def test_what_stands_beside_comes_without_a_row(marks: Marks, files: Disk) -> None:
+def test_what_is_beside_comes_without_a_row(marks: Marks, files: Disk) -> None:
     files.beside("lastgasp.json", b"{}")
     assert Drain(marks, files).run()
     assert [path.name for path in files.directory.iterdir()] == ["lastgasp.json"]
@@ -117,7 +117,7 @@ def test_more_than_a_batch_is_several_writes(marks: Marks, files: Disk, monkeypa
     assert files.batches == [16, 16, 8]
 
 
-def test_a_full_disk_keeps_the_rows_and_is_told_once(
+def test_a_full_disk_keeps_the_rows_and_is_reported_once(
     marks: Marks, files: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lastgasp")
@@ -251,7 +251,7 @@ def test_stop_writes_the_rest_and_twice_is_fine(marks: Marks, files: Disk) -> No
     assert steps(files) == [1]
 
 
-def test_without_a_thread_a_flush_writes_by_itself(
+def test_without_a_thread_a_flush_writes_synchronously(
     marks: Marks, files: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flusher = Flusher(marks, files)
@@ -283,7 +283,7 @@ def test_a_write_that_hangs_holds_nobody_beyond_the_deadline(flusher: Flusher, m
     assert steps(files) == [1, 2]
 
 
-def test_who_asks_during_the_last_write_is_served_as_well(flusher: Flusher, marks: Marks, files: Disk) -> None:
+def test_a_request_during_the_last_write_is_served_as_well(flusher: Flusher, marks: Marks, files: Disk) -> None:
     """The training thread closes, and the thread that ends the process flushes."""
     files.hang = threading.Event()
     step(marks, 1)
@@ -352,7 +352,7 @@ def test_a_signal_handler_may_flush_while_its_thread_flushes(flusher: Flusher, m
     assert steps(files) == [1]
 
 
-def test_a_bug_is_told_once_and_does_not_end_the_thread(
+def test_a_bug_is_reported_once_and_does_not_end_the_thread(
     flusher: Flusher, marks: Marks, files: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bug(rows: bytes) -> None:

@@ -129,7 +129,7 @@ def test_a_range_may_get_its_value_at_its_end(marks: Marks) -> None:
     assert named(marks) == ["step 41", "step -1", f"step {2**63 - 1}", "step 7"]
 
 
-def test_an_exception_ends_the_range_and_goes_on(marks: Marks) -> None:
+def test_an_exception_ends_the_range_and_continues(marks: Marks) -> None:
     with pytest.raises(ZeroDivisionError), marks.mark("forward"):
         1 / 0  # noqa: B018
     assert named(marks) == ["forward"]
@@ -229,7 +229,7 @@ def test_what_is_off_is_not_recorded(marks: Marks) -> None:
     assert named(marks) == ["forward"]
 
 
-def test_switched_off_in_between_the_range_is_whole_and_switched_on_in_between_it_is_none(marks: Marks) -> None:
+def test_switched_off_in_between_the_range_is_complete_and_switched_on_in_between_it_is_none(marks: Marks) -> None:
     mark = marks.mark("forward")
     with mark:
         marks.mask = 0
@@ -367,7 +367,7 @@ def test_a_slot_with_device_times_is_clean_in_its_next_life(marks: Marks) -> Non
 # -- a full ring ------------------------------------------------------------------------------------
 
 
-def test_a_full_ring_drops_counts_and_goes_on(marks: Marks) -> None:
+def test_a_full_ring_drops_counts_and_continues(marks: Marks) -> None:
     mark = marks.mark("forward")
     for _ in range(256):
         assert marks.put(mark, 1, 2)

@@ -67,7 +67,7 @@ def test_later_rows_are_appended_whatever_the_second(files: RankFiles, wall: Wal
     assert contents(files) == {str(SECOND): ROW * 3}
 
 
-def test_another_process_goes_on_with_the_file_of_the_largest_number(files: RankFiles, wall: Wall) -> None:
+def test_another_process_continues_with_the_file_of_the_largest_number(files: RankFiles, wall: Wall) -> None:
     files.directory.mkdir(parents=True)
     for name in ("1795247000", "1795247001", "99999999999", "notes.txt", "0000000000x"):
         (files.directory / name).write_bytes(ROW)

@@ -63,7 +63,7 @@ def test_rows_lie_where_taskd_s_readers_look(one: StepRecorder, tmp_path: Path) 
     assert {row["DeviceId"] for row in device} == {1}
 
 
-def test_what_readers_may_want_to_know_stands_beside(one: StepRecorder) -> None:
+def test_what_readers_may_want_to_know_is_beside(one: StepRecorder) -> None:
     assert one.flush(LIMIT)
     about = json.loads((one.directory / "lastgasp.json").read_bytes())
     assert about == {

@@ -231,7 +231,7 @@ def test_threads_of_one_process_do_not_both_write(dead: Dead, directory: Path) -
     assert steps(directory) == [3, 4, 5] * 8
 
 
-def test_dropped_ranges_are_told_of_once(dead: Dead, directory: Path) -> None:
+def test_dropped_ranges_are_reported_once(dead: Dead, directory: Path) -> None:
     path = dead(70)
     with RingReader(path) as ring:
         origin = Origin(ring["pid"], 1, ring["wall_offset"])
@@ -244,7 +244,7 @@ def test_dropped_ranges_are_told_of_once(dead: Dead, directory: Path) -> None:
     assert steps(directory) == list(range(64))
 
 
-def test_only_a_count_is_told_too(dead: Dead, directory: Path) -> None:
+def test_only_a_count_is_reported_too(dead: Dead, directory: Path) -> None:
     path = dead(70)
     rows = rows_of(path)
     RankFiles(directory).append(rows)
@@ -395,7 +395,7 @@ def test_a_damaged_ring_that_another_recovery_removes_stops_no_other(
     assert steps(directory) == [0, 1]
 
 
-def test_what_is_no_file_of_ours_is_left_alone(rings: Path, tmp_path: Path) -> None:
+def test_what_is_not_a_file_of_ours_is_left_alone(rings: Path, tmp_path: Path) -> None:
     prefix = f"{ringfile.PREFIX}-{os.getuid()}-99-"
     (tmp_path / "mine.txt").write_text("mine")
     (rings / (prefix + "link")).symlink_to(tmp_path / "mine.txt")
@@ -419,7 +419,7 @@ def test_no_damage_stops_it(data: st.DataObject, dead: Dead, tmp_path_factory: p
     assert not path.exists()
 
 
-def test_rows_that_have_no_place_to_go_are_told_of(dead: Dead, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_have_no_place_to_go_are_reported(dead: Dead, caplog: pytest.LogCaptureFixture) -> None:
     with_rows, without = dead(2, where=""), dead(0, where="")
     found = {recovered.ring: recovered.problem for recovered in recover_orphans()}
     assert "2 ranges are lost" in found[with_rows]
@@ -438,7 +438,7 @@ def test_rings_that_were_never_finished_go_after_an_hour(rings: Path) -> None:
     assert new.exists()
 
 
-def test_what_was_recovered_is_said(dead: Dead, caplog: pytest.LogCaptureFixture, directory: Path) -> None:
+def test_what_was_recovered_is_reported(dead: Dead, caplog: pytest.LogCaptureFixture, directory: Path) -> None:
     caplog.set_level(logging.INFO, "lastgasp")
     dead(2)
     recover_orphans()

@@ -134,7 +134,7 @@ def test_wrong_values_are_refused_and_leave_nothing(place: Path, wrong: dict[str
     assert list(place.iterdir()) == []
 
 
-def test_a_directory_whose_name_is_no_text_comes_back_as_it_was(marks: Marks) -> None:
+def test_a_directory_whose_name_is_not_text_comes_back_as_it_was(marks: Marks) -> None:
     assert marks.path is not None
     name = os.fsdecode(b"/runs/\xff")
     marks.set_directory(name)
@@ -145,7 +145,7 @@ def test_a_directory_whose_name_is_no_text_comes_back_as_it_was(marks: Marks) ->
 # -- the lock ---------------------------------------------------------------------------------------
 
 
-def test_the_lock_tells_the_living_from_the_dead(marks: Marks) -> None:
+def test_the_lock_distinguishes_the_living_from_the_dead(marks: Marks) -> None:
     assert marks.path is not None
     assert locked(marks.path)
     with RingReader(marks.path) as reader:
@@ -247,7 +247,7 @@ def test_a_damaged_ring_is_refused_and_let_go_of(left: Path, kind: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_is_no_file_of_this_user_is_not_opened(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_file_of_this_user_is_not_opened(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = left.with_name("link")
     link.symlink_to(left)
     with pytest.raises(RingDamaged, match="regular file of this user"):
@@ -416,7 +416,7 @@ def _refuse(*_: object) -> Any:
     raise ImportError("No module named 'lastgasp.steps._ring'")
 
 
-def test_without_the_extension_python_writes_and_it_is_said_once(
+def test_without_the_extension_python_writes_and_it_is_logged_once(
     place: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(importlib, "import_module", _refuse)

@@ -90,7 +90,7 @@ def test_names_are_escaped_as_go_does(text: str, written: str) -> None:
 
 
 @given(st.text(), st.text(max_size=40), st.booleans(), st.integers(-(1 << 63), (1 << 63) - 1))
-def test_any_name_makes_whole_rows_within_taskd_s_limit(text: str, domain: str, stream: bool, value: int) -> None:
+def test_any_name_makes_complete_rows_within_taskd_s_limit(text: str, domain: str, stream: bool, value: int) -> None:
     raw = record(1 << 62, 1 << 62, (1 << 64) - 1, value=value, thread=(1 << 32) - 1)
     rows = render(raw, [Name(text, domain, bits.STEP, stream)], Origin(1 << 31, (1 << 31) - 1, 1 << 62))
     assert rows.endswith(b"\n")

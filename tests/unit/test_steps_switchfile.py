@@ -154,7 +154,7 @@ def a_socket(path: Path) -> None:
         (a_socket, "a socket"),
     ],
 )
-def test_what_is_no_file_never_blocks(
+def test_what_is_not_a_file_never_blocks(
     file: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None], words: str
 ) -> None:
     make(file)
@@ -216,7 +216,7 @@ def test_a_file_that_goes_and_comes_back_keeps_the_last_state(file: Path, caplog
     assert [word in caplog.text for word in ("is read every second", "is gone: the marks stay")] == [True, True]
 
 
-def test_unknown_keys_are_told_once_and_do_no_harm(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_keys_are_reported_once_and_do_no_harm(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     switch = SwitchFile(file)
     with caplog.at_level(logging.WARNING, "lastgasp.steps"):
         write(file, OFF | {"Communication": "on"})

@@ -244,7 +244,7 @@ KERAS = ("model.keras", "epoch-3.weights.h5", "export/saved_model.pb", "training
 
 
 @pytest.mark.parametrize("name", KERAS)
-def test_models_of_keras_are_no_empty_directory(tmp_path: Path, name: str) -> None:
+def test_models_of_keras_are_not_an_empty_directory(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"a model")
@@ -279,7 +279,7 @@ def test_seal_returns_what_it_was_given_and_takes_a_step(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["index", "shard", "short", "foreign total", "nothing"])
-def test_seal_refuses_what_is_not_whole(tmp_path: Path, kind: str) -> None:
+def test_seal_refuses_what_is_incomplete(tmp_path: Path, kind: str) -> None:
     prefix = put(tmp_path, 30, shards=2, sealed=False)
     stored = Checkpoints(tmp_path)
     if kind == "index":
@@ -306,7 +306,7 @@ def test_manifests_of_removed_checkpoints_go_with_the_next_seal(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["ckpt-2.manifest.json", "ckpt-3.manifest.json"]
 
 
-def test_one_that_is_written_anew_is_sealed_anew(tmp_path: Path) -> None:
+def test_one_that_is_written_again_is_sealed_again(tmp_path: Path) -> None:
     put(tmp_path, 1, shards=3)
     write(tmp_path / "ckpt-1", {"w": [7.0]}, 3)
     assert not verify(tmp_path / "ckpt-1", LAYOUT).ok
@@ -455,7 +455,7 @@ def test_the_commands_know_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[:5] + CASES[7:9] + CASES[10:12], ids=lambda case: case.name.replace(" ", "-"))
-def test_the_command_refuses_those_that_are_not_whole(tmp_path: Path, case: Case) -> None:
+def test_the_command_refuses_those_that_are_incomplete(tmp_path: Path, case: Case) -> None:
     stored = stored_in(tmp_path)
     os.unlink(stored.manifest)
     case.spoil(stored)

@@ -42,7 +42,7 @@ def test_a_job_that_does_not_end_is_killed_with_all_that_it_started(tmp_path: Pa
     assert time.monotonic() - begun < 20
 
 
-def test_a_process_that_outlives_its_job_is_told_and_killed(tmp_path: Path) -> None:
+def test_a_process_that_outlives_its_job_is_reported_and_killed(tmp_path: Path) -> None:
     done = run_job(python(DETACHED), tmp_path / "log", timeout=30, grace=0.3)
     assert (done.returncode, done.ok) == (0, False)
     assert [NAP in process for process in done.left] == [True]
@@ -89,7 +89,7 @@ def test_any_difference_is_seen(changed: dict[str, torch.Tensor], tmp_path: Path
     assert differences(tmp_path / "one.pt", tmp_path / "other.pt") != []
 
 
-def test_what_is_no_archive_or_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_an_archive_or_is_damaged_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("weights")
     with pytest.raises(CheckpointError, match="not written by torch"):
         records(tmp_path / "text")

@@ -222,7 +222,7 @@ def test_variables_that_no_import_reads_are_no_hindrance(tmp_path: Path) -> None
         ready(found)
 
 
-def test_who_takes_variables_by_a_prefix_reads_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_takes_variables_by_a_prefix_reads_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(warm_checks.BY_PREFIX, "support.reads_all", "OURS_")
     source = "import os\nfound = {name for name in os.environ if name.startswith('OURS_')}"
     with warm_checks.watching_environment({"RANK", "OURS_X"}) as readers:
@@ -232,7 +232,7 @@ def test_who_takes_variables_by_a_prefix_reads_those_alone(monkeypatch: pytest.M
     assert sorted(readers[1:]) == [("others", "OURS_X"), ("others", "RANK")]
 
 
-def test_a_module_of_the_user_that_stands_before_a_librarys_forbids_it(tmp_path: Path) -> None:
+def test_a_module_of_the_user_that_comes_before_a_librarys_forbids_it(tmp_path: Path) -> None:
     library(tmp_path, "shapes", "sides = 4")
     library(tmp_path, "drawing", "import shapes")
     modules = reported(tmp_path, "drawing") | {"shapes": "/home/me/shapes.py"}
@@ -263,7 +263,7 @@ def test_a_module_of_the_user_that_a_library_has_imported_is_not_forked_from_onc
             forked(found, tmp_path, str(SCRIPT))
 
 
-def test_who_keeps_main_and_the_arguments_at_an_import_keeps_the_ranks(tmp_path: Path) -> None:
+def test_a_library_that_keeps_main_and_the_arguments_at_an_import_keeps_the_ranks(tmp_path: Path) -> None:
     library(tmp_path, "keeps", "import __main__, sys\nmain, line, file = __main__, list(sys.argv), __main__.__file__")
     program = tmp_path / "program.py"
     program.write_text(

@@ -28,9 +28,9 @@ from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
 from lastgasp.checkpoint.reader import VerifiedFile
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.samefit import differences, name_of_fit
+from lastgasp.checkpoint.torch_zip import zip_problem
 from lastgasp.checkpoint.trial import Trial, is_about_content, trained_again
 from lastgasp.checkpoint.unknown import all_of_training, unknown
-from lastgasp.checkpoint.whole import zip_problem
 
 __all__ = [
     "Agreement",

@@ -12,7 +12,7 @@ import msgspec
 from lastgasp._fs import read_bounded
 from lastgasp.checkpoint import Candidate, Provenance, World
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
-from lastgasp.checkpoint.whole import torch_problem
+from lastgasp.checkpoint.torch_zip import torch_problem
 from lastgasp.errors import CheckpointError
 from lastgasp.mindspore.layout import ITERATIONS, LEGACY, rank_of
 from lastgasp.mindspore.modelcheckpoint import PLAIN, ModelCheckpointLayout

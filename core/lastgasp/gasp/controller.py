@@ -74,7 +74,7 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
-        self.keepers = Keepers(self.incidents.stood_at)
+        self.keepers = Keepers(self.incidents.died_at)
         self._watch: ProcessMonitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -332,7 +332,7 @@ class Controller:
         self._fail_gathers(f"rank {rank} is gone: {text}")
 
     def _gone(self, attempt: Attempt, rank: int, text: str, how: str, at_ns: int) -> None:
-        attempt.machine.stood_at(rank, newest_in([self._peers[rank].buffer_fd]) if rank in self._peers else -1)
+        attempt.machine.died_at(rank, newest_in([self._peers[rank].buffer_fd]) if rank in self._peers else -1)
         self._do(attempt.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
 
     def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:

@@ -112,10 +112,10 @@ class Incidents:
                 self._unexplained.discard(rank)
                 self.add_cause(current, rank, status)
 
-    def stood_at(self, rank: int, step: int) -> None:
+    def died_at(self, rank: int, step: int) -> None:
         """Record the step a dead rank had completed, as reported by its host's launcher."""
         current = self.current
-        if current is not None and current.machine.stood_at(rank, step):
+        if current is not None and current.machine.died_at(rank, step):
             self._again(current)
             self.flush()
 

@@ -25,14 +25,14 @@ class Keepers:
     """All methods run on the event loop.
 
     Args:
-        stood_at: called with the step that a dead rank had completed.
+        died_at: called with the step that a dead rank had completed.
 
     Attributes:
         connected, most: how many launchers are connected, and the most there have been; read by other threads.
     """
 
-    def __init__(self, stood_at: Callable[[int, int], None]) -> None:
-        self._stood_at = stood_at
+    def __init__(self, died_at: Callable[[int, int], None]) -> None:
+        self._died_at = died_at
         self.connected = self.most = 0
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._buffers: dict[int, tuple[str, m.Keep]] = {}
@@ -63,7 +63,7 @@ class Keepers:
                 self._asked.pop(message.rank, None)
                 self._states[message.rank] = dict(zip(message.steps, message.states, strict=False))
                 if message.steps:
-                    self._stood_at(message.rank, message.steps[0])
+                    self._died_at(message.rank, message.steps[0])
         finally:
             self.connected -= 1
             if self._writers.get(host) is writer:

@@ -110,7 +110,7 @@ class Machine:
         self._here.discard(rank)
         self._awaited.discard(rank)
 
-    def stood_at(self, rank: int, step: int) -> bool:
+    def died_at(self, rank: int, step: int) -> bool:
         """Record that a dead rank had completed `step`, according to its crash-safe buffer; False if that was known."""
         member = self.members.get(rank)
         if member is None or step <= member.step:

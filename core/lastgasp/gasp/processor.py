@@ -320,7 +320,7 @@ class Processor:
             return
         trouble = status.look_again()
         late = _clock.monotonic() >= pending.deadline
-        if (trouble or not status.whole) and not status.broken and not late:
+        if (trouble or not status.consistent) and not status.broken and not late:
             return
         if status.step < pending.target:
             # A thread that has raised will not complete another step.
@@ -330,7 +330,7 @@ class Processor:
             return
         self._pending = None
         late_words = f"still inside its update after {self._finish:g} s"
-        self._answer(pending.recovery, status.broken or trouble or ("" if status.whole else late_words))
+        self._answer(pending.recovery, status.broken or trouble or ("" if status.consistent else late_words))
 
     def _answer(self, recovery: int, why: str) -> None:
         """Report which step this rank holds; or `why` it holds none."""

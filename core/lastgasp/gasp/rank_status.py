@@ -48,7 +48,7 @@ class RankStatus:
         at_gate: the training thread waits at the closed gate; only `hold` and the end of the recovery let it continue.
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
-        look: called by the control thread before it reads `step` and `whole` in a recovery. An adapter whose steps
+        look: called by the control thread before it reads `step` and `consistent` in a recovery. An adapter whose steps
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
         all_run: set by `hold`: no rank has stopped, so the training thread will reach the gate normally.
         since: monotonic time of the last call of `hold`.
@@ -124,7 +124,7 @@ class RankStatus:
                 self._gate.notify_all()
 
     def look_again(self) -> str:
-        """Update `step` and `whole`; return the adapter's error, which leaves them unknown, or an empty string."""
+        """Update `step` and `consistent`; return the adapter's error, which leaves them unknown, or an empty string."""
         try:
             self.look()
         except BaseException as error:  # raised by the adapter; the calling threads must survive it
@@ -132,7 +132,7 @@ class RankStatus:
         return ""
 
     @property
-    def whole(self) -> bool:
+    def consistent(self) -> bool:
         """The state is that of `step`."""
         return not self.inside and not self.unsettled
 

@@ -99,10 +99,10 @@ def _decide_and_save(
 def _decide(status: RankStatus, place: Place, finish: float) -> Decision:
     deadline = _clock.monotonic() + finish
     trouble = status.look_again()
-    while (trouble or not status.whole) and not status.broken and _clock.monotonic() < deadline:
+    while (trouble or not status.consistent) and not status.broken and _clock.monotonic() < deadline:
         threading.Event().wait(0.001)
         trouble = status.look_again()
-    why = status.broken or trouble or ("" if status.whole else f"still inside its update after {finish:g} s")
+    why = status.broken or trouble or ("" if status.consistent else f"still inside its update after {finish:g} s")
     views = tuple(
         RankView(rank=r, step=status.step, holds=not why, why=why)
         if r == place.rank

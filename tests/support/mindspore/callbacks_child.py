@@ -124,7 +124,7 @@ def main(folder: str) -> dict[str, Any]:
     def inside() -> bool:
         status.hold(1.0)
         status.look()
-        return not status.whole
+        return not status.consistent
 
     back.on_train_begin(context)
     told["begins"] = [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]

@@ -1,4 +1,4 @@
-"""Checks the integrity of a `torch.save` file by its own means: a zip file with a CRC-32 of each record."""
+"""Check the integrity of a `torch.save` file by its own checksums: it is a zip file with a CRC-32 of each record."""
 
 from __future__ import annotations
 
