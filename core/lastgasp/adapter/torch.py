@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lastgasp.pytorch import exception_origin, fingerprints, rng
-from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, restore_aux, without_buffers
+from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, own_aux, restore_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
@@ -93,6 +93,7 @@ __all__ = [
     "load_entry",
     "load_verified",
     "local",
+    "own_aux",
     "persistent_buffers",
     "place_of",
     "position_of",

@@ -7,8 +7,9 @@ optimizer) is read live at the gasp.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,3 +188,17 @@ def _head(data: bytes) -> tuple[int, int, int, int, int, int]:
 
 def _align(size: int) -> int:
     return -(-size // 64) * 64
+
+
+def own_aux(record: Mapping[str, Any], rank: int, world_size: int, note: Callable[[str], None]) -> bytes | None:
+    """A rank's encoded state in the record of a checkpoint (`small`, `world_size`); None where it was lost.
+
+    Args:
+        note: is told what a resume cannot restore.
+    """
+    own: bytes | None = record["small"].get(rank)
+    if record["world_size"] != world_size:
+        note(f"saved by {record['world_size']} ranks, resumed by {world_size}: not bit-equal")
+    elif own is None:
+        note(f"no random state of rank {rank} was saved: a resume will not be bit-equal")
+    return own

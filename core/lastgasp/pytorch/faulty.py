@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lastgasp.adapter.hooks import replace_attribute
 from lastgasp.testing.archive import FaultyArchive
 from lastgasp.testing.faults import FaultKit
 
@@ -22,12 +23,7 @@ Fire = Callable[[str], None]
 
 def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     """Set `owner.name` to `wrap(owner.name)` on this object alone, and push the way back."""
-    original, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wrap(original))
-    if own:
-        undo.callback(setattr, owner, name, original)
-    else:
-        undo.callback(delattr, owner, name)
+    undo.callback(replace_attribute(owner, name, wrap))
 
 
 def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from lastgasp.adapter import DamagedCheckpoint, GaspConfig, ManifestWriter, RankStatus
+from lastgasp.adapter import GaspConfig, ManifestWriter, RankStatus
 from lastgasp.adapter.checkpoint import SingleFile, Staged, has_manifest
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.state import KEY
@@ -137,6 +137,3 @@ def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:
 
 def _remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
-
-
-__all__ = ["DamagedCheckpoint", "VerifiedCheckpointIO", "search_folders"]

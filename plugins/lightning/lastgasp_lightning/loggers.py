@@ -39,7 +39,7 @@ class LogRecord:
 
     def __init__(self, trainer: Any, directory: Path, fit: Callable[[], int]) -> None:
         self._trainer, self._directory, self._fit = trainer, directory, fit
-        self._logs: list[_CsvLog | _EventLog] = []
+        self._logs: list[_Log] = []
         self._key: list[Any] = []
         self._static, self._timed = b"", False
         self._undo: list[Undo] = []
@@ -154,87 +154,25 @@ class LogRecord:
             return False
 
 
-class _CsvLog:
-    """CSVLogger. Its writer appends to `metrics.csv`, and rewrites it where a column is new."""
+class _Log:
+    """One logger, in the version that it chose."""
 
-    kind = "csv"
-
-    def __init__(self, number: int, logger: Any) -> None:
-        self.number, self._logger, self._writer = number, logger, logger.experiment
-        self.folder = Path(logger.log_dir).absolute()
-        self._rows = 0
-
-    def install(self) -> Undo:
-        """Count the rows that are written from now on."""
-        self._rows = count_rows(Path(self._writer.metrics_file_path))
-
-        def counting(original: Callable[[], None]) -> Callable[[], None]:
-            def save() -> None:
-                rows = len(self._writer.metrics)
-                original()
-                self._rows += rows
-
-            return save
-
-        return replace_method(self._writer, "save", counting)
-
-    def writers(self) -> tuple[str, ...]:
-        """None is needed: there is one file."""
-        return ()
-
-    def position(self) -> Any:
-        """Changes whenever something is logged."""
-        return self._rows, len(self._writer.metrics)
-
-    def describe(self) -> dict[str, Any]:
-        """The number of rows in the file, and the rows not written yet."""
-        return {"kind": self.kind, "logger": self.number, "version": self._logger.version, "folder": str(self.folder),
-                "rows": self._rows, "waiting": list(self._writer.metrics)}  # fmt: skip
-
-    def of_version(self, version: int) -> Path:
-        """The directory of another version."""
-        return self.folder.with_name(f"version_{version}")
-
-    def turn(self, saved: dict[str, Any], owner: Owner) -> None:
-        """Keep the rows up to the boundary, and append to them.
-
-        Raises:
-            OSError, ValueError: the file cannot be used.
-        """
-        folder, name = self.of_version(saved["version"]), Path(self._writer.metrics_file_path).name
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} cannot be written")
-        columns = keep_rows(folder / name, saved["rows"])
-        writer = self._writer
-        writer.log_dir, writer.metrics_file_path, writer.metrics_keys = str(folder), str(folder / name), columns
-        writer.metrics[:0] = saved["waiting"]
-        self._logger._version = saved["version"]
-        _remove_empty(self.folder)
-
-
-class _EventLog:
-    """TensorBoardLogger on torch's SummaryWriter. Each attempt writes files of its own."""
-
-    kind = "tensorboard"
+    kind = ""
 
     def __init__(self, number: int, logger: Any) -> None:
         self.number, self._logger, self._writer = number, logger, logger.experiment
         self.folder = Path(logger.log_dir).absolute()
 
     def install(self) -> Undo:
-        """Nothing to count: each event has its time."""
+        """Count what is written from now on."""
         return lambda: None
 
     def writers(self) -> tuple[str, ...]:
-        """This process."""
-        return (writer_of(self._file().name),)
-
-    def _file(self) -> Path:
-        return Path(self._writer._get_file_writer().event_writer._file_name)
+        """Who writes files of its own."""
+        return ()
 
     def position(self) -> Any:
-        """The time is enough."""
-        return None
+        """Changes whenever something is logged; None if the time is enough."""
 
     def describe(self) -> dict[str, Any]:
         """Where it is."""
@@ -250,27 +188,82 @@ class _EventLog:
             self._logger._version = current
 
     def turn(self, saved: dict[str, Any], owner: Owner) -> None:
-        """Remove the events after the boundary, and write to another file.
+        """Remove what was logged after the boundary, and append to the rest.
 
         Raises:
             OSError, ValueError: a file cannot be used.
         """
-        folder, fresh = self.of_version(saved["version"]), self._file()
+        folder = self.of_version(saved["version"])
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written")
+        self._go_on(folder, saved, owner)
+        self._logger._version = saved["version"]
+
+    def _go_on(self, folder: Path, saved: dict[str, Any], owner: Owner) -> None:
+        raise NotImplementedError
+
+
+class _CsvLog(_Log):
+    """CSVLogger. Its writer appends to `metrics.csv`, and rewrites it where a column is new."""
+
+    kind, _rows = "csv", 0
+
+    def install(self) -> Undo:
+        """Count the rows."""
+        self._rows = count_rows(Path(self._writer.metrics_file_path))
+
+        def counting(original: Callable[[], None]) -> Callable[[], None]:
+            def save() -> None:
+                rows = len(self._writer.metrics)
+                original()
+                self._rows += rows
+
+            return save
+
+        return replace_method(self._writer, "save", counting)
+
+    def position(self) -> Any:
+        """The number of rows in the file, and of those not written yet."""
+        return self._rows, len(self._writer.metrics)
+
+    def describe(self) -> dict[str, Any]:
+        """Also the number of rows in the file, and the rows not written yet."""
+        return super().describe() | {"rows": self._rows, "waiting": list(self._writer.metrics)}
+
+    def _go_on(self, folder: Path, saved: dict[str, Any], owner: Owner) -> None:
+        writer, path = self._writer, folder / Path(self._writer.metrics_file_path).name
+        columns = keep_rows(path, saved["rows"])
+        writer.log_dir, writer.metrics_file_path, writer.metrics_keys = str(folder), str(path), columns
+        writer.metrics[:0] = saved["waiting"]
+        _remove_empty(self.folder)
+
+
+class _EventLog(_Log):
+    """TensorBoardLogger on torch's SummaryWriter. Each attempt writes files of its own; each event has its time."""
+
+    kind = "tensorboard"
+
+    def writers(self) -> tuple[str, ...]:
+        """This process."""
+        return (writer_of(self._file().name),)
+
+    def _file(self) -> Path:
+        return Path(self._writer._get_file_writer().event_writer._file_name)
+
+    def _go_on(self, folder: Path, saved: dict[str, Any], owner: Owner) -> None:
+        fresh = self._file()
         cut_events(files_of(folder, owner.writers), saved["moment"])
         writer = type(self._writer)(log_dir=str(folder), **self._logger._kwargs)
         self._writer.close()
         vars(self._writer).clear()
         vars(self._writer).update(vars(writer))  # in place: a module may hold a reference
-        self._logger._version = saved["version"]
         self._logger._default_hp_metric = False  # it has been logged already
         if holds_nothing(fresh):
             fresh.unlink()
             _remove_empty(self.folder)
 
 
-def _log_of(number: int, logger: Any) -> _CsvLog | _EventLog | None:
+def _log_of(number: int, logger: Any) -> _Log | None:
     """None for what cannot be continued, or must not be: the user has named its version."""
     if not isinstance(logger, CSVLogger | TensorBoardLogger) or not is_automatic(logger):
         return None

@@ -8,7 +8,8 @@ import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lastgasp.adapter import ConfigError, Contact, FromRank0, Place, contact_of, data_parallel, place_in_job
+from lastgasp.adapter import ConfigError, Contact, Place, contact_of, data_parallel, place_in_job
+from lastgasp.adapter.torch import from_rank_0
 
 
 def require_supported(trainer: Any) -> None:
@@ -23,12 +24,8 @@ def require_supported(trainer: Any) -> None:
         name = type(strategy).__name__
         started = getattr(strategy, "_start_method", "popen")
         value = name if started == "popen" else f"{name} with start method {started}"
-        raise ConfigError(
-            "strategy",
-            value,
-            "'ddp' or a single device",
-            "Use strategy='ddp', or take LastGasp out of the callbacks.",
-        )
+        remedy = "Use strategy='ddp', or take LastGasp out of the callbacks."
+        raise ConfigError("strategy", value, "'ddp' or a single device", remedy)
     if plain and strategy._model_averaging_period is not None:
         raise ConfigError(
             "model_averaging_period", strategy._model_averaging_period, "None", "Its ranks hold different weights."
@@ -38,7 +35,7 @@ def require_supported(trainer: Any) -> None:
 def place_of(trainer: Any) -> Place:
     """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
     size: int = trainer.world_size
-    return place_in_job(trainer.global_rank, size, data_parallel(size), _from_rank_0(trainer))
+    return place_in_job(trainer.global_rank, size, data_parallel(size), from_rank_0)
 
 
 def connect(trainer: Any, place: Place) -> Contact | None:
@@ -49,14 +46,7 @@ def connect(trainer: Any, place: Place) -> Contact | None:
         ControlError, DeadlineExceeded: it could not be started.
     """
     nodes = trainer.num_nodes
-    return contact_of(place, f"this job spans {nodes} nodes" if nodes > 1 else "", _from_rank_0(trainer))
-
-
-def _from_rank_0(trainer: Any) -> FromRank0:
-    def broadcast(value: Any) -> Any:
-        return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
-
-    return broadcast
+    return contact_of(place, f"this job spans {nodes} nodes" if nodes > 1 else "", from_rank_0)
 
 
 def versions() -> dict[str, str]:

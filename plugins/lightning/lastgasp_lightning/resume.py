@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import CheckpointError
-from lastgasp.adapter.torch import WORKERS, AuxState, decode_aux, restore_aux
+from lastgasp.adapter.torch import WORKERS, AuxState, decode_aux, own_aux, restore_aux
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
@@ -80,12 +80,7 @@ class Resume:
         return bool(self._record)
 
     def _choose_aux(self, trainer: Any, record: dict[str, Any]) -> AuxState | None:
-        aux_states: dict[int, bytes] = record["small"]
-        if record["world_size"] != trainer.world_size:
-            self._note(f"saved by {record['world_size']} ranks, resumed by {trainer.world_size}: not bit-equal")
-        own = aux_states.get(trainer.global_rank)
-        if own is None:
-            self._note(f"no random state of rank {trainer.global_rank} was saved: not bit-equal")
+        own = own_aux(record, trainer.global_rank, trainer.world_size, self._note)
         return decode_aux(own) if own is not None else None
 
     def _note(self, text: str) -> None:

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lastgasp.adapter import AdapterRun, Digests, Framework, GaspConfig, ManifestWriter, MarksConfig, StateSource
+from lastgasp.adapter import (
+    AdapterRun,
+    Digests,
+    Framework,
+    GaspConfig,
+    ManifestWriter,
+    MarksConfig,
+    StateSource,
+    Training,
+)
 from lastgasp.adapter.checkpoint import name_of_fit
 from lastgasp.adapter.torch import WORKERS, GaspSource, process_groups, save_verified
 from lastgasp_lightning.boundary import before_calls, before_updates
@@ -27,7 +36,7 @@ from lastgasp_lightning.tuner import Tuning
 log = logging.getLogger("lastgasp")
 
 
-class LightningRun:
+class LightningRun(Training):
     """What belongs to one `fit`; to the seam it is the training (`adapter.Training`).
 
     Attributes:
@@ -154,10 +163,6 @@ class LightningRun:
         """As `Training` says."""
         for logger in self._trainer.loggers:
             logger.finalize("failed")
-
-    def advice(self) -> str:
-        """As `Training` says."""
-        return ""
 
 
 def _nothing(*_: object) -> None:

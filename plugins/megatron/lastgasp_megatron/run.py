@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as distributed
 
-from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, Undo, cause_of, place_in_job
-from lastgasp.adapter.testing import faults
+from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, cause_of, place_in_job
 from lastgasp.adapter.torch import connect, from_rank_0, kind_of, process_groups
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
@@ -22,6 +21,7 @@ from lastgasp_megatron.save import Manifests, Saver
 from lastgasp_megatron.settings import refuse, users_handler
 from lastgasp_megatron.state import MegatronState
 from lastgasp_megatron.steps import Built
+from lastgasp_megatron.testing import install_faults
 from lastgasp_megatron.topology import replicas_of, shard_of
 from lastgasp_megatron.tracker import FORMAT
 
@@ -76,7 +76,7 @@ class Run:
         life.on_close(state.steps.uninstall)
         life.bind(state)
         state.install()
-        life.on_close(_faults(model, optimizer))
+        life.on_close(install_faults(model, optimizer))
         self._mark(optimizer)
 
     def _mark(self, optimizer: Any) -> None:
@@ -120,12 +120,3 @@ def _preload(args: Any) -> MegatronPreload:
     without = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
     optimizer = bool(getattr(args, "use_distributed_optimizer", False) and gloo and not without)
     return MegatronPreload(file_in_checkpoint, optimizer=optimizer, first=shard_of(args).part == 0)
-
-
-def _faults(model: Any, optimizer: Any) -> Undo:
-    """The faults that `LASTGASP_FAULT` asks for."""
-    if not os.environ.get(faults.ENV_FAULT, "").strip():
-        return lambda: None
-    from lastgasp_megatron.testing import install_faults
-
-    return install_faults(model, optimizer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import mindspore
 
 from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, Options, Released, is_success
 from lastgasp.adapter.mindspore import LEGACY, PLAIN
-from lastgasp.adapter.testing import faults
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp
@@ -29,6 +26,7 @@ from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size,
 from lastgasp_mindformers.reload import MindFormersSelector
 from lastgasp_mindformers.source import MindSporeSource, Writer
 from lastgasp_mindformers.state import MindSporeState
+from lastgasp_mindformers.testing import LoopFaults
 from lastgasp_mindformers.topology import (
     advice,
     embedded_backend,
@@ -81,9 +79,8 @@ class Run:
         )
         self.state: MindSporeState | None = None
         self._marks = LoopMarks(self.session)
-        self._faults: Any = _faults(place.rank)
-        if self._faults is not None:
-            self.life.on_close(self._faults.undo)
+        self._faults = LoopFaults(place.rank)
+        self.life.on_close(self._faults.undo)
         self._aux = b""
         self._seen = 0
         self._dataset: Any = None
@@ -278,8 +275,7 @@ class Run:
             self.state.others_begin()
 
     def _fire(self, phase: str, step: int) -> None:
-        if self._faults is not None:
-            self._faults.fire(phase, step)
+        self._faults.fire(phase, step)
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -349,14 +345,3 @@ def _loss_scale(outputs: Any) -> float | None:
         return float(value.asnumpy()) if hasattr(value, "asnumpy") else float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _faults(rank: int) -> Any:
-    """The faults that `LASTGASP_FAULT` asks for; None where it asks for none."""
-    if not os.environ.get(faults.ENV_FAULT, "").strip():
-        return None
-    if importlib.util.find_spec("lastgasp_mindformers.testing") is None:
-        return None
-    from lastgasp_mindformers.testing import LoopFaults
-
-    return LoopFaults(rank)

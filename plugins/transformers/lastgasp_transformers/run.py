@@ -223,11 +223,7 @@ class Run:
     def _return(self, record: Record, given: dict[str, Any]) -> bool:
         """Stand on the boundary, and do what is due there. Returns whether the data are repeated exactly."""
         trainer, world = self._trainer, self.core.place.world_size
-        own = record["small"].get(self.rank) if record["world_size"] == world else None
-        if record["world_size"] != world:
-            self.session.note(f"saved by {record['world_size']} ranks, resumed by {world}: not bit-equal")
-        elif own is None:
-            self.session.note(f"no random state of rank {self.rank} was saved: not bit-equal")
+        own = shared.own_aux(record, self.rank, world, self.session.note) if record["world_size"] == world else None
         position = self.training.restore(record, own)
         norm, rate = self.training.last
         trainer._maybe_log_save_evaluate(

@@ -28,7 +28,7 @@ from lastgasp_mindformers.state import MindSporeState
 def made(status: RankStatus) -> Any:
     """A Run whose session, data and files are not there."""
     run: Any = module.Run.__new__(module.Run)
-    run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), None
+    run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), MagicMock()
     run.life = AdapterRun.__new__(AdapterRun)
     run.life.session, run.life._training, run.life.begun = run.session, run, True
     run.life.framework = Framework(name="", kind_of=lambda error: "exception")

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lastgasp.adapter.hooks import replace_attribute
+
 _Event = Callable[[Any], None]
 
 
@@ -41,20 +43,15 @@ def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], N
 
 
 def _around_compiled(module: Any, before: _Event, after: _Event) -> Callable[[], None]:
-    original = module.forward
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before(module)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                after(module)
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        before(module)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            after(module)
+        return forward
 
-    module.forward = forward
-
-    def undo() -> None:
-        if module.forward is forward:
-            module.forward = original
-
-    return undo
+    return replace_attribute(module, "forward", make)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lastgasp.adapter.hooks import replace_attribute
 from lastgasp.pytorch.loop.hooks import follow_forward
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.stepranges import StepRanges
@@ -147,23 +148,21 @@ class LoopMarks:
 
 def _replace_backward(around: Callable[..., Any]) -> Callable[[], None]:
     """Call `around(original, args, kwargs)` for `torch.autograd.backward`, which `Tensor.backward` looks up there."""
-    original, busy = torch.autograd.backward, False
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal busy
-        if busy:
-            return original(*args, **kwargs)
-        busy = True
-        try:
-            return around(original, args, kwargs)
-        finally:
-            busy = False
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        busy = False
 
-    torch.autograd.backward = backward
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal busy
+            if busy:
+                return original(*args, **kwargs)
+            busy = True
+            try:
+                return around(original, args, kwargs)
+            finally:
+                busy = False
 
-    def undo() -> None:
-        if torch.autograd.backward is backward:
-            torch.autograd.backward = original
+        return backward
 
-    return undo
+    return replace_attribute(torch.autograd, "backward", make)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, without_buffers
+from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, own_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.position_record import about, position_only
@@ -21,7 +21,6 @@ log = logging.getLogger("lastgasp")
 
 KEY = "lastgasp"
 VERSION = 1
-_LOST = "no random state of rank {} was saved: a resume will not be bit-equal"
 _MISSING = "no random state of rank {} was available: unless that rank adds it, a resume will not be bit-equal"
 
 
@@ -97,15 +96,11 @@ def aux_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[s
             f"{path} has lastgasp state of version {record.get('version')!r}, this lastgasp reads version {VERSION}. "
             "Install the lastgasp that wrote it."
         )
-    own = record["small"].get(place.rank)
     there = {_MISSING.format(rank) for rank in record["small"]}  # it was added later
     for text in record["notes"] if place.rank == 0 else ():
         if text not in there:
             log.warning("%s: %s", path, text)
-    if record["world_size"] != place.world_size:
-        note(f"saved by {record['world_size']} ranks, resumed by {place.world_size}: not bit-equal")
-    elif own is None:
-        note(_LOST.format(place.rank))
+    own = own_aux(record, place.rank, place.world_size, note)
     return decode_aux(own) if own is not None else None
 
 
