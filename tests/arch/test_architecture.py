@@ -116,6 +116,6 @@ def _public(tree: ast.Module | ast.ClassDef) -> Iterator[Function | ast.ClassDef
 
 
 def test_no_two_tests_modules_have_the_same_name() -> None:
-    """pytest imports them by their names alone, and a whole run would not even begin."""
+    """pytest imports them by their names alone, and a complete run would not even begin."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

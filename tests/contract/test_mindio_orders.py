@@ -127,7 +127,7 @@ def test_a_state_without_a_holder_ends_with_a_record(
 def test_where_mindio_ends_all_ranks_ours_saves_first_however_long_it_takes(
     tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dead rank had told of a step that nobody else holds, so MindIO saves nothing (§16.6) and kills the others."""
+    """A dead rank had reported a step that nobody else holds, so MindIO saves nothing (§16.6) and kills the others."""
     monkeypatch.setenv("MINDIO_STANDIN_EXIT_WAIT", "1")
     with ToyJob(tmp_path, world=2, save_seconds=3.0) as job:
         job.step(1)
@@ -159,7 +159,7 @@ def test_a_rank_that_has_finished_stays_a_holder_until_all_have(tmp_path: Path, 
 
 
 def test_taskd_has_the_controller(tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its pod's address, whatever the launcher has told its workers of their master."""
+    """At its pod's address, whatever master the launcher has given its workers."""
     port = free_port()
     monkeypatch.setenv("MINDX_TASK_ID", "job")
     monkeypatch.setenv("TTP_PORT", str(port))

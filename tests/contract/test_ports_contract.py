@@ -63,7 +63,7 @@ class Workers:
     registry: WorkerRegistry
     shown: Callable[[], bool]
     gone: Callable[[], bool] | None
-    """None where nobody can see it: TaskD's manager tells nothing of a worker that has left."""
+    """None where this is invisible: TaskD's manager reports nothing about a worker that has left."""
     end: Callable[[], object] = bool
     """What the end of the process does."""
 

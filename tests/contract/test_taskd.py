@@ -73,7 +73,7 @@ def registry(api: Any, **more: Any) -> taskd.TaskdRegistry:
 
 
 def registered(caplog: pytest.LogCaptureFixture) -> None:
-    """Wait until the worker has told so; who asserts it sees what it told instead."""
+    """Wait for the worker's report; on a failure the assertion shows what it reported instead."""
     deadline = time.monotonic() + 20
     while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -291,7 +291,7 @@ def test_evidence_of_a_connection_of_this_process_only() -> None:
 
 
 def test_a_proxy_whose_manager_is_dead_registers_nobody() -> None:
-    """A worker's connection to the proxy stands all the same; that of the proxy to the manager is missing."""
+    """A worker's connection to the proxy exists all the same; that of the proxy to the manager is missing."""
     with socket.create_server(("127.0.0.1", 0)) as proxy, socket.create_server(("127.0.0.1", 0)) as manager:
         port, upstream = proxy.getsockname()[1], manager.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):

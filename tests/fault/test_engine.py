@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_found_excluded_and_killed_after_the_save(tmp_path: Pa
 
 
 def test_a_survivor_behind_the_dead_rank_completes_its_step_too(tmp_path: Path) -> None:
-    """The dead rank had completed step 2; the survivor holds all gradients of it and stands before its update."""
+    """The dead rank had completed step 2; the survivor holds all gradients of it and is before its update."""
     with ToyJob(tmp_path, world=2, reach=30.0) as job:
         job.step(1)
         job.ranks[1].tell("step 2")

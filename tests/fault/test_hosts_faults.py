@@ -34,7 +34,7 @@ pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.time
 def job_on(
     folder: Path, *names: str, endpoint: str = "", ranks: int = 1, steps: int = STEPS, **options: str
 ) -> Iterator[tuple[dict[str, Host], HostsJob, Told]]:
-    """A job with `ranks` on each of these hosts, begun; the rendezvous is on the first one unless told otherwise."""
+    """A job with `ranks` on each of these hosts, begun; by default the rendezvous is on the first one."""
     told = Told(folder / "d")
     with network(folder, *names) as hosts:
         rendezvous = ("--rdzv-conf", options.pop("conf", "join_timeout=120"))
@@ -69,7 +69,7 @@ def assert_safe(told: Told, before: int) -> None:
 
 @pytest.mark.full
 def test_the_first_hosts_launcher_is_killed(tmp_path: Path) -> None:
-    """Its store and its controller go with it. The other host's ranks are told to save; nobody kills them."""
+    """Its store and its controller go with it. The other host's ranks are ordered to save, and are not killed."""
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
         told.reached(10)
         job.launchers["ha"].kill()

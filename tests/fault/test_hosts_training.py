@@ -45,7 +45,7 @@ class Training:
     commits: Commits
 
     def hold(self) -> int:
-        """No rank goes on behind its step, so that all stand on the same one. Returns that step."""
+        """Hold all ranks at the same step. Returns that step."""
         (self.told.directory / "hold").touch()
         last = [-1, -1]
 
@@ -80,7 +80,7 @@ class Training:
         return sorted(self.told.directory.glob(".*.more-*"))
 
     def assert_safe(self, before: int) -> None:
-        """The step that had been completed, or a later one, is saved, once, and whole."""
+        """The step that had been completed, or a later one, is saved, once, and completely."""
         assert max(self.told.saved(), default=0) >= before
         assert all(incident.steps_lost == 0 for incident in self.told.incidents()), self.told.incidents()
         assert self.commits.replaced() == []
@@ -155,7 +155,7 @@ def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, resumed: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("second", [0, 1])
 def test_both_sides_of_a_cut_save_one_step(tmp_path: Path, kind: str, second: int, undisturbed: Reference) -> None:
-    """Whoever is first: its commit stands, the other side adds its random state, and the job continues bit-equal."""
+    """Whichever is first: its commit counts, the other side adds its random state, and the job continues bit-equal."""
     with training(tmp_path, kind, HOSTS_SAVE_SECOND=str(second)) as one:
         step = one.hold()
         one.hosts["hb"].cut()

@@ -33,7 +33,7 @@ def elsewhere(folder: Path) -> Iterator[ToyJob]:
 
 
 def keeps(job: ToyJob, rank: int) -> None:
-    """Wait until the controller knows a launcher of the ranks' host, and has told it of this rank."""
+    """Wait until the controller knows a launcher of the ranks' host, and has announced this rank to it."""
     assert job.thread is not None
     keepers, deadline = job.thread._controller.keepers, time.monotonic() + 30
     while not (keepers._writers and keepers.has_buffer(rank)):

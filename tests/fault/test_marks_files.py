@@ -82,7 +82,7 @@ class Rank:
             self.read(1)
 
     def kill(self) -> int:
-        """SIGKILL; returns how many steps it had told of as completed."""
+        """SIGKILL; returns how many steps it had reported as completed."""
         self.process.send_signal(signal.SIGKILL)
         return self.join()
 
@@ -114,7 +114,7 @@ def rank(base: Path, first: int | str, how: str = "") -> Iterator[Rank]:
 
 
 def steps(base: Path) -> list[int]:
-    """Steps on disk in their order; all rows are whole and all ranges complete."""
+    """Steps on disk in their order; all rows and ranges are complete."""
     taken = taskd_reader.read(base / "task/0")
     assert taken.open == {}
     assert not [name for name in taken.names if name.startswith("dropped")]
@@ -122,7 +122,7 @@ def steps(base: Path) -> list[int]:
 
 
 def expect(base: Path, first: int, told: int) -> None:
-    """Each step from `first` on is there once; the last may have ended without being told of."""
+    """Each step from `first` on is there once; the last may have ended unreported."""
     found = [number for number in steps(base) if first <= number < first + 100_000]
     assert found in (list(range(first, first + told)), list(range(first, first + told + 1)))
     names = taskd_reader.read(base / "task/0").names

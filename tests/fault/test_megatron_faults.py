@@ -122,7 +122,7 @@ def _check_saved(case: Case, directory: Path, output: str) -> int:
 # -- torn updates ---------------------------------------------------------------------------------
 
 TORN = SAVE_STEP + 2
-"""Completed iterations when an update is torn: two after a periodic save."""
+"""Completed iterations when an update is cut short: two after a periodic save."""
 
 
 def torn(layout: str, folder: Path, faults: list[str], **environ: str) -> tuple[GptJob, str]:

@@ -1,4 +1,4 @@
-"""Real MindSpore and MindFormers jobs with real faults: the step is saved, the restart goes on with the same losses."""
+"""Real MindSpore and MindFormers jobs with real faults: the step is saved, the losses stay the same."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_rest_of_the_matrix(case: Case, tmp_path: Path, references: dict[tuple[s
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["pangu", "resnet", "together"])
 def test_the_guides_own_directories(layout: str, tmp_path: Path, references: dict[tuple[str, int], Losses]) -> None:
-    """Both ranks die, and nobody can save: the restart goes on from what ModelCheckpoint of all ranks has saved."""
+    """Both ranks die, and nobody can save: the restart resumes from what ModelCheckpoint of all ranks has saved."""
     expected = reference("plain", 2, references, tmp_path)
     saves = ("--save", str(tmp_path / "saves"), "--layout", layout)
     job = replace(plain(tmp_path), arguments=(*plain(tmp_path).arguments, *saves))
@@ -250,7 +250,7 @@ def scaled(folder: Path, name: str) -> Job:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "llama", "llama-newer"])
 def test_a_dynamic_loss_scale_continues_unchanged(tmp_path: Path, name: str) -> None:
-    """And as long as it stood. Nobody hears what the saved step tells: the fault comes when its graph has returned."""
+    """And its age. What the saved step reports is lost: the fault comes when its graph has returned."""
     job = scaled(tmp_path / "faulty", name)
     if name == "llama-newer":
         assert isinstance(job, LlamaJob)

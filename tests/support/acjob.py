@@ -1,4 +1,4 @@
-"""AscendJob files for tests: whole ones in which no rule finds anything, for each framework."""
+"""AscendJob files for tests: complete ones in which no rule finds anything, for each framework."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class ToyJob:
             self.ranks[i].wait_for("stuck")
 
     def incident(self) -> Incident:
-        """The newest record, once all that is known stands in it."""
+        """The newest record, once everything known is in it."""
         if self.thread is not None:
             assert self.thread.settle()
         newest = max((self.directory / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)

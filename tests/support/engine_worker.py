@@ -1,4 +1,4 @@
-"""A rank without any framework: obeys lines on stdin, tells on stdout. For engine tests and benchmarks.
+"""A rank without any framework: obeys lines on stdin, reports on stdout. For engine tests and benchmarks.
 
 step N   complete step N;   update   enter the update and stay there;   raise   report an exception
 stuck    block the main thread in a C call for ever;   done   leave normally;   vanish   sys.exit(3), told to nobody
@@ -59,7 +59,7 @@ PATIENCE = 60.0
 
 
 class ToySource:
-    """Its whole state is a number."""
+    """Its entire state is a number."""
 
     def __init__(self, rank: int, directory: Path, options: dict[str, Any]) -> None:
         self.rank, self.directory = rank, directory

@@ -1,4 +1,4 @@
-"""A controller that does what a test tells it; for the rank's end of the connection."""
+"""A controller that follows a test's orders; for the rank's end of the connection."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Host:
         _command(*inside, "link", "set", "eth0", "mtu", str(MTU), "up")
 
     def power_off(self) -> None:
-        """All its processes end at once and nobody is told: its packets are dropped before. Idempotent."""
+        """All its processes end at once and silently: its packets are dropped before. Idempotent."""
         if self._first is None:
             return
         if vars(self).get("wire") is not None:

@@ -50,7 +50,7 @@ def seed() -> None:
 
 
 def completed(directory: Path, step: int, pace: float) -> None:
-    """For the test; what is read is always whole."""
+    """For the test; what is read is always complete."""
     path = directory / f"at-{RANK}-{ATTEMPT}"
     temp = path.with_suffix(".new")
     temp.write_text(str(step))

@@ -34,7 +34,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass
 class Saved:
-    """What a save wrote; `path` is where it will stand."""
+    """What a save wrote; `path` is where it will be."""
 
     path: str
     temp: Path

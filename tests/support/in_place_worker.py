@@ -61,7 +61,7 @@ class Repairable(ToySource):
         """As the port says."""
 
     def train(self, session: Session) -> None:
-        """From wherever the state stands."""
+        """From the current state."""
         self.entered += 1
         while self.step < STEPS:
             time.sleep(0.05 if self.entered == 1 else 0.001)

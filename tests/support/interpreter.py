@@ -63,7 +63,7 @@ def fail(text: str) -> None:
 
 
 def main() -> None:
-    """Print, then end as told."""
+    """Print, then end as requested."""
     print(json.dumps(interpreter() | {"environment": dict(os.environ)}))
     atexit.register(print, "atexit")
     what = sys.argv[1] if len(sys.argv) > 1 else ""

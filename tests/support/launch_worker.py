@@ -1,4 +1,4 @@
-"""A torch-free rank for launcher tests: steps with a Session, tells what it does in files, obeys `go` files.
+"""A torch-free rank for launcher tests: steps with a Session, reports what it does in files, obeys `go` files.
 
 Usage: launch_worker.py DIRECTORY MODE [MORE]. Its state is the number of its step. Modes:
 
@@ -77,7 +77,7 @@ def finish(session: Session, mode: str, rank: int) -> None:
 
 
 def tell(directory: Path, rank: int, attempt: int) -> None:
-    """Who this is, and what the launcher gave it."""
+    """This rank, and what the launcher gave it."""
     directory.mkdir(exist_ok=True)
     names = ("MASTER_PORT", "LASTGASP_CONTROLLER", "LASTGASP_LAUNCHER", "LASTGASP_JOB", "TORCHELASTIC_RUN_ID")
     found = {"pid": os.getpid()} | {name: os.environ.get(name) for name in names}

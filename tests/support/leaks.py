@@ -167,7 +167,7 @@ def _processes(mark: str) -> dict[int, str]:
 
 
 def _stat(pid: str) -> tuple[int | None, tuple[int, bytes]]:
-    """The parent and what tells a process from a later one of the same pid; no parent when it is gone."""
+    """The parent, and what distinguishes a process from a later one of the same pid; no parent if it is gone."""
     fields = read_proc(pid, "stat").rpartition(b")")[2].split()  # the second field may hold spaces and brackets
     return (int(fields[1]), (int(pid), fields[19])) if len(fields) > 19 else (None, (int(pid), b""))
 

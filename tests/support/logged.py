@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def rows(folder: Path, version: int = 0) -> list[dict[str, str]]:
-    """What stands in metrics.csv, without what is empty: columns come in the order of their first use."""
+    """The content of metrics.csv, without empty fields: columns come in the order of their first use."""
     with (folder / f"lightning_logs/version_{version}/metrics.csv").open(newline="") as file:
         return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
 def scalars(folder: Path, version: int = 0) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar of every event file as it stands there, whatever a reader leaves out; none without tensorboard."""
+    """Every scalar of every event file, whatever a reader leaves out; none without tensorboard."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     except ImportError:

@@ -21,7 +21,7 @@ from lastgasp.steps.recover import recover_orphans
 
 PER_TOKEN = 25
 MOMENTS = ("before", "half", "after", "told")
-"""Before the write; in a row in its middle; after it, before the ring is told; and after that."""
+"""Before the write; in a row in its middle; after it, before the ring is updated; and after that."""
 ENDINGS = ("return", "close", "raise", "exit", "_exit", "fork")
 
 

@@ -84,7 +84,7 @@ class Case:
 
     @property
     def should_give_up(self) -> bool:
-        """Whether physics forbid a save: of two ranks both are gone, or one is gone and the other torn."""
+        """Whether a save is impossible: of two ranks both are gone, or one is gone and the other inside its update."""
         if self.world > 2:
             return False
         if self.moment == "gasp_save":
@@ -137,7 +137,7 @@ def covering_cases() -> list[Case]:
 
 
 def check_marks(case: Case, base: Path) -> None:
-    """Each rank's every step is on disk, that of the killed one too; whole, and once in each attempt that took it."""
+    """Each rank's every step is on disk, also that of the killed one; complete, once in each attempt that took it."""
     wanted = set(range(1, LAST_STEP + 1))
     for rank in range(case.world):
         found: list[int] = []

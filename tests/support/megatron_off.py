@@ -37,7 +37,7 @@ def _attributes() -> Iterator[tuple[str, Any]]:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether its code stands in lastgasp, whatever its name says."""
+    """Whether its code belongs to lastgasp, whatever its name says."""
     code = getattr(inspect.unwrap(value, stop=_is_ours) if callable(value) else value, "__code__", None)
     return _is_ours(value) or str(getattr(code, "co_filename", "")).startswith(_OURS)
 

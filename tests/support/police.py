@@ -18,7 +18,7 @@ from lastgasp.steps import ringfile
 from support import leaks
 
 GRACE_SECONDS = 10.0
-"""How long what a test started may take to end by itself."""
+"""How long processes and threads of a test may take to end on their own."""
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,7 @@ def _between(name: str) -> re.Pattern[str]:
 
 
 def _fact(source: str, page: str = "") -> str:
-    """Where the fact stands, as links: `taskd.md §2, §5`, or `§3` of `page`; other words stay as they are."""
+    """Where the fact is, as links: `taskd.md §2, §5`, or `§3` of `page`; other words stay as they are."""
     parts = []
     for part in source.split(", "):
         named = re.match(r"(?:([\w-]+)(?:\.md)? )?§", part)

@@ -45,7 +45,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def rows(directory: Path) -> Iterator[Row]:
-    """Every row of a rank's directory; fails at a line that is not whole."""
+    """Every row of a rank's directory; fails at an incomplete line."""
     for path in files(directory):
         content = path.read_bytes()
         assert content == b"" or content.endswith(b"\n"), f"{path} ends with half a line"

@@ -62,7 +62,7 @@ def _table(rows: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def _block(rows: list[tuple[bytes, bytes]]) -> bytes:
-    """Keys are written whole; one restart."""
+    """Keys are written in full; one restart."""
     content = b"".join(_varint(0) + _varint(len(key)) + _varint(len(value)) + key + value for key, value in rows)
     content += struct.pack("<II", 0, 1) + b"\0"
     return content + struct.pack("<I", masked_crc32c(content))

@@ -106,7 +106,7 @@ def test_the_real_taskd_is_known(tmp_path: Path) -> None:
 
 
 def test_off_ascend_nothing_of_it_is_imported(tmp_path: Path) -> None:
-    """A whole life of a Session: its construction, a step, a save and the end."""
+    """The complete life of a Session: its construction, a step, a save and the end."""
     code = """
 import json, sys
 from pathlib import Path

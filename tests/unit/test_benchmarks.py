@@ -31,7 +31,7 @@ TARGETS: dict[str, set[float]] = {
 }
 """The targets that each benchmark judges."""
 LONG = ("callback", "checkpoint", "detect", "flush", "marks_step", "megatron", "mindspore", "restart", "slow", "warm")
-"""They start whole jobs even when they are quick."""
+"""They start complete jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
 
 

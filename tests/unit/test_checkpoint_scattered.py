@@ -269,14 +269,14 @@ def test_what_was_moved_aside_for_a_commit_that_was_killed_is_restored(tmp_path:
 
 
 def _bare(directory: Path, layout: Layout) -> tuple[Path, dict[str, bytes]]:
-    """A whole checkpoint without a manifest, as a framework leaves it, and what is in it."""
+    """A complete checkpoint without a manifest, as a framework leaves it, and what is in it."""
     path = put_scattered(directory, 4) if layout is SCATTERED else put_folder(directory, 4)
     layout.manifest_path(path).unlink()
     return path, {name: file.read_bytes() for name, file in layout.files(path).items()}
 
 
 def test_killed_before_the_manifest_was_moved_too(tmp_path: Path) -> None:
-    """What stands there is another job's, with a manifest."""
+    """What is there is another job's, with a manifest."""
     count = DyingDisk()
     set_aside(put_scattered(tmp_path / "count", 4), SCATTERED, count)
     for at in range(count.calls):

@@ -20,7 +20,7 @@ PNG = b"\x89PNG"
 
 
 class Stage:
-    """Stands in for `run_job`: leaves the files that the real jobs would; `lies` are told to it by name."""
+    """Stands in for `run_job`: leaves the files that the real jobs would; it is given `lies` by name."""
 
     def __init__(self, *lies: str) -> None:
         self.lies, self.environs = lies, list[Mapping[str, str]]()

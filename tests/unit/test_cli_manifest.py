@@ -1,4 +1,4 @@
-"""`lastgasp manifest`: what was written without lastgasp becomes verifiable, what is not whole is refused."""
+"""`lastgasp manifest`: what was written without lastgasp becomes verifiable, what is incomplete is refused."""
 
 from __future__ import annotations
 

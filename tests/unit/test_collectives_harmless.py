@@ -1,4 +1,4 @@
-"""Communication marks that cannot be made: the calls go on as they were, and it is told once."""
+"""Communication marks that cannot be made: the calls work as before, and it is reported once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.ranges import seen
 
 
 class Own(ProcessGroup):
-    """A group of one's own class, which torch has never heard of."""
+    """A group of a user-defined class, which torch does not know."""
 
 
 def own() -> ProcessGroup:

@@ -18,7 +18,7 @@ from lastgasp.steps.writer import SWITCH
 
 @pytest.fixture(params=["c", "python"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who copies."""
+    """A copier."""
     if request.param == "python":
         monkeypatch.setenv(SWITCH, "1")
     elif compiled.compiled() is None:

@@ -1,4 +1,4 @@
-"""The crash-safe buffer: whole records only, the right one of a step, and readable after SIGKILL."""
+"""The crash-safe buffer: complete records only, the right one of a step, and readable after SIGKILL."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ while True:
 
 
 def test_records_outlive_sigkill() -> None:
-    """A child is killed while it writes at full speed; what is read afterwards is whole."""
+    """A child is killed while it writes at full speed; what is read afterwards is complete."""
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdout is not None

@@ -72,7 +72,7 @@ def test_they_commit_while_it_saves(tmp_path: Path) -> None:
 
 
 class Contributing(FakeSource):
-    """A source whose auxiliary state can be added to another's checkpoint, and whose publishing keeps what stands."""
+    """A source whose auxiliary state can be added to another's checkpoint, and whose publishing keeps what exists."""
 
     def contribute(self, step: int, path: str) -> str:
         """As the port says."""

@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 class Event:
-    """Passes the device when told; `at` in ns on the device's clock."""
+    """Passes the device on command; `at` in ns on the device's clock."""
 
     def __init__(self, at: int = 0, passed: bool = False) -> None:
         self.at, self.passed = at, passed

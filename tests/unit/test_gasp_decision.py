@@ -95,7 +95,7 @@ def test_the_order_of_the_views_does_not_matter(situation: Situation) -> None:
 
 
 def view(rank: int, step: int, holds: bool = True, alive: bool = True) -> RankView:
-    """A healthy rank, unless told otherwise."""
+    """A healthy rank by default."""
     return RankView(rank=rank, step=step, holds=holds, alive=alive)
 
 

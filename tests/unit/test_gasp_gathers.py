@@ -1,4 +1,4 @@
-"""Gathers end as soon as one of the ranks cannot arrive any more."""
+"""Gathers end as soon as one of the ranks can no longer arrive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reported(kind: FaultKind) -> m.Report:
 
 
 def asked(of: Attempt) -> list[str]:
-    """Rank 0 comes to the gather; what it is told at the next look."""
+    """Rank 0 comes to the gather; what it is sent at the next look."""
     assert of.gather(0, m.GatherPart(tag="x", payload=b"")) is None
     since = of.gathers["x"].since
     return [answer.missing for _, answer in of.failed_gathers(since)]

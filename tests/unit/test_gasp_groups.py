@@ -1,4 +1,4 @@
-"""Replica groups in a greeting: whole, small, and refused where they are neither."""
+"""Replica groups in a greeting: complete and small, or else refused."""
 
 from __future__ import annotations
 

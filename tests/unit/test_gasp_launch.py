@@ -208,7 +208,7 @@ class Context:
 
 @pytest.mark.parametrize("used", [True, False])
 def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
-    """Whenever torch's own poll finds the dead worker, it closes; that is where the hold stands."""
+    """Whenever torch's own poll finds the dead worker, it closes; that is where it holds."""
     log: list[str] = []
     agent = GaspAgent.__new__(GaspAgent)
     agent._attempts, agent._attempt = LaunchAttempts(), LaunchAttempt(number=0)

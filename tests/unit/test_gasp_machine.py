@@ -263,7 +263,7 @@ def test_laws_hold_for_any_events(replicas: ReplicaGroups, absent: int, events: 
 @settings(max_examples=80, deadline=None)
 @given(replicas=REPLICAS, victims=st.sets(RANKS, min_size=1), obedient=st.permutations(range(4)))
 def test_whoever_can_be_saved_is_saved(replicas: ReplicaGroups, victims: set[int], obedient: list[int]) -> None:
-    """Ranks die all at once; the others do what they are told, in any order."""
+    """Ranks die all at once; the others follow orders, in any order."""
     referee = begun(replicas)
     for rank in sorted(victims):
         referee.die(rank)
@@ -450,7 +450,7 @@ def test_shards_that_stopped_on_two_sides_of_an_update_meet_behind_it() -> None:
 
 
 def test_shards_that_do_not_meet_are_asked_a_few_times_more() -> None:
-    """Rank 0 cannot follow: its thread has raised, or waits for something else; nobody goes on for its sake."""
+    """Rank 0 cannot follow: its thread has raised, or waits for something else; nobody continues for its sake."""
     referee = begun(((0,), (1,), (2,), (3,)))
     play(referee, ("report", 0, "exception"))
     for step in (3, 3):

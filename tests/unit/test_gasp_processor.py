@@ -116,7 +116,7 @@ def test_refused(
 
 
 def test_what_comes_with_the_greeting_is_heard_at_once() -> None:
-    """A rank that joins in the middle of a recovery, or behind it, is told so together with its welcome."""
+    """A rank that joins in the middle of a recovery, or after it, learns of it together with its welcome."""
     with connected(behind=m.frame(RELEASE)) as rank:
         until(lambda: rank.status.outcome is not None, 3.0)
         assert rank.over == [RELEASE]
@@ -291,7 +291,7 @@ def test_a_rank_that_was_told_to_stop_itself_continues_to_a_step_that_others_hav
 
 @contextmanager
 def training(status: RankStatus) -> Iterator[threading.Thread]:
-    """A thread that makes steps until it is told to leave."""
+    """A thread that makes steps until it is stopped."""
 
     def train() -> None:
         with suppress(Released):
@@ -309,7 +309,7 @@ def training(status: RankStatus) -> Iterator[threading.Thread]:
 
 @pytest.mark.parametrize("raised", [True, False])
 def test_a_rank_that_does_not_reach_a_step_in_time_cannot_make_it_later(raised: bool) -> None:
-    """It has told which step it holds, and that is saved."""
+    """It has reported which step it holds, and that is saved."""
     with connected() as rank, training(rank.status) as thread:
         if raised:
             rank.processor.report(FAULT)
@@ -545,7 +545,7 @@ def test_a_rank_that_defers_gathers_and_may_end(tmp_path: Path) -> None:
 
 
 def test_the_end_is_reported_before_the_training_thread_continues() -> None:
-    """It may end the process, and what was not told by then never is."""
+    """It may end the process, and what was not reported by then never is."""
     status, seen = RankStatus(), list[m.Release | None]()
 
     def told(outcome: m.Release) -> None:

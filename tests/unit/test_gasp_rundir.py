@@ -1,4 +1,4 @@
-"""The runtime directory: who may see it, what stands in it, and what happens where it cannot be had."""
+"""The runtime directory: who may see it, what is in it, and what happens without it."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ def test_a_defunct_controller_is_dead(directory: Path) -> None:
 
 
 def test_files_of_other_machines_are_left_alone(directory: Path) -> None:
-    """The directory may stand on a shared file system; a dead process here says nothing about one there."""
+    """The directory may be on a shared file system; a dead process here says nothing about one there."""
     put(directory, host="another boot:1", pid=1 << 22)
     assert running_jobs() == []
     assert len(list(directory.iterdir())) == 1
 
 
 def test_those_of_another_container_are_shown(directory: Path) -> None:
-    """Same machine, other process numbers: whether it lives is told by whether it answers."""
+    """Same machine, other process numbers: it lives if it answers."""
     boot = announced()._file.host.partition(":")[0]
     for path in directory.iterdir():
         path.unlink()

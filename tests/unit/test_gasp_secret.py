@@ -147,7 +147,7 @@ def test_lastgasp_run_refuses_several_nodes_without_it(monkeypatch: pytest.Monke
 
 
 def rank_of_two(rank: int, told: list[Any]) -> Contact | None:
-    """What a rank of two nodes finds; rank 0 puts into `told` what it tells."""
+    """What a rank of two nodes finds; rank 0 puts into `told` what it announces."""
     place = Place(rank=rank, world_size=2, replicas=data_parallel(2))
 
     def from_rank_0(value: Any) -> Any:

@@ -34,7 +34,7 @@ def came(term: TermSignal) -> bool:
 
 
 def child_of(term: TermSignal) -> int:
-    """Fork; the child waits for signals once it has told what it found."""
+    """Fork; the child waits for signals once it has reported what it found."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

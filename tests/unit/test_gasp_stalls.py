@@ -34,7 +34,7 @@ from support.waiting import until
 
 @contextmanager
 def stalled_disk(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[threading.Event]:
-    """Every fsync below `directory` hangs until the end; the event tells that one does."""
+    """Every fsync below `directory` hangs until the end; the event is set once one does."""
     hangs, end = threading.Event(), threading.Event()
     sync = _fs.Disk.fsync
 

@@ -1,4 +1,4 @@
-"""The control connection over TLS: a whole job, who is kept out, and what is wrong with files."""
+"""The control connection over TLS: a complete job, who is kept out, and problems with files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def secured(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process knows of no TLS any more."""
+    """This process no longer uses TLS."""
     for name in (CERT, KEY, CA):
         monkeypatch.delenv(name)
 
@@ -102,7 +102,7 @@ def test_a_certificate_of_another_ca_is_refused(
 
 
 def test_no_certificate_no_entry(secured: ControllerThread, variables: dict[str, str]) -> None:
-    """TLS 1.3 lets the client believe that it is in; the first read tells."""
+    """TLS 1.3 lets the client believe that it is in; the first read shows that it is not."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(variables[CA])
@@ -154,7 +154,7 @@ def test_both_ways_at_once(secured: ControllerThread) -> None:
 @pytest.mark.fault
 @pytest.mark.slow
 def test_a_job_over_tls_saves_its_step(variables: dict[str, str], tmp_path: Path) -> None:
-    """A rank is killed under `lastgasp run`; the survivor saves, and the next attempt goes on."""
+    """A rank is killed under `lastgasp run`; the survivor saves, and the next attempt resumes."""
     directory = tmp_path / "d"
     paths = os.pathsep.join(filter(None, [str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "lastgasp", "run", "--max-restarts", "0", "--nproc-per-node", "2"]

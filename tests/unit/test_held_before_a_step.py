@@ -87,7 +87,7 @@ class Rank:
 
 @contextmanager
 def job(tmp_path: Path, replicas: ReplicaGroups, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
-    """Two ranks and their controller. No rank leaves by itself: they are this process."""
+    """Two ranks and their controller. No rank exits on its own: they are this process."""
     monkeypatch.setattr(Session, "_schedule_leaving", lambda self, outcome: None)
     controller = ControllerThread(new_token())
     contact = Contact(controller.endpoint.address, controller.endpoint.token)

@@ -1,4 +1,4 @@
-"""A loop's session that refuses to start tells launcher and record: another try would end the same way."""
+"""A loop's session that refuses to start reports to launcher and record: another try would end the same way."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from support.checkpoint_kit import FOLDERS, as_ranks, provenance
 
 
 class Custom:
-    """What torch does not load without being told to trust it."""
+    """What torch does not load unless it is trusted explicitly."""
 
 
 def put(directory: Path, step: int, *, extra: object = None, folder: str = "mp_rank_00") -> Candidate:

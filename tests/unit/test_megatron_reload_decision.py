@@ -92,7 +92,7 @@ def stored(directory: Path, write: Callable[[Path, int], Path] = write_torch, ma
 
 @dataclass
 class Chosen:
-    """What Megatron was told, the same on both ranks."""
+    """What Megatron was configured with, the same on both ranks."""
 
     load: str | None
     ckpt_step: int | None
@@ -156,7 +156,7 @@ DIST: dict[str, tuple[Damage, int]] = {
 ROWS = [(write_torch, name, *row) for name, row in TORCH.items()]
 ROWS += [(write_torch_dist, name, *row) for name, row in DIST.items()]
 NOT_SEEN_WITHOUT = {"bit of the data", "manifest damaged"}
-"""Not to be told without a manifest."""
+"""Not detectable without a manifest."""
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""Slices of a distributed optimizer become whole again, whatever buckets and padding; the exchange between ranks."""
+"""Slices of a distributed optimizer become complete again, with any buckets and padding; the exchange between ranks."""
 
 from __future__ import annotations
 

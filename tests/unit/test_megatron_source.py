@@ -1,4 +1,4 @@
-"""What a rank refuses to write: a step that it does not stand on, or one that an update has touched."""
+"""What a rank refuses to write: a step that is not its own, or one that an update has touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file of MindSpore tells by itself; the files here are equal to real ones (docs/facts/mindformers.md §5)."""
+"""What a file of MindSpore itself contains; the files here are equal to real ones (docs/facts/mindformers.md §5)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from support.mindspore_files import state, write
 
 
 class ModelCheckpoint:
-    """What of MindSpore's is read here. Saves what `save` is told."""
+    """The parts of MindSpore's that are read here. Saves what `save` is given."""
 
     __module__ = "mindspore.train.callback._checkpoint"
 

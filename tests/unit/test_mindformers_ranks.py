@@ -1,4 +1,4 @@
-"""Who is who before MindSpore's communication is up."""
+"""Ranks before MindSpore's communication is up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MindFormers is told to load: every row of the damage tables by one rank and two."""
+"""What MindFormers is configured to load: every row of the damage tables by one rank and two."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_first_gasp_that_was_cut_short_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_rank_that_was_lost_is(tmp_path: Path) -> None:
-    """Three whole checkpoints, as a job without lastgasp left them, and the disk of one rank is gone."""
+    """Three complete checkpoints, as a job without lastgasp left them, and the disk of one rank is gone."""
     home = Home(tmp_path, manifests=False).fill(4, 6, 8)
     shutil.rmtree(home.checkpoints / "rank_1")
     for request in ({}, {"load_checkpoint": str(home.checkpoints), "resume_training": True}):

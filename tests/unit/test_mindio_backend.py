@@ -1,4 +1,4 @@
-"""The MindIO backend of one rank, without processes: what it tells whom, and when."""
+"""The MindIO backend of one rank, without processes: what it reports to whom, and when."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_once_a_dump_has_begun_the_training_thread_parks_until_it_is_over() -> N
 
 
 def test_a_step_without_an_update_parks_too_once_a_dump_has_begun() -> None:
-    """Else the rank would stand on a step that MindIO has not ordered, and could not save."""
+    """Otherwise the rank would be at a step that MindIO has not ordered, and could not save."""
     status = RankStatus()
     status.step_completed(6)
     status.release(Release(recovery=0, ending="saved", step=6, path="p", reason=""))
@@ -336,7 +336,7 @@ def test_a_controller_leaves_unused_once_its_starter_is_gone(monkeypatch: pytest
 
 
 def test_a_dump_that_was_granted_to_one_rank_is_not_refused_to_the_next() -> None:
-    """Who is refused reports a fault of its own, and is no longer a holder."""
+    """A refused rank reports a fault of its own, and is no longer a holder."""
     answers = iter([1, 0, 1, 1])
     once = Once(lambda: next(answers))
     assert [once() for _ in range(4)] == [1, 0, 0, 0]

@@ -142,7 +142,7 @@ def test_a_graph_that_is_done_is_waited_for_where_all_ranks_run(rank: Rank) -> N
 
 
 def test_a_graph_that_ends_after_all_stops_before_anybody_saves_its_step(rank: Rank) -> None:
-    """Step 4 was told to be what this rank holds; a gasp of step 5 follows, under the name of a save of step 5."""
+    """Step 4 was reported as what this rank holds; a gasp of step 5 follows, under the name of a save of step 5."""
     rank.status.hold(1.0)
     assert rank.look(after=2 * SETTLE) == (4, False)
     rank.gate.counters = (5, 5)
@@ -457,6 +457,6 @@ def test_a_directory_checkpoint_is_published_completely(rank: Rank, tmp_path: Pa
 def test_the_loss_scale_is_the_one_that_was_captured(
     names: tuple[str, ...], told: float | None, expected: float | None
 ) -> None:
-    """Not what the network tells at the end of a step: nobody hears that where the control thread sees the end."""
+    """Not what the network reports at the end of a step: that is lost if the control thread sees the end."""
     statistics = {name: numpy.array([64.0], numpy.float32) for name in names}
     assert loss_scale(Numbers(step=4, epoch=1, within=4, loss_scale=told), statistics) == expected

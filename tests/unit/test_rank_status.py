@@ -138,7 +138,7 @@ def test_a_gate_that_is_closed_for_good_lets_nobody_catch_up() -> None:
 
 
 def test_what_is_begun_is_never_reported_too_late() -> None:
-    """Who has held a rank finds it parked, or finds in `begun` every step that it may be in; many times."""
+    """Whoever has held a rank finds it at the gate, or finds in `begun` every step that it may be in; many times."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

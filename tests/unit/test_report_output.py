@@ -389,7 +389,7 @@ def test_the_trace_of_the_newest_steps(tmp_path: Path) -> None:
 
 
 class Scene:
-    """A job that goes on while it is watched: `acts` are done one after the other, at each wait."""
+    """A job that continues while it is watched: `acts` are done one after the other, at each wait."""
 
     def __init__(self, *acts: Any) -> None:
         self.acts = list(acts)

@@ -1,4 +1,4 @@
-"""What TaskD writes is read: its sample rows, whole directories, cut-off lines, growing files, several processes."""
+"""What TaskD writes is read: its sample rows, entire directories, cut-off lines, growing files, several processes."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_instants_take_no_time_and_no_memory() -> None:
 
 
 def test_two_processes_in_one_rank_count_their_ids_apart() -> None:
-    """A restart's first rows may stand before those that were recovered of the one that was killed."""
+    """A restart's first rows may precede those that were recovered of the one that was killed."""
     old, new = rows("step 9", 5, 10, 50, pid=7), rows("step 1", 5, 60, 90, pid=8)
     found, folding = fold([*old[:2], *new, *old[2:]])
     assert [(item.name, item.pid) for item in found] == [("step 1", 8), ("step 9", 7)]

@@ -28,7 +28,7 @@ def item(name: str, begin: float, end: float, pid: int = 7, domain: str = "defau
 
 
 def folded(ranges: Iterable[Range], table: StepTable | None = None, end: bool = True) -> RankFold:
-    """The rank after these ranges, in the order in which their rows stand in the file."""
+    """The rank after these ranges, in the order in which their rows are in the file."""
     result = RankFold(Kinds(), table or StepTable())
     result.feed(chain.from_iterable(rows_of(found, number, 0) for number, found in enumerate(ranges, start=1)))
     if end:
@@ -160,7 +160,7 @@ def test_the_last_step_made_again() -> None:
 
 
 def test_recovered_rows_of_a_killed_process_find_their_place() -> None:
-    """The launcher writes them when the next attempt's rows may stand in the file already."""
+    """The launcher writes them when the next attempt's rows may already be in the file."""
     first = [item(f"step {n}", 10 * n, 10 * n + 9, pid=1) for n in range(1, 11)]
     second = [item(f"step {n}", 1000 + 10 * n, 1000 + 10 * n + 9, pid=2) for n in range(9, 21)]
     late = folded([*first[:6], *second[:5], *first[6:], *second[5:]])

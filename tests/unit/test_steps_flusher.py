@@ -70,7 +70,7 @@ def step(marks: Marks, *numbers: int) -> None:
 
 
 def steps(files: RankFiles) -> list[int]:
-    """The steps on disk, in their order, each once; rows of all else are whole."""
+    """The steps on disk, in their order, each once; all other rows are complete."""
     found = [name for name in taskd_reader.read(files.directory).names if name.startswith("step ")]
     assert len(set(found)) == len(found), "a step is there twice"
     return [int(name.split()[1]) for name in found]

@@ -1,4 +1,4 @@
-"""A rank's files: names, bounds, whole batches or none, and what others do to the directory meanwhile."""
+"""A rank's files: names, bounds, complete batches or none, and what others do to the directory meanwhile."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def digests() -> list[bool]:
 
 
 def holders() -> dict[str, Any]:
-    """Who holds what on two ranks, and what is said of it, by parallel mode."""
+    """What two ranks hold, and what is reported about it, by parallel mode."""
     told = {}
     for mode in ("stand_alone", "data_parallel", "semi_auto_parallel"):
         mindspore.set_auto_parallel_context(parallel_mode=mode)
@@ -110,7 +110,7 @@ def holders() -> dict[str, Any]:
 
 
 def main(folder: str) -> dict[str, Any]:
-    """Step 13 of a run that goes on behind the end of its third epoch of four steps."""
+    """Step 13 of a run that resumes after the end of its third epoch of four steps."""
     status = RankStatus()
     run = made(status)
     saves, loss = ModelCheckpoint(prefix="x", directory=folder), LossMonitor()

@@ -31,7 +31,7 @@ class Stop(Exception):
 
 
 class Config(dict):  # type: ignore[type-arg]
-    """A configuration that tells what is wrapped while the real `Trainer.train` looks at it."""
+    """A configuration that reports what is wrapped while the real `Trainer.train` looks at it."""
 
     look: Callable[[], None]
 

@@ -149,7 +149,7 @@ class _Processor:
         return "ok"
 
     def do_prelock(self, message: dict[str, Any]) -> str:
-        """Wait until the data are whole at exactly this step."""
+        """Wait until the data are complete at exactly this step."""
         self.limit, self.force, self.state = message["step"], False, "PAUSE"
         trace("prelock", step=self.limit)
         deadline = time.monotonic() + seconds(30.0)
