@@ -15,6 +15,7 @@ import pytest
 from lastgasp import _clock
 from lastgasp.adapter import ManifestWriter
 from lastgasp.adapter.mindspore import FORMAT, LEGACY, LegacyName
+from lastgasp.checkpoint import verify
 from lastgasp.config import GaspConfig
 from lastgasp.errors import Moved, NotSaveable
 from lastgasp.gasp.messages import Release
@@ -396,6 +397,24 @@ def test_a_rank_with_its_own_shard_writes_only_that(rank: Rank, tmp_path: Path) 
     source, native = source_of(rank, tmp_path, replicas=((0,), (1,)))
     source.save(4, {}, "because")
     assert [path.name for path in native.written] == ["tiny_rank_0-1_4.ckpt"]
+
+
+def test_shards_of_several_ranks_become_one_checkpoint(rank: Rank, tmp_path: Path) -> None:
+    """Rank 0 publishes: its own files, those of rank 1, one file of auxiliary states, and one manifest of all."""
+    shards = ((0,), (1,))
+    native, config = Native(tmp_path), GaspConfig(directory=tmp_path)
+    places = [Place(rank=one, world_size=2, replicas=shards, job="job") for one in (0, 1)]
+    first, second = (MindSporeSource(rank.state, native, ManifestWriter(FORMAT, p), config) for p in places)
+    saved = [source.save(4, {}, "because") for source in (first, second)]
+    assert first.publish(saved[0], {one: result.part for one, result in enumerate(saved)}) == ""
+    path = Path(saved[0].path)
+    assert sorted(LEGACY.files(path)) == [
+        "rank_0/tiny_rank_0-1_4.ckpt",
+        "rank_1/tiny_rank_1-1_4.ckpt",
+        "tiny_rank-1_4.ckpt.small",
+    ]
+    assert verify(path, LEGACY).ok
+    assert not [left for left in tmp_path.iterdir() if ".tmp" in left.name]
 
 
 @pytest.mark.parametrize("counters", [(5, 4), (5, 5)])
