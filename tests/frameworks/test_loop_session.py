@@ -1,4 +1,4 @@
-"""`lastgasp.pytorch.Session` as its users meet it: five lines, its checkpoints, and errors that say what to do."""
+"""`lastgasp.pytorch.Session` as its users meet it: four lines, its checkpoints, and errors with remedies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step(session: Session, state: TorchState) -> None:
     session.updated()
 
 
-# -- five lines -----------------------------------------------------------------------------------------------
+# -- four lines -----------------------------------------------------------------------------------
 
 
 def test_a_ddp_script_needs_at_most_five_added_lines() -> None:
