@@ -64,6 +64,8 @@ unexport PYTHONDONTWRITEBYTECODE
 test tests test-full: export TESTS_NEED_MEGATRON := 1
 test tests test-full: export TESTS_NEED_MINDSPORE := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
+# Every process as users start it; make test forks many of them (tests/support/prefork).
+test-full: export TESTS_COLD := 1
 
 # Lint runs beside the tests: mypy is one process, and a fresh checkout has nothing in its cache.
 test: lint tests  ## lint, and all tests but the full matrix

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.mindspore.importable import make_importable
-from support.police import leak_police, places_of_its_own, restored_environ, restored_logging
+from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
 
-__all__ = ["leak_police", "places_of_its_own", "restored_environ", "restored_logging"]
+__all__ = ["cold", "leak_police", "places_of_its_own", "prefork_images", "restored_environ", "restored_logging"]
 
 pytest_plugins = ["pytester"]
 

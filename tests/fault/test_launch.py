@@ -78,6 +78,7 @@ def test_an_import_error_is_stopped_too(tmp_path: Path) -> None:
     assert done.output.count("stopped:") == 1, "the verdict is said once"
 
 
+@pytest.mark.cold
 @pytest.mark.named
 def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
     """Same exit code and attempts, no hold: the survivor gets its SIGTERM as ever; nobody looks at reset.json."""

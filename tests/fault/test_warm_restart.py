@@ -23,7 +23,7 @@ KILL = "kind=sigkill,rank=1,step=9,phase=backward"
 OWN = ("pid", "draws", "seeds")
 """Facts that no two processes share."""
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cold, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @contextmanager

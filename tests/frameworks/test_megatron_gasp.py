@@ -172,6 +172,7 @@ def test_periodic_saves_in_torch_dist_and_a_gasp_in_torch_live_together(tmp_path
     assert {key: times[-1:] for key, times in job.losses().items()} == whole.losses()
 
 
+@pytest.mark.cold
 def test_megatrons_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
     job = GptJob(
         folder=tmp_path, flags="--bf16 --rerun-mode validate_results", last=LAST, every=SAVED, launcher="run",

@@ -14,6 +14,7 @@ from typing import Any
 
 from lastgasp.steps import ringfile
 from lastgasp.testing.jobs import command_line, read_proc
+from support import prefork
 
 MARK = "LASTGASP_TEST_MARK"
 """An environment variable that every process started by a test inherits, so that orphans are found too."""
@@ -29,7 +30,7 @@ _IGNORED_VARIABLES = (
 )
 # Made to live as long as the interpreter: tqdm's monitor, multiprocessing's tracker of shared memory.
 _IGNORED_THREADS = ("TMonitor",)
-_IGNORED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_IGNORED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "support.prefork.server")
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,13 @@ def _wakeup_fd() -> int:
 
 
 def _sockets() -> Iterator[str]:
+    kept = prefork.images.sockets()
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue
-        if target.startswith("socket:"):
+        if target.startswith("socket:") and target not in kept:
             yield target
 
 

@@ -15,7 +15,7 @@ import pytest
 from lastgasp.gasp import rundir
 from lastgasp.launch.warm import SWITCH
 from lastgasp.steps import ringfile
-from support import leaks
+from support import leaks, prefork
 
 GRACE_SECONDS = 10.0
 """How long processes and threads of a test may take to end on their own."""
@@ -63,6 +63,22 @@ def places_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv(SWITCH, os.environ.get(SWITCH, "off"))
         yield
     shutil.rmtree(rings, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def prefork_images() -> Iterator[None]:
+    """Launchers and ranks of the tests' jobs are forked where that makes no difference to them (`support.prefork`)."""
+    with prefork.installed(prefork.images):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def cold(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`@pytest.mark.cold`: each process of this test is one of its own from its start, as users have it."""
+    before = prefork.images.on
+    prefork.images.on = before and request.node.get_closest_marker("cold") is None
+    yield
+    prefork.images.on = before
 
 
 @pytest.fixture

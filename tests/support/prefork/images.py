@@ -1,0 +1,57 @@
+"""Which image a command is forked from, and what each image imports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+_LAUNCHER = (
+    "torch",
+    "torch.distributed.run",  # in its order: a hook of ours is registered halfway
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "torch.distributed.elastic.rendezvous.registry",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "lastgasp.cli.run",
+    "lastgasp.launch.agent",
+    "lastgasp.launch.torchrun_hook",
+)
+_LOOP = (
+    *_LAUNCHER,
+    "numpy.random",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.checkpoint",
+    "torch.utils.data",
+    "torch.utils.serialization",
+    "lastgasp.pytorch.faulty",
+    "lastgasp.pytorch.loop.session",
+)
+_LIGHTNING = (*_LOOP, "lightning.pytorch.callbacks", "lastgasp_lightning.entry", "lastgasp_lightning.testing")
+
+MODULES = {"bare": ("json", "random", "multiprocessing"), "launcher": _LAUNCHER, "loop": _LOOP, "lightning": _LIGHTNING}
+
+_SCRIPTS = {
+    "prefork_child.py": "bare",
+    "train_tiny.py": "lightning",
+    "train_tiny_nodes.py": "lightning",
+    "lightning_shapes.py": "lightning",
+    "slow_job.py": "lightning",
+    "train_loop.py": "loop",
+    "train_shapes.py": "loop",
+    "loop_before.py": "loop",
+    "loop_after.py": "loop",
+    "buckets_worker.py": "loop",
+    "train_gpt.py": "loop",
+    "train_reused.py": "loop",
+}
+"""What each imports at its top, or does not go without. Ranks that import no torch must not find it imported."""
+
+
+def image_of(command: Sequence[str]) -> str:
+    """The image's name; empty for what is started as ever."""
+    program = list(command[2:] if command[1:2] == ["-u"] else command[1:])
+    launcher = program[:3] == ["-m", "lastgasp", "run"] or program[:2] == ["-m", "torch.distributed.run"]
+    found = [_SCRIPTS[name] for word in program[: None if launcher else 1] if (name := Path(word).name) in _SCRIPTS]
+    return found[0] if found else "launcher" if launcher else ""
