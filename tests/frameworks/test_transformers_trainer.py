@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,47 @@ def test_a_finished_training_does_no_step_more(tmp_path: Path) -> None:
     again = trainer(tmp_path, LastGasp(), max_steps=8, save_steps=8)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert again.state.global_step == 8
+
+
+class EndsAnEpoch(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Ends the first epoch before its data are used up."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Step 4 of 6 is its last."""
+        control.should_epoch_stop = state.global_step == 4
+
+
+@pytest.mark.parametrize("after", [4, 5, 9])
+def test_an_epoch_that_was_ended_early_stays_ended(after: int, tmp_path: Path) -> None:
+    """Trainer alone divides the steps by those of a full epoch, and trains more of them."""
+    plain = trainer(tmp_path / "plain", EndsAnEpoch())
+    expected = outcome(plain, plain.train().training_loss)
+    one = trainer(tmp_path / "d", EndsAnEpoch(), Breaks(after), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    found = outcome(one, one.train().training_loss)
+    assert one.state.global_step == plain.state.global_step == 10
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_workers_that_persist_are_started_in_the_epoch_that_started_them(tmp_path: Path) -> None:
+    """Their start takes a random number, which the next epoch's dropout would lack."""
+
+    def train(folder: Path, *callbacks: Any, broken: bool) -> dict[str, torch.Tensor]:
+        one = trainer(folder, *callbacks, dataloader_num_workers=1, dataloader_persistent_workers=True)
+        one.train_dataset = Tokens(12)
+        with pytest.raises(InjectedFault) if broken else nullcontext():
+            one.train()
+        return outcome(one, one.train().training_loss if broken else 0.0)
+
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        expected = train(tmp_path / "plain", broken=False)
+        found = train(tmp_path / "d", Breaks(6), LastGasp(), broken=True)
+    finally:
+        gc.collect()  # ends the workers
+        signal.signal(signal.SIGCHLD, before)
+    assert [name for name in expected.keys() - {"loss"} if not torch.equal(found[name], expected[name])] == []
 
 
 def test_an_incomplete_save_is_not_a_checkpoint(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class PrefetchedData:
         self._random, self._track, self._ahead, self._resumed = random, SamplerTrack(random), b"", b""
         self.followed = False
         self._loader: Any = None
+        self._make: Callable[[], Iterator[Any]]
         self.fetching: Callable[[], None] = lambda: None
         self.fetched: Callable[[bool], None] = lambda there: None
         self.inexact: Callable[[str], None] = lambda why: None
@@ -54,7 +55,11 @@ class PrefetchedData:
         self.followed = is_map(loader)
         if self.followed:
             self._loader, self._track = loader, track_sampler(loader, self._random)
-            replace_attribute(loader, "__iter__", lambda original: lambda: self._batches(original))
+            replace_attribute(loader, "__iter__", self._around_iter)
+
+    def _around_iter(self, original: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+        self._make = original
+        return lambda: self._batches(original)
 
     @property
     def position(self) -> PrefetchedPosition | None:
@@ -72,6 +77,8 @@ class PrefetchedData:
             self._resumed = position.ahead
             return
         kept = self._random.snapshot()
+        if self._loader.persistent_workers:  # their start, and the random numbers that it takes, were in that pass
+            self._make()
         for _ in self._loader._index_sampler:
             pass
         rng.restore(rng.decode(kept))

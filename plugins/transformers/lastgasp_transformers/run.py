@@ -197,12 +197,18 @@ class Run:
             original(path, *more)
 
     def _around_init_training_state(self, original: Any, max_steps: int, updates: int, *more: Any) -> tuple[int, int]:
-        """At the end of an epoch a resumed run stands behind its last step, not before the next epoch."""
+        """At the end of an epoch a resumed run stands behind its last step, not before the next epoch.
+
+        Trainer divides the steps by those of an epoch, where a callback may have ended epochs before.
+        """
         epochs, batches = original(max_steps, updates, *more)
-        args, step = self._trainer.args, self._trainer.state.global_step
-        if self._record is not None and step and step % updates == 0 and not args.ignore_data_skip:
-            return epochs - 1, updates * args.gradient_accumulation_steps
-        return epochs, batches
+        args, step, record = self._trainer.args, self._trainer.state.global_step, self._record
+        if record is None or not step or args.ignore_data_skip:
+            return epochs, batches
+        epoch, done, of = record["in_epoch"]
+        if of != updates:  # other ranks, or another batch: the data are divided in another way
+            epoch, done = (epochs - 1, updates) if step % updates == 0 else (epochs, step % updates)
+        return epoch, done * args.gradient_accumulation_steps
 
     def _around_load_rng_state(self, original: Any, checkpoint: Any) -> None:
         if self._random is None:
@@ -211,7 +217,11 @@ class Run:
             rng.restore(rng.decode(self._random), self.state.devices())
 
     def _around_run_epoch(self, original: Any, **given: Any) -> None:
-        self.training.epoch, self.training.batches = given["epoch"], given["steps_in_epoch"]
+        training, begun = self.training, given["epoch"] == given["epochs_trained"]
+        training.epoch, training.batches = given["epoch"], given["steps_in_epoch"]
+        training.updates = given["num_update_steps_per_epoch"]
+        consumed = given["steps_trained_in_current_epoch"] if begun else 0
+        training.done = consumed // self._trainer.args.gradient_accumulation_steps
         record, self._record = self._record, None
         exact = record is not None and self._return(record, given)
         undo = adapter.replace_attribute(trainer_module, "skip_first_batches", _skip_nothing if exact else lambda f: f)

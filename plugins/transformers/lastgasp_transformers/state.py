@@ -24,7 +24,7 @@ from lastgasp_transformers.files import VERSION, Record, write_checkpoint
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-_KEPT = ("step", "last", "control", "callbacks", "sums")
+_KEPT = ("step", "last", "in_epoch", "control", "callbacks", "sums")
 
 
 class _Own(msgspec.Struct):
@@ -45,6 +45,7 @@ class Training(adapter.Training):
     Attributes:
         phase: of the step under way, from its update on; empty before.
         epoch, batches: the epoch under way, and how many batches it has.
+        done, updates: the steps of it that are complete, and how many it has.
         norm: of the gradient of the step under way.
         last: norm of the gradient and learning rate of the last step, for its log.
     """
@@ -65,6 +66,7 @@ class Training(adapter.Training):
         self._boundary: Record = {}
         self._scheduled: Record = {}
         self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
+        self.done, self.updates = 0, 1
         self.last: tuple[Any, ...] = (None, None)
         self.norm: Any = None
         self._handles = [self._optimizer.register_step_pre_hook(self._before_update),
@@ -108,11 +110,12 @@ class Training(adapter.Training):
     def completed(self, last: tuple[Any, ...]) -> int:
         """The step is complete: capture it. Returns its number."""
         trainer = self.trainer
-        self.step, self.last = int(trainer.state.global_step), last
+        self.step, self.last, self.done = int(trainer.state.global_step), last, self.done + 1
         self._capture(self.step, True, trainer._tr_loss)
         self._boundary = {
             "step": self.step,
             "last": last,
+            "in_epoch": (self.epoch, self.done, self.updates),
             "state": vars(trainer.state) | {"log_history": list(trainer.state.log_history)},
             "control": dict(vars(trainer.control)),
             "callbacks": [(type(one).__name__, one.state()) for one in self._exportable()],
@@ -209,9 +212,8 @@ class Training(adapter.Training):
         if trainer.state.global_step == self.step:
             if trainer.lr_scheduler.state_dict() == self._scheduled and "best" not in self._scheduled:
                 trainer.lr_scheduler.step()
-            per_step = trainer.args.gradient_accumulation_steps
-            updates = self.step - self.epoch * -(-self.batches // per_step) + 1
-            trainer.state.epoch = self.epoch + min(updates * per_step, self.batches) / self.batches
+            consumed = (self.done + 1) * trainer.args.gradient_accumulation_steps
+            trainer.state.epoch = self.epoch + min(consumed, self.batches) / self.batches
             trainer.state.global_step += 1
         trainer.control = DefaultFlowCallback().on_step_end(trainer.args, trainer.state, trainer.control)
         self._session.step_completed(self.completed((self.norm, self._scheduled["_last_lr"][0])))
