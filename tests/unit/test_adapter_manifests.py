@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from lastgasp.adapter import ManifestWriter, NativeManifests, NativeSave, Place, RankStatus, data_parallel
-from lastgasp.adapter.checkpoint import DirectoryLayout, verify
+from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, read_manifest, verify
 
 LAYOUT = DirectoryLayout("checkpoint-*")
 WORLD = 3
@@ -35,7 +36,9 @@ class Slow(NativeManifests):
 
     def __init__(self, meeting: Meeting, rank: int, fails: bool) -> None:
         place = Place(rank=rank, world_size=WORLD, replicas=data_parallel(WORLD), attempt=0, job="a job")
-        super().__init__(ManifestWriter("test", place), lambda tag, data: meeting.gather(rank, tag, data), RankStatus())
+        super().__init__(
+            ManifestWriter("test", place, sha256=True), lambda tag, data: meeting.gather(rank, tag, data), RankStatus()
+        )
         self._fails = fails
 
     def add_aux(self, save: NativeSave, aux: Mapping[int, bytes]) -> None:
@@ -68,3 +71,8 @@ def test_files_are_listed_after_auxiliary_states_were_added(tmp_path: Path, fail
     if not fails:
         assert verify(path, LAYOUT).ok
         assert (path / "aux").read_text() == "012"
+        manifest = read_manifest(LAYOUT.manifest_path(path))
+        assert isinstance(manifest, Manifest)
+        found = {entry.path.rpartition("/")[2]: entry.sha256 for entry in manifest.files}
+        assert found == {name: sha256(data).hexdigest() for name, data in
+                         {"a": b"a", "b": b"b", "c": b"c", "aux": b"012"}.items()}  # fmt: skip

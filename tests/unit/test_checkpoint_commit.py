@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -240,6 +241,18 @@ def test_files_of_several_processes_become_one_directory(tmp_path: Path) -> None
     assert [entry.path for entry in manifest.files] == [f"{path.name}/rank{i}/shard.pt" for i in (0, 1)]
     assert verify(path, FOLDERS).ok
     assert [p.name for p in tmp_path.iterdir() if is_temp(p)] == []
+
+
+def test_files_that_another_library_has_written_are_taken_over(tmp_path: Path) -> None:
+    path, folder = tmp_path / "iter_0000003", tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "shard.pt").write_bytes(b"data")
+    with Staged(path, FOLDERS, sha256=True) as staged:
+        staged.take(folder, {f"{path.name}/shard.pt": folder / "shard.pt"})
+        assert staged.nbytes == 4
+        [entry] = staged.publish(provenance(3)).files
+    assert entry.sha256 == hashlib.sha256(b"data").hexdigest()
+    assert verify(path, FOLDERS).ok
 
 
 def test_a_file_that_is_there_already_is_not_adopted(tmp_path: Path) -> None:

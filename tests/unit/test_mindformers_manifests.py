@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, PLAIN, decode_aux
+from lastgasp.adapter import ManifestWriter
+from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN, decode_aux
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.errors import ConfigError, ControlError
 from lastgasp.gasp.rank_status import RankStatus
@@ -70,7 +71,7 @@ class Ranks:
         def each(rank: int, gather: Gather) -> Any:
             place = Place(rank=rank, world_size=self.number, replicas=data_parallel(self.number), job="job")
             aux = (lambda step: f"{rank} at {step}".encode()) if self.aux else None
-            return body(rank, Manifests(place, gather, self.statuses[rank], aux=aux))
+            return body(rank, Manifests(ManifestWriter(FORMAT, place), gather, self.statuses[rank], aux=aux))
 
         return as_ranks(self.number, each)
 
@@ -194,7 +195,7 @@ def test_a_rank_that_is_gone_costs_the_manifest_and_not_the_training(
         return [payload, payload]
 
     place = Place(rank=0, world_size=2, replicas=data_parallel(2), job="job")
-    manifests, monitor = Manifests(place, gather, RankStatus()), CheckpointMonitor(0, tmp_path)
+    manifests, monitor = Manifests(ManifestWriter(FORMAT, place), gather, RankStatus()), CheckpointMonitor(0, tmp_path)
     manifests.bind([monitor])
     gone = True
     monitor.save(2, "1_2", "safetensors")

@@ -91,7 +91,7 @@ class NativeManifests:
         """
         try:
             if alone:
-                self._write(save, read_files(data_files(save.path, save.layout)))
+                self._write(save, self._digested(data_files(save.path, save.layout)))
             else:
                 self._commit(save)
         except (OSError, LastgaspError) as error:
@@ -158,9 +158,12 @@ class NativeManifests:
         if problem:
             return _Part([], problem)
         try:
-            return _Part(read_files(self.share(save, data_files(save.path, save.layout))))
+            return _Part(self._digested(self.share(save, data_files(save.path, save.layout))))
         except OSError as error:
             return _Part([], f"rank {self.place.rank}: {error}")
+
+    def _digested(self, files: Mapping[str, Path]) -> list[FileEntry]:
+        return read_files(files, sha256=self.writer.sha256)
 
     def _write(self, save: NativeSave, entries: Sequence[FileEntry]) -> None:
         write_manifest(save.path, save.layout, self.provenance(save), entries)

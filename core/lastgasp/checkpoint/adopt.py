@@ -28,11 +28,17 @@ def read_entries(checkpoint: Path, layout: Layout, share: tuple[int, int] = (0, 
     return entries
 
 
-def read_files(files: Mapping[str, Path]) -> list[FileEntry]:
-    """Make files, and their names, durable and digest them: manifest's path -> path. Raises OSError."""
-    entries = []
-    for name, path in sorted(files.items()):
-        entries.append(_durable(path, name))
+def read_files(files: Mapping[str, Path], *, sha256: bool = False) -> list[FileEntry]:
+    """Make files, and their names, durable and digest them.
+
+    Args:
+        files: the path that the manifest records -> where the file is.
+        sha256: with SHA-256 digests, too.
+
+    Raises:
+        OSError: a file cannot be read, or the disk refused.
+    """
+    entries = [_durable(path, name, sha256) for name, path in sorted(files.items())]
     for folder in sorted({path.parent for path in files.values()}):
         fsync_dir(folder)
     return entries
@@ -81,13 +87,13 @@ def _hidden(name: str) -> bool:
     return (name.startswith(".") and name != ".metadata") or name.endswith(MANIFEST_SUFFIX)
 
 
-def _durable(path: Path, name: str) -> FileEntry:
+def _durable(path: Path, name: str, sha256: bool) -> FileEntry:
     """Flush a file to disk and read it meanwhile: what was written last is still in memory."""
     fd = open_regular(path)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="lastgasp-fsync") as pool:
             flushed = pool.submit(os.fsync, fd)
-            entry = digest_file(path, name)
+            entry = digest_file(path, name, sha256=sha256)
             flushed.result()
     finally:
         os.close(fd)

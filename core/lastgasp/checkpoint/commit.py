@@ -33,6 +33,7 @@ from lastgasp._fs import DISK, Disk, locked, make_directory, replace_durably, un
 from lastgasp.errors import CheckpointError, ConfigError
 from lastgasp.ports import Layout
 
+from .adopt import read_files
 from .digest import READ_SIZE, HashingWriter
 from .layout import next_path
 from .manifest import FileEntry, Manifest, ManifestProblem, Provenance, build, encode, read
@@ -70,6 +71,7 @@ class Staged:
         self._temp = unique_temp(target)
         self._writers: dict[str, HashingWriter] = {}
         self._adopted: dict[str, FileEntry] = {}
+        self._taken = 0
         self._ended = False
         self.kept = ""
         self._scattered = not layout.owns(target, target.name)
@@ -123,8 +125,8 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written so far, in all files that were opened here."""
-        return sum(writer.tell() for writer in self._writers.values())
+        """Bytes that this process has written so far."""
+        return sum(writer.tell() for writer in self._writers.values()) + self._taken
 
     @property
     def first_byte_ns(self) -> int | None:
@@ -169,6 +171,19 @@ class Staged:
             self._adopted[entry.path] = entry
         with contextlib.suppress(OSError):
             self._disk.remove(folder)
+
+    def take(self, folder: Path, files: Mapping[str, Path]) -> None:
+        """Make the files that this process has written below `folder` by other means durable, and take them over.
+
+        Args:
+            files: path relative to the target's parent, as in the manifest -> where the file is now.
+
+        Raises:
+            ConfigError, OSError: as `adopt`.
+        """
+        entries = tuple(read_files(files, sha256=self._sha256))
+        self.adopt(folder, entries)
+        self._taken += sum(entry.size for entry in entries)
 
     def publish(
         self,

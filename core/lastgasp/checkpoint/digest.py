@@ -197,9 +197,10 @@ def hash_range(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[s
     return digest.hexdigest(), done
 
 
-def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> FileEntry:
-    """Compute the entry of an existing file. Raises OSError."""
+def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE, *, sha256: bool = False) -> FileEntry:
+    """Compute the entry of an existing file, with a SHA-256 digest if wanted. Raises OSError."""
     whole, chunks, size = xxhash.xxh3_128(), list[str](), 0
+    signed = hashlib.sha256() if sha256 else None
     with (
         os.fdopen(open_regular(path), "rb", buffering=0) as file,
         contextlib.closing(mmap.mmap(-1, chunk_size)) as buffer,
@@ -208,8 +209,17 @@ def digest_file(path: Path, relative: str, chunk_size: int = CHUNK_SIZE) -> File
             with memoryview(buffer) as view, view[:count] as part:
                 whole.update(part)
                 chunks.append(xxhash.xxh3_128_hexdigest(part))
+                if signed:
+                    signed.update(part)
             size += count
-    return FileEntry(path=relative, size=size, xxh3_128=whole.hexdigest(), chunk_size=chunk_size, chunks=tuple(chunks))
+    return FileEntry(
+        path=relative,
+        size=size,
+        xxh3_128=whole.hexdigest(),
+        sha256=signed.hexdigest() if signed else None,
+        chunk_size=chunk_size,
+        chunks=tuple(chunks),
+    )
 
 
 def _fills(fd: int, buffer: mmap.mmap) -> Iterator[int]:

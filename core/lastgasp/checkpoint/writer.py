@@ -23,11 +23,13 @@ class ManifestWriter:
         format: of the manifest.
         place: this rank's place; replaced once the replicas are known.
         fit: returns the current fit, if the process may have several.
+        sha256: whether files that the framework itself writes get SHA-256 digests, too.
     """
 
     format: str
     place: Place
     fit: Callable[[], Fit] | None = None
+    sha256: bool = False
 
     def provenance(self, step: int, kind: Kind, parent: str | None = None) -> Provenance:
         """Return the provenance of the checkpoint of `step`.

@@ -64,7 +64,7 @@ class Run:
         self.marks: MegatronMarks | None = None
         self.selector = MegatronSelector(args, self._options, place, self.session.gather, _preload(args))
         self.selector.note = self.session.note
-        writer = ManifestWriter(FORMAT, place)
+        writer = ManifestWriter(FORMAT, place, sha256=self._options.gasp.sha256)
         self.saver = Saver(args, Manifests(writer, self.session.gather, self.session.status))
 
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:

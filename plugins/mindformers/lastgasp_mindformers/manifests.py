@@ -20,12 +20,11 @@ from lastgasp.adapter import (
     ManifestWriter,
     NativeManifests,
     NativeSave,
-    Place,
     RankStatus,
 )
 from lastgasp.adapter.checkpoint import remove_orphans
 from lastgasp.adapter.files import write_atomically
-from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, encode_aux, rank_of
+from lastgasp.adapter.mindspore import ITERATIONS, encode_aux, rank_of
 from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of, told_by_all
 
 log = logging.getLogger("lastgasp")
@@ -38,6 +37,7 @@ class Manifests(NativeManifests):
     """Gives the framework's own checkpoints their manifests. All ranks make the same calls.
 
     Args:
+        writer: names who writes.
         gather: the all-gather of the job.
         status: learns which step is durable.
         aux: this rank's auxiliary state of a step, for the file beside the native ones; b"" if it is
@@ -48,13 +48,13 @@ class Manifests(NativeManifests):
 
     def __init__(
         self,
-        place: Place,
+        writer: ManifestWriter,
         gather: Gather,
         status: RankStatus,
         aux: Callable[[int], bytes] | None = None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(ManifestWriter(FORMAT, place), gather, status)
+        super().__init__(writer, gather, status)
         self._aux, self._finished = aux, finished
         self._monitors: list[Monitor] = []
         self._waiting: list[Saved] = []

@@ -8,8 +8,8 @@ from typing import Any
 
 import mindspore
 
-from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, Options, Released, is_success
-from lastgasp.adapter.mindspore import LEGACY, PLAIN
+from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, ManifestWriter, Options, Released, is_success
+from lastgasp.adapter.mindspore import FORMAT, LEGACY, PLAIN
 from lastgasp_mindformers import begun
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp
@@ -71,7 +71,7 @@ class Run:
         self.session = self.life.session
         self.selector = MindFormersSelector(options, place, self.session.gather, self.session.note)
         self.manifests = Manifests(
-            place,
+            ManifestWriter(FORMAT, place, sha256=options.gasp.sha256),
             self.session.gather,
             self.session.status,
             aux=self.life.source.capture,

@@ -69,7 +69,8 @@ class MindSporeSource:
         """Write the files of every rank that holds the same as this one, dead or alive, under a temporary name."""
         self._require(step)
         where = self._native.target(self._state.numbers, range(self._writer.place.world_size))
-        staged, begun = Staged(self._native.directory / where.name, where.layout), clock.wall_ns()
+        target, begun = self._native.directory / where.name, clock.wall_ns()
+        staged = Staged(target, where.layout, sha256=self._config.sha256)
         states = {rank: data for rank, data in aux.items() if data} | {self.rank: self.capture(step)}
         try:
             nbytes = self._write(staged, where, states)
@@ -109,13 +110,14 @@ class MindSporeSource:
             for rank in self._ranks():
                 statistics = _statistics(states[rank]) if rank in states else own
                 files = where.files[rank]
-                for relative in files:
-                    (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+                paths = {relative: folder / relative for relative in files}
+                for path in paths.values():
+                    path.parent.mkdir(parents=True, exist_ok=True)
                 same = written.get(statistics)
                 if same is None or not _linked(folder, same, sorted(files)):
                     values = {one.name: one.array() for one in statistics}
                     self._native.write(folder, files, self._state.numbers, values)
-                    same = written[statistics] = read_files({relative: folder / relative for relative in files})
+                    same = written[statistics] = read_files(paths, sha256=self._config.sha256)
                 pairs = zip(same, sorted(files), strict=True)
                 entries += [msgspec.structs.replace(entry, path=relative) for entry, relative in pairs]
             whole = where.layout.owns(staged.target, where.name)  # a directory, and its temporary name

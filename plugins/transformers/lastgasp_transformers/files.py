@@ -99,7 +99,7 @@ def write_checkpoint(staged: checkpoint.Staged, trainer: Any, dump: Record, reco
     try:
         _write(folder, trainer, dump, record, state)
         files = {f"{name}/{p.relative_to(folder).as_posix()}": p for p in folder.rglob("*") if p.is_file()}
-        staged.adopt(folder, tuple(checkpoint.read_files(files)))
+        staged.take(folder, files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

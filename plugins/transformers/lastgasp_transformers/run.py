@@ -130,7 +130,7 @@ class Run:
         self.training = training = Training(trainer, self._data, core.place, session)
         core.on_close(training.recorder.close, last=True)
         core.on_close(training.close)
-        writer = adapter.ManifestWriter(FORMAT, core.place, lambda: self._fit)
+        writer = adapter.ManifestWriter(FORMAT, core.place, lambda: self._fit, core.config.sha256)
         training.gasps = source = shared.GaspSource(
             training.write, partial(path_of, core.config.directory), LAYOUT,
             recorder=training.recorder, writer=writer, config=core.config, alike=lambda: core.alike,
