@@ -9,13 +9,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from ._fs import fsync_dir
 from .errors import ConfigError
 
 T = TypeVar("T")
 HangTimeout = float | Literal["auto"]
+Recovery = Literal["auto", "retry", "replace", "restart"]
+"""How a fault may be answered in place where the training can be entered again: retry replaces no rank, replace does no
+step again for an exception, restart does neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,22 @@ def _resume(field: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike) or str(value) == "":
         raise ConfigError(field, value, "'auto', 'never' or a checkpoint's path", "Use 'auto'.")
     return os.fspath(value)
+
+
+def recovery_of(given: object) -> Recovery:
+    """The argument `recovery`, else `LASTGASP_RECOVERY`, else "auto".
+
+    Raises:
+        ConfigError: another value.
+    """
+    return pick("recovery", given, os.environ, _recovery) or "auto"
+
+
+def _recovery(field: str, value: object) -> Recovery:
+    for allowed in get_args(Recovery):
+        if value == allowed:
+            return cast(Recovery, allowed)
+    raise ConfigError(field, value, f"one of {', '.join(get_args(Recovery))}", "Leave it out for auto.")
 
 
 def flag(field: str, value: object) -> bool:

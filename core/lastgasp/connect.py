@@ -10,6 +10,7 @@ from typing import Any
 
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.addresses import address_towards, is_loopback
+from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.secret import REMEDY, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import start_detached
 from lastgasp.session import Contact
@@ -29,7 +30,10 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not job:
         job = str(from_rank_0(uuid.uuid4().hex[:12]))
-    return Place(rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job)
+    incarnation = int(env.get(INCARNATION) or 0)
+    return Place(
+        rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job, incarnation=incarnation
+    )
 
 
 def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Contact | None:

@@ -13,7 +13,8 @@ FaultKind = Literal["killed", "exception", "exit", "sigterm", "interrupt", "hang
 """killed: the process was killed. exit: it ended with an exit code, by SystemExit in user code or as observed from
 outside. lost: its host or link is silent. peer: a collective failed and no rank has reported the cause."""
 
-Ending = Literal["saved", "nothing_to_save", "gave_up", "open"]
+Ending = Literal["saved", "nothing_to_save", "gave_up", "in_place", "open"]
+"""in_place: the step is held in the memory of the ranks, which enter their training again."""
 
 INCIDENT_VERSION = 1
 
@@ -78,6 +79,12 @@ class Incident(msgspec.Struct, kw_only=True):
     """The backend: embedded or mindio. Records of earlier versions lack this field."""
     restart: str = ""
     """How the controller's host started its ranks again: warm, or cold and why; empty where it did not."""
+    rung: str = ""
+    """How a fault was answered in place: retry or replace; empty if not."""
+    incarnation: int = 0
+    """How often the ranks of this attempt had been entered again in place before."""
+    not_in_place: str = ""
+    """Why a job that can be entered again was not; empty for every other job."""
 
 
 def encode_incident(incident: Incident) -> bytes:

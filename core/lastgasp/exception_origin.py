@@ -31,3 +31,11 @@ def cause_of(error: BaseException) -> str:
         return type(error).__name__
     told = " ".join(lines) if lines[0].endswith(":") else lines[0][:_LINE]
     return f"{type(error).__name__}: {told[:_LISTED]}"
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same step may succeed when it is done again: devices, links, files and memory fail by such errors.
+
+    A mistake in the program (TypeError, IndexError, ...) would only come again.
+    """
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)

@@ -69,6 +69,9 @@ def _outcome(incident: Incident) -> str:
     if incident.ending == "saved":
         savers = f"rank {incident.savers[0]}" if len(incident.savers) == 1 else f"{len(incident.savers)} ranks"
         return f"step {incident.step_saved} saved by {savers}{_took(incident)}{lost}"
+    if incident.ending == "in_place":
+        then = {"retry": "that step is done again", "replace": "a new process takes its place"}[incident.rung]
+        return f"step {incident.step_saved} is held in memory{lost}; {then}, all other processes stay"
     if incident.ending == "nothing_to_save":
         return incident.reason or "nothing to save"
     if incident.ending == "gave_up":

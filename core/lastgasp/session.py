@@ -192,6 +192,7 @@ class Session:
             hang_timeout=0.0 if config.hang_timeout == "auto" else config.hang_timeout,
             save_timeout=config.save_timeout,
             finish_timeout=config.finish_timeout,
+            incarnation=place.incarnation,
         )
 
     # -- start ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ class Place:
         replicas: one group per shard of the state; plain data parallel is a single group of all ranks.
         attempt: how often the launcher has restarted the job (0 at first).
         job: the same string on all ranks and for all attempts.
+        incarnation: how often the ranks of this attempt have entered their training again in place.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Place:
     replicas: ReplicaGroups
     attempt: int = 0
     job: str = "local"
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         remedy = "Fix the launcher's environment (RANK, WORLD_SIZE)."

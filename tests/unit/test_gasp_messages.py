@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from lastgasp.errors import ProtocolError
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v2.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v3.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -49,7 +50,10 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Commit(recovery=1, plan=2, parts={0: b"part"}),
     m.Committed(recovery=1, plan=2),
     m.Discard(recovery=1, plan=2),
-    m.Release(recovery=1, ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
+    m.Release(
+        recovery=1, ending="in_place", step=4, path="", reason="",
+        again=Again(incarnation=1, step=4, source=0, takers=(1,), lost=(1,), port=77, aux={0: b"a"}, pids=(5, 6)),
+    ),
     m.GatherPart(tag="choose", payload=b"mine"),
     m.Gathered(tag="choose", parts=(b"mine", b"yours"), missing=""),
     m.Goodbye(),
@@ -146,6 +150,7 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
         "steps": st.lists(BOUNDS).map(tuple),
         "states": st.lists(st.binary()).map(tuple),
         "wait": st.floats(0, 1e9),
+        "again": st.none() | st.builds(Again, incarnation=BOUNDS, step=BOUNDS, source=BOUNDS, port=BOUNDS),
         "card": cards,
         "rows": st.lists(rows, max_size=3).map(tuple),
         "results": st.lists(results, max_size=3).map(tuple),

@@ -13,7 +13,8 @@ from lastgasp.backends import BackendChoice
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.events import FaultKind
-from lastgasp.exception_origin import cause_of, is_success
+from lastgasp.exception_origin import cause_of, is_success, may_pass
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
@@ -113,6 +114,8 @@ class AdapterRun:
         source: the state, once `bind` has said where it is.
         begun: `begin` was called.
         alike: all replicas hold the same, as was found when training began.
+        before_again: called when the training is to be entered again in this process: keeps the state of the step.
+            None: it cannot be.
 
     Raises (constructor):
         ConfigError: a directory that cannot be written.
@@ -133,6 +136,7 @@ class AdapterRun:
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
         self.begun, self.alike = False, True
+        self.before_again: Callable[[Again], object] | None = None
         self._training: Training | None = None
         self._completed, self._undo, self._release = ExitStack(), ExitStack(), ExitStack()
         marking = Marking(config=marks, framework=framework.name, device=framework.device)
@@ -177,16 +181,32 @@ class AdapterRun:
         assert self._training is not None, "bind() comes before begin()"
         self.session.register(device, self.framework.versions)
         self.alike = self.session.compare_replicas(self._training.digests)
+        self.session.status.entered = True
         self.session.training_started(step, durable=durable)
         if threading.current_thread() is threading.main_thread():
             self.session.take_sigterm(users_handler)
         self.begun = True
         return self.alike
 
+    def enter_again(self, training: Training, step: int, durable: int, users_handler: Any) -> None:
+        """After a fault: join with `step`, which `training` holds in memory, before the framework's own is there.
+
+        From here on another fault is answered with that step. `bind` and `begin` follow as at any start. On the main
+        thread; arguments as for `begin`.
+        """
+        self.bind(training)
+        self.session.status.entered = False
+        self.session.training_started(step, durable=durable)
+        self.session.take_sigterm(users_handler)
+        self.begun = True
+
     # -- end --------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
         """Something raised: have the step saved, where there is one. Returns when `error` is to propagate unchanged.
+
+        Where `before_again` was called the caller lets go of all that belongs to the training, drops its process
+        groups, and enters it again.
 
         An exit with code 0 is a normal end, everywhere. A rank that only saw its peers fail exits here, and does not
         return.
@@ -195,6 +215,8 @@ class AdapterRun:
             SystemExit: a recovery ended this rank's training, and there is no launcher.
         """
         if isinstance(error, Released):
+            if self._enters_again(error.outcome):
+                return
             self._exit(error.outcome)
         verdict = self.framework.verdict_of(error)
         if verdict is not None:
@@ -208,6 +230,8 @@ class AdapterRun:
             self.session.failed_to_start(error, kind)
         else:
             outcome = self._recover(error, kind)
+            if self._enters_again(outcome):
+                return
             if kind == "peer" and self.place.world_size > 1:
                 self._exit(outcome, cause_of(error))
         self.close(completed=False)
@@ -217,10 +241,21 @@ class AdapterRun:
         assert training is not None
         between = training.settle(cause)
         status.broken = f"{cause}: {between}" if between else ""
+        status.passing = may_pass(error)
         outcome = self.session.fault(kind, cause)
         if outcome.ending == "gave_up" and (advice := training.advice()):
             log.error("%s", advice)
         return outcome
+
+    def _enters_again(self, outcome: Release) -> bool:
+        """Whether the training is entered again in this process; the run is closed then, and its state kept."""
+        if outcome.again is None or self.before_again is None:
+            return False
+        try:
+            self.before_again(outcome.again)
+        finally:
+            self.close(completed=False)
+        return True
 
     def _exit(self, outcome: Release, because: str = "") -> None:
         if self._training is not None:

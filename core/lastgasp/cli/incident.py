@@ -131,6 +131,12 @@ def _facts(record: Incident) -> Table:
     }
     if record.restart:
         rows["restarted"] = record.restart
+    if record.rung:
+        rows["in place"] = f"{record.rung}; held in memory by {rows.pop('saved by')}"
+    if record.not_in_place:
+        rows["not in place"] = record.not_in_place
+    if record.incarnation:
+        rows["incarnation"] = str(record.incarnation)
     for name, value in rows.items():
         table.add_row(name, escape(value))
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
 from .actions import RecordPhase
+from .again import Again, Offer
 from .decision import NOT_NEEDED
 from .groups import unpack
+from .ladder import ENTER, Ladder
 from .machine import Machine
 from .observer import Observer
 from .progress import Progress
@@ -53,16 +56,21 @@ class Attempt:
     over_since: float | None = None
     notes: list[str] = field(default_factory=list)
     """Notes for the current incident, or for the next one."""
+    progressed_before: bool = False
+    """An earlier incarnation of this attempt completed a new step."""
 
     @classmethod
     def of(cls, hello: m.Hello) -> Attempt:
         """Create the attempt from the first rank's Hello; the other ranks' must agree with it."""
-        machine = Machine(
+        limit = _clock.monotonic() + hello.finish_timeout + ENTER
+        machine = Ladder(
             replicas=unpack(hello.replicas),
             world_size=hello.world_size,
             finish_timeout=hello.finish_timeout,
             save_timeout=hello.save_timeout,
             progress=Progress(limit=hello.hang_timeout),
+            incarnation=hello.incarnation,
+            enter_by=limit if hello.incarnation else math.inf,
         )
         return cls(hello=hello, machine=machine)
 
@@ -96,15 +104,31 @@ class Attempt:
             self.machine = Observer.following(self.machine, leader)
 
     @property
+    def again(self) -> Again | None:
+        """What was agreed for a recovery in place that has ended this incarnation."""
+        return self.machine.again if isinstance(self.machine, Ladder) else None
+
+    def offered(self, offer: Offer) -> None:
+        """The launcher says what it can do for a recovery in place."""
+        machine, hello = self.machine, self.hello
+        if isinstance(machine, Ladder) and (hello.attempt, hello.incarnation + 1) == (offer.attempt, offer.incarnation):
+            machine.offer = offer
+
+    @property
     def progressed(self) -> bool:
         """At least one step was completed in this attempt."""
+        return self.progressed_before or self.progressed_now
+
+    @property
+    def progressed_now(self) -> bool:
+        """At least one step was completed in this incarnation."""
         return self.begun_at is not None and self.reached > self.begun_at
 
     @property
     def newest_held(self) -> int:
         """The step from which the next attempt starts, if known."""
         durable = max((member.durable for member in self.machine.members.values()), default=0)
-        saved = self.machine.outcome.step if self.machine.outcome.ending == "saved" else None
+        saved = self.machine.outcome.step if self.machine.outcome.ending in ("saved", "in_place") else None
         return max(durable, saved if saved is not None else 0)
 
     # -- gathers ----------------------------------------------------------------------------------
@@ -191,6 +215,7 @@ def new_incident(hello: m.Hello, recovery: int, now_ns: int, led_by: str = "cont
         job=hello.job,
         attempt=hello.attempt,
         world_size=hello.world_size,
+        incarnation=hello.incarnation,
         led_by=led_by,
     )
 
@@ -210,7 +235,10 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
     incident.phases.first_byte, incident.savers = out.first_byte_ns, sorted(set(out.savers))
     # Bounded: of tens of thousands of ranks most were simply not needed for the save.
     incident.unused = list(out.unused if len(out.unused) <= UNUSED_KEPT else _with_a_reason(out.unused))[:UNUSED_KEPT]
-    if out.ending != "saved":
+    if isinstance(machine, Ladder):
+        incident.not_in_place = machine.not_in_place
+        incident.rung = machine.again.rung if machine.again is not None else ""
+    if out.ending not in ("saved", "in_place"):
         incident.step_saved = None
     if machine.unlike and machine.unlike not in incident.notes:
         incident.notes.append(machine.unlike)

@@ -17,19 +17,21 @@ from typing import Any
 import msgspec
 
 from lastgasp import __version__, _clock
-from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 from lastgasp.topology import host_identity
 
 from . import messages as m
 from .actions import Action, Kill, Send
+from .admission import is_newer, refusal
+from .again import Offer
 from .attempt import Attempt
+from .auxiliary import auxiliary_states
 from .doorway import Doorway
 from .ends import kind_of_end, newest_in
 from .guard import Guard
 from .incidents import Incidents
 from .keeper import open_buffer
-from .keepers import LOST_STATE, Keepers
+from .keepers import Keepers
 from .operator import NOBODY
 from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, unread
 from .process_monitor import ProcessMonitor
@@ -80,6 +82,7 @@ class Controller:
         self._started_s = _clock.wall_ns() // 1_000_000_000
         self._service = Service(lambda: self.attempt, self._send, self._started_s)
         self._announcement: Announcement | None = None
+        self._replaced: set[int] = set()
 
     async def start(self) -> int:
         """Start listening, with TLS if the environment names the files.
@@ -154,9 +157,16 @@ class Controller:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
 
-    def report_exit(self, rank: int, how: str) -> None:
-        """Take the launcher's report that this rank's process ended, even if it never joined."""
+    def offer(self, offer: Offer) -> None:
+        """Take what the launcher can do for a recovery in place."""
         if self.attempt is not None:
+            self.attempt.offered(offer)
+
+    def report_exit(self, rank: int, how: str, pid: int = 0) -> None:
+        """Take the launcher's report that this rank's process ended, even if it never joined."""
+        if pid in self._replaced and (before := self.incidents.previous) is not None:
+            self.incidents.add_cause(before, rank, how)
+        elif self.attempt is not None:
             self._spawn(self._ended(rank, how))
 
     async def _ended(self, rank: int, how: str) -> None:
@@ -230,13 +240,9 @@ class Controller:
             self._fail_gathers(why)
             raise VersionMismatch(why)
         current = self.attempt
-        if self._expected is not None and hello.attempt != self._expected:
-            raise ControlError(f"attempt {hello.attempt} is not the one that runs: that is attempt {self._expected}")
-        if current is None or hello.attempt > current.hello.attempt:
-            return
-        if hello.attempt < current.hello.attempt:
-            raise ControlError(f"attempt {hello.attempt} is over; attempt {current.hello.attempt} runs")
-        if why := current.disagreement(hello):
+        if why := refusal(hello, current, self._expected):
+            raise ControlError(why)
+        if current is not None and not is_newer(hello, current) and (why := current.disagreement(hello)):
             self._fail_gathers(why)
             raise ControlError(why)
 
@@ -254,8 +260,10 @@ class Controller:
 
     def _begin_attempt(self, hello: m.Hello) -> None:
         """Start an attempt if this rank is its first. Precedes the Welcome: a welcomed rank finds the job in use."""
-        if self.attempt is not None and hello.attempt <= self.attempt.hello.attempt:
+        if not is_newer(hello, self.attempt):
             return
+        if self.attempt is not None and (again := self.attempt.again) is not None:
+            self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
         self.incidents.begin(hello)
@@ -400,6 +408,10 @@ class Controller:
         """Complete an order with what only the shell knows."""
         if isinstance(message, m.Save | m.Consulted):
             return msgspec.structs.replace(message, aux=self._aux(message.step))
+        if isinstance(message, m.Release) and message.again is not None:
+            pids = tuple(peer.pid for peer in self._peers.values() if peer.pid is not None)
+            again = msgspec.structs.replace(message.again, aux=self._aux(message.step), pids=pids)
+            return msgspec.structs.replace(message, again=again)
         if isinstance(message, m.Prepare):
             target = max(message.target, newest_in(peer.buffer_fd for peer in self._peers.values()))
             return msgspec.structs.replace(message, target=target)
@@ -412,21 +424,9 @@ class Controller:
         self._send(rank, message)
 
     def _aux(self, step: int) -> dict[int, bytes]:
-        """The auxiliary states of all ranks, also dead ones: from their crash-safe buffers, or as they sent them."""
         assert self.attempt is not None
-        found: dict[int, bytes] = {}
-        for rank, member in self.attempt.machine.members.items():
-            peer, prepared = self._peers.get(rank), member.prepared
-            aux = CrashSafeBuffer.read(peer.buffer_fd, step) if peer is not None and peer.buffer_fd >= 0 else None
-            if aux is None and prepared is not None and prepared.step == step:
-                aux = prepared.aux or None
-            if aux is None:
-                aux = self.keepers.aux(rank, step)
-            if aux is not None:
-                found[rank] = aux
-            elif member.gone and (self.keepers.has_buffer(rank) or (peer is not None and peer.buffer_fd >= 0)):
-                self.incidents.note(LOST_STATE.format(rank=rank, step=step))
-        return found
+        members = self.attempt.machine.members
+        return auxiliary_states(step, members, self._peers, self.keepers, self.incidents.note)
 
     def _fail_gathers(self, why: str) -> None:
         if self.attempt is not None:

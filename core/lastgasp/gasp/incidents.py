@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from lastgasp import _clock
+from lastgasp import _clock, narration
 from lastgasp.events import Incident, encode_incident
 from lastgasp.narration import Tally
 
@@ -49,6 +49,8 @@ class Incidents:
     def begin(self, hello: m.Hello) -> Attempt:
         """Start another attempt; called when its first rank joins."""
         self.previous, self.current = self.current, Attempt.of(hello)
+        if self.previous is not None and self.previous.hello.attempt == hello.attempt:
+            self.current.progressed_before = self.previous.progressed
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()
@@ -73,6 +75,8 @@ class Incidents:
         if note.phase == "released":
             self._unexplained = {fault.rank for fault in self.current.machine.faults if fault.kind == "killed"}
             self._write(self.current)
+        if note.phase == "released" and self.current.again is not None and self.current.incident is not None:
+            log.warning("%s", narration.event(self.current.incident))  # a launcher tells of restarts only
 
     def reached(self, step: int) -> None:
         """Record that a rank completed `step`; the first new step completes the previous incident."""
@@ -80,7 +84,7 @@ class Incidents:
         previous = self.previous
         if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
             return
-        if step > self._held_before and self.current is not None and self.current.progressed:
+        if step > self._held_before and self.current is not None and self.current.progressed_now:
             previous.incident.phases.first_step = _clock.wall_ns()
             self.tally.went_on(previous.incident)
             self._write(previous)

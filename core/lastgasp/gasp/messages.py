@@ -15,8 +15,14 @@ import msgspec
 from lastgasp.errors import ProtocolError
 from lastgasp.events import Ending, Fault
 
-from .cards import JobState, RankRow, SwitchResult, WorkerCard
+from .again import Again
+from .asks import AskRanks as AskRanks
+from .asks import AskSwitch as AskSwitch
+from .asks import Ranks as Ranks
+from .asks import SwitchDone as SwitchDone
+from .cards import WorkerCard
 from .wire import HEADER as HEADER
+from .wire import Message as Message
 from .wire import Role as Role
 from .wire import body_size as body_size
 from .wire import encodable as encodable
@@ -25,7 +31,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -34,10 +40,6 @@ BUSY = "too many connections: try again"
 """The reason of a Refused after which one may retry: unauthenticated connections fill the port."""
 
 Phase = Literal["start", "data", "forward", "backward", "update", "between", "validation", "save"]
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Base of all messages."""
 
 
 class Challenge(Message, frozen=True, kw_only=True):
@@ -69,6 +71,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """Seconds; 0 learns it from the run."""
     save_timeout: float
     finish_timeout: float
+    incarnation: int = 0
+    """How often the ranks of this attempt have been entered again in place."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -92,6 +96,10 @@ class Begin(Message, frozen=True, kw_only=True):
     durable: int
     buffer_fd: int
     """File descriptor number of the rank's crash-safe buffer (opened through /proc by who shares the host), or -1."""
+    recovery: str = ""
+    """Which faults may be answered in place (`config.Recovery`); empty if this rank cannot be entered again."""
+    entered: bool = True
+    """False: after a fault this rank holds `step` in memory, and is about to enter its training again."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):
@@ -116,9 +124,10 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class Report(Message, frozen=True, kw_only=True):
-    """Rank: something went wrong here."""
+    """Rank: something went wrong here. `passing`: the same step may succeed when it is done again."""
 
     fault: Fault
+    passing: bool = False
 
 
 class Prepare(Message, frozen=True, kw_only=True):
@@ -205,13 +214,14 @@ class Discard(Message, frozen=True, kw_only=True):
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """Controller: the recovery is over; exit."""
+    """Controller: the recovery is over; exit, or where `again` is set enter the training again."""
 
     recovery: int
     ending: Ending
     step: int
     path: str
     reason: str
+    again: Again | None = None
 
 
 class GatherPart(Message, frozen=True, kw_only=True):
@@ -334,37 +344,6 @@ class Kept(Message, frozen=True, kw_only=True):
     rank: int
     steps: tuple[int, ...] = ()
     states: tuple[bytes, ...] = ()
-
-
-class AskRanks(Message, frozen=True, kw_only=True):
-    """Operator: who is in the job?"""
-
-
-class Ranks(Message, frozen=True, kw_only=True):
-    """Controller: one row for each rank of the job's size."""
-
-    job: str
-    directory: str
-    attempt: int
-    world_size: int
-    state: JobState
-    started_s: int
-    rows: tuple[RankRow, ...]
-
-
-class AskSwitch(Message, frozen=True, kw_only=True):
-    """Operator: have these ranks (None: all) switch, and wait `wait` seconds at most for their answers."""
-
-    ranks: tuple[int, ...] | None
-    on: int
-    off: int
-    wait: float
-
-
-class SwitchDone(Message, frozen=True, kw_only=True):
-    """Controller: what each of them answered, by rank."""
-
-    results: tuple[SwitchResult, ...]
 
 
 FromRank = (

@@ -124,7 +124,9 @@ class Processor:
     def begin(self) -> None:
         """Report the step at which training begins; from now on this rank's death costs steps."""
         status, buffer_fd = self._status, self._source.buffer_fd
-        self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=buffer_fd))
+        again = (status.recovery, status.entered)
+        self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=buffer_fd, recovery=again[0],
+                               entered=again[1]))  # fmt: skip
 
     def register(self, card: WorkerCard) -> None:
         """Report who this worker is; no effect without a controller."""
@@ -144,7 +146,7 @@ class Processor:
         if self.led_elsewhere is not None:
             self._try_send(m.Report(fault=fault))  # for the record
             self.led_elsewhere(fault)
-        elif self._try_send(m.Report(fault=fault)):
+        elif self._try_send(m.Report(fault=fault, passing=self._status.passing)):
             self._answer_by = _clock.monotonic() + ANSWER
         else:
             self._begin_uncoordinated(fault)
@@ -427,7 +429,8 @@ class Processor:
         """The recovery ended. Notify first: the training thread may be about to end the process."""
         self._pending = None
         try:
-            self._after_release(outcome)
+            if outcome.again is None:
+                self._after_release(outcome)
         finally:
             self._status.release(outcome)
 

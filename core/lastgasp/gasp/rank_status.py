@@ -19,6 +19,7 @@ _CODES: dict[Ending, int] = {
     "saved": exitcodes.SAVED,
     "nothing_to_save": exitcodes.NOTHING_TO_SAVE,
     "gave_up": exitcodes.GAVE_UP,
+    "in_place": exitcodes.GAVE_UP,
     "open": exitcodes.GAVE_UP,
 }
 
@@ -52,6 +53,9 @@ class RankStatus:
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
         all_run: set by `hold`: no rank has stopped, so the training thread will reach the gate normally.
         since: monotonic time of the last call of `hold`.
+        recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
+        entered: False while the training is about to be entered again.
+        passing: the exception that ended the training may not come again in the same step.
     """
 
     def __init__(self) -> None:
@@ -66,6 +70,7 @@ class RankStatus:
         self.look: Callable[[], None] = _up_to_date
         self.all_run = False
         self.since = 0.0
+        self.recovery, self.entered, self.passing = "", True, False
         self._held = False
         self._gate = threading.Condition()
         self._over = threading.Event()

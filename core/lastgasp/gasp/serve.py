@@ -19,8 +19,10 @@ from lastgasp import _clock, logs, narration
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
+from .again import Again, Offer
 from .attempt import Attempt
 from .controller import Controller
+from .ladder import Ladder
 from .resetfile import ResetWatch
 from .starter import Starter
 
@@ -91,10 +93,15 @@ class ControllerThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.expect, attempt)
 
-    def report_exit(self, rank: int, how: str) -> None:
+    def report_exit(self, rank: int, how: str, pid: int = 0) -> None:
         """Report that the process of `rank` ended; does not wait, and does nothing once the controller is stopped."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._controller.report_exit, rank, how)
+            self._loop.call_soon_threadsafe(self._controller.report_exit, rank, how, pid)
+
+    def offer(self, offer: Offer) -> None:
+        """Report what this launcher can do for a recovery in place; like `report_exit`, does not wait."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._controller.offer, offer)
 
     def report_start(self, attempt: int, how: str) -> None:
         """Report how the ranks of this attempt were started; like `report_exit`, does not wait."""
@@ -127,6 +134,20 @@ class ControllerThread:
         found, keepers = self._attempt(attempt), self._controller.keepers
         trains = found is None or not all(one.left or one.gone for one in found.machine.members.values())
         return None if trains or keepers.most < size - 1 else keepers.connected + 1
+
+    def may_enter_again(self, attempt: int) -> int | None:
+        """The next incarnation of this attempt, if its ranks may be entered again in place; else None."""
+        found = self._attempt(attempt)
+        machine = found.machine if found is not None else None
+        return machine.incarnation + 1 if isinstance(machine, Ladder) and machine.wanted else None
+
+    def again(self, attempt: int) -> Again | None:
+        """What was agreed last for a recovery of this attempt in place; None where nothing was, yet."""
+        found = self._attempt(attempt)
+        before = self._controller.incidents.previous
+        if found is not None and found.again is None and found.hello.incarnation and before is not None:
+            return before.again
+        return found.again if found is not None else None
 
     def hold_limit(self) -> float:
         """Seconds that a recovery may take in all: finishing updates, and two saves in a row."""

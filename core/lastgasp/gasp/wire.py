@@ -6,11 +6,17 @@ import hashlib
 import hmac
 from typing import Literal
 
+import msgspec
+
 from lastgasp.errors import ProtocolError
 
 HEADER = 4
 """Bytes of the length in front of a frame."""
 Role = Literal["rank", "controller", "operator", "keeper"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """Base of all messages."""
 
 
 def one_line(error: BaseException) -> str:

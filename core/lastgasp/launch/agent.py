@@ -29,6 +29,7 @@ from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.forward import Forwarder
+from lastgasp.launch.in_place import GoesOn, InPlace
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
@@ -105,6 +106,7 @@ class GaspAgent(LocalElasticAgent):
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
         self._attempt.report_start(str(self._warm.start))
+        self._in_place = InPlace(self._attempt, worker_group, self._pcontext, self._warm)
         self._hold_before_closing(worker_group)
         return started
 
@@ -123,10 +125,18 @@ class GaspAgent(LocalElasticAgent):
         def hold_and_close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             if death_sig is None and self._in_use():  # torch has seen a worker fail
                 self._allow_restarts(worker_group)
-                self._hold(worker_group)
+                if self._hold(worker_group):
+                    raise GoesOn
             close(death_sig, timeout)
 
-        vars(context)["close"] = hold_and_close
+        def look() -> Any:
+            try:
+                return poll()
+            except GoesOn:
+                return None
+
+        poll = context._poll
+        vars(context)["close"], vars(context)["_poll"] = hold_and_close, look
 
     def _fresh_store(self, worker_group: WorkerGroup, current: LaunchAttempt) -> None:
         """Give the attempt a store of its own.
@@ -184,23 +194,35 @@ class GaspAgent(LocalElasticAgent):
             self._judge(used, frozenset(failure.exitcode for failure in result.failures.values()))
         elif result.state is WorkerState.HEALTHY and (ranks := ranks_of(self._pcontext)) is not None:
             self._warm.look(ranks)
+            self._in_place.look()
         return result
 
-    def _hold(self, worker_group: WorkerGroup) -> None:
-        """Keep torchrun's SIGTERM back until the survivors have saved and exited, or a deadline has passed."""
+    def _hold(self, worker_group: WorkerGroup) -> bool:
+        """Keep torchrun's SIGTERM back until the survivors have saved and exited, or a deadline has passed.
+
+        Returns:
+            Whether the dead ranks were replaced, and nobody is to be stopped.
+        """
         assert self._attempt is not None
         known: set[int] = set()
         deadline = _clock.monotonic() + self._attempt.hold_limit()
         while _clock.monotonic() < deadline:
             failed = self._failed(worker_group)
             for rank in failed.keys() - known:
-                self._attempt.report_exit(rank, failed[rank])
+                self._attempt.report_exit(rank, failed[rank], self._pid(worker_group, rank))
             known |= failed.keys()
+            if self._in_place.replaced(failed):
+                return True
             over = self._attempt.over_for()
             if not self._running(worker_group) or (over is not None and over > LEAVE):
-                return
+                return False
             time.sleep(POLL)
         log.error("the survivors did not finish within %g s: stopping them", self._attempt.hold_limit())
+        return False
+
+    @staticmethod
+    def _pid(worker_group: WorkerGroup, rank: int) -> int:
+        return next((int(worker.id) for worker in worker_group.workers if worker.global_rank == rank), 0)
 
     def _codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:
         """Exit code by global rank; None while it runs."""

@@ -57,10 +57,10 @@ class LaunchAttempt:
         """At least one rank of this attempt uses lastgasp: one of this node, or any that the controller knows."""
         return bool(self.desk.entries) or (self.controller is not None and self.controller.in_use(self.number))
 
-    def report_exit(self, rank: int, how: str) -> None:
+    def report_exit(self, rank: int, how: str, pid: int = 0) -> None:
         """A worker of this node ended."""
         if self.controller is not None:
-            self.controller.report_exit(rank, how)
+            self.controller.report_exit(rank, how, pid)
 
     def report_start(self, how: str) -> None:
         """The workers of this node have been started: warm, or cold and why. Called for restarts only."""

@@ -121,6 +121,13 @@ class Warm:
         self.start.forked += 1
         return forked
 
+    @property
+    def cannot_fork(self) -> str:
+        """Why no rank can be forked now; empty where it can."""
+        if self._process is None or not self._process.ready:
+            return f"there is no warm process ({self.why or self._lost or 'it is not ready yet'})"
+        return ""
+
     def close(self) -> None:
         """End the process; idempotent. Its ranks are not harmed."""
         if self._process is not None:

@@ -6,6 +6,7 @@ Built on private names of torch 2.13 (docs/facts/torchrun.md); where they differ
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastgasp.launch.warm import Ranks, Warm
+from lastgasp.launch.warm_process import NoFork
 
 _NAME = "get_subprocess_handler"
 _MAKER = ("entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options")
@@ -61,3 +63,30 @@ def ranks_of(context: PContext | None) -> Ranks | None:
         return None
     command = (str(context.entrypoint), *map(str, context.args[0]))
     return Ranks(command, tuple(context.envs.values()))
+
+
+def replacement(warm: Warm, context: SubprocessContext, local: int, more: dict[str, str]) -> SubprocessHandler:
+    """A new process for a dead rank of this host; its log files go on.
+
+    Args:
+        local: its number on this host; more: what its environment gets, or has another value of.
+
+    Raises:
+        NoFork: none can be forked.
+        OSError: its log files cannot be opened.
+    """
+    handler = SubprocessHandler.__new__(SubprocessHandler)
+    handler.local_rank_id = local
+    handler._stdout, handler._stderr = (_appended(files[local]) for files in (context.stdouts, context.stderrs))
+    command = (str(context.entrypoint), *map(str, context.args[local]))
+    streams = [number if file is None else file.fileno() for number, file in
+               enumerate((None, handler._stdout, handler._stderr))]  # fmt: skip
+    forked = warm.fork(command, {**os.environ, **context.envs[local], **more}, streams)
+    if forked is None:
+        raise NoFork(warm.start.why)
+    vars(handler)["proc"] = forked
+    return handler
+
+
+def _appended(path: str | None) -> Any:
+    return open(path, "a") if path else None

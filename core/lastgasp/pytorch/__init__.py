@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lastgasp.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from lastgasp.pytorch.loop.again import train
     from lastgasp.pytorch.loop.session import Session
     from lastgasp.pytorch.loop.state import TorchState
     from lastgasp.pytorch.plain import load, newest_good, save
@@ -21,10 +22,11 @@ _PUBLIC = {
     "load": "plain",
     "newest_good": "plain",
     "save": "plain",
+    "train": "loop.again",
 }
 """Public name -> module of this package. Most modules here need torch; the command line uses one that does not."""
 
-__all__ = ["Session", "TorchState", "load", "newest_good", "save"]
+__all__ = ["Session", "TorchState", "load", "newest_good", "save", "train"]
 
 
 def __getattr__(name: str) -> Any:

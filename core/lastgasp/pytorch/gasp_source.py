@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.ports import Layout, SaveResult
-from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage
 from lastgasp.replicas import require_alike
 
 Write = Callable[[Staged, int, Mapping[int, bytes]], None]
 """Write the checkpoint of a step from this rank's live state and the auxiliary states by rank; enters no collective."""
+
+
+class Recorder(Protocol):
+    """Knows this rank's auxiliary state; `AuxRecorder` is one."""
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the crash-safe buffer; -1 where there is none."""
+
+    def read(self, step: int) -> bytes | None:
+        """The encoded auxiliary state of `step`, if it is known."""
 
 
 class GaspSource:
@@ -39,7 +50,7 @@ class GaspSource:
         target: Callable[[int], Path],
         layout: Layout,
         *,
-        recorder: AuxRecorder,
+        recorder: Recorder,
         writer: ManifestWriter,
         config: GaspConfig,
         alike: Callable[[], bool],

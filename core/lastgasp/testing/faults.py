@@ -52,6 +52,7 @@ class FaultSpec:
         rank: the rank it happens on; `ALL_RANKS` (`rank=all`) for each.
         step: the step under way; `ANY_STEP` (left out) for the first time the phase is reached.
         attempt: the launcher's restart count in which it happens.
+        incarnation: how many recoveries in place must have come before it in this attempt.
         seconds: how long `kind=sleep:SECONDS` sleeps.
     """
 
@@ -60,6 +61,7 @@ class FaultSpec:
     rank: int = 0
     step: int = ANY_STEP
     attempt: int = 0
+    incarnation: int = 0
     seconds: float = 0.0
 
     def due(self, phase: str, step: int, rank: int, attempt: int) -> bool:
@@ -138,6 +140,7 @@ _READERS: Mapping[str, Callable[[str], dict[str, object]]] = {
     "rank": _read_count("rank", "all", ALL_RANKS),
     "step": _read_count("step", "any", ANY_STEP),
     "attempt": _read_count("attempt"),
+    "incarnation": _read_count("incarnation"),
 }
 
 
@@ -167,6 +170,7 @@ class FaultKit:
         attempt: the launcher's restart count.
         log: a file that gets one JSON line per fault, on disk before the fault happens; None for no log.
         act: causes a fault; tests replace it.
+        incarnation: how many recoveries in place this attempt has seen.
     """
 
     def __init__(
@@ -176,9 +180,11 @@ class FaultKit:
         attempt: int = 0,
         log: Path | None = None,
         act: Callable[[FaultSpec], None] = perform,
+        incarnation: int = 0,
     ) -> None:
         self.rank, self.attempt = rank, attempt
-        self._pending, self._log, self._act = list(specs), log, act
+        self._pending = [spec for spec in specs if spec.incarnation == incarnation]
+        self._log, self._act = log, act
 
     def due(self, phase: str, step: int) -> bool:
         """Whether `fire_at` with the same arguments would do something."""
@@ -259,6 +265,7 @@ def kit_from_env(environ: Mapping[str, str] = os.environ) -> FaultKit | None:
         rank=int(environ.get("RANK", "0")),
         attempt=int(environ.get("LASTGASP_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         log=Path(log) if log else None,
+        incarnation=int(environ.get("LASTGASP_INCARNATION") or 0),
     )
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lastgasp.errors import CheckpointError
+from lastgasp.checkpoint.manifest_lookup import has_manifest
+from lastgasp.errors import CheckpointError, CheckpointMismatch
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, own_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
+from lastgasp.pytorch.io import load_verified
+from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.position_record import about, position_only
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.staged import with_added
 from lastgasp.topology import Place
 
 log = logging.getLogger("lastgasp")
@@ -22,6 +28,23 @@ log = logging.getLogger("lastgasp")
 KEY = "lastgasp"
 VERSION = 1
 _MISSING = "no random state of rank {} was available: unless that rank adds it, a resume will not be bit-equal"
+
+
+def checkpoint_at(path: Path) -> dict[str, Any]:
+    """Read a session's checkpoint, with the auxiliary states that were added to it later.
+
+    Raises:
+        CheckpointMismatch: no session has written it.
+    """
+    # Not weights_only: it is our own file, verified, and holds states of the user's objects.
+    if has_manifest(path, LAYOUT):
+        checkpoint = load_verified(path, LAYOUT, map_location="cpu", weights_only=False)
+    else:  # resume=<path> of one that the user trusts
+        checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+    if not isinstance(checkpoint, dict) or KEY not in checkpoint:
+        raise CheckpointMismatch(str(path), ["it was not written by a Session"])
+    with_added(checkpoint[KEY], path, LAYOUT)
+    return checkpoint
 
 
 def buffers_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +13,47 @@ import torch
 from lastgasp.adapter.policy import SelectionPolicy
 from lastgasp.adapter.run import AdapterRun, Framework
 from lastgasp.adapter.selection import CheckpointSelector
-from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.config import GaspConfig, check_writable
-from lastgasp.errors import CheckpointMismatch, ControlError, DeadlineExceeded, NotSaveable, UsageError
+from lastgasp.config import GaspConfig, Recovery, check_writable
+from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable, UsageError
 from lastgasp.events import FaultKind
 from lastgasp.fits import FITS
 from lastgasp.gasp.rank_status import Released
 from lastgasp.pytorch import exception_origin, rng
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, restore_aux
 from lastgasp.pytorch.gasp_source import GaspSource
-from lastgasp.pytorch.io import load_verified, save_verified
-from lastgasp.pytorch.loop import files
+from lastgasp.pytorch.io import save_verified
+from lastgasp.pytorch.loop import again, files
+from lastgasp.pytorch.loop.again_here import AgainHere, users_handler
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.faults import install_faults
+from lastgasp.pytorch.loop.inexact import Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
+from lastgasp.pytorch.loop.memory import FromMemory
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
-from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, buffers_of, notes_on, position_of, record_of
+from lastgasp.pytorch.loop.record import (
+    KEY,
+    Buckets,
+    aux_of,
+    buffers_of,
+    checkpoint_at,
+    notes_on,
+    position_of,
+    record_of,
+)  # fmt: skip
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
-from lastgasp.pytorch.position import STATEFUL, WORKERS
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.pytorch.staged import with_added
 from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
-_REPLAY = (
-    ". s.batches(loader, replay=True), without persistent_workers, makes it exact: it loads what was consumed of the "
-    "pass again"
-)
 IDLE = 20
 """Calls of `updated` without any update or step that lead to a warning. A scaler skips a few at first."""
 
@@ -63,6 +68,7 @@ class Run:
         state: the user's.
         config: the engine's settings; marks: what is marked.
         every: steps between periodic checkpoints; 0 makes none.
+        recovery: how a fault may be answered in place.
 
     Attributes:
         step: completed steps.
@@ -70,14 +76,18 @@ class Run:
         life: connects, begins, ends; engine: its session.
     """
 
-    def __init__(self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int) -> None:
-        self.state, self.config, self._every = state, config, every
+    def __init__(
+        self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int, recovery: Recovery
+    ) -> None:
+        self.state, self.config, self._every, self.recovery = state, config, every, recovery
         self.place = place_of()
         self.rank, self.step = self.place.rank, 0
         self.resumed: Path | None = None
         state.require_supported(self.place.world_size)
         check_writable(config.directory)
-        self.fit = this_fit(state, config.directory)
+        self.entry = again.current()
+        held = self.entry.take() if self.entry is not None else None
+        self.fit = held.fit if held is not None and held.fit is not None else this_fit(state, config.directory)
         own = state.per_rank_buffers(self.place.world_size)
         # DDP broadcasts rank 0's in the next forward pass; until then an evaluation sees each rank's own.
         self._per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
@@ -89,32 +99,34 @@ class Run:
         self._aux: AuxState | None = None
         self._returning = self._gradients = False
         self._idle = 0
-        self._told_of_inexact: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._wanted = False
         self._again: Callable[[], None] = _nothing
-        users = signal.getsignal(signal.SIGTERM)
-        self._users_handler = users if callable(users) else None
+        self.users_handler = users_handler(held)
         framework = Framework(
             name=f"pytorch {torch.__version__}", kind_of=_kind_of, device=local(self.place)[0], versions=versions()
         )
-        writer = ManifestWriter(files.FORMAT, self.place, lambda: self.fit)
+        fit = self.fit
+        writer = ManifestWriter(files.FORMAT, self.place, lambda: fit)
         self.recorder = AuxRecorder(state.devices(), owner)
+        make = partial(AdapterRun, framework, config, marks)
         try:
-            self.life = AdapterRun(framework, config, marks, self.place, connect(self.place))
+            self.life = held.life if held and held.life else make(self.place, connect(self.place))
         except BaseException:
             self.recorder.close()
             raise
         self.engine = self.life.session
+        self._inexact = Inexact(self.rank, self.engine.note)
         self.life.on_close(self.recorder.close, last=True)
         self.life.on_close(self.book.close)
         self.life.on_completed(lambda: FITS.end(config.directory))
-        self.source = GaspSource(
+        self.source: GaspSource | FromMemory = GaspSource(
             lambda staged, step, aux: save_verified(self.dump(step, aux), staged),
             lambda step: files.gasp_path(config.directory, step, self.fit.number), files.LAYOUT,
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
         )  # fmt: skip
         self._periodic = Periodic(self.engine, writer, config, self.fit.number)
+        self._again_here = AgainHere(self, make, writer, held)
         try:
             self._start()
         except BaseException as error:
@@ -124,14 +136,9 @@ class Run:
     # -- start --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        state, config, life = self.state, self.config, self.life
-        policy = SelectionPolicy(config, self.place, [config.directory], files.LAYOUT, local(self.place), fit=self.fit)
-        selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
-        found = selector.load(lambda candidate: self._load(candidate.path))
-        self.source.present = selector.present
-        if found is not None and policy.unnumbered:
-            FITS.resumed_unnumbered(config.directory, found.path)
-        # MindIO counts updates itself, so a step cannot be abandoned between its updates.
+        state, life = self.state, self.life
+        self._begin_with()
+        # MindIO counts updates itself, so that a step cannot be left between its updates.
         useful = self.engine.backend.backend == "embedded"
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
@@ -143,23 +150,35 @@ class Run:
         if self.engine.recorder is not None:
             self.engine.recorder.set_groups(process_groups())
             self.engine.recorder.set_device_rows(self.marks.device_rows)
+        again_here, device = self._again_here, str(next(iter(state.devices()), "cpu"))
+        again_here.ready()
         life.bind(self)
-        device = str(next(iter(state.devices()), "cpu"))
-        life.begin(self.step, durable=self.step, users_handler=self._users_handler, device=device)
-        self._restore_aux()  # for a loop that never asks for batches or epochs this is the only opportunity
+        life.begin(
+            self.step, durable=again_here.durable(self.step), users_handler=self.users_handler, device=device
+        )
+        self._restore_aux()  # a loop that never asks for batches or epochs comes to no other place
         if self.book.nowhere:
             self.book.forget()
             self._returned()
 
+    def _begin_with(self) -> None:
+        """Fill the state from memory where the training was entered again, else from the newest checkpoint."""
+        if self._again_here.fill():
+            return
+        config = self.config
+        policy = SelectionPolicy(config, self.place, [config.directory], files.LAYOUT, local(self.place), fit=self.fit)
+        selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
+        found = selector.load(lambda candidate: self._load(candidate.path))
+        self.source.present = selector.present
+        if found is not None and policy.unnumbered:
+            FITS.resumed_unnumbered(config.directory, found.path)
+
     def _load(self, path: Path) -> None:
-        # Not weights_only: the file is lastgasp's own, verified, and holds states of the user's objects.
-        if has_manifest(path, files.LAYOUT):
-            checkpoint = load_verified(path, files.LAYOUT, map_location="cpu", weights_only=False)
-        else:  # resume=<path> of one that the user trusts
-            checkpoint = torch.load(path, map_location="cpu", weights_only=False)
-        if not isinstance(checkpoint, dict) or KEY not in checkpoint:
-            raise CheckpointMismatch(str(path), ["it was not written by a Session"])
-        with_added(checkpoint[KEY], path, files.LAYOUT)
+        checkpoint = checkpoint_at(path)
+        self.fill(checkpoint, path)
+
+    def fill(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well."""
         self.state.load(checkpoint, str(path))
         self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
@@ -256,6 +275,7 @@ class Run:
         self._gradients = False
         self.update.close(drew)
         self.engine.step_completed(step)
+        self._again_here.forget()
 
     def _capture_aux(self, step: int, settled: bool) -> bool:
         """Returns whether random numbers were drawn since the last capture."""
@@ -278,21 +298,8 @@ class Run:
         if there:
             self.at_boundary()
         if one.inexact:
-            self._tell_of_inexact(one, there)
+            self._inexact.tell(one, there)
         return one
-
-    def _tell_of_inexact(self, one: DataPass, resumed: bool) -> None:
-        reason = one.inexact
-        if resumed and one.consumed and not one.over:
-            own = f"{WORKERS}: where they draw any (augmentation), this run draws other ones"
-            self.engine.note(own if reason == WORKERS else f"the data may not be those that were due: {reason}")
-        elif reason not in self._told_of_inexact and self.rank == 0:
-            if reason == WORKERS:
-                log.warning("%s: where they draw any (augmentation), a run that was resumed in the middle of a pass "
-                            "will draw other ones%s", WORKERS, "" if one.kind == STATEFUL else _REPLAY)
-            else:
-                log.warning("a run that is resumed in the middle of a pass will get other data: %s", reason)
-        self._told_of_inexact.add(reason)
 
     def next_batch(self, one: DataPass, finished: Callable[[], bool]) -> Any:
         """The next batch; the loop's body for the previous one has ended.

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
-from lastgasp.config import GaspConfig, HangTimeout, integer
+from lastgasp.config import GaspConfig, HangTimeout, Recovery, integer, recovery_of
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_position import DataPass
 from lastgasp.pytorch.loop.run import Run
@@ -39,6 +39,8 @@ class Options(TypedDict, total=False):
             for nothing, or names out of step, forward, dataloader, save, comm ("all", "none").
         profiling_dir: where the marks' files go.
         profiling_limit_mb: MB that they may take; beyond it the oldest go; default 5000.
+        recovery: inside of `lastgasp.pytorch.train`: how a fault may be answered without a restart. "auto" (default),
+            "retry" (no rank is replaced), "replace" (no step is done again for an exception), "restart" (never).
     """
 
     every: int
@@ -52,6 +54,7 @@ class Options(TypedDict, total=False):
     marks: bool | str
     profiling_dir: str | os.PathLike[str]
     profiling_limit_mb: int
+    recovery: Recovery
 
 
 class Session:
@@ -97,7 +100,7 @@ class Session:
         tell_launcher()
         given: dict[str, Any] = dict(options)
         every = integer("every", given.pop("every", 0), 0, "Use 0 for gasps alone.")
-        limit = given.pop("max_steps", None)
+        limit, recovery = given.pop("max_steps", None), recovery_of(given.pop("recovery", None))
         most = None if limit is None else integer("max_steps", limit, 1, "Leave it out for no limit.")
         marks = [given.pop(name, None) for name in ("marks", "profiling_dir", "profiling_limit_mb")]
         if not isinstance(state, TorchState):
@@ -106,7 +109,9 @@ class Session:
         other = cls._now() if cls._now is not None else None
         if other is not None and not other._closed:
             raise UsageError("another session is open in this process: leave its `with` block first")
-        session = cls(Run(state, config, MarksConfig.resolve(*marks), every), most)
+        session = cls(Run(state, config, MarksConfig.resolve(*marks), every, recovery), most)
+        if (entry := session._run.entry) is not None:
+            entry.end = lambda error: session.__exit__(type(error), error, None)
         cls._now = weakref.ref(session)
         return session
 

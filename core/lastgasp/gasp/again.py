@@ -1,0 +1,57 @@
+"""What is agreed for a recovery in place: who enters the training again, from which step, and how its ranks meet."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Rung = Literal["retry", "replace"]
+INCARNATION = "LASTGASP_INCARNATION"
+"""Set by lastgasp alone: the number of the newest recovery in place."""
+ORDER = "LASTGASP_AGAIN"
+"""Set by lastgasp alone, for a process that takes the place of a dead rank: the encoded `Again`."""
+
+
+class Again(msgspec.Struct, frozen=True, kw_only=True):
+    """The order to enter the training again.
+
+    Attributes:
+        incarnation: its number, from 1; whoever has a smaller one can neither join, nor save, nor commit.
+        step: the completed step that all begin with.
+        source: the rank that gives its state of that step to the takers.
+        takers: ranks that do not hold the step themselves.
+        lost: those of them that get a new process.
+        port: of the store, on the launcher's host, where the ranks meet.
+        aux: the auxiliary states of `step` of all ranks, as a gasp would have saved them.
+        pids: of the ranks' processes so far.
+    """
+
+    incarnation: int
+    step: int
+    source: int
+    takers: tuple[int, ...]
+    lost: tuple[int, ...]
+    port: int
+    aux: dict[int, bytes] = {}
+    pids: tuple[int, ...] = ()
+
+    @property
+    def rung(self) -> Rung:
+        """replace where a rank gets a new process, else retry."""
+        return "replace" if self.lost else "retry"
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher can do for a recovery in place now.
+
+    Attributes:
+        attempt, incarnation: for which it is made.
+        port: of a store that nobody has used.
+        no_process: why no rank can get a new process; empty where it can.
+    """
+
+    attempt: int
+    incarnation: int
+    port: int
+    no_process: str = ""

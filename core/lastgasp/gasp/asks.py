@@ -1,0 +1,37 @@
+"""What operators ask the controller, and its answers."""
+
+from __future__ import annotations
+
+from .cards import JobState, RankRow, SwitchResult
+from .wire import Message
+
+
+class AskRanks(Message, frozen=True, kw_only=True):
+    """Operator: who is in the job?"""
+
+
+class Ranks(Message, frozen=True, kw_only=True):
+    """Controller: one row for each rank of the job's size."""
+
+    job: str
+    directory: str
+    attempt: int
+    world_size: int
+    state: JobState
+    started_s: int
+    rows: tuple[RankRow, ...]
+
+
+class AskSwitch(Message, frozen=True, kw_only=True):
+    """Operator: have these ranks (None: all) switch, and wait `wait` seconds at most for their answers."""
+
+    ranks: tuple[int, ...] | None
+    on: int
+    off: int
+    wait: float
+
+
+class SwitchDone(Message, frozen=True, kw_only=True):
+    """Controller: what each of them answered, by rank."""
+
+    results: tuple[SwitchResult, ...]

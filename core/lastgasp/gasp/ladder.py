@@ -1,0 +1,158 @@
+"""The state machine of an attempt whose ranks may enter their training again: the rungs above save and restart.
+
+When all survivors have answered, it chooses between those rungs and the save. Where the recovery goes on in place this
+machine is over, and the next incarnation has a machine of its own. Survivors join that one with the step that they hold
+in memory, so another fault at any moment of the recovery is an ordinary fault there: that step is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from lastgasp.events import Fault
+
+from . import messages as m
+from .actions import Action, Kill, RecordPhase, Send
+from .again import Again, Offer
+from .decision import Decision, GiveUp
+from .machine import Machine
+from .members import Member
+
+ENTER = 30.0
+"""Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
+
+
+@dataclass
+class Ladder(Machine):
+    """The machine of one incarnation of an attempt.
+
+    Args:
+        incarnation: how often ranks of this attempt have been entered again.
+        offer: what the launcher can do now; None where it can do nothing.
+        enter_by: when all ranks must have begun, monotonic seconds.
+
+    Attributes:
+        again: what was agreed for a recovery in place; None where there was none.
+        not_in_place: why there was none.
+    """
+
+    incarnation: int = 0
+    offer: Offer | None = None
+    enter_by: float = math.inf
+    again: Again | None = None
+    not_in_place: str = ""
+    began_at: int = -1
+    """The greatest step from which a rank of this incarnation began."""
+    _recovery: dict[int, str] = field(default_factory=dict)
+    _entered: set[int] = field(default_factory=set)
+    _stubborn: set[int] = field(default_factory=set)
+    """Ranks that raised what would come again."""
+
+    @property
+    def wanted(self) -> bool:
+        """Some rank may be entered again, so that the launcher should make an offer."""
+        return any(cap not in ("", "restart") for cap in self._recovery.values())
+
+    def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Begin)
+        self._recovery[member.rank] = message.recovery
+        self.began_at = max(self.began_at, message.step)
+        if message.entered:
+            self._entered.add(member.rank)
+        return super()._on_begin(member, message, now)
+
+    def _on_report(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Report)
+        if not message.passing and message.fault.kind != "peer":
+            self._stubborn.add(member.rank)
+        return super()._on_report(member, message, now)
+
+    def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
+        """As the machine's; and a rank that does not enter in time is a fault."""
+        actions = super().tick(now, at_ns, stopped)
+        if self.state != "running" or now < self.enter_by:
+            return actions
+        self.enter_by = math.inf
+        late = [rank for rank in range(self.world_size) if rank not in self._entered]
+        for rank in [rank for rank in late if rank not in self.members] or late:
+            cause = "has not taken part in the recovery in place in time"
+            actions += self._fault(Fault(kind="hang", rank=rank, cause=cause, step=self.began_at, seen_ns=at_ns), now)
+        return actions
+
+    def _carry_out(self, decision: Decision, now: float) -> list[Action]:
+        if self.plan == 0 and any(self._recovery.values()):
+            chosen = self._choose(decision)
+            if isinstance(chosen, Again):
+                return self._enter_again(chosen, decision)
+            self.not_in_place = chosen
+        return super()._carry_out(decision, now)
+
+    def _choose(self, decision: Decision) -> Again | str:
+        """What to do in place, or why that is not possible."""
+        if isinstance(decision, GiveUp):
+            return "no rank holds a common step"
+        step, lost = decision.step, tuple(rank for rank in range(self.world_size) if self._is_lost(rank))
+        holders = [rank for rank in sorted(self._here) if self._holds(rank, step)]
+        takers = tuple(rank for rank in range(self.world_size) if rank not in holders)
+        if why := self._forbidden(lost) or self._impossible(step, lost, holders):
+            return why
+        assert self.offer is not None
+        source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank))
+        return Again(
+            incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost, port=self.offer.port
+        )
+
+    def _is_lost(self, rank: int) -> bool:
+        member = self.members.get(rank)
+        return member is None or bool(member.gone) or member.hung or member.prepared is None
+
+    def _holds(self, rank: int, step: int) -> bool:
+        prepared = self.members[rank].prepared
+        return prepared is not None and prepared.usable and prepared.step == step
+
+    def _forbidden(self, lost: tuple[int, ...]) -> str:
+        """Why such a fault is not answered in place."""
+        caps = {self._recovery.get(rank, "") for rank in self._here}
+        cap = min(caps, default="")
+        if "" in caps or len(caps) > 1:
+            return "not every rank can be entered again"
+        if cap == "restart":
+            return "recovery=restart"
+        if lost and cap == "retry":
+            return "recovery=retry: no rank is replaced"
+        causes = [fault for fault in self.faults if fault.kind != "peer"]
+        others = [fault for fault in causes if fault.rank not in lost or fault.kind not in ("killed", "hang")]
+        for fault in others:
+            if fault.kind != "exception" or fault.rank in self._stubborn or fault.rank in lost:
+                return f"a fault of that kind is not answered in place ({fault.kind} on rank {fault.rank})"
+        return "recovery=replace: no step is tried again" if cap == "replace" and (others or not lost) else ""
+
+    def _impossible(self, step: int, lost: tuple[int, ...], holders: list[int]) -> str:
+        """Why it cannot be done now."""
+        left = [rank for rank, member in self.members.items() if member.left]
+        if left:
+            return f"rank {left[0]} had finished its training"
+        if step <= self.began_at:
+            again = ", when the fault before was answered in place" if self.incarnation else ""
+            return f"no step was completed since training began{again}"
+        if not holders:
+            return f"no rank holds step {step} in memory"
+        if len(holders) < self.world_size and len(self.replicas) != 1:
+            return "the ranks do not all hold the same state"
+        if self.offer is None:
+            return "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"
+        return self.offer.no_process if lost else ""
+
+    def _enter_again(self, again: Again, decision: Decision) -> list[Action]:
+        assert not isinstance(decision, GiveUp)
+        self.again, out = again, self.outcome
+        holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
+        self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders
+        out.lost, out.unused = getattr(decision, "lost", 0), ()
+        order = m.Release(
+            recovery=self.recovery, ending="in_place", step=again.step, path="", reason="", again=again
+        )  # fmt: skip
+        releases = [Send(rank=rank, message=order) for rank in self._here if rank not in again.lost]
+        kills = [Kill(rank=rank) for rank in again.lost if rank in self.members and not self.members[rank].gone]
+        return [RecordPhase(phase="released"), *releases, *kills]

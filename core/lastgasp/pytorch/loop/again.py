@@ -1,0 +1,164 @@
+"""`train`: a training function that is entered again in the same process after a fault."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from lastgasp import _clock
+from lastgasp.errors import UsageError
+from lastgasp.gasp.again import INCARNATION, ORDER, Again
+from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.handover import hand_over
+from lastgasp.pytorch.loop.memory import Held, Memory
+
+log = logging.getLogger("lastgasp")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+DRAIN = 5.0
+"""Seconds that the work queued on an accelerator gets to end before the process groups are dropped."""
+
+_current: Entry | None = None
+
+
+class Entry:
+    """One `train` in progress.
+
+    Attributes:
+        why: why the function cannot be entered again; empty if it can.
+        held: what was kept for the next call of it, or is not used up by this one yet.
+        sessions: opened in this call; only the first one is known to be that of the call before.
+        end: ends an open session as its `with` block would, where the function has none.
+    """
+
+    def __init__(self, why: str, held: Held | None) -> None:
+        self.why, self.held = why, held
+        self.again, self.sessions = False, 0
+        self.end: Callable[[BaseException], object] | None = None
+
+    def take(self) -> Held | None:
+        """For a session that is being opened: what it begins with, if the training was entered again."""
+        held, self.held = self.held, None
+        self.sessions += 1
+        return held
+
+    def keep(self, held: Held) -> None:
+        """A session has ended by a fault; the function is to be called again with what it held."""
+        self.held, self.again = held, True
+
+
+def current() -> Entry | None:
+    """The `train` in progress in this process, if any."""
+    return _current
+
+
+def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function(*args, **kwargs)`; after a fault that can be answered in place, call it again in the same process.
+
+    The function makes its process group, wraps its model, opens its `Session` and trains. When it is called again, the
+    session begins with the last completed step, from memory: model, optimizer, scheduler, random state and position in
+    the data are those of that step. What is made outside of the function (a model, a data set) stays as it is.
+
+    A rank that was killed or hung is replaced by a new process, which runs the program from its start; all other ranks
+    keep theirs. An exception that may pass (`RuntimeError`, `OSError`) is answered by doing the step again, once. All
+    other faults, and a second one during the recovery, are answered as ever: the step is saved and the job restarts.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        UsageError: it is called inside of itself, or the function is a generator or a coroutine.
+        BaseException: what the function has raised, where it is not entered again.
+    """
+    global _current
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise UsageError("train() calls a function that trains: a generator or a coroutine does nothing when called")
+    if _current is not None:
+        raise UsageError("train() is called inside of a function that train() has called")
+    entry = _current = Entry(_cannot(), _as_replacement())
+    try:
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if not _goes_on(entry, error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            _enter_again(entry)
+    finally:
+        _current = None
+
+
+def _cannot() -> str:
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    why = "the process group was made outside of the function that train() calls"
+    if dist.get_rank() == 0:
+        log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
+    return why
+
+
+def _as_replacement() -> Held | None:
+    """What the launcher has told a process that takes the place of a dead rank."""
+    order = os.environ.pop(ORDER, "")
+    return Held(msgspec.json.decode(order, type=Again)) if order else None
+
+
+def _goes_on(entry: Entry, error: BaseException) -> bool:
+    """Whether the function is to be called again; the session has told of the error, or is made to."""
+    if not entry.again and entry.end is not None:
+        entry.end(error)
+    if not entry.again and entry.held is not None and entry.held.life is not None:
+        entry.held.life.failed(error)  # before the session was opened once more
+    goes_on, entry.again, entry.end, entry.sessions = entry.again, False, None, 0
+    return goes_on
+
+
+def _enter_again(entry: Entry) -> None:
+    """Drop the process groups, and join the next incarnation with what is held."""
+    held = entry.held
+    assert held is not None
+    _drain()
+    cut_connections(held.again.pids)
+    for wrapped in held.wrapped:
+        for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it is there
+            vars(wrapped).pop(name, None)
+    held.wrapped.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(held.again.port)
+    os.environ[INCARNATION] = str(held.again.incarnation)
+    if held.rejoin is not None:
+        held.life, held.rejoin = held.rejoin(), None
+
+
+def _drain() -> None:
+    """Let queued work end before its process groups are aborted: an abort during transfers can cost the whole node.
+
+    Not tested: no machine with several accelerators was at hand.
+    """
+    cuda: Any = torch.cuda  # its calls are not annotated
+    if not cuda.is_initialized():
+        return
+    deadline, done = _clock.monotonic() + DRAIN, cuda.Event()
+    done.record()
+    while not done.query() and _clock.monotonic() < deadline:
+        os.sched_yield()
+
+
+def received(held: Held) -> Memory:
+    """What this rank held, or takes from the one that did; all ranks call it together."""
+    memory = held.memory
+    if held.again.takers:
+        memory = hand_over(memory, held.again.source)
+    assert memory is not None
+    return memory

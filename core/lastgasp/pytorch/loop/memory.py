@@ -1,0 +1,130 @@
+"""The state of one step in memory, between the fault and the first step that is completed after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lastgasp.adapter.run import AdapterRun
+from lastgasp.checkpoint.manifest import Fit
+from lastgasp.gasp.again import Again
+from lastgasp.ports import SaveResult, StateSource
+from lastgasp.pytorch.gasp_source import GaspSource
+from lastgasp.replicas import Digests
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a checkpoint file of `step` would hold, and what its file system would tell.
+
+    Attributes:
+        checkpoint: with the auxiliary states of all ranks.
+        durable: the newest step that is on disk.
+        present: the manifests that were there when training began.
+    """
+
+    step: int
+    checkpoint: dict[str, Any]
+    durable: int
+    present: frozenset[str] | None
+
+
+@dataclass
+class Held:
+    """What `train` keeps between two calls of the function.
+
+    Attributes:
+        again: what was agreed.
+        memory: None on a rank that takes it from another one.
+        fit: of the session; None in a new process.
+        rejoin: makes the run of the next incarnation; None in a new process.
+        life: that run, once this rank has joined with what it holds.
+        wrapped: the models' DDP wrappers, which must be gone before new ones are made.
+        users_handler: of SIGTERM.
+    """
+
+    again: Again
+    memory: Memory | None = None
+    fit: Fit | None = None
+    rejoin: Callable[[], AdapterRun] | None = None
+    life: AdapterRun | None = None
+    wrapped: list[Any] = field(default_factory=list)
+    users_handler: Any = None
+
+
+class RecorderOfMemory:
+    """Stands for the recorder of auxiliary state: the state of one step, as it was held."""
+
+    fd = -1
+
+    def __init__(self, step: int, own: bytes | None) -> None:
+        self._step, self._own = step, own
+
+    def read(self, step: int) -> bytes | None:
+        """As `AuxRecorder.read`."""
+        return self._own if step == self._step else None
+
+
+class FromMemory:
+    """A source that has the held step until another one is completed; implements `ports.StateSource`.
+
+    Attributes:
+        live: the source of the training that was entered again; None until its session is open.
+    """
+
+    def __init__(self, step: int, held: GaspSource) -> None:
+        self._step, self._held = step, held
+        self.rank = held.rank
+        self.live: GaspSource | None = None
+        self.present = held.present
+
+    def forget(self) -> None:
+        """Another step is complete."""
+        self._step = -1
+
+    def _at(self, step: int) -> StateSource:
+        return self._held if self.live is None or step == self._step else self.live
+
+    @property
+    def buffer_fd(self) -> int:
+        """The live training's."""
+        return -1 if self.live is None else self.live.buffer_fd
+
+    def capture(self, step: int) -> bytes:
+        """As the source of that step."""
+        return self._at(step).capture(step)
+
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SaveResult:
+        """As the source of that step."""
+        return self._at(step).save(step, aux, reason)
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
+        """As any of them."""
+        return self._held.publish(result, parts)
+
+    def discard(self, result: SaveResult) -> None:
+        """As any of them."""
+        self._held.discard(result)
+
+
+class HeldTraining:
+    """The training while it is entered again; implements `adapter.run.Training`."""
+
+    def __init__(self, source: FromMemory) -> None:
+        self.source: StateSource = source
+
+    def digests(self) -> Digests:
+        """None: there is no model yet."""
+        return {}
+
+    def settle(self, cause: str) -> str:
+        """The held step is complete, whatever has raised."""
+        return ""
+
+    def before_exit(self) -> None:
+        """Nothing is open."""
+
+    def advice(self) -> str:
+        """None."""
+        return ""

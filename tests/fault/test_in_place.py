@@ -1,0 +1,169 @@
+"""Recovery in place: survivors keep their processes, a dead rank is replaced, no step is lost, same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.weights import differences
+from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, until
+
+WORKER = SUPPORT / "train_again.py"
+READY = "a restart will fork its ranks from a warm process"
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Final weights of a job without a fault, by its number of ranks."""
+    found: dict[int, Path] = {}
+
+    def final(ranks: int) -> Path:
+        if ranks not in found:
+            folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
+            (folder / "go").touch()
+            found[ranks] = folder / "final.pt"
+            assert finish(job(torchrun, ranks, folder), folder, LASTGASP_WARM="off").ok
+        return found[ranks]
+
+    return final
+
+
+def job(launcher: Any, ranks: int, directory: Path, *more: str) -> list[str]:
+    """Its command line."""
+    command: list[str] = launcher(WORKER, "--dir", directory, "--final", directory / "final.pt", *more, ranks=ranks)
+    return command
+
+
+@contextmanager
+def disturbed(folder: Path, command: list[str], faults: str, **variables: str) -> Iterator[Running]:
+    """A job whose faults come once a warm process is ready; it ends well."""
+    directory = folder / "d"
+    directory.mkdir(exist_ok=True)
+    log = folder / "faults.log"
+    environment = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
+    if faults:
+        environment["LASTGASP_FAULT"] = faults
+    with running(folder, command, **environment, **variables) as [started]:
+        until(lambda: READY in started.output, "the warm process is ready")
+        (directory / "go").touch()
+        yield started
+        assert started.code() == 0, started.output[-6000:]
+    assert len(read_log(log)) == len([part for part in faults.split(";") if part]), started.output[-6000:]
+
+
+def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
+    """What a rank has noted about itself."""
+    return [line.split()[1:] for line in (directory / f"rank-{rank}").read_text().splitlines() if line.startswith(what)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "victim", "phase", "more"),
+    [(3, 0, "backward", []), (4, 2, "backward", ["--keep"]), (2, 1, "forward", ["--keep"])],
+)
+def test_a_killed_rank_is_replaced(
+    ranks: int, victim: int, phase: str, more: list[str], tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    command = job(torchrun if ranks == 3 else run, ranks, directory, *more)
+    with disturbed(tmp_path, command, f"kind=sigkill,rank={victim},step=8,phase={phase}") as started:
+        pass
+    check_in_place(directory, started, ranks, victim)
+    assert differences(undisturbed(ranks), directory / "final.pt") == []
+
+
+def check_in_place(directory: Path, job: Running, ranks: int, replaced: int | None, step: int = 8) -> None:
+    """One fault in step 9, answered in place: all processes stay but that of the dead rank."""
+    [incident] = incidents(directory)
+    rung = "retry" if replaced is None else "replace"
+    assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", rung, 0), job.output[-6000:]
+    assert replaced is None or [fault.rank for fault in incident.faults] == [replaced]
+    assert incident.phases.restarted is not None
+    assert incident.phases.first_step is not None
+    for rank in range(ranks):
+        entered, ended = lines(directory, rank, "entered"), lines(directory, rank, "ended")
+        assert [begun for _, begun, _ in entered] == ["0", str(step)], entered
+        assert [resumed for *_, resumed in entered] == ["False", "True"]
+        assert (len({pid for pid, _, _ in entered}) == 1) == (rank != replaced)
+        assert ended == [[entered[-1][0], "12"]]
+    assert list(directory.glob("*.pt")) == [directory / "final.pt"]  # nothing was written
+
+
+def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
+    directory = tmp_path / "d"
+    faults = "kind=sigstop,rank=1,step=8,phase=forward"
+    with disturbed(tmp_path, job(run, 2, directory), faults, LASTGASP_HANG_TIMEOUT="8") as started:
+        pass
+    check_in_place(directory, started, 2, replaced=1)
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize(("phase", "step"), [("backward", 8), ("update", 9)])
+def test_a_step_that_failed_is_done_again(phase: str, step: int, tmp_path: Path, undisturbed: Any) -> None:
+    """A rank that raised in the middle of its update takes the state from the other, which has completed the step."""
+    directory = tmp_path / "d"
+    faults = f"kind=exception,rank=1,step=8,phase={phase}"
+    with disturbed(tmp_path, job(run, 2, directory, "--keep"), faults) as started:
+        pass
+    check_in_place(directory, started, 2, replaced=None, step=step)
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+KILL = "kind=sigkill,rank=1,step=8,phase=backward"
+SECOND = "no step was completed since training began, when the fault before was answered in place"
+
+
+@pytest.mark.parametrize(
+    ("faults", "more", "first", "why"),
+    [
+        pytest.param("", ["--trick", "bug"], "", "a fault of that kind is not answered in place", id="bug"),
+        pytest.param("", ["--trick", "stubborn"], "retry", SECOND, id="twice the same"),
+        pytest.param(KILL, ["--dies", "1"], "replace", SECOND, id="the new process, at once"),
+        pytest.param(KILL, ["--dies", "0"], "replace", SECOND, id="a survivor, at once"),
+        pytest.param(
+            f"{KILL};kind=sigkill,rank=0,step=8,phase=forward,incarnation=1", [], "replace", SECOND, id="a survivor"
+        ),
+        pytest.param(
+            f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], "replace", SECOND, id="an exception"
+        ),
+    ],
+)
+def test_what_is_not_answered_in_place_is_saved_and_the_job_restarts(
+    faults: str, more: list[str], first: str, why: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, *more), faults) as started:
+        pass
+    *before, last = incidents(directory)
+    assert [incident.rung for incident in before] == ([first] if first else []), started.output[-6000:]
+    assert (last.ending, last.step_saved, last.steps_lost, last.rung) == ("saved", 8, 0, ""), last
+    assert last.not_in_place.startswith(why)
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "variables", "why"),
+    [
+        pytest.param(["--outside"], {}, "", id="process group outside"),
+        pytest.param([], {"LASTGASP_RECOVERY": "restart"}, "recovery=restart", id="restart"),
+        pytest.param([], {"LASTGASP_RECOVERY": "retry"}, "recovery=retry: no rank is replaced", id="retry"),
+    ],
+)
+def test_a_job_that_may_not_or_cannot_restarts_as_ever(
+    more: list[str], variables: dict[str, str], why: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, *more), KILL, **variables) as started:
+        pass
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.rung) == ("saved", 8, ""), started.output[-6000:]
+    assert incident.not_in_place == why
+    line = "this training cannot be entered again: the process group was made outside of the function"
+    assert (line in started.output) == bool(more)
+    assert differences(undisturbed(2), directory / "final.pt") == []

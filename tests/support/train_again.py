@@ -1,0 +1,120 @@
+"""A hand-written loop in one function, which can be entered again; as hard to resume as `train_loop`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lastgasp.pytorch import Session, TorchState, train
+from support.train_loop import evaluate, plain
+
+GATE = 5
+"""Completed steps after which the ranks wait for the file `go`: faults come behind it."""
+Trick = Callable[[argparse.Namespace, Session], None]
+
+
+def network() -> nn.Module:
+    """Wide enough that DDP rebuilds its buckets after the first step."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1))
+
+
+NET = network()
+"""Made once in a process; with `--keep` each entry trains this very object."""
+
+
+def main() -> None:
+    """Twelve steps: two epochs of five and a bit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--final", type=Path)
+    parser.add_argument("--keep", action="store_true", help="train the same objects when entered again")
+    parser.add_argument("--trick", default="none", choices=sorted(TRICKS))
+    parser.add_argument("--outside", action="store_true", help="the process group is made outside of the function")
+    parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.outside:
+        dist.init_process_group("gloo")
+    train(training, args)
+
+
+def training(args: argparse.Namespace) -> None:
+    """From the process group to the last step."""
+    if (os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (args.dies, "1"):
+        note(args.dir, f"died {os.getpid()}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    seed = 7 + 1000 * rank
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    x = torch.randn(4 * 5 * world, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    net = NET if args.keep else network()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    errors: dict[str, list[float]] = {"all": []}
+    state = TorchState(model, optimizer, schedule, sampler=sampler, extra={"errors": errors})
+    with Session.open(args.dir, state=state, max_steps=12) as s:
+        note(args.dir, f"entered {os.getpid()} {s.step} {s.resumed}")
+        for _ in s.epochs(1000):
+            for batch in s.batches(loader):
+                TRICKS[args.trick](args, s)
+                while s.step >= GATE and not (args.dir / "go").exists():
+                    s.alive()
+                    time.sleep(0.01)
+                plain([model], [optimizer], batch)
+                schedule.step()
+            errors["all"].append(evaluate(net, x))
+        note(args.dir, f"ended {os.getpid()} {s.step}")
+    if args.final and rank == 0:
+        torch.save({**net.state_dict(), "errors": torch.tensor(errors["all"])}, args.final)
+    dist.destroy_process_group()
+
+
+def note(directory: Path, text: str) -> None:
+    """One line of this rank."""
+    with (directory / f"rank-{os.environ['RANK']}").open("a") as file:
+        file.write(text + "\n")
+
+
+def bug(args: argparse.Namespace, s: Session) -> None:
+    """A mistake of the user's own, in step 9 of rank 1."""
+    if s.step == 8 and os.environ["RANK"] == "1" and not (args.dir / "fixed").exists():
+        (args.dir / "fixed").touch()
+        raise TypeError("a mistake")
+
+
+def stubborn(args: argparse.Namespace, s: Session) -> None:
+    """An error that comes again in step 9 of rank 1, until the job was restarted."""
+    if s.step == 8 and os.environ["RANK"] == "1" and os.environ["LASTGASP_ATTEMPT"] == "0":
+        raise RuntimeError("again and again")
+
+
+TRICKS: dict[str, Trick] = {
+    "none": lambda args, s: None,
+    "bug": bug,
+    "stubborn": stubborn,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Which faults are answered in place, and that all others take the usual way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lastgasp.events import Fault, FaultKind
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.actions import Action, Kill, Send
+from lastgasp.gasp.again import Again, Offer
+from lastgasp.gasp.ladder import Ladder
+from lastgasp.gasp.progress import Progress
+from lastgasp.topology import data_parallel
+
+WORLD, START, STEP = 3, 4, 8
+OFFER = Offer(attempt=0, incarnation=1, port=77)
+
+
+class Job:
+    """Three ranks that began with step 4 and have completed step 8."""
+
+    def __init__(self, *, recovery: str = "auto", offer: Offer | None = OFFER, replicas: Any = None) -> None:
+        groups = replicas or data_parallel(WORLD)
+        self.machine = Ladder(
+            replicas=groups, world_size=WORLD, finish_timeout=5, save_timeout=50, progress=Progress(limit=20)
+        )
+        self.machine.offer = offer
+        for rank in range(WORLD):
+            self.machine.joined(rank, 0.0)
+            begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery)
+            self.machine.said(rank, begin, 0.0)
+            self.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="forward"), 0.0)
+
+    def die(self, rank: int, kind: FaultKind = "killed") -> list[Action]:
+        return self.machine.gone(rank, "process died", kind, 1, 1.0)
+
+    def report(self, rank: int, kind: FaultKind, *, passing: bool = True) -> list[Action]:
+        fault = Fault(kind=kind, rank=rank, cause="RuntimeError: x", step=STEP, seen_ns=1)
+        return self.machine.said(rank, m.Report(fault=fault, passing=passing), 1.0)
+
+    def answer(self, rank: int, *, step: int = STEP, usable: bool = True) -> list[Action]:
+        said = m.Prepared(recovery=1, step=step, durable=START, usable=usable, why="" if usable else "in its update")
+        return self.machine.said(rank, said, 1.0)
+
+    def again(self) -> Again:
+        assert self.machine.again is not None, self.machine.not_in_place
+        return self.machine.again
+
+
+def orders(actions: list[Action]) -> dict[int, Again | None]:
+    """Who is told to enter again."""
+    sent = [action for action in actions if isinstance(action, Send) and isinstance(action.message, m.Release)]
+    return {action.rank: action.message.again for action in sent if isinstance(action.message, m.Release)}
+
+
+def test_a_dead_rank_is_replaced() -> None:
+    job = Job()
+    job.die(1)
+    job.answer(0)
+    actions = job.answer(2)
+    expected = Again(incarnation=1, step=STEP, source=0, takers=(1,), lost=(1,), port=77)
+    assert orders(actions) == {0: expected, 2: expected}
+    outcome = job.machine.outcome
+    assert (job.machine.state, outcome.ending, outcome.step, outcome.savers) == ("over", "in_place", STEP, (0, 2))
+
+
+def test_a_step_is_done_again_and_a_rank_that_lost_it_takes_it_from_the_others() -> None:
+    job = Job()
+    job.report(0, "exception")
+    job.report(1, "peer")
+    job.answer(0, usable=False)
+    job.answer(1)
+    actions = job.answer(2)
+    expected = Again(incarnation=1, step=STEP, source=1, takers=(0,), lost=(), port=77)
+    assert orders(actions) == {0: expected, 1: expected, 2: expected}
+    assert expected.rung == "retry"
+
+
+def test_a_hung_rank_is_killed_and_replaced() -> None:
+    job = Job()
+    now = 1.0
+    while job.machine.state == "running":
+        now += 1.0
+        for rank in (0, 2):
+            job.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="backward"), now)
+        job.machine.tick(now, 1, frozenset({1}))
+        assert now < 60
+    job.answer(0)
+    actions = job.answer(2)
+    assert job.again().lost == (1,)
+    assert [action for action in actions if isinstance(action, Kill)] == [Kill(rank=1)]
+    assert set(orders(actions)) == {0, 2}
+
+
+def test_a_rank_that_stands_one_step_behind_takes_the_newer_one() -> None:
+    job = Job()
+    job.die(1)
+    job.answer(0, step=STEP - 1)
+    job.answer(2)
+    assert (job.again().step, job.again().source, job.again().takers) == (STEP, 2, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (Job(recovery="retry"), "recovery=retry: no rank is replaced"),
+        (Job(recovery="restart"), "recovery=restart"),
+        (Job(offer=None), "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"),
+        (Job(offer=Offer(attempt=0, incarnation=1, port=7, no_process="no warm process")), "no warm process"),
+        (Job(replicas=((0, 1, 2), (2, 0, 1))), "the ranks do not all hold the same state"),
+    ],
+)
+def test_a_dead_rank_is_not_replaced(job: Job, why: str) -> None:
+    job.die(1)
+    job.answer(0)
+    actions = job.answer(2)
+    assert (job.machine.again, job.machine.not_in_place) == (None, why)
+    assert job.machine.state == "saving"
+    assert [action.rank for action in actions if isinstance(action, Send)] == [0] * (len(actions) - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "passing", "recovery", "why"),
+    [
+        ("exception", False, "auto", "a fault of that kind is not answered in place (exception on rank 1)"),
+        ("sigterm", True, "auto", "a fault of that kind is not answered in place (sigterm on rank 1)"),
+        ("interrupt", True, "auto", "a fault of that kind is not answered in place (interrupt on rank 1)"),
+        ("exit", True, "auto", "a fault of that kind is not answered in place (exit on rank 1)"),
+        ("exception", True, "replace", "recovery=replace: no step is tried again"),
+    ],
+)
+def test_a_step_is_not_done_again(kind: FaultKind, passing: bool, recovery: str, why: str) -> None:
+    job = Job(recovery=recovery)
+    job.report(1, kind, passing=passing)
+    for rank in range(WORLD):
+        job.answer(rank)
+    assert (job.machine.again, job.machine.not_in_place, job.machine.state) == (None, why, "saving")
+
+
+def test_a_job_that_does_not_know_of_it_hears_nothing() -> None:
+    job = Job(recovery="")
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    assert (job.machine.again, job.machine.not_in_place, job.machine.state) == (None, "", "saving")
+
+
+def test_one_rank_that_cannot_be_entered_again_is_enough() -> None:
+    job = Job()
+    job.machine.said(2, m.Begin(step=STEP, durable=START, buffer_fd=-1), 0.5)
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    assert job.machine.not_in_place == "not every rank can be entered again"
+
+
+def test_nothing_is_done_in_place_before_a_step_was_completed() -> None:
+    job = Job()
+    job.machine.incarnation, job.machine.began_at = 1, STEP
+    job.machine.offer = Offer(attempt=0, incarnation=2, port=78)
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    assert job.machine.not_in_place.endswith("when the fault before was answered in place")
+    assert job.machine.state == "saving"  # the step that is held in memory
+
+
+def test_a_rank_that_does_not_come_back_is_a_fault() -> None:
+    machine = Ladder(
+        replicas=data_parallel(WORLD), world_size=WORLD, finish_timeout=5, save_timeout=50,
+        progress=Progress(limit=20), incarnation=1, enter_by=30.0,
+    )  # fmt: skip
+    for rank in (0, 2):
+        machine.joined(rank, 0.0)
+        begin = m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery="auto", entered=False)
+        machine.said(rank, begin, 0.0)
+    assert machine.tick(29.0, 1, frozenset()) == []
+    assert machine.tick(30.0, 1, frozenset())
+    assert [(fault.rank, fault.kind) for fault in machine.faults] == [(1, "hang")]
+    for rank in (0, 2):
+        machine.said(rank, m.Prepared(recovery=1, step=STEP, durable=START, usable=True), 31.0)
+    assert (machine.state, machine.outcome.step, machine.outcome.lost) == ("saving", STEP, 0)
