@@ -48,7 +48,7 @@ CODE_ELSEWHERE = {
     "from lastgasp.tensorflow import newest_good, seal": "tests/frameworks/test_tensorflow_real.py",
 }
 """How a piece of code begins that needs another environment -> the test that runs the same calls there."""
-LOOP_PAGE = "plain-loop.md"
+LOOP_PAGE, AGAIN_PAGE = "plain-loop.md", "in-place.md"
 PRELUDE = """\
 import os, warnings
 warnings.simplefilter("ignore")
@@ -82,7 +82,7 @@ def pieces() -> list[tuple[str, str]]:
     return [
         (page, text.replace('devices=2, strategy="ddp"', "devices=1"))
         for text, page in found.items()
-        if page != LOOP_PAGE and not text.lstrip().startswith(tuple(CODE_ELSEWHERE))
+        if page not in (LOOP_PAGE, AGAIN_PAGE) and not text.lstrip().startswith(tuple(CODE_ELSEWHERE))
     ]
 
 
@@ -128,6 +128,22 @@ def test_the_drill_and_the_commands_that_look_at_it(
     Path("job.yaml").write_text(bare())
     for line in in_this_process():
         command(line)
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_the_loop_that_is_entered_again(tmp_path: Path, bin_of_lean: Path) -> None:
+    """With the data of docs/plain-loop.md; a step that fails on one rank is done again."""
+    [loop] = blocks(DOCS / AGAIN_PAGE, "python")
+    given = HERE[LOOP_PAGE].replace('torch.distributed.init_process_group("gloo")\n', "")
+    given = given.replace("DistributedSampler(data)", "DistributedSampler(data, 2, int(os.environ['RANK']))")
+    (tmp_path / "train.py").write_text(PRELUDE + given + loop.replace("s.epochs(90)", "s.epochs(12)"))
+    fault = 'LASTGASP_FAULT="kind=exception,rank=1,step=20,phase=backward"'
+    shell(f"{fault} lastgasp run --nproc-per-node 2 train.py", tmp_path, bin_of_lean)
+    [record] = (tmp_path / "ckpts" / "incidents").glob("*.json")
+    incident = json.loads(record.read_text())
+    assert (incident["ending"], incident["rung"], incident["steps_lost"]) == ("in_place", "retry", 0), incident
 
 
 def in_this_process() -> list[str]:

@@ -92,7 +92,8 @@ def check_in_place(directory: Path, job: Running, ranks: int, replaced: int | No
         assert [resumed for *_, resumed in entered] == ["False", "True"]
         assert (len({pid for pid, _, _ in entered}) == 1) == (rank != replaced)
         assert ended == [[entered[-1][0], "12"]]
-    assert list(directory.glob("*.pt")) == [directory / "final.pt"]  # nothing was written
+    only = ranks == 2 and (replaced is not None or step == 9)  # the only copy is saved, and nothing else is written
+    assert len(list(directory.glob("*.pt"))) == 1 + only
 
 
 def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
@@ -142,7 +143,8 @@ def test_what_is_not_answered_in_place_is_saved_and_the_job_restarts(
         pass
     *before, last = incidents(directory)
     assert [incident.rung for incident in before] == ([first] if first else []), started.output[-6000:]
-    assert (last.ending, last.step_saved, last.steps_lost, last.rung) == ("saved", 8, 0, ""), last
+    assert last.ending in ("saved", "nothing_to_save"), last  # the only copy of a step is saved before it is used
+    assert (last.step_saved, last.steps_lost, last.rung) == (8, 0, ""), last
     assert last.not_in_place.startswith(why)
     assert differences(undisturbed(2), directory / "final.pt") == []
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def training(args: argparse.Namespace) -> None:
     random.seed(seed)
     x = torch.randn(4 * 5 * world, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    sampler = DistributedSampler(data)
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     net = NET if args.keep else network()
     model = DistributedDataParallel(net, bucket_cap_mb=0.01)

@@ -94,12 +94,30 @@ def test_a_hung_rank_is_killed_and_replaced() -> None:
     assert set(orders(actions)) == {0, 2}
 
 
-def test_a_rank_that_stands_one_step_behind_takes_the_newer_one() -> None:
+def test_the_only_copy_of_a_step_is_saved_first() -> None:
+    """Here by a rank that stands one step behind, and takes the newer one."""
+    job = Job()
+    job.die(1)
+    job.answer(0, step=STEP - 1)
+    [save] = [action for action in job.answer(2) if isinstance(action, Send)]
+    assert (save.rank, type(save.message), job.machine.again) == (2, m.Save, None)
+    job.machine.said(2, m.Saved(recovery=1, plan=1, path="/ckpts/8", nbytes=1, first_byte_ns=1), 2.0)
+    actions = job.machine.said(2, m.Committed(recovery=1, plan=1), 3.0)
+    again = Again(incarnation=1, step=STEP, source=2, takers=(0, 1), lost=(1,), port=77, saved=True)
+    assert orders(actions) == {0: again, 2: again}
+    assert (job.machine.outcome.ending, job.machine.outcome.path) == ("in_place", "/ckpts/8")
+
+
+def test_a_rank_that_is_lost_while_the_only_copy_is_saved_ends_the_recovery_in_place() -> None:
     job = Job()
     job.die(1)
     job.answer(0, step=STEP - 1)
     job.answer(2)
-    assert (job.again().step, job.again().source, job.again().takers) == (STEP, 2, (0, 1))
+    job.die(0)
+    job.machine.said(2, m.Saved(recovery=1, plan=1, path="/ckpts/8", nbytes=1, first_byte_ns=1), 2.0)
+    assert orders(job.machine.said(2, m.Committed(recovery=1, plan=1), 3.0)) == {2: None}
+    assert job.machine.not_in_place == "another rank was lost while the step was saved"
+    assert job.machine.outcome.ending == "saved"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         port: of the store, on the launcher's host, where the ranks meet.
         aux: the auxiliary states of `step` of all ranks, as a gasp would have saved them.
         pids: of the ranks' processes so far.
+        saved: the step was also written to disk, since only one rank holds it.
     """
 
     incarnation: int
@@ -35,6 +36,13 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     aux: dict[int, bytes] = {}
     pids: tuple[int, ...] = ()
+    saved: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What torch and lastgasp read to make the process group and to join."""
+        port, number = str(self.port), str(self.incarnation)
+        return {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", INCARNATION: number}
 
     @property
     def rung(self) -> Rung:

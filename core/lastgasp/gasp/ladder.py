@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lastgasp.events import Fault
+import msgspec
+
+from lastgasp.events import Ending, Fault
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
 from .again import Again, Offer
-from .decision import Decision, GiveUp
+from .decision import Decision, GiveUp, SavePlan
 from .machine import Machine
 from .members import Member
 
@@ -46,6 +48,8 @@ class Ladder(Machine):
     """The greatest step from which a rank of this incarnation began."""
     _recovery: dict[int, str] = field(default_factory=dict)
     _entered: set[int] = field(default_factory=set)
+    _once_saved: Again | None = None
+    """What follows the save of a step that only one rank holds."""
     _stubborn: set[int] = field(default_factory=set)
     """Ranks that raised what would come again."""
 
@@ -83,10 +87,23 @@ class Ladder(Machine):
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         if self.plan == 0 and any(self._recovery.values()):
             chosen = self._choose(decision)
-            if isinstance(chosen, Again):
-                return self._enter_again(chosen, decision)
-            self.not_in_place = chosen
+            if isinstance(chosen, str):
+                self.not_in_place = chosen
+            elif len(chosen.takers) < self.world_size - 1 or not isinstance(decision, SavePlan):
+                return self._enter_again(chosen, getattr(decision, "lost", 0))
+            else:  # the only copy: were that rank to die during the recovery, the step would be gone
+                self._once_saved = msgspec.structs.replace(chosen, saved=True)
         return super()._carry_out(decision, now)
+
+    def _end(self, ending: Ending, reason: str) -> list[Action]:
+        """As the machine's; but a step that was saved because only one rank holds it is gone on with in place."""
+        again, self._once_saved = self._once_saved, None
+        if ending != "saved" or again is None:
+            return super()._end(ending, reason)
+        if tuple(rank for rank in range(self.world_size) if self._is_lost(rank)) != again.lost:
+            self.not_in_place = "another rank was lost while the step was saved"
+            return super()._end(ending, reason)
+        return self._enter_again(again, self.outcome.lost or 0)
 
     def _choose(self, decision: Decision) -> Again | str:
         """What to do in place, or why that is not possible."""
@@ -144,12 +161,11 @@ class Ladder(Machine):
             return "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"
         return self.offer.no_process if lost else ""
 
-    def _enter_again(self, again: Again, decision: Decision) -> list[Action]:
-        assert not isinstance(decision, GiveUp)
+    def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
         self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders
-        out.lost, out.unused = getattr(decision, "lost", 0), ()
+        out.lost, out.unused = steps_lost, ()
         order = m.Release(
             recovery=self.recovery, ending="in_place", step=again.step, path="", reason="", again=again
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from lastgasp.gasp.again import INCARNATION, ORDER, Again, Offer
+from lastgasp.gasp.again import ORDER, Again, Offer
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
@@ -89,8 +89,7 @@ class InPlace:
         context = self._context
         local = next(n for n, worker in enumerate(self._group.workers) if worker.global_rank == rank)
         order = msgspec.json.encode(msgspec.structs.replace(again, aux={})).decode()
-        more = {"MASTER_PORT": str(again.port), INCARNATION: str(again.incarnation), ORDER: order}
-        handler = replacement(self._warm, context, local, more)
+        handler = replacement(self._warm, context, local, again.environment | {ORDER: order})
         context.subprocess_handlers[local] = handler
         context._failures.pop(local, None)
         context._running_local_ranks.add(local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from lastgasp import _clock
 from lastgasp.errors import UsageError
-from lastgasp.gasp.again import INCARNATION, ORDER, Again
+from lastgasp.gasp.again import ORDER, Again
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.handover import hand_over
 from lastgasp.pytorch.loop.memory import Held, Memory
@@ -88,7 +89,10 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         while True:
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if not entry.again:
+                    return result
+                _goes_on(entry, None)  # it has handled the error itself
             except BaseException as error:
                 if not _goes_on(entry, error):
                     raise
@@ -113,11 +117,11 @@ def _as_replacement() -> Held | None:
     return Held(msgspec.json.decode(order, type=Again)) if order else None
 
 
-def _goes_on(entry: Entry, error: BaseException) -> bool:
-    """Whether the function is to be called again; the session has told of the error, or is made to."""
-    if not entry.again and entry.end is not None:
+def _goes_on(entry: Entry, error: BaseException | None) -> bool:
+    """Whether the function is to be called again; the session has reported the error, or is made to."""
+    if error is not None and not entry.again and entry.end is not None:
         entry.end(error)
-    if not entry.again and entry.held is not None and entry.held.life is not None:
+    if error is not None and not entry.again and entry.held is not None and entry.held.life is not None:
         entry.held.life.failed(error)  # before the session was opened once more
     goes_on, entry.again, entry.end, entry.sessions = entry.again, False, None, 0
     return goes_on
@@ -127,18 +131,20 @@ def _enter_again(entry: Entry) -> None:
     """Drop the process groups, and join the next incarnation with what is held."""
     held = entry.held
     assert held is not None
-    _drain()
-    cut_connections(held.again.pids)
-    for wrapped in held.wrapped:
-        for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it is there
-            vars(wrapped).pop(name, None)
-    held.wrapped.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(held.again.port)
-    os.environ[INCARNATION] = str(held.again.incarnation)
-    if held.rejoin is not None:
-        held.life, held.rejoin = held.rejoin(), None
+    try:
+        _drain()
+        cut_connections(held.again.pids)
+        for wrapped in held.wrapped:
+            for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it lives
+                vars(wrapped).pop(name, None)
+        held.wrapped.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.update(held.again.environment)
+        if held.rejoin is not None:
+            held.life, held.rejoin = held.rejoin(), None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
 
 
 def _drain() -> None:

@@ -46,7 +46,8 @@ class AgainHere:
         self._memory: Memory | None = None
         self._source: FromMemory | None = None
         entry, status = run.entry, run.engine.status
-        if entry is not None and not entry.why and entry.sessions == 1:
+        embedded = run.engine.backend.backend == "embedded"
+        if embedded and entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery
             run.life.before_again = self.keep
 
@@ -89,15 +90,25 @@ class AgainHere:
         Raises:
             NotSaveable: it is not the step that was agreed on.
         """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._keep(again, mask)
+        except BaseException:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
+
+    def _keep(self, again: Again, mask: set[Any]) -> None:
         run, memory, rejoin = self._run, None, None
         if run.rank not in again.takers:
             checkpoint = cloned(run.dump(again.step, again.aux))
-            memory = Memory(again.step, checkpoint, run.engine.status.durable, run.source.present)
+            durable = again.step if again.saved else run.engine.status.durable
+            memory = Memory(again.step, checkpoint, durable, run.source.present)
             place = replace(run.place, incarnation=again.incarnation)
-            users, cap = run.users_handler, run.recovery
-            rejoin = partial(_rejoin, self._make, place, memory, self._source_of(memory), (cap, users))
+            known = run.recovery, run.users_handler
+            rejoin = partial(_rejoin, self._make, place, memory, self._source_of(memory), known)
         wrapped = [ddp for model in run.state.models.values() if (ddp := ddp_of(model)) is not None]
-        run.entry.keep(Held(again, memory, run.fit, rejoin, wrapped=wrapped, users_handler=run.users_handler))
+        held = Held(again, memory, run.fit, rejoin, wrapped=wrapped, users_handler=run.users_handler, mask=mask)
+        run.entry.keep(held)
 
     def _source_of(self, memory: Memory) -> GaspSource:
         config, number, alike = self._run.config, self._run.fit.number, self._run.life.alike

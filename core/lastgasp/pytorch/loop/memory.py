@@ -42,6 +42,7 @@ class Held:
         life: that run, once this rank has joined with what it holds.
         wrapped: the models' DDP wrappers, which must be gone before new ones are made.
         users_handler: of SIGTERM.
+        mask: of signals before. SIGTERM is blocked until this rank has joined again, as nobody would take it.
     """
 
     again: Again
@@ -51,6 +52,7 @@ class Held:
     life: AdapterRun | None = None
     wrapped: list[Any] = field(default_factory=list)
     users_handler: Any = None
+    mask: set[Any] = field(default_factory=set)
 
 
 class RecorderOfMemory:
