@@ -29,7 +29,7 @@ from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.forward import Forwarder
-from lastgasp.launch.in_place import GoesOn, InPlace
+from lastgasp.launch.in_place import GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
@@ -129,14 +129,9 @@ class GaspAgent(LocalElasticAgent):
                     raise GoesOn
             close(death_sig, timeout)
 
-        def look() -> Any:
-            try:
-                return poll()
-            except GoesOn:
-                return None
-
-        poll = context._poll
-        vars(context)["close"], vars(context)["_poll"] = hold_and_close, look
+        vars(context)["close"] = hold_and_close
+        if isinstance(context, SubprocessContext):
+            vars(context)["_poll"] = until_it_goes_on(context._poll)
 
     def _fresh_store(self, worker_group: WorkerGroup, current: LaunchAttempt) -> None:
         """Give the attempt a store of its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,6 +24,18 @@ log = logging.getLogger("lastgasp.launch")
 
 class GoesOn(Exception):
     """Leaves torch's look at its workers: the dead one was replaced, and the others are to be left alone."""
+
+
+def until_it_goes_on(poll: Callable[[], Any]) -> Callable[[], Any]:
+    """torch's look at its workers, which sees none that has failed where the dead ones were replaced."""
+
+    def look() -> Any:
+        try:
+            return poll()
+        except GoesOn:
+            return None
+
+    return look
 
 
 class InPlace:
