@@ -128,6 +128,19 @@ def test_extra_may_outgrow_its_room() -> None:
     recorder.close()
 
 
+def test_the_tail_follows_extra_however_both_change() -> None:
+    recorder = AuxRecorder(extra_room=64)
+    parts = [(b"position", b""), (b"position", b"12"), (b"", b"3"), (b"longer position", b"4567"), (b"p", b"8" * 500)]
+    for step, (extra, tail) in enumerate(parts * 3, start=1):  # each slot sees several of them
+        recorder.extra, recorder.tail = extra, tail
+        for settled in (False, True):
+            recorder.capture(step, settled)
+            data = recorder.read(step)
+            assert data is not None
+            assert decode_aux(data).extra == extra + tail
+    recorder.close()
+
+
 def test_a_buffer_that_changes_its_shape_is_followed() -> None:
     module = nn.Module()
     module.register_buffer("count", torch.zeros(2))

@@ -48,13 +48,14 @@ class AuxRecorder:
         module: whose persistent buffers are captured; None on a rank whose buffers do not count.
         extra_room: bytes reserved for `extra`; the box grows when it is not enough.
 
-    Set `extra` to a new bytes object whenever it changes; the same object is written once per slot.
+    Set `extra` to a new bytes object whenever it changes; the same object is written once per slot. `tail` follows it
+    in the record and is for the part that changes at each step, so that the rest need not be written again.
     """
 
     def __init__(
         self, devices: Sequence[torch.device] = (), module: nn.Module | None = None, extra_room: int = _EXTRA_ROOM
     ) -> None:
-        self.extra = b""
+        self.extra = self.tail = b""
         self.buffers = BufferRecorder(module)
         self._rng = rng.RngRecorder(devices)
         self._room = extra_room
@@ -79,11 +80,12 @@ class AuxRecorder:
         self._rng_slots = [self._rng.bind(p[_HEAD_ROOM:]) for p in payloads]
         self.buffers.bind([p[self._buffers_at : self._extra_at] for p in payloads])
         self._written: list[bytes | None] = [None] * len(payloads)
+        self._tails: list[bytes | None] = [None] * len(payloads)
         for payload in payloads:
             payload[self._table_at : self._table_at + len(self._table)] = self._table
 
     def _fit(self) -> None:
-        self._room = max(self._room, 2 * len(self.extra))
+        self._room = max(self._room, 2 * (len(self.extra) + len(self.tail)))
         self.buffer.grow(self._needed())
         self._bind()
 
@@ -94,11 +96,12 @@ class AuxRecorder:
             step: completed optimizer updates.
             settled: False when called just before the update that makes `step`.
         """
-        extra, buffers = self.extra, self.buffers
+        extra, tail, buffers = self.extra, self.tail, self.buffers
+        length = len(extra) + len(tail)
         if buffers.names and buffers.changed_layout:
             buffers.refresh()
             self._fit()
-        elif len(extra) > self._room:
+        elif length > self._room:
             self._fit()
         buffer = self.buffer
         self._before = buffer.slot
@@ -106,16 +109,17 @@ class AuxRecorder:
         slot = buffer.slot
         self._rng.capture(self._rng_slots[slot])
         buffers.capture(slot, step)
-        if self._written[slot] is not extra:
-            self._write_extra(payload, slot)
-        buffer.end(self._extra_at + len(extra))
+        if self._tails[slot] is not tail or self._written[slot] is not extra:
+            self._write_extra(payload, slot, length)
+        buffer.end(self._extra_at + length)
 
-    def _write_extra(self, payload: memoryview, slot: int) -> None:
-        sizes = (self._rng.size, len(self._table), self.buffers.size, len(self.extra))
-        places = (self._buffers_at, self._extra_at)
-        payload[:_HEAD_ROOM] = _HEAD.pack(_MAGIC, _VERSION, *sizes, *places)
-        payload[self._extra_at : self._extra_at + len(self.extra)] = self.extra
-        self._written[slot] = self.extra
+    def _write_extra(self, payload: memoryview, slot: int, length: int) -> None:
+        extra, tail, at = self.extra, self.tail, self._extra_at
+        sizes = self._rng.size, len(self._table), self.buffers.size, length
+        _HEAD.pack_into(payload, 0, _MAGIC, _VERSION, *sizes, self._buffers_at, at)
+        if self._written[slot] is not extra:
+            payload[at : at + len(extra)] = self._written[slot] = extra
+        payload[at + len(extra) : at + length] = self._tails[slot] = tail
 
     def read(self, step: int) -> bytes | None:
         """The encoded auxiliary state of `step`, if it is among the last ones. Callable from any thread."""

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.compat import Undo, own_dict, replace_method
 
 log = logging.getLogger("lastgasp")
 
@@ -97,7 +97,7 @@ def leave_out(callback: Callback, owner: type[Callback], names: tuple[str, ...])
     Hooks that a subclass of `owner` defines are kept.
     """
     left = [n for n in names if getattr(type(callback), n) is getattr(owner, n) and n not in vars(callback)]
-    vars(callback).update(dict.fromkeys(left))
+    own_dict(callback).update(dict.fromkeys(left))
     return lambda: [vars(callback).pop(name, None) for name in left].clear()
 
 

@@ -9,7 +9,7 @@ import lightning
 
 from lastgasp.adapter import LastgaspError, Undo, replace_attribute
 
-__all__ = ["LightningChanged", "Undo", "check", "replace_method", "require"]
+__all__ = ["LightningChanged", "Undo", "check", "own_dict", "replace_method", "require"]
 
 _KNOWN = "2.6"
 
@@ -63,3 +63,14 @@ def replace_method(owner: object, name: str, make: Callable[[Callable[..., Any]]
     """
     require(owner, name)
     return replace_attribute(owner, name, make)
+
+
+def own_dict(owner: Any) -> dict[str, Any]:
+    """`vars(owner)`, in a table of its own.
+
+    CPython 3.11 and 3.12 cache where the attributes of an instance stand until somebody asks for `vars`: with the
+    table that it then shares with other instances, each access costs six times as much for as long as it lives.
+    """
+    own: dict[str, Any] = {**vars(owner)}
+    owner.__dict__ = own
+    return own

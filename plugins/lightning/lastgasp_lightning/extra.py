@@ -10,11 +10,11 @@ _LONG_TAIL = struct.Struct("<II8s")
 _LONG_MAGIC = b"LGEXTRA3"
 
 
-def join_extra(position: bytes, accumulators: bytes, logged: bytes = b"") -> bytes:
-    """Encode all of it, in the oldest format that can hold it."""
+def behind_position(accumulators: bytes, logged: bytes = b"") -> bytes:
+    """Encode what stands behind the position, in the oldest format that can hold it."""
     if logged:
-        return position + accumulators + logged + _LONG_TAIL.pack(len(accumulators), len(logged), _LONG_MAGIC)
-    return position + accumulators + _TAIL.pack(len(accumulators), _MAGIC) if accumulators else position
+        return accumulators + logged + _LONG_TAIL.pack(len(accumulators), len(logged), _LONG_MAGIC)
+    return accumulators + _TAIL.pack(len(accumulators), _MAGIC) if accumulators else b""
 
 
 def split_extra(extra: bytes) -> tuple[bytes, bytes, bytes]:

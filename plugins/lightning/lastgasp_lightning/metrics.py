@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import pickle
 import struct
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,45 +33,62 @@ class OwnAccumulators:
 
     def __init__(self, trainer: Any) -> None:
         self._epoch = trainer.fit_loop.epoch_loop
-        self._metas: tuple[list[tuple[Any, ...]], bytes] = ([], b"")
-        self._last: tuple[list[float], bytes] = ([], b"")
+        self._metrics: list[Any] = []
+        self._rows: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        self._names: list[tuple[str, Any, tuple[str, ...]]] = []
         self._seen: list[Any] = []
-        self._encoded = b""
+        self._types: list[torch.dtype | None] = []
+        self._head, self._encoded = b"", b""
 
     def encode(self) -> bytes:
         """Their current values; the same object as before if nothing has changed."""
         results = self._epoch._results
         if not results:
             return b""
+        metrics = [*results.values()]
+        if len(metrics) != len(self._metrics) or not all(map(operator.is_, metrics, self._metrics)):
+            self._arrange(results)
         # Lightning replaces these tensors at each update, it never changes them alone (result.py, `update`).
         seen: list[Any] = []
-        for metric in results.values():
-            there = vars(metric).get
-            seen += (metric, there("value"), there("cumulated_batch_size"), there("_forward_cache"),
-                     there("_computed"), metric.has_reset)  # fmt: skip
+        for take, attributes in self._rows:
+            seen += take(attributes)
         if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
-            self._encoded, self._seen = self._encode(results), seen
+            self._encoded, self._seen = self._encode(seen), seen
         return self._encoded
 
-    def _encode(self, results: Any) -> bytes:
-        metrics = [(k, m) for k, m in results.items() if m.is_tensor and m.meta.sync.group is None]
-        if not metrics or any(m.value.device.type != "cpu" for _, m in metrics):
-            return b""
+    def _arrange(self, results: Any) -> None:
+        """A metric was added: hardly ever after the first steps."""
+        self._metrics = [*results.values()]
+        self._rows, self._names, self._seen, self._types = [], [], [], []
+        for key, metric in results.items():
+            if metric.is_tensor and metric.meta.sync.group is None:
+                names = tuple(name for name in _STATES if name in vars(metric))
+                self._rows.append((operator.itemgetter("has_reset", *names), vars(metric)))
+                self._names.append((key, metric.meta, names))
+
+    def _encode(self, seen: list[Any]) -> bytes:
         values: list[float] = []
-        signature: list[tuple[Any, ...]] = []
-        for key, metric in metrics:
-            states = [vars(metric).get(name) for name in _STATES]
-            there = [s for s in states if isinstance(s, torch.Tensor)]
-            values += [float(metric.has_reset), *(s.item() for s in there)]
-            signature.append((key, metric.meta, *(s.dtype if isinstance(s, torch.Tensor) else None for s in states)))
-        if signature != self._metas[0]:
-            rows = [(key, _meta(meta), dtypes) for key, meta, *dtypes in signature]
-            self._metas = signature, pickle.dumps(rows)
-        elif values == self._last[0]:
-            return self._last[1]
-        head = self._metas[1]
-        self._last = values, struct.pack(f"<I{len(values)}d", len(head), *values) + head
-        return self._last[1]
+        types: list[torch.dtype | None] = []
+        for state in seen:
+            if state is None or not isinstance(state, torch.Tensor):
+                types.append(None)
+                values += (state,) if state is True or state is False else ()  # has_reset
+            elif state.is_cpu:
+                types.append(state.dtype)
+                values.append(state.item())
+            else:
+                return b""
+        if types != self._types or not self._head:
+            self._types, self._head = types, self._describe(iter(types))
+        return struct.pack(f"<I{len(values)}d", len(self._head), *values) + self._head
+
+    def _describe(self, types: Iterator[torch.dtype | None]) -> bytes:
+        rows = []
+        for key, meta, names in self._names:
+            next(types)  # of has_reset
+            there = dict(zip(names, types, strict=False))  # in this order: the names end first
+            rows.append((key, _meta(meta), [there.get(name) for name in _STATES]))
+        return pickle.dumps(rows)
 
 
 def decode_own(data: bytes) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from lastgasp.adapter.checkpoint import name_of_fit
 from lastgasp.adapter.torch import WORKERS, GaspSource, process_groups, save_verified
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
+from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.loggers import LogRecord
 from lastgasp_lightning.marks import LightningMarks
@@ -96,6 +97,8 @@ class LightningRun(Training):
         life.on_close(before_calls(strategy, "training_step", partial(self.progress, "forward")))
         life.on_close(before_calls(strategy.precision_plugin, "backward", self._backward))
         self._mark()
+        for owner in (self._trainer, strategy, strategy.precision_plugin):  # patched above, and asked in each step
+            own_dict(owner)
         self.logs.own()
         self._source = GaspSource(
             lambda files, step, aux: save_verified(self.state.dump(step, aux), files),

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loops.progress import _BaseProgress
+from torch.optim.lr_scheduler import LRScheduler
 
 from lastgasp.adapter.torch import values_of
+from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
 
 _Path = tuple[str, ...]
@@ -50,6 +52,9 @@ class Snapshotter:
         self._val = self._epoch.val_loop
         self._logs = trainer._logger_connector
         self._paths, self._dicts = _trackers(trainer.fit_loop)
+        for config in trainer.strategy.lr_scheduler_configs:
+            if isinstance(config.scheduler, LRScheduler):  # its `state_dict` asks for `vars` at each boundary
+                own_dict(config.scheduler)
         self._values = values_of()
         self._names: list[tuple[str, ...]] = []
         self._named = -1
@@ -110,13 +115,13 @@ def _trackers(fit_loop: Any) -> tuple[list[_Path], tuple[dict[str, Any], ...]]:
 
     def walk_progress(path: _Path, value: _BaseProgress) -> None:
         if any(not isinstance(v, _BaseProgress) for v in vars(value).values()):
-            found.append((path, vars(value)))
+            found.append((path, own_dict(value)))
         for name, child in vars(value).items():
             if isinstance(child, _BaseProgress):
                 walk_progress((*path, name), child)
 
     def walk(prefix: str, loop: Any) -> None:
-        for name, value in vars(loop).items():
+        for name, value in own_dict(loop).items():
             if isinstance(value, _BaseProgress):
                 walk_progress((prefix + name,), value)
             elif name in ("epoch_loop", "val_loop", "automatic_optimization", "manual_optimization"):
@@ -130,7 +135,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     copied = group.copy()
     del copied["params"]
     lr = copied.get("lr")
-    if isinstance(lr, torch.Tensor):  # schedulers fill a tensor learning rate in place
+    if type(lr) is not float and isinstance(lr, torch.Tensor):  # schedulers fill a tensor learning rate in place
         copied["lr"] = lr.clone()
     return copied
 

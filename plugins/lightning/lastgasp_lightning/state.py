@@ -23,7 +23,7 @@ from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
-from lastgasp_lightning.extra import join_extra, split_extra
+from lastgasp_lightning.extra import behind_position, split_extra
 from lastgasp_lightning.metrics import OwnAccumulators, encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter
 from lastgasp_lightning.thisfit import ThisFit
@@ -71,7 +71,7 @@ class LightningState:
         self.say: Callable[[str], None] = log.warning
         self.logged: Callable[[], bytes] = bytes
         self._recorder: AuxRecorder | None = None
-        self._parts = b"", b"", b""
+        self._parts = b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: int | None = None
         self._in_module_hook = False
@@ -206,12 +206,11 @@ class LightningState:
     def _capture_aux(self, step: int, settled: bool) -> None:
         recorder = self._recorder
         if recorder is not None:
-            position = self.position.record(self._batches["ready"])
+            recorder.extra = self.position.record(self._batches["ready"])
             own = self._accumulators.encode() if not self._single else b""
-            logged = self.logged()
-            parts = self._parts
-            if position is not parts[0] or own is not parts[1] or logged is not parts[2]:
-                self._parts, recorder.extra = (position, own, logged), join_extra(position, own, logged)
+            logged, parts = self.logged(), self._parts
+            if own is not parts[0] or logged is not parts[1]:
+                self._parts, recorder.tail = (own, logged), behind_position(own, logged)
             recorder.capture(step, settled)
 
     def _enter_module_hook(self) -> None:

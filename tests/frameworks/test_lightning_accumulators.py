@@ -1,0 +1,67 @@
+"""What `self.log` accumulates, as bytes: the values of this moment, encoded anew only where one has changed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import tensor
+
+from lastgasp_lightning.metrics import OwnAccumulators, decode_own
+
+
+def _log(results: Any, name: str, value: float, **options: Any) -> None:
+    results.log("training_step", name, tensor(value), batch_size=2, **options)
+
+
+def _values(data: bytes) -> dict[str, dict[str, float]]:
+    return {row["key"]: {n: v.item() for n, v in row["states"].items()} for row in decode_own(data)}
+
+
+def _accumulators() -> tuple[Any, OwnAccumulators]:
+    results: Any = _ResultCollection(training=True)
+    epoch = SimpleNamespace(_results=results)
+    return results, OwnAccumulators(SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=epoch)))
+
+
+def test_the_values_of_this_moment_are_encoded() -> None:
+    results, own = _accumulators()
+    assert own.encode() == b""
+    _log(results, "loss", 3.0, on_step=True, on_epoch=True)
+    first = own.encode()
+    assert own.encode() is first
+    mean = {"value": 6.0, "cumulated_batch_size": 2.0, "_forward_cache": 3.0}
+    assert _values(first) == {"training_step.loss": mean}
+    _log(results, "loss", 4.0, on_step=True, on_epoch=True)
+    _log(results, "top", 5.0, on_step=False, on_epoch=True, reduce_fx=torch.max)  # one metric more
+    mean = {"value": 14.0, "cumulated_batch_size": 4.0, "_forward_cache": 4.0}
+    assert _values(own.encode()) == {"training_step.loss": mean, "training_step.top": {"value": 5.0}}
+    results["training_step.loss"].compute()  # cached: a state that was not there
+    assert _values(own.encode())["training_step.loss"]["_computed"] == 3.5
+
+
+def test_that_one_was_reset_is_encoded() -> None:
+    results, own = _accumulators()
+    _log(results, "loss", 3.0, on_step=False, on_epoch=True)
+    assert [row["has_reset"] for row in decode_own(own.encode())] == [False]
+    results["training_step.loss"].reset()
+    (row,) = decode_own(own.encode())
+    assert (row["has_reset"], row["states"]["value"].item()) == (True, 0.0)
+    assert row["states"]["value"].dtype is torch.float32
+    assert row["states"]["cumulated_batch_size"].dtype is torch.int64
+
+
+def test_metrics_of_a_collection_made_anew_are_found() -> None:
+    results, own = _accumulators()
+    _log(results, "loss", 3.0, on_step=True, on_epoch=False)
+    own.encode()
+    results.clear()
+    assert own.encode() == b""
+    _log(results, "loss", 7.0, on_step=True, on_epoch=False)
+    assert _values(own.encode())["training_step.loss"]["value"] == 7.0
