@@ -31,8 +31,10 @@ class LoopCase(Case):
     @property
     def exact_step(self) -> int | None:
         """The step that must be saved; loops that wait after their update go back to the step before it."""
-        if self.moment in ("before_update", "step_end"):
-            return STEP + 1  # the others have all gradients, or have completed it
+        if self.moment == "before_update":
+            return None  # gloo may give the others the last gradients after it has given them to the one that raises
+        if self.moment == "step_end":
+            return STEP + 1  # the others have completed it
         if self.shape in FRAMEWORKS:
             return STEP
         if self.shape == "closure" and self.moment == "after_update":
