@@ -153,7 +153,7 @@ class _Gasps:
 
     def __init__(self, protection: LastGasp, network: Any) -> None:
         run: Any = protection.run
-        self._source, self._step, self._network = run._source.inner, run.state.numbers.step, network
+        self._source, self._step, self._network = run.source, run.state.numbers.step, network
         self._folder = Path("ckpts")
         self._plain_path = Path("plain.ckpt")
 
