@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import sys
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_an_import_error_is_stopped_too(tmp_path: Path) -> None:
     assert done.output.count("No module named 'no_such_module_at_all'") >= 2
     assert done.output.count("lastgasp: stopped: 2 starts in a row failed in the same way (exit code 1)") == 1
     assert done.output.count("stopped:") == 1, "the verdict is said once"
+
+
+def test_a_script_that_launches_by_torchs_api_gets_the_same(tmp_path: Path) -> None:
+    """It imports the API before anything else of torch's elastic package: that import itself leads to our hook."""
+    script, directory = tmp_path / "launch.py", tmp_path / "ckpts"
+    script.write_text(
+        "import sys\n"
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+        "config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=3,\n"
+        "                      rdzv_backend='c10d', rdzv_endpoint='127.0.0.1:0', monitor_interval=0.1)\n"
+        "elastic_launch(config, sys.executable)('-u', *sys.argv[1:])\n"
+    )
+    done = finish([sys.executable, str(script), str(WORKER), str(directory), "once", "3"], tmp_path)
+    assert done.ok, done.output[-4000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved) == ("saved", 3)
 
 
 @pytest.mark.cold

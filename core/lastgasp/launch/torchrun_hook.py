@@ -18,6 +18,7 @@ import wrapt
 
 log = logging.getLogger("lastgasp.launch")
 
+_API = "torch.distributed.launcher.api"
 TASKD_PATCH = "taskd.python.adaptor.patch"
 """Once imported, TaskD's agent runs the workers: its manager restarts them (docs/facts/taskd.md §2)."""
 
@@ -25,8 +26,27 @@ TASKD_PATCH = "taskd.python.adaptor.patch"
 def factory() -> Any:
     """Register the swap; returns what torch expects, a creator of rendezvous handlers."""
     if os.environ.get("LASTGASP_DISABLE") != "1":
-        wrapt.register_post_import_hook(swap_agent, "torch.distributed.launcher.api")
+        api = sys.modules.get(_API)
+        if api is not None and "LocalElasticAgent" not in vars(api):
+            _swap_at_launch(api)
+        else:
+            wrapt.register_post_import_hook(swap_agent, _API)
     return _no_handler
+
+
+def _swap_at_launch(api: ModuleType) -> None:
+    """Where the import of `api` itself has led here (a script that uses `elastic_launch`), it sets the name later.
+
+    A launch asks for its rendezvous handler before it makes the agent.
+    """
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
+
+    def create_handler(*args: Any, **kwargs: Any) -> Any:
+        vars(registry).pop("create_handler", None)
+        swap_agent(api)
+        return registry.create_handler(*args, **kwargs)
+
+    vars(registry)["create_handler"] = create_handler
 
 
 def swap_agent(api: ModuleType) -> None:
