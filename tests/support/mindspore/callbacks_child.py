@@ -15,6 +15,7 @@ from mindspore.train.callback import LossMonitor, ModelCheckpoint
 
 import lastgasp_mindformers.run as module
 from lastgasp.adapter import AdapterRun, Framework
+from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp_mindformers import topology
 from lastgasp_mindformers.aux_state import AuxRecorder
@@ -139,7 +140,7 @@ def main(folder: str) -> dict[str, Any]:
     back.on_train_end(context)
     told["ended"] = inside()
     run.others_begin()
-    run.session.fault.return_value = SimpleNamespace(ending="saved")
+    run.session.fault.return_value = Release(recovery=1, ending="saved", step=12, path="", reason="")
     run.end_with(ValueError("of a callback"))
     told["raised"] = inside()
     told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]

@@ -281,4 +281,4 @@ def _fork(prefork: Prefork, asked: Mapping[str, Any]) -> int:
 def _ignored() -> set[int]:
     with open("/proc/self/status") as file:
         mask = next((int(line.split()[1], 16) for line in file if line.startswith("SigIgn:")), 0)
-    return {number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1}
+    return {int(number) for number in signal.valid_signals() if mask >> (number - 1) & 1}  # make ignores 32 and 33, too
