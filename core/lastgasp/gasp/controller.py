@@ -26,7 +26,7 @@ from .admission import is_newer, refusal
 from .again import Offer
 from .attempt import Attempt
 from .auxiliary import auxiliary_states
-from .doorway import Doorway
+from .doorway import Doorway, end_all_others
 from .ends import kind_of_end, newest_in
 from .guard import Guard
 from .incidents import Incidents
@@ -124,10 +124,7 @@ class Controller:
         """Close every connection, thread and descriptor, in bounded time even if a file system stalls."""
         self._door.close()
         # Every task on this loop is ours; a connection being accepted becomes a handler task only later.
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+        await end_all_others()
         for rank in list(self._peers):
             self._drop(rank)
         assert self._watch is not None

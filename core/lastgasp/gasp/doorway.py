@@ -32,6 +32,8 @@ AT_ONCE = 64
 """Connections accepted in one turn of the event loop."""
 LINES, PER_SECONDS = 5, 10.0
 """Log lines about unauthenticated connections; further ones are only counted."""
+CANCEL_AGAIN = 1.0
+"""Seconds that a task gets to end before it is cancelled once more."""
 _BUSY = m.frame(m.Refused(reason=m.BUSY))
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -200,6 +202,18 @@ class Doorway:
             return
         stranger.writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         await self._serve(reader, stranger.writer)
+
+
+async def end_all_others() -> None:
+    """Cancel all other tasks of this loop, and wait until they have ended."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        # Again after a while: in Python 3.11 `wait_for` may swallow a cancellation that comes with its result.
+        done, _ = await asyncio.wait(others, timeout=CANCEL_AGAIN)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # or asyncio logs that nobody asked
 
 
 def _raise_limit(connections: int) -> None:

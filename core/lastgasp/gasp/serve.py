@@ -191,7 +191,7 @@ class ControllerThread:
         try:
             self._run(self._controller.stop())
         except Exception as error:
-            log.error("the controller could not be stopped properly: %s", error or type(error).__name__)
+            log.error("the controller could not be stopped properly: %s", str(error) or type(error).__name__)
         self._end()
 
     def _end(self) -> None:
