@@ -172,13 +172,18 @@ class Controller:
         self.order([rank for rank in self.members if rank not in lost], seconds(5.0), "collect")
 
     def prelock(self, bad: list[int]) -> str:
-        """Why it failed, or nothing. The target counts dead ranks, too (§16.6)."""
-        self.target = max((member.step for member in self.members.values()), default=0)
-        if self.target == 0:
-            return "step 0"
+        """Why it failed, or nothing. The target counts dead ranks, too (§16.6); who is past it has it computed anew."""
         healthy = [rank for rank in self.members if rank not in bad]
-        answers = self.order(healthy, seconds(35.0), "prelock", step=self.target)
-        late = [rank for rank in healthy if answers.get(rank, {}).get("result") != "ok"]
+        late: list[int] = []
+        for _ in range(3):
+            self.target = max((member.step for member in self.members.values()), default=0)
+            if self.target == 0:
+                return "step 0"
+            answers = self.order(healthy, seconds(35.0), "prelock", step=self.target)
+            told = {rank: answers.get(rank, {}).get("result", "late") for rank in healthy}
+            late = [rank for rank, result in told.items() if result != "ok"]
+            if not late or any(told[rank] != "retry" for rank in late):
+                break
         return f"ranks {late} did not reach step {self.target} outside an update" if late else ""
 
     def groups(self) -> list[list[tuple[tuple[int, ...], int]]]:

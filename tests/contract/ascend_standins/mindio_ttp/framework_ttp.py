@@ -157,6 +157,7 @@ class _Processor:
             if not self.updating and self.step == self.limit:
                 return "ok"
             if self.step > self.limit:
+                self.beat()
                 return "retry"
             time.sleep(0.001)
         return "timeout"
