@@ -52,7 +52,7 @@ def _decide(given: str, mindcluster: Path, directory: Path) -> tuple[Path, str, 
         return Path(given).expanduser().absolute(), f"{BASE_VARIABLE} says so", False
     wanted, own = mindcluster / "profiling", directory / "profiling"
     if not mindcluster.is_dir():
-        return own, f"there is no {mindcluster}", False
+        return own, f"{BASE_VARIABLE} moves them", False
     if os.access(wanted if wanted.exists() else mindcluster, os.W_OK | os.X_OK):
         return wanted, "MindCluster's place", False
     return own, f"{wanted} cannot be written; make it writable, or set {BASE_VARIABLE}", True
