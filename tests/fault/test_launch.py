@@ -345,7 +345,7 @@ def test_a_job_says_what_happens_to_it_and_each_thing_once(tmp_path: Path) -> No
     assert second[1].endswith("resumes from step 3")
     assert event[0] == last[0] == "launcher"
     killed = r"rank 1 was killed \(SIGKILL\) in step 4; step 3 saved by rank 0 in [0-9.]+ m?s"
-    assert re.fullmatch(killed + r"; restarting, attempt 1 \(at most 32767\)", event[1])
+    assert re.fullmatch(killed + "; restarting, attempt 2 of 32768", event[1])
     assert re.fullmatch(r"done at step 5; 1 fault survived, [0-9.]+ s lost to them", last[1])
     assert "start the job again" not in done.output
 

@@ -28,8 +28,8 @@ class JobLog:
             log.warning("%s; %s", text, then)
 
     def restarting(self, restart: int, most: int) -> str:
-        """Describe a restart by the attempt that it begins, numbered as in incidents: the first is attempt 0."""
-        return f"restarting, attempt {restart} (at most {most})"
+        """Describe a restart; the first attempt was none."""
+        return f"restarting, attempt {restart + 1} of {most + 1}"
 
     def ended(self, summary: str) -> None:
         """Log the job's last line; empty if no rank used lastgasp."""
