@@ -40,7 +40,7 @@ def test_public_names_are_frozen(module: str) -> None:
 
 def test_importing_lastgasp_loads_no_framework_and_little_else() -> None:
     code = "import json, sys, lastgasp; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     loaded = json.loads(done.stdout)
     assert [name for name in loaded if name.partition(".")[0] in FRAMEWORKS] == []
     assert len(loaded) < IMPORT_LIMIT
@@ -48,7 +48,7 @@ def test_importing_lastgasp_loads_no_framework_and_little_else() -> None:
 
 def test_the_command_line_loads_no_framework() -> None:
     code = "import json, sys, lastgasp.cli; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     assert [name for name in json.loads(done.stdout) if name.partition(".")[0] in FRAMEWORKS] == []
 
 
@@ -86,7 +86,7 @@ def test_plugin_folders_do_not_shadow_the_framework(folder: str) -> None:
 
 def test_import_contracts_hold() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

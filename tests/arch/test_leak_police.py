@@ -14,7 +14,6 @@ from pathlib import Path
 
 import support.police
 
-support.police.GRACE_SECONDS = 0.5
 loot = []
 
 def test_innocent():
@@ -23,7 +22,8 @@ def test_innocent():
     socket.socket().close()
 
 def test_thread():
-    threading.Thread(target=time.sleep, args=(30,), daemon=True, name="loiterer").start()
+    support.police.GRACE_SECONDS = 0.5  # from here on it is known who leaves something
+    threading.Thread(target=time.sleep, args=(600,), daemon=True, name="loiterer").start()
 
 def test_socket():
     loot.append(socket.socket())
@@ -45,15 +45,16 @@ def test_wakeup():
     signal.set_wakeup_fd(loot[-1])
 
 def test_child():
-    loot.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+    loot.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
 
 def test_defunct():
     loot.append(os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ))
     os.waitid(os.P_PID, loot[-1], os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has fetched its exit code
 
 def test_orphan():
-    nap = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(61)'])"
-    subprocess.run([sys.executable, "-c", nap], check=True)
+    nap = "import time; print(1, flush=True); time.sleep(601)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {nap!r}], stdout=subprocess.PIPE)"
+    subprocess.run([sys.executable, "-c", code + ".stdout.readline()"], check=True)  # it runs, as /proc shows
 
 def test_shared_memory():
     Path(os.environ["LASTGASP_RING_DIR"], "loot").touch()
@@ -68,9 +69,9 @@ NAMES = {
     "test_environ": "environment variable LASTGASP_LEAKED was None and is '1'",
     "test_handler": "signal handler SIGUSR1 was *",
     "test_wakeup": "wakeup fd was -1 and is *",
-    "test_child": "process * is left: *time.sleep(60)*",
+    "test_child": "process * is left: *time.sleep(600)*",
     "test_defunct": "process * is left: (defunct)",
-    "test_orphan": "process * is left: *time.sleep(61)*",
+    "test_orphan": "process * is left: *time.sleep(601)*",
     "test_shared_memory": "*/loot is left",
 }
 

@@ -151,10 +151,10 @@ def held(controller: ControllerThread) -> Iterator[None]:
 
     def wait() -> None:
         entered.set()
-        go_on.wait(20.0)
+        go_on.wait(60.0)
 
     controller._loop.call_soon_threadsafe(wait)
-    assert entered.wait(20.0)
+    assert entered.wait(60.0)
     try:
         yield
     finally:

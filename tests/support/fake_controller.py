@@ -48,7 +48,7 @@ class FakeController:
             peer, _ = self._server.accept()
         except OSError:
             return
-        peer.settimeout(20.0)
+        peer.settimeout(60.0)
         self._peer = peer
         if self._answer is not None:
             peer.sendall(self._answer)
@@ -147,7 +147,7 @@ class FakeSource:
     def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> Wrote:
         """As the port says."""
         self.saving.set()
-        self.gate.wait(20.0)
+        self.gate.wait(60.0)
         self._fail()
         self.done.append(f"save {step}")
         return Wrote(f"step-{step}")

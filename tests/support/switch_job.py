@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import msgspec
 
 from lastgasp.gasp import messages as m
+from lastgasp.gasp import operator as operator_module
 from lastgasp.gasp.groups import pack
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
@@ -20,6 +21,7 @@ from lastgasp.jobs.registry import card_of_this_process
 from lastgasp.steps import bits
 from lastgasp.topology import data_parallel
 from support.fake_controller import HELLO, FakeSource
+from support.waiting import until
 
 
 def hello(rank: int, world: int, **more: object) -> m.Hello:
@@ -83,17 +85,22 @@ class JobHere:
 
     def until(self, condition: Callable[[m.Ranks], bool]) -> m.Ranks:
         """The table, once it is as it should be."""
-        deadline = time.monotonic() + 60.0
-        while not condition(table := self.table()):
-            assert time.monotonic() < deadline, table
-            time.sleep(0.01)
-        return table
+        found: list[m.Ranks] = []
+
+        def holds() -> bool:
+            found[:] = [self.table()]
+            return condition(found[0])
+
+        until(holds, "the table of ranks to be as it should be")
+        return found[0]
 
 
 @contextmanager
 def job_here(world: int, *, joined: int | None = None, job: str = "job", marked: bool = True) -> Iterator[JobHere]:
-    """A job of `world` ranks, of which the first `joined` are there (all by default)."""
+    """A job of `world` ranks, of which the first `joined` are there (all by default); its operators are patient."""
     with ExitStack() as stack:
+        for limit in ("REACH", "MARGIN"):
+            stack.enter_context(mock.patch.object(operator_module, limit, 60.0))
         controller = ControllerThread(new_token())
         stack.callback(controller.stop)
         ranks = []

@@ -1,4 +1,4 @@
-"""Waiting for what another process does, with a deadline."""
+"""Waiting for what another process or thread does, with a deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PATIENCE = 150.0
 """Seconds that something which must happen may take, on a loaded machine."""
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def until(condition: Callable[[], bool], what: str = "another thread", seconds: float = PATIENCE) -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -60,7 +60,7 @@ def build(tree: Path, target: str, **environ: str) -> tuple[Path, str]:
     out = tree.parent / "dist"
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)],
-        cwd=tree, env={**os.environ, "CC": "", **environ}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tree, env={**os.environ, "CC": "", **environ}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.iterdir()

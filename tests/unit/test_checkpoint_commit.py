@@ -141,7 +141,7 @@ def test_two_processes_may_publish_the_same_step(tmp_path: Path) -> None:
     for other in others:
         other.start()
     for other in others:
-        other.join(60)
+        other.join(400)
     assert [other.exitcode for other in others] == [0, 0]
     assert verify(path, FILES).ok
     assert not [entry for entry in tmp_path.iterdir() if is_temp(entry)]

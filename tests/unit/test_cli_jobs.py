@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from lastgasp.cli import main
 from lastgasp.cli.switch import parse_ranks, parse_settings
 from lastgasp.gasp.rundir import Announcement, running_jobs
 from lastgasp.steps.bits import ALL, COMM, DATALOADER, DEFAULT_ON, STEP
-from support.switch_job import JobHere, job_here
+from support import switch_job
+from support.switch_job import JobHere
 from support.waiting import until
 
 
@@ -44,9 +47,13 @@ def json_of(done: Result, code: int = 0) -> dict[str, Any]:
     return found
 
 
-def named(*jobs: str) -> None:
-    """Each job's file holds its name: a controller writes that after it has welcomed the first rank."""
-    until(lambda: {job.job for job in running_jobs()} == set(jobs), "the files hold the jobs' names")
+@contextmanager
+def job_here(world: int, job: str = "job", joined: int | None = None, marked: bool = True) -> Iterator[JobHere]:
+    """A job whose file holds its name: a controller writes that after it has welcomed the first rank."""
+    with switch_job.job_here(world, joined=joined, job=job, marked=marked) as here:
+        file = (here.address, "" if joined == 0 else job)
+        until(lambda: file in [(found.address, found.job) for found in running_jobs()], "the file with the job's name")
+        yield here
 
 
 def shown(job: JobHere) -> None:
@@ -118,7 +125,6 @@ def test_a_rank_that_marks_nothing() -> None:
 
 def test_several_jobs_and_one_of_them() -> None:
     with job_here(1, job="first"), job_here(2, job="second"):
-        named("first", "second")
         assert [job["job"] for job in json_of(run("ps", "--json"))["jobs"]] in (
             ["first", "second"],
             ["second", "first"],
@@ -147,7 +153,7 @@ def test_a_controller_that_does_not_answer_is_shown() -> None:
 
 def test_all_ranks() -> None:
     with job_here(2) as job:
-        done = run("switch", "comm=on", "step=off")
+        done = run("switch", "comm=on", "step=off", "--wait", "60")
         assert [rank.mask for rank in job.ranks] == [ALL & ~STEP] * 2
     assert done.exit_code == 0, done.output
     assert "2 of 2 ranks acknowledged" in done.output
@@ -156,7 +162,7 @@ def test_all_ranks() -> None:
 
 def test_some_ranks_as_json() -> None:
     with job_here(4) as job:
-        document = json_of(run("switch", "--ranks", "3,0-1", "dataloader=off", "--json", "--wait", "20"))
+        document = json_of(run("switch", "--ranks", "3,0-1", "dataloader=off", "--json", "--wait", "60"))
         assert [rank.mask for rank in job.ranks] == [DEFAULT_ON & ~DATALOADER] * 2 + [
             DEFAULT_ON,
             DEFAULT_ON & ~DATALOADER,
@@ -171,8 +177,8 @@ def test_some_ranks_as_json() -> None:
 def test_a_rank_that_did_not_acknowledge_is_named_and_the_exit_code_says_so() -> None:
     with job_here(2, joined=1) as job:
         shown(job)
-        done = run("switch", "comm=on")
-        document = json_of(run("switch", "comm=on", "--json"), code=1)
+        done = run("switch", "comm=on", "--wait", "60")
+        document = json_of(run("switch", "comm=on", "--wait", "60", "--json"), code=1)
     assert done.exit_code == 1
     assert re.search(r"1 .* has not joined yet", done.output) and "1 of 2 ranks acknowledged" in done.output
     assert document["acknowledged"] is False
@@ -194,12 +200,11 @@ def test_without_a_job() -> None:
 
 def test_several_jobs_need_a_choice() -> None:
     with job_here(1, job="first") as first, job_here(1, job="second") as second:
-        named("first", "second")
         done = run("switch", "comm=on")
         assert done.exit_code == 2
         assert "--job must name one of these" in done.output
         assert "first, controller" in done.output and "second, controller" in done.output
-        assert run("switch", "comm=on", "--job", "second").exit_code == 0
+        assert run("switch", "comm=on", "--wait", "60", "--job", "second").exit_code == 0
         done = run("switch", "comm=on", "--job", str(os.getpid()))
         assert done.exit_code == 2 and "by its controller's process id" in done.output
         assert (first.ranks[0].mask, second.ranks[0].mask) == (DEFAULT_ON, ALL)
@@ -254,12 +259,12 @@ def test_ranks_and_settings() -> None:
 
 def test_by_address_and_token(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with job_here(1) as job:
-        shown(job)  # by then its controller has told the name of the job, in a file that it writes anew
+        shown(job)
         for path in directory.iterdir():
             path.unlink()
         assert run("switch", "comm=on").exit_code == 2
         monkeypatch.setenv("LASTGASP_TOKEN", job.token)
-        assert run("switch", "comm=on", "--controller", job.address).exit_code == 0
+        assert run("switch", "comm=on", "--wait", "60", "--controller", job.address).exit_code == 0
         assert job.ranks[0].mask == ALL
         [found] = json_of(run("ps", "--json", "--controller", job.address))["jobs"]
         assert (found["job"], found["pid"]) == ("job", None)
@@ -279,9 +284,9 @@ def test_a_directory_that_cannot_be_trusted_is_wrong_usage(directory: Path) -> N
 
 
 def test_as_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "lastgasp", "switch", "comm=on", "--json"]
+    command = [sys.executable, "-m", "lastgasp", "switch", "comm=on", "--wait", "60", "--json"]
     with job_here(1) as job:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["ranks"] == [
             {"rank": 0, "acknowledged": True, "marks": ["step", "forward", "dataloader", "save", "comm"], "why": ""}
@@ -291,5 +296,5 @@ def test_as_a_process_of_its_own() -> None:
 
 def test_the_commands_need_neither_torch_nor_the_session() -> None:
     code = "import sys, lastgasp.cli.switch, lastgasp.cli.ps; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout == "False\n"

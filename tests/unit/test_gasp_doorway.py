@@ -6,8 +6,7 @@ import logging
 import os
 import resource
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -23,10 +22,17 @@ from lastgasp.gasp.link import Link
 from lastgasp.gasp.serve import ControllerThread, new_token
 from support.certificates import issue
 from support.fake_controller import HELLO
+from support.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is sent away because the machine is slow."""
+    monkeypatch.setattr(controller_module, "GREETING_TIMEOUT", 600.0)
 
 
 @pytest.fixture
-def controller() -> Iterator[ControllerThread]:
+def controller(patient: None) -> Iterator[ControllerThread]:
     """A real one."""
     thread = ControllerThread(new_token())
     yield thread
@@ -40,22 +46,14 @@ def idle(count: int, port: int, addresses: int = 1) -> Iterator[list[socket.sock
         found = []
         for number in range(count):
             source = (f"127.0.0.{2 + number % addresses}", 0)
-            one = socket.create_connection(("127.0.0.1", port), timeout=20, source_address=source)
+            one = socket.create_connection(("127.0.0.1", port), timeout=120, source_address=source)
             found.append(stack.enter_context(one))
         yield found
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for another thread."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def strangers(thread: ControllerThread) -> int:
     """How many have proven nothing."""
-    return thread._call(lambda: len(thread._controller._door._strangers))
+    return thread._call(lambda: len(thread._controller._door._strangers), 150.0)
 
 
 def joined(thread: ControllerThread) -> Link:
@@ -73,6 +71,7 @@ def test_a_rank_gets_in_past_any_number_of_them(
 ) -> None:
     monkeypatch.setattr(doorway, "STRANGERS_PER_ADDRESS", 20)
     monkeypatch.setattr(doorway, "STRANGERS", 50)
+    controller._controller._door.log = LimitedLog(seconds=600.0)
     before = len(os.listdir("/proc/self/fd"))
     with caplog.at_level(logging.WARNING), idle(200, controller.endpoint.port, addresses) as ours:
         until(lambda: strangers(controller) == most, f"there are {most} left")
@@ -82,7 +81,7 @@ def test_a_rank_gets_in_past_any_number_of_them(
             until(lambda: strangers(controller) <= most, "the rank is not a stranger")
         assert m.BUSY.encode() in b"".join(iter(lambda: ours[0].recv(4096), b"")), "the oldest heard why"
     lines = [record for record in caplog.records if "prove nothing" in record.getMessage()]
-    assert 0 < len(lines) <= doorway.LINES * 3
+    assert len(lines) == doorway.LINES
 
 
 def test_in_the_middle_of_tls_they_count_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

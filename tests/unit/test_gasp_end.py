@@ -112,13 +112,14 @@ def goodbye_of(job: JobHere, rank: int) -> threading.Thread:
     return thread
 
 
-def test_closing_returns_only_when_the_controller_knows() -> None:
+def test_closing_returns_only_when_the_controller_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor_module, "FAREWELL", 60.0)
     with job_here(2) as job:
         with held(job.controller):
             leaving = goodbye_of(job, 1)
             leaving.join(0.3)
             assert leaving.is_alive()
-        leaving.join(20.0)
+        leaving.join(60.0)
         assert not leaving.is_alive()
         assert member(job.controller, 1) == (True, "")
 
@@ -146,11 +147,11 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def lone_session(tmp_path: Path) -> Session:
-    """One rank on its own, whose patience is short."""
+def lone_session(tmp_path: Path, patience: float = 60.0) -> Session:
+    """One rank on its own. `patience`: seconds after a recovery until its process is ended."""
     place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=0, job="job")
     session = Session(GaspConfig.resolve(tmp_path), place, FakeSource(), None)
-    session._patience = 0.2
+    session._patience = patience
     return session
 
 
@@ -173,7 +174,7 @@ def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_that_comes_after(tmp_p
 
 
 def test_a_rank_whose_training_failed_is_still_ended(tmp_path: Path, ended: list[int]) -> None:
-    session = lone_session(tmp_path)
+    session = lone_session(tmp_path, patience=0.2)
     session._schedule_leaving(SAVED)
     session.close(goodbye=False)
     until(lambda: ended == [85], "the end of the process")

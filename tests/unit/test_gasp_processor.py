@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from lastgasp.gasp.uncoordinated import recover_uncoordinated
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO, TOKEN, FakeController, FakeSource
+from support.waiting import until
 
 FAULT = Fault(kind="exception", rank=1, cause="ValueError: boom", step=3, seen_ns=1)
 PREPARE = m.Prepare(recovery=1, faults=(FAULT,))
@@ -53,13 +54,14 @@ class Rank:
     link: Link
     status: RankStatus = field(default_factory=RankStatus)
     source: FakeSource = field(default_factory=FakeSource)
+    finish: float = 60.0
     uncoordinated: list[Fault] = field(default_factory=list)
     over: list[m.Release] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.status.step = 3
         self.processor = Processor(
-            self.status, self.source, self.link, self._uncoordinated, (1.0, 5.0), self.over.append
+            self.status, self.source, self.link, self._uncoordinated, (self.finish, 5.0), self.over.append
         )
 
     def _uncoordinated(self, fault: Fault) -> m.Release:
@@ -68,10 +70,10 @@ class Rank:
 
 
 @contextmanager
-def connected(host: str = "elsewhere", behind: bytes = b"") -> Iterator[Rank]:
-    """A rank and its controller."""
+def connected(host: str = "elsewhere", behind: bytes = b"", finish: float = 60.0) -> Iterator[Rank]:
+    """A rank and its controller. `finish`: seconds that the rank has for leaving its update."""
     with FakeController(host, behind=behind) as controller:
-        rank = Rank(controller, controller.link())
+        rank = Rank(controller, controller.link(), finish=finish)
         try:
             yield rank
         finally:
@@ -79,12 +81,6 @@ def connected(host: str = "elsewhere", behind: bytes = b"") -> Iterator[Rank]:
             rank.processor.close(goodbye=False)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # -- link ------------------------------------------------------------------------------------------
@@ -118,7 +114,7 @@ def test_refused(
 def test_what_comes_with_the_greeting_is_heard_at_once() -> None:
     """A rank that joins in the middle of a recovery, or after it, learns of it together with its welcome."""
     with connected(behind=m.frame(RELEASE)) as rank:
-        until(lambda: rank.status.outcome is not None, 3.0)
+        until(lambda: rank.status.outcome is not None)
         assert rank.over == [RELEASE]
 
 
@@ -207,7 +203,7 @@ def test_a_rank_inside_its_update_answers_when_it_is_out_of_it() -> None:
 
 
 def test_a_rank_that_stays_inside_says_so() -> None:
-    with connected() as rank:
+    with connected(finish=1.0) as rank:
         rank.status.before_update()
         rank.controller.say(PREPARE)
         answer = rank.controller.hear(m.Prepared)
@@ -366,15 +362,17 @@ def test_a_controller_that_has_stopped_answering_is_given_up(monkeypatch: pytest
 
 
 def test_a_controller_that_answers_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_module, "ANSWER", 1.0)
+    monkeypatch.setattr(processor_module, "ANSWER", 60.0)
     with connected() as rank:
         rank.processor.report(FAULT)
         rank.controller.hear(m.Report)
         rank.controller.say(PREPARE)
         rank.controller.hear(m.Prepared)
+        rank.processor._answer_by = 0.0  # the time for an answer is over, and there was one
         rank.source.gate.clear()
         rank.controller.say(SAVE)
-        time.sleep(1.3)  # the time for an answer is over, and there was one
+        rank.controller.say(PREPARE)
+        rank.controller.hear(m.Prepared)  # the thread has looked at the time since
         assert rank.processor.led
         rank.source.gate.set()
         rank.controller.hear(m.Saved)

@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.gasp import rundir
 from lastgasp.gasp.rundir import Announcement, JobFile, running_jobs, runtime_directory
 from support.switch_job import job_here
+from support.waiting import until
 
 
 @pytest.fixture
@@ -101,11 +101,9 @@ def test_a_controller_that_listens_everywhere_is_reached_here(directory: Path, a
 
 def test_a_controller_writes_it_and_takes_it_away(directory: Path) -> None:
     with job_here(1, job="digits") as job:
-        deadline = time.monotonic() + 20
+        # It writes that after it has welcomed the first rank.
+        until(lambda: [found.job for found in running_jobs()] == ["digits"], "the job's name to be in the file")
         [found] = running_jobs()
-        while not found.job and time.monotonic() < deadline:  # it writes that after it has welcomed the first rank
-            time.sleep(0.01)
-            [found] = running_jobs()
         assert (found.address, found.token, found.job, found.directory) == (
             job.address,
             job.token,

@@ -15,7 +15,7 @@ import pytest
 
 from lastgasp import connect
 from lastgasp.errors import AuthenticationError, ConfigError, ControlError
-from lastgasp.gasp import signin
+from lastgasp.gasp import rundir, signin
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.secret import FILE, INSECURE, TOKEN, UNCOORDINATED, Secret, token_from_environment
@@ -24,7 +24,9 @@ from lastgasp.launch.attempts import LaunchAttempts
 from lastgasp.launch.main import require_secret
 from lastgasp.launch.notice import Notice
 from lastgasp.session import Contact
+from lastgasp.steps import ringfile
 from lastgasp.topology import Place, data_parallel
+from support import leaks
 from support.fake_controller import HELLO
 from support.worker_group import Group, Store, begun
 
@@ -33,8 +35,9 @@ SECRET = "5" * 32
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the shell of the tests has set."""
-    for name in [name for name in os.environ if name.startswith("LASTGASP_")]:
+    """Whatever the shell of the tests has set; but jobs and rings of the tests stay in places of their own."""
+    kept = (rundir.VARIABLE, ringfile.VARIABLE, leaks.MARK)
+    for name in [name for name in os.environ if name.startswith("LASTGASP_") and name not in kept]:
         monkeypatch.delenv(name)
 
 
@@ -66,7 +69,7 @@ def test_nothing_in_the_store_lets_anybody_in(monkeypatch: pytest.MonkeyPatch) -
     assert SECRET.encode() not in b"".join(store.content.values()) and stolen["token"] == ""
     for guess in (stolen["token"], stolen["seal"], "0"):
         with pytest.raises(AuthenticationError):
-            OperatorLink(stolen["controller"], guess)
+            OperatorLink(stolen["controller"], guess, seconds=60.0)
         with pytest.raises(AuthenticationError, match="LASTGASP_TOKEN_FILE"):
             Link(stolen["controller"], guess, msgspec.structs.replace(HELLO, attempt=99))
     list(pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,15 +31,7 @@ from lastgasp.steps import bits
 from lastgasp.steps.bits import ALL, COMM, DEFAULT_ON, STEP
 from support.fake_controller import STARTED_S, FakeController
 from support.switch_job import JobHere, hello, job_here
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
+from support.waiting import until
 
 # -- the table -------------------------------------------------------------------------------------
 
@@ -120,13 +114,13 @@ def test_a_rank_learns_when_its_controller_started() -> None:
 def test_each_rank_acknowledges_with_what_is_on_there_now() -> None:
     with job_here(3) as job, job.operator() as link:
         job.ranks[1].mask = 0
-        done = link.switch(None, COMM, STEP)
+        done = link.switch(None, COMM, STEP, wait=60.0)
         assert [(one.rank, one.mask, one.why) for one in done.results] == [
             (0, ALL & ~STEP, ""),
             (1, COMM, ""),
             (2, ALL & ~STEP, ""),
         ]
-        done = link.switch([2, 0, 2], STEP, 0)
+        done = link.switch([2, 0, 2], STEP, 0, wait=60.0)
         assert [(one.rank, one.mask) for one in done.results] == [(0, ALL), (2, ALL)]
         assert [rank.mask for rank in job.ranks] == [ALL, COMM, ALL]
 
@@ -134,7 +128,7 @@ def test_each_rank_acknowledges_with_what_is_on_there_now() -> None:
 def test_a_rank_that_marks_nothing_says_so() -> None:
     with job_here(1, marked=False) as job:
         with job.operator() as link:
-            [one] = link.switch(None, COMM, 0).results
+            [one] = link.switch(None, COMM, 0, wait=60.0).results
         assert one.mask is None and "nothing is marked on this rank" in one.why
         job.ranks[0].processor.beat_now()
         assert job.until(lambda t: t.rows[0].phase != "").rows[0].marks is None
@@ -148,10 +142,10 @@ def test_a_switch_that_fails_on_a_rank_is_reported_and_the_rank_lives(caplog: py
 
     with job_here(1) as job, job.operator() as link:
         job.ranks[0].processor.on_switch = broken
-        [one] = link.switch(None, COMM, 0).results
+        [one] = link.switch(None, COMM, 0, wait=60.0).results
         assert (one.mask, one.why) == (None, "RuntimeError: no ring \\udcff")
         job.ranks[0].processor.on_switch = job.ranks[0].switch
-        [one] = link.switch(None, COMM, 0).results
+        [one] = link.switch(None, COMM, 0, wait=60.0).results
         assert (one.mask, one.why) == (ALL, "")
 
 
@@ -159,7 +153,7 @@ def test_unknown_ranks_and_those_that_are_not_here() -> None:
     with job_here(4, joined=3) as job, job.operator() as link:
         job.ranks[1].processor.close(goodbye=True)
         job.until(lambda t: t.rows[1].state == "left")
-        done = link.switch([0, 1, 3, 4, -1], COMM, 0)
+        done = link.switch([0, 1, 3, 4, -1], COMM, 0, wait=60.0)
     why = {one.rank: one.why for one in done.results}
     assert why == {
         -1: "unknown rank: the job has 0 to 3",
@@ -181,7 +175,7 @@ class Stuck:
     def __call__(self, on: int, off: int) -> int:
         if on or off:
             self.begun.set()
-            self.go.wait(20.0)
+            self.go.wait(150.0)
         return self._switch(on, off)
 
 
@@ -204,11 +198,11 @@ def asked(job: JobHere, wait: float) -> tuple[threading.Thread, list[m.SwitchDon
 def test_a_rank_that_answers_too_late_is_named_and_its_answer_does_not_count_for_another() -> None:
     with job_here(2) as job, job.operator() as link:
         stuck = Stuck(job, 1)
-        first, second = link.switch(None, COMM, 0, wait=0.2).results
-        assert (first.mask, second.mask, second.why) == (ALL, None, "no answer within 0.2 s")
-        thread, found = asked(job, 20.0)
+        [late] = link.switch([1], COMM, 0, wait=0.2).results
+        assert (late.mask, late.why) == (None, "no answer within 0.2 s")
+        thread, found = asked(job, 60.0)
         stuck.go.set()
-        thread.join(20.0)
+        thread.join(60.0)
         [answer] = found
         assert isinstance(answer, m.SwitchDone)
         assert [(one.mask, one.why) for one in answer.results] == [(ALL, ""), (ALL, "")]
@@ -218,15 +212,15 @@ def test_a_rank_that_answers_too_late_is_named_and_its_answer_does_not_count_for
 def test_a_rank_that_goes_before_it_answers_is_known_at_once(how: str) -> None:
     with job_here(2) as job:
         stuck = Stuck(job, 1)
-        thread, found = asked(job, 60.0)
-        assert stuck.begun.wait(20.0)
+        thread, found = asked(job, 600.0)
+        assert stuck.begun.wait(60.0)
         if how == "next attempt":
             other = Link(job.address, job.token, hello(0, 2, attempt=1))
         else:
             if how == "leaves":
                 job.ranks[1].link.send(m.Goodbye())
             job.ranks[1].link._socket.shutdown(socket.SHUT_RDWR)
-        thread.join(20.0)
+        thread.join(60.0)
         assert not thread.is_alive()
         stuck.go.set()
         if how == "next attempt":
@@ -248,10 +242,10 @@ def test_a_rank_that_goes_before_it_answers_is_known_at_once(how: str) -> None:
 def test_a_controller_that_ends_ends_the_wait() -> None:
     with job_here(1) as job:
         stuck = Stuck(job, 0)
-        thread, found = asked(job, 60.0)
-        assert stuck.begun.wait(20.0)
+        thread, found = asked(job, 600.0)
+        assert stuck.begun.wait(60.0)
         job.controller.stop()
-        thread.join(20.0)
+        thread.join(60.0)
         stuck.go.set()
     [answer] = found
     assert isinstance(answer, ControlError) and "is gone" in str(answer)
@@ -260,14 +254,14 @@ def test_a_controller_that_ends_ends_the_wait() -> None:
 def test_operators_do_not_wait_for_each_other() -> None:
     with job_here(2) as job:
         stuck = Stuck(job, 1)
-        thread, found = asked(job, 20.0)
-        assert stuck.begun.wait(20.0)
+        thread, found = asked(job, 60.0)
+        assert stuck.begun.wait(60.0)
         with job.operator() as link:
-            assert [one.mask for one in link.switch([0], 0, STEP).results] == [ALL & ~STEP]
+            assert [one.mask for one in link.switch([0], 0, STEP, wait=60.0).results] == [ALL & ~STEP]
             assert len(link.ranks().rows) == 2
         assert not found
         stuck.go.set()
-        thread.join(20.0)
+        thread.join(60.0)
         [answer] = found
         assert isinstance(answer, m.SwitchDone) and not any(one.why for one in answer.results)
 
@@ -335,14 +329,14 @@ def test_the_proof_of_another_role_does_not_do(role: m.Role, monkeypatch: pytest
 
 def test_another_version_is_refused_and_fails_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_here(2) as job:
-        waiting = threading.Thread(target=job.ranks[0].processor.gather, args=("tag", b"0", 20.0))
+        waiting = threading.Thread(target=job.ranks[0].processor.gather, args=("tag", b"0", 60.0))
         waiting.start()
         with monkeypatch.context() as patch:
             patch.setattr(link_module, "__version__", "0.0.9")
             with pytest.raises(VersionMismatch, match=r"0\.0\.9 here, but"):
                 job.operator()
-        whole = job.ranks[1].processor.gather("tag", b"1", 20.0)
-        waiting.join(20.0)
+        whole = job.ranks[1].processor.gather("tag", b"1", 60.0)
+        waiting.join(60.0)
         assert whole is not None and whole.parts == (b"0", b"1")
 
 
@@ -392,31 +386,25 @@ def test_one_question_at_a_time() -> None:
     with job_here(1) as job, job.operator() as link:
         stuck = Stuck(job, 0)
         raw(m.frame(msgspec.structs.replace(SENSIBLE, wait=60.0)))(link)
-        assert stuck.begun.wait(20.0)
+        assert stuck.begun.wait(60.0)
         raw(m.frame(m.AskRanks()))(link)
         with pytest.raises(ControlError, match="one question at a time"):
             link._expect(m.SwitchDone)
         stuck.go.set()
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators that wait shortly."""
-    monkeypatch.setattr(operator_module, "MARGIN", 0.2)
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_controller_that_does_not_answer() -> None:
-    with job_here(1) as job, job.operator() as link:
+def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_here(1) as job, job.operator() as link, monkeypatch.context() as patch:
+        patch.setattr(operator_module, "MARGIN", 0.2)
         stop, stopped = threading.Event(), threading.Event()
 
         def halt() -> None:
             stopped.set()
-            stop.wait(20.0)
+            stop.wait(60.0)
 
         job.controller._loop.call_soon_threadsafe(halt)
         try:
-            assert stopped.wait(20.0)
+            assert stopped.wait(60.0)
             with pytest.raises(DeadlineExceeded, match="Is its process stopped"):
                 link.ranks()
             with pytest.raises(ControlError, match="broke the greeting off"):
@@ -431,31 +419,58 @@ def test_a_connection_during_the_stop_is_rejected() -> None:
 
     def halt() -> None:
         stopped.set()
-        stop.wait(20.0)
+        stop.wait(60.0)
 
     controller._loop.call_soon_threadsafe(halt)
-    assert stopped.wait(20.0)
+    assert stopped.wait(60.0)
     host, _, port = controller.endpoint.address.rpartition(":")
     with contextlib.ExitStack() as stack:
-        guests = [stack.enter_context(socket.create_connection((host, int(port)), 20.0)) for _ in range(5)]
+        guests = [stack.enter_context(socket.create_connection((host, int(port)), 60.0)) for _ in range(5)]
         stopping = threading.Thread(target=controller.stop)
         stopping.start()
         until(lambda: len(vars(controller._loop)["_ready"]) > 0)
         stop.set()
-        stopping.join(20.0)
+        stopping.join(60.0)
         for guest in guests:
             with contextlib.suppress(ConnectionResetError):
                 while guest.recv(4096):
                     pass
 
 
-def test_nobody_listens_there() -> None:
+def test_whoever_is_greeted_while_the_controller_stops_is_cancelled_like_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In Python 3.11 `asyncio.wait_for` swallows a cancellation that comes with its result; stop() took 30 s then."""
+    controller = ControllerThread("token")
+    greet = controller._controller._greet
+
+    async def last_words(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Greeting:
+        told = await greet(reader, writer)
+        others = asyncio.all_tasks() - {controller._controller._ticker}
+        asyncio.get_running_loop().call_soon(lambda: [task.cancel() for task in others])
+        return told
+
+    monkeypatch.setattr(controller._controller, "_greet", last_words)
+    with contextlib.closing(Link(controller.endpoint.address, "token", hello(0, 1))) as link:
+        link._socket.settimeout(60.0)
+        with pytest.raises(EOFError):
+            link.receive()
+    controller.stop()
+
+
+def test_nobody_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    begun = time.monotonic()
+    connect, tries = socket.create_connection, list[object]()
+
+    def counted(*arguments: Any, **options: Any) -> socket.socket:
+        tries.append(arguments)
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(socket, "create_connection", counted)
     with pytest.raises(DeadlineExceeded, match="Connection refused"):
         OperatorLink(address, "token", seconds=60.0)
-    assert time.monotonic() - begun < 30, "an operator does not wait for a controller to come"
+    assert len(tries) == 1, "an operator does not wait for a controller to come"
 
 
 # -- an operator is not a rank ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import serialization
 
 from lastgasp.errors import ConfigError, ControlError
 from lastgasp.gasp import messages as m
+from lastgasp.gasp import operator as operator_module
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.serve import ControllerThread, new_token
@@ -63,11 +64,14 @@ def drop(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- who gets in ----------------------------------------------------------------------------------
 
 
-def test_ranks_and_operators_get_in_and_what_they_say_cannot_be_read(secured: ControllerThread) -> None:
+def test_ranks_and_operators_get_in_and_what_they_say_cannot_be_read(
+    secured: ControllerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end = secured.endpoint
     with closing(Link(end.address, end.token, HELLO)) as link:
         assert isinstance(link._socket, ssl.SSLSocket) and link._socket.version() == "TLSv1.3"
-        with OperatorLink(end.address, end.token) as operator:
+        monkeypatch.setattr(operator_module, "MARGIN", 60.0)
+        with OperatorLink(end.address, end.token, seconds=60.0) as operator:
             assert operator.ranks().world_size == HELLO.world_size
 
 
@@ -133,7 +137,7 @@ def test_both_ways_at_once(secured: ControllerThread) -> None:
 
     def listen(rank: int) -> None:
         while found[rank] < parts:
-            if select.select([links[rank].fileno()], [], [], 20)[0]:
+            if select.select([links[rank].fileno()], [], [], 60)[0]:
                 found[rank] += sum(isinstance(one, m.Gathered) for one in links[rank].receive())
 
     threads = [threading.Thread(target=listen, args=(rank,)) for rank in (0, 1)]
@@ -144,7 +148,7 @@ def test_both_ways_at_once(secured: ControllerThread) -> None:
             for link in links:
                 link.send(m.GatherPart(tag=f"t{number}", payload=bytes(200_000)))
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert found == {0: parts, 1: parts}
     finally:
         for link in links:
@@ -159,7 +163,7 @@ def test_a_job_over_tls_saves_its_step(variables: dict[str, str], tmp_path: Path
     paths = os.pathsep.join(filter(None, [str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "lastgasp", "run", "--max-restarts", "0", "--nproc-per-node", "2"]
     command += [str(SUPPORT / "launch_worker.py"), str(directory), "die", "3"]
-    done = run_job(command, tmp_path / "log", timeout=100, environ=os.environ | variables | {"PYTHONPATH": paths})
+    done = run_job(command, tmp_path / "log", timeout=300, environ=os.environ | variables | {"PYTHONPATH": paths})
     assert done.returncode == 83, done.output[-4000:]
     assert [path.name for path in directory.glob("step-*")] == ["step-3.toy"]
     assert signal.SIGKILL.name in done.output

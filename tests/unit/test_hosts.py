@@ -14,9 +14,11 @@ import pytest
 from support.hosts import Host, needs_hosts, network
 from support.waiting import until
 
-pytestmark = [needs_hosts, pytest.mark.timeout(120)]
+pytestmark = needs_hosts
+PATIENCE = 150.0
+"""Seconds that a process may take."""
 
-_SAY = "import socket,sys; s=socket.create_connection((sys.argv[1], 4000), 3); s.sendall(b'hello'); s.close()"
+_SAY = "import socket,sys; s=socket.create_connection((sys.argv[1], 4000), {}); s.sendall(b'hello'); s.close()"
 _HEAR = """
 import socket, sys
 s = socket.create_server(("0.0.0.0", 4000)); print("listens", flush=True)
@@ -43,26 +45,26 @@ def test_a_host_has_its_own_name_disk_memory_processes_and_knows_the_others_by_n
 ) -> None:
     shell = "hostname; cat /proc/self/stat | cut -d' ' -f1; echo $PPID; touch /dev/shm/x; echo $0 > $1/disk/name"
     job = pair["zoe"].start(["sh", "-c", shell, "zoe", str(tmp_path)])
-    assert job.code(20) == 0
+    assert job.code(PATIENCE) == 0
     assert job.output.split()[0] == "zoe" and int(job.output.split()[1]) < 100
     assert not Path("/dev/shm/x").exists() and pair["zoe"].sees(Path("/dev/shm/x")).exists()
     assert not pair["adam"].sees(Path("/dev/shm/x")).exists()
     assert (pair["zoe"].own(tmp_path / "disk") / "name").read_text() == "zoe\n"
     assert os.listdir(pair["adam"].own(tmp_path / "disk")) == []
     found = pair["adam"].start(python("import socket; print(socket.gethostbyname('zoe'))"))
-    assert found.code(20) == 0 and found.output.strip() == pair["zoe"].address
+    assert found.code(PATIENCE) == 0 and found.output.strip() == pair["zoe"].address
 
 
 def test_packets_get_through_are_dropped_and_get_through_again(pair: dict[str, Host]) -> None:
     hears = pair["adam"].start(python(_HEAR))
     until(lambda: "listens" in hears.output, "adam listens")
-    assert pair["zoe"].start(python(_SAY, "adam")).code(20) == 0
+    assert pair["zoe"].start(python(_SAY.format(100), "adam")).code(PATIENCE) == 0
     until(lambda: "hello\nclosed" in hears.output, "the first word has come")
     pair["adam"].cut()
-    assert pair["zoe"].start(python(_SAY, "adam")).code(20) == 1
+    assert pair["zoe"].start(python(_SAY.format(3), "adam")).code(PATIENCE) == 1
     assert pair["adam"].wire.lost > 0
     pair["adam"].mend()
-    assert pair["zoe"].start(python(_SAY, "adam")).code(20) == 0
+    assert pair["zoe"].start(python(_SAY.format(100), "adam")).code(PATIENCE) == 0
     until(lambda: hears.output.count("hello") == 2, "the second word has come")
 
 
@@ -75,14 +77,14 @@ def test_a_host_without_power_says_nothing_and_one_that_loses_a_process_closes_i
     until(lambda: hears.output.count("held") == 1, "zoe's word has come")
     speaker.kill()
     until(lambda: hears.output.count("closed") == 1, "the kernel has closed the socket of the killed process")
-    assert speaker.code(5) == -signal.SIGKILL
+    assert speaker.code(PATIENCE) == -signal.SIGKILL
     pair["zoe"].start(python(_HOLD, "adam"))
     until(lambda: hears.output.count("held") == 2, "zoe's word has come")
     pair["zoe"].power_off()
     time.sleep(0.5)  # for a FIN that must not come
     assert hears.output.count("closed") == 1
     pair["zoe"].power_on()
-    assert pair["zoe"].start(python(_SAY, "adam")).code(20) == 0
+    assert pair["zoe"].start(python(_SAY.format(100), "adam")).code(PATIENCE) == 0
 
 
 def test_a_slow_wire_takes_its_time_and_loses_packets(pair: dict[str, Host]) -> None:
@@ -91,11 +93,11 @@ def test_a_slow_wire_takes_its_time_and_loses_packets(pair: dict[str, Host]) -> 
     pair["adam"].slow(delay=0.2, loss=0.2)
     code = "import socket,sys,time; t=time.monotonic(); socket.create_connection(('adam', 4000)); "
     job = pair["zoe"].start(python(code + "print(time.monotonic()-t)"))
-    assert job.code(60) == 0
+    assert job.code(PATIENCE) == 0
     assert float(job.output) >= 0.4
     many = "import socket; s=socket.socket(socket.AF_INET, socket.SOCK_DGRAM); "
     pair["adam"].wire.lost = 0
-    assert pair["zoe"].start(python(many + "[s.sendto(b'x', ('adam', 9)) for _ in range(200)]")).code(60) == 0
+    assert pair["zoe"].start(python(many + "[s.sendto(b'x', ('adam', 9)) for _ in range(200)]")).code(PATIENCE) == 0
     until(lambda: pair["adam"].wire.lost > 10, "about 40 of 200 are lost")
 
 
@@ -103,17 +105,17 @@ def test_orphans_are_reaped_and_the_host_lives_on(pair: dict[str, Host]) -> None
     job = pair["zoe"].start(["sh", "-c", "sleep 0.3 & exec sleep 100"])
     until(lambda: len(pair["zoe"].processes()) == 2, "both run")
     job.kill()
-    assert job.code(5) == -signal.SIGKILL
+    assert job.code(PATIENCE) == -signal.SIGKILL
     until(lambda: not pair["zoe"].processes(), "the orphan has ended")
-    assert pair["zoe"].start(["true"]).code(10) == 0
+    assert pair["zoe"].start(["true"]).code(PATIENCE) == 0
 
 
 def test_a_clock_that_is_ahead(pair: dict[str, Host]) -> None:
-    pair["zoe"].clock = 7200.0
+    begun, pair["zoe"].clock = time.time(), 7200.0
     job = pair["zoe"].start([sys.executable, "-c", "import time; print(time.time(), time.time_ns())"])
-    assert job.code(30) == 0
+    assert job.code(PATIENCE) == 0
     seconds, nanoseconds = map(float, job.output.split())
-    assert 7190 < seconds - time.time() < 7210 and 7190 < nanoseconds / 1e9 - time.time() < 7210
+    assert begun + 7199 < seconds <= nanoseconds / 1e9 < time.time() + 7201
 
 
 def test_nothing_is_left_when_the_test_fails_in_between(tmp_path: Path) -> None:

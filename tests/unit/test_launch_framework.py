@@ -15,6 +15,7 @@ import pytest
 from lastgasp.errors import ConfigError
 from lastgasp.launch import orphans
 from lastgasp.launch.framework import split_framework
+from support.waiting import until
 
 run = pytest.importorskip("torch.distributed.run", reason="needs torch: pip install 'lastgasp[megatron]'")
 
@@ -78,10 +79,10 @@ def test_helpers_of_a_killed_parent_are_ended_and_nothing_else(tmp_path: Path) -
         assert parent.stdout is not None
         children = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(signal.SIGKILL)
-        parent.wait(10)
+        parent.wait(60)
         assert sorted(orphans.reap(mark, [str(script)])) == sorted(children)
         assert other.poll() is None
-        _wait_for(lambda: orphans.reap(mark, [str(script)]) == [])
+        until(lambda: orphans.reap(mark, [str(script)]) == [], "no orphan to be left")
     finally:
         for process in (parent, other):
             process.kill()
@@ -97,13 +98,6 @@ def test_another_round_is_left_alone() -> None:
         assert child.is_alive()
     finally:
         child.kill()
-        child.join(10)
+        child.join(60)
         child.close()
 
-
-def _wait_for(condition: object, seconds: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

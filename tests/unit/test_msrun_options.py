@@ -208,7 +208,7 @@ def never() -> bool:
 
 
 def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(msattempts, "LED", 0.2)
+    monkeypatch.setattr(msattempts, "LED", 60.0)
     first = MsAttempts(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
     found = first.begin()
     port = int(found["LASTGASP_CONTROLLER"].rpartition(":")[2])
@@ -217,6 +217,7 @@ def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeyp
     assert [first.wait_quiet([0], never), second.wait_quiet([1], never), second.close()] == [True, True, ""]
     assert (first.in_use(), second.in_use()) == (False, True)
     assert first.close() == "" == first.close()
+    monkeypatch.setattr(msattempts, "LED", 0.2)
     assert not second.wait_quiet([1], never)
     assert second.wait_quiet([1], lambda: True), "asked to stop, it does not wait"
 

@@ -19,7 +19,7 @@ from lastgasp.steps.recorder import RecorderOptions, StepRecorder, flush_all
 from lastgasp.steps.recover import recover_orphans
 from support import taskd_reader
 
-LIMIT = 20.0
+LIMIT = 120.0
 
 
 @pytest.fixture(autouse=True)

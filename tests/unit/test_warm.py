@@ -27,7 +27,13 @@ SCRIPT = Path(__file__).parents[1] / "support" / "interpreter.py"
 COMMAND = [sys.executable, "-u", str(SCRIPT)]
 ALIKE = ("pid", "parent", "draws", "environment")
 """Facts that are each process's own, or compared apart."""
-PATIENCE = 60.0
+PATIENCE = 150.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork may take as long as it likes."""
+    monkeypatch.setattr(warm_process, "FORK_LIMIT", PATIENCE)
 
 
 @contextmanager

@@ -49,8 +49,8 @@ RECORDS_LIMIT = 10.0
 """Seconds to wait at the end for records to be written; the job does not wait longer for a stalled file system."""
 ANNOUNCE_LIMIT = 1.0
 """Seconds that start-up waits for the file by which `lastgasp ps` finds the job."""
-READ_OUT = 1.0
-"""Seconds for reading a dead process's last messages, which are already on this host."""
+READ_OUT = 10.0
+"""Seconds for reading a dead process's last messages: they are on this host already, but it may be overloaded."""
 TURNS = 3
 """Idle turns of the event loop after which all messages have been handled: one to read, one to process."""
 TICK = 0.02
@@ -178,7 +178,8 @@ class Controller:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            hello = await asyncio.wait_for(self._greet(reader, writer), GREETING_TIMEOUT)
+            async with asyncio.timeout(GREETING_TIMEOUT):  # wait_for may swallow the cancellation of stop()
+                hello = await self._greet(reader, writer)
             self._door.known()
             if isinstance(hello, m.Operator):
                 await self._service.serve(reader, writer)

@@ -24,7 +24,7 @@ class OperatorLink(Channel):
     Args:
         address: host:port.
         token: the job's secret.
-        seconds: to reach it.
+        seconds: to reach it; REACH by default.
 
     Raises (constructor):
         DeadlineExceeded: nobody listens at `address`.
@@ -32,8 +32,8 @@ class OperatorLink(Channel):
         VersionMismatch, ControlError: refused, with the controller's reason; or it does not answer.
     """
 
-    def __init__(self, address: str, token: str, seconds: float = REACH) -> None:
-        super().__init__(address, seconds, retry=False)
+    def __init__(self, address: str, token: str, seconds: float | None = None) -> None:
+        super().__init__(address, REACH if seconds is None else seconds, retry=False)
         hello = m.Operator(protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"")
         self._greet(token, "operator", NOBODY, hello)
 

@@ -99,18 +99,19 @@ class Announcement:
         if (job, directory) == (self._file.job, self._file.directory):
             return
         old, self._file = self._file, msgspec.structs.replace(self._file, job=job, directory=directory)
-        self._write()
-        if old.name != self._file.name:
-            self._remove(old.name)
+        self._write(old.name)
 
     def withdraw(self) -> None:
         """Remove the file at the controller's end; idempotent."""
         self._remove(self._file.name)
 
-    def _write(self) -> None:
+    def _write(self, old: str = "") -> None:
+        """Write the file; where it has another name so far, under that one first: it is never there twice."""
+        name = self._file.name
         try:
             with open_private(self._directory, create=True) as folder:
-                replace_in(folder, self._file.name, msgspec.json.encode(self._file))
+                replace_in(folder, old or name, msgspec.json.encode(self._file))
+                os.replace(old or name, name, src_dir_fd=folder, dst_dir_fd=folder)
         except (OSError, ConfigError) as error:
             if not self._warned:
                 log.warning("lastgasp ps and switch will not find this job by themselves: %s", error)

@@ -105,7 +105,8 @@ class Service:
             while True:
                 answer = await self._next_answer(reader)
                 writer.write(m.frame(answer))
-                await asyncio.wait_for(writer.drain(), IDLE)
+                async with asyncio.timeout(IDLE):
+                    await writer.drain()
                 if isinstance(answer, m.Refused):
                     return
         except (TimeoutError, OSError, EOFError):
@@ -115,7 +116,8 @@ class Service:
 
     async def _next_answer(self, reader: asyncio.StreamReader) -> m.Message:
         try:
-            question = await asyncio.wait_for(_read(reader), IDLE)
+            async with asyncio.timeout(IDLE):
+                question = await _read(reader)
             return await _while_connected(self._answer(question), reader)
         except ProtocolError as error:
             return m.Refused(reason=str(error))
@@ -154,7 +156,8 @@ class Service:
         try:
             self._give(number, order, ask, attempt)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(order.done.wait(), ask.wait)
+                async with asyncio.timeout(ask.wait):
+                    await order.done.wait()
         finally:
             del self._orders[number]
         for rank in list(order.awaited):
