@@ -5,6 +5,7 @@ python collectives_child.py WORLD FOLDER
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import sys
@@ -12,11 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import irecv, isend
+from torch.distributed import distributed_c10d, irecv, isend
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks, GradientBuckets
@@ -24,9 +26,7 @@ from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.steps import bits
 from lastgasp.steps.marks import Marks
 from support.ranges import seen
-
-SECONDS = 0.1
-"""How late rank 0 is, where lateness is looked at."""
+from support.waiting import until
 
 
 class Rank:
@@ -82,20 +82,33 @@ class Rank:
             assert into.tolist() == [1.0 + of] * 3
         return len(self.ranges())
 
-    def late(self, asynchronous: bool) -> float:
-        """Rank 0 comes late to a reduction: how long it took here."""
-        dist.barrier()
-        self.ranges()
-        if self.rank == 0:
-            time.sleep(SECONDS)
-        work = dist.all_reduce(torch.ones(3), async_op=asynchronous)
-        if asynchronous:
-            assert isinstance(work, dist.Work)
-            work.wait()
-        dist.barrier()  # its end may be told by another thread a moment later
-        found = [one[4] for one in self.ranges() if one[0] == "HcclAllReduce"]
-        assert len(found) == 1
-        return float(found[0])
+    def late(self, folder: Path, asynchronous: bool) -> list[int]:
+        """Rank 0 comes to a reduction when all others are in it: begin and end here, and when rank 0 came, in ns."""
+        self.calls.close()
+        inside, original = f"inside-{asynchronous}", dist.all_reduce
+
+        @functools.wraps(original)
+        def telling(*args: Any, **options: Any) -> Any:
+            """Within the range, and before the reduction."""
+            (folder / f"{inside}-{self.rank}").touch()
+            return original(*args, **options)
+
+        with patch.object(dist, "all_reduce", telling), patch.object(distributed_c10d, "all_reduce", telling):
+            self.calls.look()
+            self.ranges()
+            if self.rank == 0:
+                until(lambda: len(list(folder.glob(f"{inside}-*"))) == self.world - 1, "the others are in it")
+            came = time.monotonic_ns()
+            work = dist.all_reduce(torch.ones(3), async_op=asynchronous)
+            if asynchronous:
+                assert isinstance(work, dist.Work)
+                work.wait()
+            until(lambda: bool(seen(self.marks)), "its end, which another thread may tell")
+            [one] = seen(self.marks)
+            self.marks.consumed(1)
+            self.calls.close()
+        self.calls.look()
+        return [one.begin, one.end, came]
 
     def a_failing_call(self) -> list[str]:
         """It raises what it raised before, and the next one is marked."""
@@ -160,7 +173,7 @@ def run(number: int, world: int, folder: Path) -> None:
         dist.all_reduce(torch.ones(13), group=halves[0])
     found["group"] = rank.ranges()
     found["batched"] = rank.batched()
-    found["late"] = [rank.late(asynchronous=False), rank.late(asynchronous=True)]
+    found["late"] = [rank.late(folder, asynchronous) for asynchronous in (False, True)]
     found["failing"] = rank.a_failing_call()
     found["left"] = rank.put_back()
     found["off"] = rank.train(lambda step: 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lastgasp import _clock
 from lastgasp.cli import main
 from lastgasp.steps.report.job import Job, JobReader
 from lastgasp.steps.report.records import RankReader
@@ -69,27 +68,29 @@ class Ran:
 
 
 def run(folder: Path, flags: str, **environ: str) -> Ran:
-    """Train, and look at the table of workers meanwhile."""
+    """Train, and look at the table of workers meanwhile: the ranks wait until it has been complete."""
     whole = f"--bf16 {flags} --eval-interval {EVERY} --eval-iters 2"
     job = GptJob(folder=folder, flags=whole, last=LAST, every=EVERY, launcher="run", launch_options=LAUNCH)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(job.run, environ, timeout=LIMIT)
+        go = folder / "go"
+        running = pool.submit(job.run, environ | {"HOLD": str(go)}, timeout=LIMIT)
         seen = workers(lambda: running.done())
+        go.touch()
         done = running.result()
     assert done.ok, done.output[-6000:]
     return Ran(job, done, seen)
 
 
-def workers(over: Any) -> dict[str, Any]:
-    """The newest complete table of `lastgasp ps`, until the job is over; asked again and again."""
-    deadline, found = _clock.monotonic() + LIMIT, dict[str, Any]()
-    while not over() and _clock.monotonic() < deadline:
+def workers(over: Callable[[], bool]) -> dict[str, Any]:
+    """The first complete table of `lastgasp ps`; empty if the job is over before there is one."""
+    while not over():
         said = json.loads(CliRunner().invoke(main, ["ps", "--json"]).stdout)
         for one in said["jobs"]:
-            if one["ranks"] and all(row.get("device") and row["step"] is not None for row in one["ranks"]):
-                found = one
+            if one["ranks"] and all(row.get("device") and (row["step"] or 0) > 0 for row in one["ranks"]):
+                found: dict[str, Any] = one
+                return found
         time.sleep(0.2)
-    return found
+    return {}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss appends a line per micro-batch to
 `rank-R.txt` there: process, completed iterations and the exact loss. With `NAN_AT` the loss of that iteration is NaN,
-and Megatron's rerun machine is asked about each, as pretrain_gpt.py does.
+and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With `HOLD` no rank comes to the end of the
+iteration behind `HOLD_AT` completed ones before that file exists.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import math
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,15 @@ gc.enable()
 ArgumentGroupFactory._get_field_docstrings = lambda self, kind: {}  # reading sources for --help takes half a second
 MockGPTLowLevelDataset.size = 1000  # of 100000 documents, shuffling the samples takes a second
 
+HOLD_AT, PATIENCE = 2, 300.0
+
+
+def hold(file: Path) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + PATIENCE
+    while get_args().curr_iteration == HOLD_AT and not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
 
 def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
     """Sum over tokens, their number, and both for the log."""
@@ -50,6 +61,8 @@ def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
         args = get_args()
         with Path(os.environ["LOSSES_DIR"], f"rank-{args.rank}.txt").open("a") as log:
             log.write(f"{os.getpid()} {args.curr_iteration} {float(loss).hex()}\n")
+    if os.environ.get("HOLD"):
+        hold(Path(os.environ["HOLD"]))
     if os.environ.get("NAN_AT"):
         loss = loss * (math.nan if int(os.environ["NAN_AT"]) == get_args().curr_iteration else 1.0)
         get_rerun_state_machine().validate_result(
