@@ -49,7 +49,7 @@ def run_job(
     *,
     timeout: float,
     environ: Mapping[str, str] | None = None,
-    grace: float = 3.0,
+    grace: float = 30.0,
 ) -> Finished:
     """Run `command` to its end, or to `timeout`; afterwards no process of it is left.
 

@@ -25,8 +25,8 @@ from support.prefork.server import BOOT
 
 COLD = "TESTS_COLD"
 """A variable; where it is set, all processes are started as ever."""
-IMPORTED, FORKED = 120.0, 20.0
-"""Seconds that an image may take to import, and to fork; then a process is started as ever."""
+PATIENCE = 150.0
+"""Seconds that an image may take to import, and to fork, on a loaded machine; then a process is started as ever."""
 LINE, VARIABLES = 1 << 13, 1 << 14
 """Bytes of room for command lines and environments in /proc."""
 TESTS = str(Path(__file__).parents[2])
@@ -66,7 +66,7 @@ class Image:
             )
         image = cls(mine, process)
         try:
-            image.answer(IMPORTED)
+            image.answer()
         except NoFork:
             image.close()
             raise
@@ -86,23 +86,25 @@ class Image:
             stack.callback(os.close, place)
             stack.enter_context(_collecting_orphans())
             self._send(order, *streams, place, reading)
-            pid = int(self.answer(FORKED)["pid"])
+            pid = int(self.answer()["pid"])
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it is no child
             os.write(writing, b"x")
             return pid
 
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """The next one. Raises NoFork where it says why not, or is none."""
+    def answer(self) -> dict[str, Any]:
+        """The next one. Raises NoFork where it says why not, or is none; a process that gave up is collected."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         try:
-            data = self.connection.recv(4096) if poll.poll(seconds * 1000) else b""
+            data = self.connection.recv(4096) if poll.poll(PATIENCE * 1000) else b""
         except OSError:
             data = b""
         if not data:
             raise Gone("the image is gone, or too slow")
         answer: dict[str, Any] = json.loads(data)
         if why := answer.get("why"):
+            if pid := answer.get("pid"):
+                os.waitpid(pid, 0)
             raise NoFork(why)
         return answer
 
@@ -160,12 +162,12 @@ class Prefork:
 
     def sockets(self) -> set[str]:
         """Those of this process that lead to images, as /proc shows them."""
-        images = [image for image in self._images.values() if isinstance(image, Image)]
+        images = [image for image in list(self._images.values()) if isinstance(image, Image)]
         return {f"socket:[{os.fstat(image.connection.fileno()).st_ino}]" for image in images}
 
     def processes(self) -> list[int]:
         """Process ids of the images."""
-        return [image.pid for image in self._images.values() if isinstance(image, Image)]
+        return [image.pid for image in list(self._images.values()) if isinstance(image, Image)]
 
     def note(self, what: str) -> None:
         """Count it; a file that TESTS_PREFORK_LOG names shows what is forked, and why the rest is not."""

@@ -31,8 +31,7 @@ COPYING = ("tqdm.utils", "fsspec.config")
 
 
 def main(descriptor: int, modules: str) -> None:
-    """Import, serve; returns only in a forked process whose program has ended."""
-    _die_with(os.getppid())
+    """Import, serve until the connection is closed; returns only in a forked process whose program has ended."""
     connection, before = socket.socket(fileno=descriptor), dict(os.environ)
     with _recording() as read:
         why = _imported(modules.split(","))
@@ -85,12 +84,19 @@ class Image:
         *streams, start = descriptors
         if order.session:
             os.setsid()
-        nested = self._nested(connection, descriptors) if order.nested else None
-        become(order, streams, self._imported)
         while (parent := os.getppid()) != order.parent:
             if parent != between:
                 os._exit(1)  # the parent is gone
             time.sleep(0.001)
+        nested = self._nested(connection, descriptors) if order.nested else None
+        try:
+            become(order, streams, self._imported)
+        except Exception as error:
+            if nested is not None:
+                nested.close()  # ends it
+                os.wait()
+            _send(connection, pid=os.getpid(), why=f"{type(error).__name__}: {error}")
+            os._exit(1)
         _send(connection, pid=os.getpid())
         connection.close()
         if not os.read(start, 1):
