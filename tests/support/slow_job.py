@@ -3,7 +3,8 @@
     python slow_job.py --out DIR data:1:7 compute:2:7 communication:3:7 checkpoint:0:7 healthy:0:7
 
 Each argument is one fit, CAUSE:VICTIM:SEED[:comm], all in the same four processes; its files go to
-`DIR/CAUSE-VICTIM-SEED/RANK`. A step takes some 20 ms, of which each rank computes 3 on two cores that four share.
+`DIR/CAUSE-VICTIM-SEED/RANK`. A step takes some 20 ms, of which each rank computes 3 on two cores that four share. Where
+other jobs make steps longer, what is slow takes longer by the same measure; no disk but the slow one takes any time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -36,10 +40,12 @@ CAUSES = ("data", "compute", "communication", "checkpoint", "healthy")
 WIDTH, BATCH, STEPS, SAVE_EVERY = 256, 8, 80, 10
 ROUNDS = 8
 """Matrix products of a forward pass; each takes some 0.2 ms."""
-EXTRA_S = 0.02
-"""What the slow rank takes longer, per step."""
+STEP_S = 0.04
+"""A usual step of a job with a slow rank, at least."""
+EXTRA, DISK = 0.5, 6.0
+"""What the slow rank takes longer per step, and its disk per save, in usual steps of its own."""
 DISK_S = 0.4
-"""What its disk takes longer, per save."""
+"""The latter at least."""
 
 
 @dataclass(frozen=True)
@@ -77,50 +83,72 @@ class Fit:
         return self.cause == cause and dist.get_rank() == self.victim
 
 
+class Pace:
+    """How long steps take here and now."""
+
+    def __init__(self) -> None:
+        self._begins: deque[float] = deque(maxlen=20)
+
+    def begins(self) -> None:
+        """The next step."""
+        self._begins.append(time.monotonic())
+
+    @property
+    def usual_s(self) -> float:
+        """The median of the last ones."""
+        return max(STEP_S, median([STEP_S, *(b - a for a, b in pairwise(self._begins))]))
+
+    @property
+    def extra_s(self) -> float:
+        """What the slow rank takes longer in each step: as long as a step would take without."""
+        return EXTRA * self.usual_s
+
+
 class Items(Dataset[Tensor]):
     """Random numbers, read by a slow reader where this rank is the victim."""
 
-    def __init__(self, fit: Fit) -> None:
-        self._fit = fit
+    def __init__(self, fit: Fit, pace: Pace) -> None:
+        self._fit, self._pace = fit, pace
         self._rows = torch.randn(STEPS * BATCH * WORLD, WIDTH)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(1e-4 + (EXTRA_S / BATCH if self._fit.slows("data") else 0))
+        time.sleep(1e-4 + (self._pace.extra_s / BATCH if self._fit.slows("data") else 0))
         return self._rows[index]
 
 
 class Work(LightningModule):
     """Some matrix products, and a metric that all ranks sum up themselves between two batches."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: Fit, pace: Pace) -> None:
         super().__init__()
-        self._fit = fit
+        self._fit, self._pace = fit, pace
         norm = nn.BatchNorm1d(WIDTH) if fit.buffers else nn.Identity()
         self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU(), nn.Linear(WIDTH, 1))
         self._square = torch.randn(WIDTH, WIDTH) / WIDTH
         self._seen = torch.zeros(8)
 
-    def _toil(self, seconds: float) -> None:
-        """Compute for this long on the CPU's clock of this thread."""
-        until = time.thread_time() + seconds
-        while time.thread_time() < until:
+    def _toil(self, seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
+        """Compute for this long, on the CPU's clock of this thread or another one."""
+        until = clock() + seconds
+        while clock() < until:
             self._square = torch.tanh(self._square @ self._square)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """A share of work that varies a little from step to step."""
         self._toil(0.002 + 0.001 * float(torch.rand(())))
         if self._fit.slows("compute"):
-            self._toil(EXTRA_S)
+            self._toil(self._pace.extra_s, time.monotonic)
         loss: Tensor = self.net(batch).square().mean()
         return loss
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         """The explicit collective, in every job."""
+        self._pace.begins()
         if self._fit.slows("communication"):
-            time.sleep(EXTRA_S)
+            time.sleep(self._pace.extra_s)
         self._seen.fill_(1)
         dist.all_reduce(self._seen)
 
@@ -129,20 +157,15 @@ class Work(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class SlowDisk(_fs.Disk):
-    """Takes its time before what it was given is on it."""
-
-    def fsync(self, fd: int) -> None:
-        """Twice a save: the checkpoint and its manifest."""
-        time.sleep(DISK_S / 2)
-        super().fsync(fd)
-
-
 @contextmanager
-def disk(slow: bool) -> Iterator[None]:
-    """Until the end every durable byte of this process goes to this disk."""
-    if slow:
-        vars(_fs.DISK)["fsync"] = SlowDisk().fsync
+def disk(slow: bool, pace: Pace) -> Iterator[None]:
+    """Until the end the disk takes its time, or none, before what it was given is on it; not the machine's time."""
+
+    def fsync(fd: int) -> None:
+        """Twice a save: the checkpoint and its manifest."""
+        time.sleep(max(DISK_S, DISK * pace.usual_s) / 2 if slow else 0)
+
+    vars(_fs.DISK).update(fsync=fsync, sync_dir=lambda directory: None)
     try:
         yield
     finally:
@@ -160,8 +183,9 @@ def train(fit: Fit, out: Path, scratch: Path) -> None:
         accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[saves, ours],
     )  # fmt: skip
-    with disk(slow=fit.slows("checkpoint")):
-        trainer.fit(Work(fit), DataLoader(Items(fit), batch_size=BATCH, shuffle=True))
+    pace = Pace()
+    with disk(fit.slows("checkpoint"), pace):
+        trainer.fit(Work(fit, pace), DataLoader(Items(fit, pace), batch_size=BATCH, shuffle=True))
 
 
 def rank(number: int, fits: list[Fit], out: Path, scratch: Path) -> None:
