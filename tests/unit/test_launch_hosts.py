@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lastgasp.events import Incident, encode_incident
 from lastgasp.gasp.lifeline import LOST_AFTER
@@ -27,7 +28,7 @@ from lastgasp.launch.agent import lost_rendezvous
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.lastword import LastWord, last_word
-from lastgasp.launch.missing import Waiting
+from lastgasp.launch.missing import Waiting, is_alone
 from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.stores import guard_connections, own_address
 
@@ -143,6 +144,7 @@ class Handler:
 
     def __init__(self, *names: str, min_nodes: int = 3) -> None:
         self._state_holder = self.settings = self
+        self.max_nodes = min_nodes
         self.state, self.min_nodes = State({Node(name): rank for rank, name in enumerate(names)}), min_nodes
 
 
@@ -155,6 +157,13 @@ def test_hosts_that_are_missing_are_named() -> None:
     between._this_node = Node("ha")
     assert Waiting(between, before, str).text() == "waiting for hb, hc to come back", "this host is not missing"
     assert Waiting(object(), before, str).text() == "waiting for other hosts", "another kind of rendezvous"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_of_one_host_waits_for_nobody(nodes: int) -> None:
+    static = StaticTCPRendezvous("127.0.0.1", 1, 0, nodes, "run", 60)
+    assert is_alone(Handler(min_nodes=nodes)) == is_alone(static) == (nodes == 1)
+    assert not is_alone(object()), "another kind of rendezvous"
 
 
 def test_the_end_without_the_others_says_what_is_safe() -> None:

@@ -31,7 +31,7 @@ from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.in_place import GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
-from lastgasp.launch.missing import Waiting, hosts_in
+from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections
 from lastgasp.launch.warm import Warm
@@ -78,7 +78,8 @@ class GaspAgent(LocalElasticAgent):
         self._attempts.end_attempt()
         self._attempt = None
         handler = worker_group.spec.rdzv_handler
-        with Waiting(handler, self._hosts, lambda: self._attempts.last_word.safe) if self._is_ours() else nullcontext():
+        waiting = Waiting(handler, self._hosts, lambda: self._attempts.last_word.safe)
+        with waiting if self._is_ours() and not is_alone(handler) else nullcontext():
             super()._rendezvous(worker_group)
         self._hosts = hosts_in(handler)
 

@@ -23,6 +23,13 @@ def hosts_in(handler: Any) -> Counter[str] | None:
         return None
 
 
+def is_alone(handler: Any) -> bool:
+    """Whether the job has one host only, as far as this kind of rendezvous tells: it waits for no other."""
+    settings = getattr(handler, "settings", None)
+    most = getattr(settings, "max_nodes", None) if settings is not None else getattr(handler, "world_size", None)
+    return isinstance(most, int) and most == 1
+
+
 class Waiting:
     """Context around a wait for the other hosts.
 
