@@ -16,7 +16,7 @@ WORKER = Path(__file__).parents[1] / "support/buckets_worker.py"
 @pytest.mark.slow
 def test_buckets_decide_the_last_bit_and_are_laid_out_as_before(tmp_path: Path) -> None:
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = run_job([*ranks, str(WORKER)], tmp_path / "log", timeout=250, grace=10.0)
+    done = run_job([*ranks, str(WORKER)], tmp_path / "log", timeout=250)
     assert done.ok, done.output[-3000:]
     assert "rebuilt: True" in done.output
     assert "fresh: False" in done.output, "the layout does not matter any more: is it still worth being kept?"

@@ -70,7 +70,7 @@ def test_those_lines_change_no_number(tmp_path: Path) -> None:
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         command = ["env", "-C", str(tmp_path), *ranks, str(SUPPORT / f"{name}.py"), str(finals[-1])]
-        done = run_job(command, tmp_path / "log", timeout=250, environ=environ, grace=10.0)
+        done = run_job(command, tmp_path / "log", timeout=250, environ=environ)
         assert done.ok, done.output[-3000:]
     assert differences(*finals) == []
 

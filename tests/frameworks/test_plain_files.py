@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
+from lastgasp import _fs
 from lastgasp.checkpoint import Manifest, Staged
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.testing import corrupt
 from support.checkpoint_kit import Died, DyingDisk
+from support.waiting import PATIENCE
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[pytorch]'")
 
@@ -264,7 +266,9 @@ def test_killed_at_any_call_of_the_disk_the_old_or_the_new_one_loads(
     assert seen == {1, 2}
 
 
-def test_two_that_save_one_name_leave_one_that_verifies(tmp_path: Path) -> None:
+def test_two_that_save_one_name_leave_one_that_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However slow the disk is: who waits for the lock too long goes on without.
+    monkeypatch.setattr(_fs.locked.__wrapped__, "__defaults__", (PATIENCE,))  # type: ignore[attr-defined]
     path = tmp_path / "model_best.pth"
     numbers = range(4)
 

@@ -121,7 +121,7 @@ class DyingDisk(Disk):
 
 def as_ranks(world_size: int, body: Callable[[int, Gather], T]) -> list[T]:
     """Run `body(rank, gather)` on one thread per rank; returns the results, raises the first error."""
-    barrier = threading.Barrier(world_size, timeout=20)
+    barrier = threading.Barrier(world_size, timeout=150)
     slots: dict[str, list[bytes]] = {}
     results: dict[int, T] = {}
     errors: list[BaseException] = []

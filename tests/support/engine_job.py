@@ -20,7 +20,7 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.gasp.serve import ControllerThread, Endpoint, new_token
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-DEADLINE = 30.0
+DEADLINE = 150.0
 
 
 class ToyRank:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from support.wires import MTU, Switch, Wire
 
 NETWORK = "10.77.0"
@@ -90,6 +90,7 @@ class Started:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the command alone."""
+        assert self.pid, "it had ended before it was seen"
         os.kill(self.pid, number)
 
     def running(self) -> bool:
@@ -176,9 +177,9 @@ class Host:
             os.kill(self._pid, signal.SIGKILL)
         else:  # it did not get so far
             self._first.kill()
-        self._first.wait(30)
+        self._first.wait(PATIENCE)
         for outer in self._outers:
-            outer.wait(30)
+            outer.wait(PATIENCE)
         for pipe in (self._first.stdin, self._first.stdout):
             if pipe is not None:
                 pipe.close()

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from lastgasp.checkpoint.manifest import Manifest, read
+from lastgasp.checkpoint.manifest import Manifest, ManifestProblem, read
 from lastgasp.events import Incident, decode_incident
 from support import lean
 from support.hosts import Host, Started
@@ -18,7 +18,7 @@ from support.waiting import until
 
 START = 400.0
 """Seconds in which a job begins to train, on a machine that is loaded by other tests."""
-SOON = 30.0
+SOON = 60.0
 """Seconds; see `saved_soon`."""
 TESTS = Path(__file__).parents[1]
 WORKER = TESTS / "support" / "hosts_worker.py"
@@ -134,6 +134,8 @@ class Commits:
                     key = (path.name, path.stat().st_ino)
                     if key not in self._seen:
                         manifest = read(path)
+                        if isinstance(manifest, ManifestProblem) and manifest.kind == "missing":
+                            continue  # it has gone meanwhile
                         assert isinstance(manifest, Manifest), manifest
                         self._seen[key] = f"{manifest.step} {manifest.self_digest}"
 

@@ -13,9 +13,11 @@ from lastgasp.config import GaspConfig
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
 from support.engine_worker import ToySource
+from support.waiting import until
 
 STEPS, BROKEN_AT = 200, 5
-"""The other rank must still train when the error is noticed, however slow the machine is."""
+"""The other rank must still train when the error is noticed, however slow the machine is: until then each of its steps
+takes longer than the one before."""
 
 
 class Repairable(ToySource):
@@ -48,9 +50,7 @@ class Repairable(ToySource):
         self.value, self.broken = int(file.read_text()), False
 
     def _wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + 60
-        while not (self.directory / name).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until((self.directory / name).exists, name)
 
     def rollback(self, step: int) -> None:
         """As the port says."""
@@ -64,7 +64,7 @@ class Repairable(ToySource):
         """From the current state."""
         self.entered += 1
         while self.step < STEPS:
-            time.sleep(0.05 if self.entered == 1 else 0.001)
+            time.sleep(0.01 * self.step if self.entered == 1 else 0.001)
             if self.rank == 0 and self.step == BROKEN_AT and self.entered == 1:
                 self._wait_for("rank 1 trains")
                 self.value, self.broken = -1, True

@@ -14,6 +14,7 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.ports import Layout
 from lastgasp.testing.jobs import Finished, run_job
 from support import lean, taskd_reader
+from support.ports import free_port
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -164,6 +165,8 @@ class AnyCase(Protocol):
     @property
     def moment(self) -> str: ...
     @property
+    def launcher(self) -> str: ...
+    @property
     def should_give_up(self) -> bool: ...
     @property
     def exact_step(self) -> int | None: ...
@@ -190,12 +193,14 @@ def undisturbed(case: AnyCase, folder: Path) -> Path:
     return folder / "final.pt"
 
 
-def run_case(case: AnyCase, folder: Path, environment: Mapping[str, str], grace: float = 10.0) -> Finished:
+def run_case(case: AnyCase, folder: Path, environment: Mapping[str, str], grace: float = 30.0) -> Finished:
     """The job, which saves in `ckpts`."""
-    hang = {"LASTGASP_HANG_TIMEOUT": "8"} if case.kind == "sigstop" else {}
+    own = {"LASTGASP_HANG_TIMEOUT": "8"} if case.kind == "sigstop" else {}
+    if case.launcher == "script":  # it would take one that anybody may have before it is used
+        own["MASTER_PORT"] = str(free_port())
     command = case.command(folder / "ckpts", folder / "final.pt")
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
-    return run_job(command, log, timeout=LIMIT, environ=os.environ | dict(environment) | hang, grace=grace)
+    return run_job(command, log, timeout=LIMIT, environ=os.environ | dict(environment) | own, grace=grace)
 
 
 def check_saved(case: AnyCase, directory: Path, done: Finished, layout: Layout, older: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -130,11 +129,8 @@ def evaluate(net: nn.Module, x: Tensor) -> float:
 
 
 def start(world: int) -> int:
-    """Start the ranks, wait for all of them; the exit code of one that failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    """Start the ranks, wait for all of them; the exit code of one that failed. MASTER_PORT is given."""
+    where = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world)}
     given = sys.argv[1:]
     place = given.index("--processes")
     command = [sys.executable, sys.argv[0], *given[:place], *given[place + 2 :]]
