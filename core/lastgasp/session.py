@@ -119,7 +119,7 @@ class Session:
         link = Link(contact.address, contact.token, self._hello()) if contact else None
         self._has_controller = contact is not None
         limits = (config.finish_timeout, config.save_timeout)
-        self._processor = Processor(self.status, source, link, self._uncoordinated, limits, self._schedule_leaving)
+        self._processor = Processor(self.status, source, link, self.save_alone, limits, self._schedule_leaving)
         self._sign()
         self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
         self.backend = backend or choose_backend()
@@ -140,7 +140,7 @@ class Session:
         from lastgasp.backends.ascend.mindio import Control, MindioBackend
 
         host = contact.address.rpartition(":")[0] if contact is not None else "127.0.0.1"
-        control = Control(self.status, self._processor, self.gather, self._uncoordinated, host, leave_now)
+        control = Control(self.status, self._processor, self.gather, self.save_alone, host, leave_now)
         return MindioBackend(self.config, self.place, self._source, control)
 
     def _open_registry(self, marking: Marking | None) -> WorkerRegistry:
@@ -338,10 +338,10 @@ class Session:
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `train` so that it is entered again after each fault repaired in place (MindIO's retry)."""
-        inner = getattr(self._backend, "protect", None)
-        return inner(train) if inner is not None else train
+        return getattr(self._backend, "protect", lambda inner: inner)(train)  # type: ignore[no-any-return]
 
-    def _uncoordinated(self, fault: Fault) -> m.Release:
+    def save_alone(self, fault: Fault) -> m.Release:
+        """Save what this rank holds, by the uncoordinated rule; waits for it."""
         known = Known(self._notes, self.started_s if self._has_controller else None)
         return recover_uncoordinated(self.status, self._source, self.place, self._hello(), fault, known)
 

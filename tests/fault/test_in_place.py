@@ -107,7 +107,7 @@ def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
-@pytest.mark.parametrize(("phase", "step"), [("backward", 8), ("update", 9)])
+@pytest.mark.parametrize(("phase", "step"), [("backward", 8), ("before_update", 9), ("update", 9)])
 def test_a_step_that_failed_is_done_again(phase: str, step: int, tmp_path: Path, undisturbed: Any) -> None:
     """A rank that raised in the middle of its update takes the state from the other, which has completed the step."""
     directory = tmp_path / "d"

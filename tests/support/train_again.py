@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState, train
-from support.train_loop import evaluate, plain
+from support.train_loop import evaluate
 
 GATE = 5
 """Completed steps after which the ranks wait for the file `go`: faults come behind it."""
@@ -33,8 +34,17 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1))
 
 
-NET = network()
-"""Made once in a process; with `--keep` each entry trains this very object."""
+class Objects:
+    """What is trained, and what trains it."""
+
+    def __init__(self) -> None:
+        self.net = network()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+
+
+KEPT = Objects()
+"""Made once in a process; with `--keep` each entry trains these very objects."""
 
 
 def main() -> None:
@@ -69,12 +79,12 @@ def training(args: argparse.Namespace) -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True))
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
-    net = NET if args.keep else network()
+    objects = KEPT if args.keep else Objects()
+    net, optimizer, scaler = objects.net, objects.optimizer, objects.scaler
     model = DistributedDataParallel(net, bucket_cap_mb=0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-    errors: dict[str, list[float]] = {"all": []}
-    state = TorchState(model, optimizer, schedule, sampler=sampler, extra={"errors": errors})
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 10], 0.7)
+    errors: defaultdict[str, list[float]] = defaultdict(list)
+    state = TorchState(model, optimizer, schedule, scaler, sampler=sampler, extra={"errors": errors})
     with Session.open(args.dir, state=state, max_steps=12) as s:
         note(args.dir, f"entered {os.getpid()} {s.step} {s.resumed}")
         for _ in s.epochs(1000):
@@ -83,13 +93,24 @@ def training(args: argparse.Namespace) -> None:
                 while s.step >= GATE and not (args.dir / "go").exists():
                     s.alive()
                     time.sleep(0.01)
-                plain([model], [optimizer], batch)
+                step(model, optimizer, scaler, batch)
                 schedule.step()
             errors["all"].append(evaluate(net, x))
         note(args.dir, f"ended {os.getpid()} {s.step}")
     if args.final and rank == 0:
         torch.save({**net.state_dict(), "errors": torch.tensor(errors["all"])}, args.final)
     dist.destroy_process_group()
+
+
+def step(model: nn.Module, optimizer: Any, scaler: Any, batch: Any) -> None:
+    """One update; gradients are dropped at its end, as in nanoGPT."""
+    inputs, wanted = batch
+    noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
+    loss = ((model(inputs + noise * torch.randn_like(inputs)) - wanted) ** 2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
 
 
 def note(directory: Path, text: str) -> None:

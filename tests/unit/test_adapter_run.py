@@ -13,6 +13,7 @@ from lastgasp import session as session_module
 from lastgasp.adapter.run import AdapterRun, Framework
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released
 from lastgasp.launch.framework_verdict import Verdict
@@ -20,6 +21,7 @@ from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import FakeSource
+from support.launchers import incidents
 
 
 class Peer(RuntimeError):
@@ -109,6 +111,23 @@ def test_an_exception_in_training_has_the_step_saved(run: AdapterRun) -> None:
     run.failed(ValueError("no"))
     assert "save 4" in training.source.done
     assert run.session.status.outcome is not None and run.session.status.outcome.ending == "saved"
+
+
+def test_a_state_that_cannot_be_kept_in_memory_is_saved(run: AdapterRun, caplog: pytest.LogCaptureFixture) -> None:
+    """The controller counts on it, and no other rank may have been able to keep it."""
+
+    def keep(again: Again) -> None:
+        raise MemoryError("no room")
+
+    training = begun(run)
+    run.before_again = keep
+    again = Again(incarnation=1, step=4, source=0, takers=(), lost=(), port=1)
+    order = Release(recovery=1, ending="in_place", step=4, path="", reason="", again=again)
+    with pytest.raises(MemoryError):
+        run.failed(Released(order))
+    assert "save 4" in training.source.done
+    [incident] = incidents(run.config.directory)
+    assert (incident.ending, incident.step_saved, incident.faults[0].cause) == ("saved", 4, "MemoryError: no room")
 
 
 def test_a_state_between_two_steps_is_not_saved(run: AdapterRun, caplog: pytest.LogCaptureFixture) -> None:

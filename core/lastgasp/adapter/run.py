@@ -9,13 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from lastgasp import _clock
 from lastgasp.backends import BackendChoice
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.deferred_source import DeferredSource
-from lastgasp.events import FaultKind
+from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of, is_success, may_pass
 from lastgasp.gasp.again import Again
-from lastgasp.gasp.messages import Release
+from lastgasp.gasp.messages import Release, encodable
 from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
 from lastgasp.launch.framework_verdict import Verdict
@@ -253,6 +254,11 @@ class AdapterRun:
             return False
         try:
             self.before_again(outcome.again)
+        except BaseException as error:  # the others may not have been able to keep it, either
+            rank, step, now = self.place.rank, self.session.status.step, _clock.wall_ns()
+            cause = encodable(cause_of(error))
+            self.session.save_alone(Fault(kind="exception", rank=rank, cause=cause, step=step, seen_ns=now))
+            raise
         finally:
             self.close(completed=False)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -18,10 +19,13 @@ def cloned(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return type(value)((key, cloned(item)) for key, item in value.items())
+        found = copy.copy(value)  # made from pairs, a Counter would count them, and an OrderedDict lose its attributes
+        for key, item in value.items():
+            found[key] = cloned(item)
+        return found
     if type(value) in (list, tuple):
         return type(value)(cloned(item) for item in value)
-    return value
+    return copy.deepcopy(value)
 
 
 def hand_over(value: Any, source: int) -> Any:

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -19,6 +20,7 @@ from lastgasp.errors import UsageError
 from lastgasp.gasp.again import ORDER, Again
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.handover import hand_over
+from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import Held, Memory
 
 log = logging.getLogger("lastgasp")
@@ -39,15 +41,24 @@ class Entry:
         held: what was kept for the next call of it, or is not used up by this one yet.
         sessions: opened in this call; only the first one is known to be that of the call before.
         end: ends an open session as its `with` block would, where the function has none.
+        objects: of the first session of the first call.
     """
 
     def __init__(self, why: str, held: Held | None) -> None:
         self.why, self.held = why, held
         self.again, self.sessions = False, 0
         self.end: Callable[[BaseException], object] | None = None
+        self.objects: KeptObjects | None = None
 
     def take(self) -> Held | None:
-        """For a session that is being opened: what it begins with, if the training was entered again."""
+        """For a session that is being opened: what it begins with, if the training was entered again.
+
+        Raises:
+            UsageError: the function has to be left first.
+        """
+        if self.again:
+            raise UsageError("a session has ended by a fault, and train() is about to call its function again: let the "
+                             "exception leave it, and open no other session")  # fmt: skip
         held, self.held = self.held, None
         self.sessions += 1
         return held
@@ -103,10 +114,12 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _cannot() -> str:
-    if not (dist.is_available() and dist.is_initialized()):
-        return ""
-    why = "the process group was made outside of the function that train() calls"
-    if dist.get_rank() == 0:
+    why = ""
+    if dist.is_available() and dist.is_initialized():
+        why = "the process group was made outside of the function that train() calls"
+    elif threading.current_thread() is not threading.main_thread():
+        why = "train() is not called on the main thread, where signals arrive"
+    if why and os.environ.get("RANK", "0") == "0":
         log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
     return why
 
@@ -138,6 +151,9 @@ def _enter_again(entry: Entry) -> None:
             for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it lives
                 vars(wrapped).pop(name, None)
         held.wrapped.clear()
+        if held.state is not None and entry.objects is not None:
+            entry.objects.renew(held.state)
+            held.state = None
         if dist.is_initialized():
             dist.destroy_process_group()
         os.environ.update(held.again.environment)

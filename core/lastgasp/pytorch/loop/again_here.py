@@ -19,6 +19,7 @@ from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.again import received
+from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
@@ -50,6 +51,7 @@ class AgainHere:
         if embedded and entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery
             run.life.before_again = self.keep
+            entry.objects = entry.objects or KeptObjects(run.state)
 
     def fill(self) -> bool:
         """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
@@ -107,7 +109,9 @@ class AgainHere:
             known = run.recovery, run.users_handler
             rejoin = partial(_rejoin, self._make, place, memory, self._source_of(memory), known)
         wrapped = [ddp for model in run.state.models.values() if (ddp := ddp_of(model)) is not None]
-        held = Held(again, memory, run.fit, rejoin, wrapped=wrapped, users_handler=run.users_handler, mask=mask)
+        held = Held(
+            again, memory, run.fit, rejoin, None, wrapped, run.state, users_handler=run.users_handler, mask=mask
+        )
         run.entry.keep(held)
 
     def _source_of(self, memory: Memory) -> GaspSource:

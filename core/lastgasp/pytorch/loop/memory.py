@@ -11,6 +11,7 @@ from lastgasp.checkpoint.manifest import Fit
 from lastgasp.gasp.again import Again
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.pytorch.gasp_source import GaspSource
+from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.replicas import Digests
 
 
@@ -41,6 +42,7 @@ class Held:
         rejoin: makes the run of the next incarnation; None in a new process.
         life: that run, once this rank has joined with what it holds.
         wrapped: the models' DDP wrappers, which must be gone before new ones are made.
+        state: the objects of the session that has ended; None in a new process.
         users_handler: of SIGTERM.
         mask: of signals before. SIGTERM is blocked until this rank has joined again, as nobody would take it.
     """
@@ -51,6 +53,7 @@ class Held:
     rejoin: Callable[[], AdapterRun] | None = None
     life: AdapterRun | None = None
     wrapped: list[Any] = field(default_factory=list)
+    state: TorchState | None = None
     users_handler: Any = None
     mask: set[Any] = field(default_factory=set)
 

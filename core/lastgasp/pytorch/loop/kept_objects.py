@@ -1,0 +1,41 @@
+"""Objects made outside of the function that `train` calls: each call of it gets them as a new process would have them.
+
+A checkpoint holds parameters, optimizer states and the like. In a process that goes on these objects have more than
+that: gradients of a step that was broken off, the mode of an evaluation, a scaler in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from lastgasp.pytorch.loop.state import TorchState
+
+
+class KeptObjects:
+    """What is known of the objects of a `train`, from the first call of its function; does not keep them alive."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._modules = [(weakref.ref(module), module.training) for module in state.container.modules()]
+        self._parameters = [(weakref.ref(p), p.requires_grad) for p in state.container.parameters()]
+
+    def renew(self, state: TorchState) -> None:
+        """Before the next call: `state` is that of the call that has ended."""
+        for parameter in _trained(state):
+            parameter.grad = None
+        for module, training in self._modules:
+            if (found := module()) is not None:
+                found.training = training
+        for reference, flag in self._parameters:
+            if (kept := reference()) is not None:
+                kept.requires_grad_(flag)
+        stages: Any = vars(state.scaler).get("_per_optimizer_states") if state.scaler is not None else None
+        if stages is not None:  # else it takes gradients for unscaled that are not
+            stages.clear()
+
+
+def _trained(state: TorchState) -> list[nn.Parameter]:
+    groups = [group for optimizer in state.optimizers.values() for group in optimizer.param_groups]
+    return [*state.container.parameters(), *(p for group in groups for p in group["params"])]

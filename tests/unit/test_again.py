@@ -1,0 +1,98 @@
+"""What goes from one call of a training function to the next one in the same process, and what does not."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lastgasp.errors import UsageError
+from lastgasp.gasp.again import Again
+from lastgasp.pytorch import TorchState, train
+from lastgasp.pytorch.handover import cloned
+from lastgasp.pytorch.loop import again
+from lastgasp.pytorch.loop.again import Entry
+from lastgasp.pytorch.loop.kept_objects import KeptObjects
+from lastgasp.pytorch.loop.memory import Held
+
+
+def test_a_copy_is_equal_and_nobody_elses() -> None:
+    net, table = nn.Linear(2, 2), defaultdict(list, {"all": [torch.ones(2)]})
+    schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(net.parameters()), [3, 6])
+    before: dict[str, Any] = {
+        "model": net.state_dict(), "schedule": schedule.state_dict(), "table": table, "seen": {"a"},
+        "pair": (1, {2: 3}),
+    }  # fmt: skip
+    found = cloned(before)
+    assert torch.equal(found["model"].pop("weight"), net.weight)
+    assert type(found["model"]) is OrderedDict and vars(found["model"]) == vars(before["model"]) != {}
+    assert found["schedule"] == before["schedule"] and found["schedule"]["milestones"] == Counter((3, 6))
+    found["table"]["all"][0].zero_()
+    found["table"]["new"].append(1)
+    found["seen"].add("b")
+    assert table["all"][0].tolist() == [1.0, 1.0] and list(table) == ["all"]
+    assert (before["seen"], found["pair"]) == ({"a"}, (1, {2: 3})) and "weight" in before["model"]
+
+
+def test_kept_objects_enter_the_next_call_without_what_a_broken_step_has_left() -> None:
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2).eval()
+    net = nn.Sequential(first, nn.Dropout(), last)
+    last.bias.requires_grad_(False)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = TorchState(net, optimizer, scaler=scaler)
+    objects = KeptObjects(state)
+    _broken_off(net, optimizer, scaler)
+    objects.renew(state)
+    assert [p.grad for p in net.parameters()] == [None] * 4
+    assert [m.training for m in net.modules()] == [True, True, True, False]
+    assert [p.requires_grad for p in net.parameters()] == [True, True, True, False]
+    before = first.bias.detach().clone()
+    scaler.scale(first(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)  # takes the gradients for scaled, as they are
+    assert torch.allclose(first.bias, before - 0.1)
+
+
+def _broken_off(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """A step that raises between the scaler and the update, and an evaluation of a model that was made trainable."""
+    for parameter in net.parameters():
+        parameter.requires_grad_(True)
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    hook = optimizer.register_step_pre_hook(_raise)
+    with pytest.raises(OSError, match="cut"):
+        scaler.step(optimizer)
+    hook.remove()
+    net.eval()
+
+
+def _raise(*_: object) -> None:
+    raise OSError("cut")
+
+
+def test_no_other_session_takes_what_the_next_call_is_to_begin_with() -> None:
+    entry = Entry("", None)
+    held = Held(Again(incarnation=1, step=4, source=0, takers=(), lost=(), port=1))
+    entry.keep(held)
+    with pytest.raises(UsageError, match="open no other session"):
+        entry.take()
+    entry.again = False
+    assert entry.take() is held
+
+
+def test_a_training_outside_of_the_main_thread_is_not_entered_again(caplog: pytest.LogCaptureFixture) -> None:
+    found: list[str] = []
+
+    def look() -> None:
+        entry = again.current()
+        assert entry is not None
+        found.append(entry.why)
+
+    train(look)
+    thread = threading.Thread(target=train, args=(look,))
+    thread.start()
+    thread.join()
+    assert found == ["", "train() is not called on the main thread, where signals arrive"]
+    assert found[1] in caplog.text
