@@ -17,10 +17,11 @@ from lastgasp.gasp.link import Link
 M = TypeVar("M", bound=m.Message)
 TOKEN = "t" * 64
 STARTED_S = 1_700_000_000
+# Nobody is taken for hung, and killed, because the machine is slow: it might be the tests' own process.
 HELLO = m.Hello(
     protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"", job="job", attempt=0, rank=1, world_size=2,
-    replicas=pack(((0, 1),)), host="here", pid=1, directory="/nowhere", hang_timeout=0.0, save_timeout=5.0,
-    finish_timeout=1.0,
+    replicas=pack(((0, 1),)), host="here", pid=1, directory="/nowhere", hang_timeout=0.0, save_timeout=600.0,
+    finish_timeout=600.0,
 )  # fmt: skip
 
 

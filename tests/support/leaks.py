@@ -162,9 +162,10 @@ def _processes(mark: str) -> dict[int, str]:
         if parent == os.getpid():  # perhaps not yet what it was forked for: not to be remembered
             found[int(pid)] = command_line(pid)
         elif parent is not None and int(pid) != os.getpid():
-            if key not in _foreign and needle in read_proc(pid, "environ").split(b"\0"):
+            environ = b"" if key in _foreign else read_proc(pid, "environ")
+            if needle in environ.split(b"\0"):
                 found[int(pid)] = command_line(pid)
-            else:
+            elif environ or key in _foreign:  # a program that is being loaded has none for a moment
                 seen.add(key)
     _foreign.clear()
     _foreign.update(seen)

@@ -14,7 +14,7 @@ from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, read_manifest
 
 LAYOUT = DirectoryLayout("checkpoint-*")
 WORLD = 3
-LIMIT = 10.0
+LIMIT = 120.0
 
 
 class Meeting:

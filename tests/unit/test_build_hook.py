@@ -72,7 +72,7 @@ def use(folder: Path, scratch: Path) -> list[str]:
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LASTGASP_PURE_PYTHON")}
     done = subprocess.run(
         [sys.executable, "-c", USE, str(folder), str(scratch)],
-        env=environ, cwd=scratch, capture_output=True, text=True, timeout=60, check=False,
+        env=environ, cwd=scratch, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -210,5 +210,5 @@ def test_the_extensions_compile_without_a_warning(tmp_path: Path, source: str) -
         compiler, "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-c",
         f"-I{sysconfig.get_path('include')}", str(ROOT / "core" / source), "-o", str(tmp_path / "o"),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -192,7 +192,7 @@ def test_sigkill_leaves_the_old_one_or_the_new_one(tmp_path: Path, before: str) 
     at = {"between the renames": renames[2], "before the markers": renames[2] + 4, "before the manifest": renames[-1]}
     command = [sys.executable, "-c", _KILLED, str(tmp_path), str(at[before])]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, check=False, timeout=60, env=os.environ | {"PYTHONPATH": paths})
+    done = subprocess.run(command, check=False, timeout=200, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == -9
     assert verify(old, SCATTERED).ok
     chosen = newest_good([tmp_path], SCATTERED)

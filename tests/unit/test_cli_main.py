@@ -34,13 +34,13 @@ def test_an_unknown_command_is_a_usage_error() -> None:
 def test_help_imports_no_command() -> None:
     code = "import sys, lastgasp.cli as c; c.main(['--help'], standalone_mode=False);"
     code += "print([m for m in sys.modules if m.startswith('lastgasp.cli.') or m.startswith('rich')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_module_runs_as_the_script_does() -> None:
     command = [sys.executable, "-m", "lastgasp", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == f"lastgasp, version {__version__}\n"
 
 

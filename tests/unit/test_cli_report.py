@@ -21,7 +21,7 @@ from support.step_jobs import Shape, write
 
 HEALTHY = Shape(steps=40)
 SLOW = Shape(steps=60, slow={1: {"data": 0.02}})
-DEADLINE = 60.0
+DEADLINE = 150.0
 
 
 @pytest.fixture

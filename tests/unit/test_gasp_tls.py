@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -111,7 +112,7 @@ def test_no_certificate_no_entry(secured: ControllerThread, variables: dict[str,
     context.check_hostname = False
     context.load_verify_locations(variables[CA])
     host, _, port = secured.endpoint.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as plain, context.wrap_socket(plain) as wrapped:
+    with socket.create_connection((host, int(port)), timeout=60) as plain, context.wrap_socket(plain) as wrapped:
         told = b""
         with contextlib.suppress(ssl.SSLError):  # or the end of the connection, whichever comes first
             told = wrapped.recv(100)
@@ -122,11 +123,29 @@ def test_older_tls_is_refused(secured: ControllerThread, variables: dict[str, st
     context = TlsFiles(*map(Path, (variables[CERT], variables[KEY], variables[CA]))).client()
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     host, _, port = secured.endpoint.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as plain, pytest.raises(OSError):
+    with socket.create_connection((host, int(port)), timeout=60) as plain, pytest.raises(OSError):
         context.wrap_socket(plain)
 
 
 # -- the connection -------------------------------------------------------------------------------
+
+
+def test_a_controller_that_stops_keeps_no_connection(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also none that waits for the other side's goodbye: the loop that would hear it has ended."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        controller = ControllerThread(new_token())
+        with closing(Link(controller.endpoint.address, controller.endpoint.token, HELLO)):
+            controller.stop()
+            assert len(os.listdir("/proc/self/fd")) == before + 1, "the link's own end"
+    finally:
+        gc.enable()
 
 
 def test_both_ways_at_once(secured: ControllerThread) -> None:

@@ -19,7 +19,6 @@ from lastgasp.cli._console import escape, printable
 from lastgasp.errors import NoGoodCheckpoint, grouped
 from lastgasp.events import Fault, Incident, encode_incident
 
-pytestmark = pytest.mark.timeout(60)
 LAYOUT = SingleFile()
 
 

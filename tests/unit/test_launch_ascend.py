@@ -160,7 +160,7 @@ def test_the_plan_can_be_run_by_a_shell() -> None:
     assert "-m lastgasp.backends.ascend.proxy &" in render(prepare(POD, BOTH), ["torchrun"])
     exports = "\n".join(line for line in text.splitlines() if line.startswith("export"))
     shown = subprocess.run(
-        ["sh", "-c", f"{exports}\nenv"], capture_output=True, text=True, timeout=60, check=True, env={}
+        ["sh", "-c", f"{exports}\nenv"], capture_output=True, text=True, timeout=200, check=True, env={}
     )
     assert "HCCL_OP_RETRY_ENABLE=L0:0, L1:1, L2:1" in shown.stdout.splitlines()
     assert text.splitlines()[-1] == "torchrun --nproc-per-node 8 'it'\\''s.py'"
@@ -179,6 +179,6 @@ def test_a_launcher_starts_again_once() -> None:
     )
     env = {name: value for name, value in os.environ.items() if name != PREPARED}
     command = [sys.executable, "-c", code, code]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True)
     assert out.stdout == "True\n"
     assert not must_start_anew(Prepared(), {})

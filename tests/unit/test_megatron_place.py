@@ -37,7 +37,7 @@ def test_where_make_has_fetched_it_a_missing_one_is_an_error(monkeypatch: pytest
 
 def test_make_test_asks_for_that() -> None:
     done = subprocess.run(
-        ["make", "-n", "-p", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["make", "-n", "-p", "test"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert f"export {place.NEEDED} := 1" in (ROOT / "Makefile").read_text()
     rules = [line for line in done.stdout.splitlines() if line.startswith(("tests: ", "test-full: "))]
@@ -49,5 +49,5 @@ def test_collecting_the_real_jobs_without_it_is_an_error_there() -> None:
     path = ROOT / "tests/frameworks/test_megatron_job.py"
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", str(path)]
     env = os.environ | {place.NEEDED: "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False, env=env)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=env)
     assert done.returncode == 2 and place.NEEDED in done.stdout

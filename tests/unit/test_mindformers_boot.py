@@ -40,7 +40,7 @@ class Site:
         """Run it; `flag` is LASTGASP."""
         environ = {"PATH": "/usr/bin:/bin"} | ({} if flag is None else {"LASTGASP": flag})
         command = [str(self.python), "-c", f"import sys;{code}"]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
     def says(self, code: str, flag: str | None = None) -> str:
         """What it prints; it must not fail or complain."""

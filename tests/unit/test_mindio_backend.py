@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from lastgasp import exitcodes
-from lastgasp.backends.ascend.mindio import backend, exits, validation
+from lastgasp.backends.ascend.mindio import backend, exits, shutdown, validation
 from lastgasp.backends.ascend.mindio.backend import Control, MindioBackend
 from lastgasp.backends.ascend.mindio.handlers import Handlers
 from lastgasp.backends.ascend.mindio.lastword import LastWord
@@ -58,6 +58,7 @@ class Rank:
         self.next_action = Action.RETRY.value
         self.missing, self.led = "", True
         self.on_tell: Callable[[], None] = lambda: None
+        self.on_error: Callable[[], None] = lambda: None
         processor: Any = self
         source: Any = SimpleNamespace(rank=1)
         control = Control(self.status, processor, self.gather, self.uncoordinated, "127.0.0.1", self.leave)
@@ -71,6 +72,7 @@ class Rank:
     def tft_report_error(self, state: int) -> None:
         """Noted."""
         self.calls.append(ReportState(state).name)
+        self.on_error()
 
     def tft_wait_next_action(self) -> int:
         """What the test wants."""
@@ -162,17 +164,17 @@ def test_the_training_thread_and_mindios_lead_once(tmp_path: Path, monkeypatch: 
 
     def save() -> None:
         saving.set()
-        saved.wait(20.0)
+        saved.wait(60.0)
         rank.status.release(SAVED)
 
     rank.on_tell = save
     training = threading.Thread(target=rank.backend.fault, args=("exception", "ValueError: boom"))
     training.start()
-    assert saving.wait(20.0)
+    assert saving.wait(60.0)
     threading.Timer(0.1, saved.set).start()
     with pytest.raises(Left):
         rank.backend._leave()
-    training.join(20.0)
+    training.join(60.0)
     assert rank.calls.count("tell gave_up") == 1
 
 
@@ -183,7 +185,10 @@ def test_told_to_stop_in_the_middle_of_a_recovery_a_rank_stays_a_holder(
     rank = Rank(tmp_path)
     monkeypatch.setattr(backend, "ask_for_dump", lambda endpoint: answer)
     monkeypatch.setattr(backend, "TURN", 0.0)
-    threading.Timer(0.2, rank.status.release, (SAVED,)).start()
+    if answer == "nobody":
+        rank.on_error = lambda: rank.status.release(SAVED)
+    else:
+        threading.Timer(0.2, rank.status.release, (SAVED,)).start()
     rank.backend._stop_job(rank.backend._fault_here("sigterm", "asked to stop"))
     assert rank.calls == calls
 
@@ -261,7 +266,8 @@ def test_a_state_that_nobody_holds_is_not_repaired_in_place(tmp_path: Path, kind
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def test_a_rank_leaves_together_with_the_others(tmp_path: Path) -> None:
+def test_a_rank_leaves_together_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "destroy", lambda api: shutdown.destroy(api, 60.0))
     rank = Rank(tmp_path)
     rank.backend.goodbye()
     rank.backend.goodbye()

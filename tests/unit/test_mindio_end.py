@@ -27,7 +27,7 @@ BEFORE = (
 def end(*lines: str) -> subprocess.CompletedProcess[str]:
     """A process whose destroy hangs, and which ends like this."""
     code = "\n".join((*BEFORE, *lines))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_a_step_without_an_update_parks_too_once_a_dump_has_begun() -> None:
 
 def test_a_destroy_that_returns_is_waited_for() -> None:
     called = threading.Event()
-    assert shutdown.destroy(SimpleNamespace(tft_destroy_processor=called.set))
+    assert shutdown.destroy(SimpleNamespace(tft_destroy_processor=called.set), 60.0)
     assert called.is_set()
 
 
@@ -312,7 +312,7 @@ def test_a_destroy_that_fails_is_no_error() -> None:
     def fail() -> None:
         raise SystemExit(2)
 
-    assert shutdown.destroy(SimpleNamespace(tft_destroy_processor=fail))
+    assert shutdown.destroy(SimpleNamespace(tft_destroy_processor=fail), 60.0)
 
 
 def test_a_destroy_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_an_invalid_value_is_reported_and_costs_nothing(
 def test_json_lines_can_be_parsed() -> None:
     code = "import logging\nfrom lastgasp import logs\nlogs.set_up()\nlogging.getLogger('lastgasp').info('a \"b\"')"
     env = {"LASTGASP_LOG": "json", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=90, check=True)
     assert json.loads(done.stderr) | {"time": 0} == {
         "time": 0, "level": "info", "logger": "lastgasp", "rank": None, "message": 'a "b"',
     }  # fmt: skip

@@ -45,7 +45,7 @@ raise ERROR
 def test_the_exit_code(error: str, launcher: str, code: int) -> None:
     env = os.environ | {"LASTGASP_LAUNCHER": launcher}
     command = [sys.executable, "-c", CODE.replace("ERROR", error)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code
     assert done.stdout == "cleaned up\n"
     if "System" not in error:

@@ -490,7 +490,7 @@ if child == 0:
     os._exit(len(set(sys.modules) - before))
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -573,5 +573,5 @@ mark.begin()
 marks.path.unlink()
 """
     environ = {**os.environ, writer.SWITCH: kind}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")

@@ -109,7 +109,7 @@ def test_a_living_ring_is_left_alone(directory: Path) -> None:
             "try:\n    fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
             "except OSError:\n    sys.exit(7)"
         )
-        assert subprocess.run([sys.executable, "-c", code, marks.path], timeout=60, check=False).returncode == 7
+        assert subprocess.run([sys.executable, "-c", code, marks.path], timeout=200, check=False).returncode == 7
     finally:
         marks.close(remove=True)
     assert not directory.exists()

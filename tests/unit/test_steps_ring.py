@@ -53,7 +53,7 @@ def left(marks: Marks) -> Path:
 def run(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Another Python process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **options)
 
 
 def locked(path: Path) -> bool:
@@ -359,12 +359,12 @@ print(marks.path, marks.head, marks.dropped)
         str(tmp_path),
     ]
     try:
-        allowed = subprocess.run([*command[:6], "true"], capture_output=True, timeout=60, check=False).returncode == 0
+        allowed = subprocess.run([*command[:6], "true"], capture_output=True, timeout=200, check=False).returncode == 0
     except FileNotFoundError:
         allowed = False
     if not allowed:
         pytest.skip("no right to mount a file system: needs user namespaces, or root with CAP_SYS_ADMIN")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "None 16384 3615\n"), done.stderr
 
 

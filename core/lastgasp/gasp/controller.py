@@ -192,7 +192,7 @@ class Controller:
             say = self._door.log.warning if self._door.is_stranger() else log.debug
             say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
-            pass  # stop() is closing every connection
+            writer.transport.abort()  # stop() ends the loop: with TLS, close() would wait for the other side
         finally:
             if (peer := self._by_writer.pop(writer, None)) is not None:
                 self._closed(peer)
