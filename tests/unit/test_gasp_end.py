@@ -160,7 +160,7 @@ def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_from_before(tmp_path: 
     session._schedule_leaving(SAVED)
     session.close()
     assert session._leave_timer is not None
-    session._leave_timer.join(20.0)
+    session._leave_timer.join(60.0)
     session._leave(85)  # the timer's thread may have been on its way
     assert ended == []
 

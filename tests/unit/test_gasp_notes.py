@@ -40,7 +40,7 @@ class Book:
     def read(self) -> list[Incident]:
         """What is on disk, oldest first."""
         self.incidents.flush()
-        assert self.writer.settle(20.0)
+        assert self.writer.settle(60.0)
         return [decode_incident(path.read_bytes()) for path in sorted((self.directory / "incidents").glob("*"))]
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def test_put_never_waits_and_what_waits_is_replaced() -> None:
     held, written = threading.Event(), list[str]()
 
     def slowly() -> None:
-        assert held.wait(20.0)
+        assert held.wait(60.0)
         written.append("a1")
 
     with closing(RecordWriter()) as writer:
@@ -134,7 +134,7 @@ def test_put_never_waits_and_what_waits_is_replaced() -> None:
         assert not writer.idle
         assert not writer.settle(0.0)
         held.set()
-        assert writer.settle(20.0)
+        assert writer.settle(60.0)
     assert written == ["a1", "b2"]
 
 
@@ -146,7 +146,7 @@ def test_a_write_that_fails_is_reported_and_the_next_one_continues(caplog: pytes
     with closing(RecordWriter()) as writer:
         writer.put("the incident", fail)
         writer.put("b", lambda: written.append("b"))
-        assert writer.settle(20.0)
+        assert writer.settle(60.0)
     assert written == ["b"]
     assert [record.message for record in caplog.records] == [
         "the incident could not be written: [Errno 28] No space left on device"
@@ -158,11 +158,11 @@ def test_what_was_not_written_at_the_end_is_reported(caplog: pytest.LogCaptureFi
 
     def stall() -> None:
         entered.set()
-        held.wait(20.0)
+        held.wait(60.0)
 
     writer = RecordWriter()
     writer.put("the incident", stall)
-    assert entered.wait(20.0)
+    assert entered.wait(60.0)
     writer.close()
     held.set()
     assert [record.message for record in caplog.records] == [

@@ -300,7 +300,7 @@ def training(status: RankStatus) -> Iterator[threading.Thread]:
         yield thread
     finally:
         status.release(RELEASE)
-        thread.join(20.0)
+        thread.join(60.0)
 
 
 @pytest.mark.parametrize("raised", [True, False])
@@ -321,7 +321,7 @@ def test_a_save_that_was_called_off_removes_what_it_wrote() -> None:
     with connected() as rank:
         rank.source.gate.clear()
         rank.controller.say(SAVE)
-        assert rank.source.saving.wait(20.0)
+        assert rank.source.saving.wait(60.0)
         rank.controller.say(m.Discard(recovery=1, plan=1))
         rank.controller.say(PREPARE)
         rank.controller.hear(m.Prepared)  # so the Discard has been read
@@ -337,7 +337,7 @@ def test_a_normal_end_waits_for_a_recovery_that_may_need_this_rank() -> None:
         rank.controller.say(PREPARE)
         rank.controller.hear(m.Prepared)
         rank.controller.say(SAVE)
-        assert rank.source.saving.wait(20.0)
+        assert rank.source.saving.wait(60.0)
         closing = threading.Thread(target=rank.processor.close, args=(True,))
         closing.start()
         rank.source.gate.set()
@@ -345,7 +345,7 @@ def test_a_normal_end_waits_for_a_recovery_that_may_need_this_rank() -> None:
         rank.controller.say(RELEASE)
         rank.controller.hear(m.Goodbye)
         rank.controller.say(m.Farewell())
-        closing.join(20.0)
+        closing.join(60.0)
 
 
 # -- without a controller --------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_a_rank_that_defers_gathers_and_may_end(tmp_path: Path) -> None:
         other = threading.Thread(target=lambda: told.append(sessions[1].gather("tag", b"1")))
         other.start()
         assert sessions[0].gather("tag", b"0") == [b"0", b"1"]
-        other.join(20.0)
+        other.join(60.0)
         assert told == [[b"0", b"1"]]
         sessions[1].close(goodbye=False)
         assert not sessions[0].status.held

@@ -67,7 +67,7 @@ def recover(controller: ControllerThread, directory: Path) -> None:
 
 
 def answer_until_released(link: Link) -> None:
-    link._socket.settimeout(20.0)
+    link._socket.settimeout(60.0)
     while True:
         for message in link.receive():
             if isinstance(message, m.Prepare):
@@ -85,7 +85,7 @@ def test_a_disk_that_hangs_holds_up_neither_orders_nor_the_launchers_questions(
     controller = ControllerThread(new_token())
     with stalled_disk(monkeypatch, tmp_path) as hangs:
         recover(controller, tmp_path)
-        assert hangs.wait(20.0)
+        assert hangs.wait(60.0)
         assert controller.in_use(0) and not controller.in_use(1)
         assert controller.over_for(0) is not None
         assert controller.hold_limit() > 0
@@ -106,7 +106,7 @@ def test_the_orders_go_out_before_the_record_is_written(tmp_path: Path, monkeypa
     with stalled_disk(monkeypatch, tmp_path):
         recover(controller, tmp_path)
         assert not list(tmp_path.glob("incidents/*.json"))
-    assert controller.settle(20.0)
+    assert controller.settle(60.0)
     controller.stop()
     (path,) = tmp_path.glob("incidents/*.json")
     assert decode_incident(path.read_bytes()).ending == "nothing_to_save"
@@ -330,7 +330,7 @@ def test_a_controller_that_is_behind_holds_no_launcher_up(monkeypatch: pytest.Mo
 
     try:
         controller._loop.call_soon_threadsafe(stall)
-        assert stuck.wait(20.0)
+        assert stuck.wait(60.0)
         controller.expect(3)
         assert (controller.event(3), controller.summary("done")) == ("", "")
         assert controller._controller._expected != 3

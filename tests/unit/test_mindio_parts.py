@@ -372,7 +372,7 @@ def test_a_request_that_fails_is_not_the_last_one() -> None:
         assert ask_for_dump(endpoint) == "nobody"
         assert tell_used(endpoint)
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(20.0)
+        thread.join(60.0)
 
 
 def test_nobody_to_ask_is_an_answer() -> None:
