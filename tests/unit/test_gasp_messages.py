@@ -138,6 +138,8 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
     cards = st.builds(WorkerCard, rank=BOUNDS, pid=BOUNDS, started_ns=BOUNDS)
     rows = st.builds(RankRow, rank=BOUNDS, step=st.none() | BOUNDS, marks=st.none() | BOUNDS, card=st.none() | cards)
     results = st.builds(SwitchResult, rank=BOUNDS, mask=st.none() | BOUNDS)
+    ranks = st.lists(BOUNDS).map(tuple)
+    again = st.builds(Again, incarnation=BOUNDS, step=BOUNDS, source=BOUNDS, takers=ranks, lost=ranks, port=BOUNDS)
     more: dict[str, Any] = {
         "replicas": st.binary() if kind is m.Hello else st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),
         "aux": st.dictionaries(BOUNDS, st.binary()) if kind in (m.Save, m.Consulted) else st.binary(),
@@ -146,11 +148,11 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
         else st.lists(st.binary()).map(tuple),
         "fault": faults,
         "faults": st.lists(faults, max_size=3).map(tuple),
-        "ranks": st.none() | st.lists(BOUNDS).map(tuple),
-        "steps": st.lists(BOUNDS).map(tuple),
+        "ranks": st.none() | ranks,
+        "steps": ranks,
         "states": st.lists(st.binary()).map(tuple),
         "wait": st.floats(0, 1e9),
-        "again": st.none() | st.builds(Again, incarnation=BOUNDS, step=BOUNDS, source=BOUNDS, port=BOUNDS),
+        "again": st.none() | again,
         "card": cards,
         "rows": st.lists(rows, max_size=3).map(tuple),
         "results": st.lists(results, max_size=3).map(tuple),

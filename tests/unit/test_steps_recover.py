@@ -125,7 +125,9 @@ def test_what_the_flusher_had_said_to_be_on_disk_is_not_written_again(dead: Dead
     assert steps(directory) == [0, 1, 2, 3, 4]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60, deadline=None
+)
 @given(at=st.integers(0, 100))
 def test_a_death_anywhere_in_the_write_doubles_and_loses_nothing(
     at: int, dead: Dead, tmp_path_factory: pytest.TempPathFactory
@@ -405,7 +407,9 @@ def test_what_is_not_a_file_of_ours_is_left_alone(rings: Path, tmp_path: Path) -
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40, deadline=None
+)
 @given(data=st.data())
 def test_no_damage_stops_it(data: st.DataObject, dead: Dead, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = dead(3, where=tmp_path_factory.mktemp("task") / "3")
