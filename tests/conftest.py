@@ -23,8 +23,8 @@ make_importable()
 # costs. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Nothing about time: how long an example takes says more of the machine than of the code. The same examples in each run,
-# so that one that fails is found by who changes the code, and not by anybody later; make test-full draws others.
+# Nothing about time: how long an example takes says more of the machine than of the code. The same examples in each
+# run, so that one that fails is found by who changes the code, and not by anybody later; make test-full draws others.
 settings.register_profile(
     "tests",
     max_examples=50,
