@@ -13,10 +13,10 @@ from lastgasp.testing.jobs import run_job
 
 @pytest.mark.slow
 @pytest.mark.fault
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(950)
 def test_every_claim_of_the_demo_holds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lastgasp", "demo", "--out", str(tmp_path / "out")]
-    done = run_job(command, tmp_path / "log", timeout=800)
+    done = run_job(command, tmp_path / "log", timeout=900)
     assert done.ok, done.output
     document = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert document["ok"]

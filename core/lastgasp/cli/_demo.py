@@ -27,7 +27,7 @@ from .incident import last_incident
 from .verify import Report
 
 STEPS, EVERY, FAULT_STEP = 60, 20, 33
-JOB_TIMEOUT = 150.0
+JOB_TIMEOUT = 400.0
 """Seconds that one job may take; it needs about ten."""
 RANKS = 2
 
