@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lastgasp import exitcodes
 from support.engine_job import ToyJob
 from support.recovery_backends import BACKENDS, Backend, Trace, used
+from support.waiting import until
 
 pytestmark = pytest.mark.fault
 
@@ -35,20 +34,9 @@ def trace(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield found
 
 
-@contextmanager
-def begun(directory: Path, world: int, **options: Any) -> Iterator[ToyJob]:
-    """A job whose controller has heard that each rank has begun: a gather comes after that."""
-    with ToyJob(directory, world, **options) as job:
-        for rank in job.ranks:
-            rank.tell("gather begun yes")
-        for rank in job.ranks:
-            rank.wait_for("gathered")
-        yield job
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_costs_no_step(tmp_path: Path, backend: Backend, trace: Trace, victim: int) -> None:
-    with begun(tmp_path, world=3) as job:
+    with ToyJob(tmp_path, world=3) as job:
         job.step(1)
         job.step(2)
         survivors = [rank for rank in range(3) if rank != victim]
@@ -69,7 +57,7 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, backend: Backend, trace: Tr
 
 
 def test_an_exception_is_the_others_to_save(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=2) as job:
+    with ToyJob(tmp_path, world=2) as job:
         job.step(1)
         job.stuck(1)
         job.ranks[0].tell("raise")
@@ -81,7 +69,7 @@ def test_an_exception_is_the_others_to_save(tmp_path: Path, trace: Trace) -> Non
 
 
 def test_survivors_whose_collectives_raise_stay_holders(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=3) as job:
+    with ToyJob(tmp_path, world=3) as job:
         job.step(4)
         job.ranks[1].signal(signal.SIGKILL)
         job.ranks[0].tell("peer")
@@ -93,7 +81,7 @@ def test_survivors_whose_collectives_raise_stay_holders(tmp_path: Path, trace: T
 
 
 def test_each_shard_is_saved_by_a_holder_that_lives(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=4, replicas=[[0, 2], [1, 3]]) as job:
+    with ToyJob(tmp_path, world=4, replicas=[[0, 2], [1, 3]]) as job:
         job.step(5)
         job.stuck(0, 2, 3)
         job.ranks[1].signal(signal.SIGKILL)
@@ -111,7 +99,7 @@ def test_each_shard_is_saved_by_a_holder_that_lives(tmp_path: Path, trace: Trace
 
 
 def test_the_faulty_rank_saves_where_nobody_else_is_left(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=2) as job:
+    with ToyJob(tmp_path, world=2) as job:
         job.step(1)
         job.ranks[1].signal(signal.SIGKILL)
         job.ranks[0].tell("raise")
@@ -121,7 +109,7 @@ def test_the_faulty_rank_saves_where_nobody_else_is_left(tmp_path: Path, trace: 
 
 
 def test_another_holder_saves_where_one_cannot(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=3, failing=[0]) as job:
+    with ToyJob(tmp_path, world=3, failing=[0]) as job:
         job.step(2)
         job.stuck(0, 1)
         job.ranks[2].signal(signal.SIGKILL)
@@ -134,10 +122,14 @@ def test_another_holder_saves_where_one_cannot(tmp_path: Path, trace: Trace) -> 
 
 
 def test_ranks_that_all_raise_are_saved_all_the_same(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=2) as job:
+    """Each tells the controller before anything is saved."""
+    asked = tmp_path / "asked"
+    with ToyJob(tmp_path, world=2, save_until=str(asked)) as job:
         job.step(6)
         for rank in job.ranks:
             rank.tell("raise")
+        until(lambda: {fault.rank for fault in job.attempt.machine.faults} == {0, 1}, "both faults are known")
+        asked.touch()
         assert [rank.code() for rank in job.ranks] == [exitcodes.SAVED] * 2
         assert {fault.rank for fault in job.incident().faults} == {0, 1}
     assert job.saved() == ["step-6.toy"]
@@ -145,7 +137,7 @@ def test_ranks_that_all_raise_are_saved_all_the_same(tmp_path: Path, trace: Trac
 
 @pytest.mark.parametrize("told", [(1,), (0, 1)], ids=["one", "all"])
 def test_told_to_stop_by_sigterm(tmp_path: Path, trace: Trace, told: tuple[int, ...]) -> None:
-    with begun(tmp_path, world=2) as job:
+    with ToyJob(tmp_path, world=2) as job:
         job.step(3)
         job.stuck(0, 1)
         for rank in told:
@@ -156,7 +148,7 @@ def test_told_to_stop_by_sigterm(tmp_path: Path, trace: Trace, told: tuple[int, 
 
 
 def test_an_exit_that_nobody_was_told_of_is_a_fault(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=2) as job:
+    with ToyJob(tmp_path, world=2) as job:
         job.step(2)
         job.stuck(0)
         job.ranks[1].tell("vanish")
@@ -167,10 +159,11 @@ def test_an_exit_that_nobody_was_told_of_is_a_fault(tmp_path: Path, trace: Trace
 
 
 def test_a_hung_rank_is_killed_and_the_others_save(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=3, hang=2.0) as job:
+    with ToyJob(tmp_path, world=3) as job:
         job.step(1)
-        job.ranks[1].signal(signal.SIGSTOP)  # before the others move for the last time
+        job.ranks[1].signal(signal.SIGSTOP)
         job.stuck(0, 2)
+        job.hangs(1)
         assert job.ranks[1].code() == -signal.SIGKILL
         assert [job.ranks[rank].code() for rank in (0, 2)] == [exitcodes.SAVED] * 2
     assert job.saved() == ["step-1.toy"]
@@ -178,7 +171,7 @@ def test_a_hung_rank_is_killed_and_the_others_save(tmp_path: Path, trace: Trace)
 
 def test_the_gate_holds_updates_back_while_a_recovery_is_on(tmp_path: Path, trace: Trace) -> None:
     release = tmp_path / "go"
-    with begun(tmp_path, world=2, save_until=str(release)) as job:
+    with ToyJob(tmp_path, world=2, save_until=str(release)) as job:
         job.step(1)
         job.ranks[1].signal(signal.SIGKILL)
         assert job.ranks[0].wait_for("save")["step"] == 1
@@ -190,7 +183,7 @@ def test_the_gate_holds_updates_back_while_a_recovery_is_on(tmp_path: Path, trac
 
 
 def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path, trace: Trace) -> None:
-    with begun(tmp_path, world=2) as job:
+    with ToyJob(tmp_path, world=2) as job:
         job.step(1)
         for rank in job.ranks:
             rank.tell("done")

@@ -7,15 +7,16 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from lastgasp import exitcodes
-from lastgasp.gasp.serve import start_detached
+from lastgasp.gasp.rundir import running_jobs
+from lastgasp.gasp.serve import Endpoint, start_detached
 from lastgasp.gasp.uncoordinated import OUT_OF_REACH
 from support.engine_job import ToyJob, ToyRank, held
+from support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.fault
 
@@ -78,10 +79,11 @@ def test_sigterm_to_one_rank_saves_without_python_handlers_in_the_stuck_main_thr
 
 
 def test_a_stopped_rank_is_found_excluded_and_killed_after_the_save(tmp_path: Path) -> None:
-    with ToyJob(tmp_path, world=3, hang=2.0) as job:
+    with ToyJob(tmp_path, world=3) as job:
         job.step(1)
-        job.ranks[1].signal(signal.SIGSTOP)  # before the others move for the last time
+        job.ranks[1].signal(signal.SIGSTOP)
         job.stuck(0, 2)
+        job.hangs(1)
         assert job.ranks[1].code() == -signal.SIGKILL
         assert [job.ranks[r].code() for r in (0, 2)] == [exitcodes.SAVED] * 2
         incident = job.incident()
@@ -160,12 +162,15 @@ def test_nothing_to_save_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_the_saver_dies_during_the_save_and_the_next_holder_takes_over(tmp_path: Path) -> None:
-    with ToyJob(tmp_path, world=3, save_seconds=1.0) as job:
+    asked = tmp_path / "asked"
+    with ToyJob(tmp_path, world=3, save_until=str(asked)) as job:
         job.step(5)
         job.stuck(0, 1)
         job.ranks[2].signal(signal.SIGKILL)
         job.ranks[0].wait_for("save")
         job.ranks[0].signal(signal.SIGKILL)
+        job.ranks[0].code()
+        asked.touch()
         assert job.ranks[1].wait_for("save")["step"] == 5
         assert job.ranks[1].code() == exitcodes.SAVED
         assert {f.rank for f in job.incident().faults} == {0, 2}
@@ -250,7 +255,7 @@ def test_controller_killed_then_a_rank_killed_the_survivor_saves_alone(tmp_path:
     endpoint = start_detached()
     with ToyJob(tmp_path, world=2, endpoint=endpoint) as job:
         job.step(4)
-        os.kill(_listener_pid(endpoint.port), signal.SIGKILL)
+        os.kill(_pid(endpoint), signal.SIGKILL)
         job.ranks[1].signal(signal.SIGKILL)
         job.ranks[1].code()
         job.ranks[0].tell("raise")  # the collective's error is what a rank sees then
@@ -263,21 +268,18 @@ def test_controller_killed_then_a_rank_killed_the_survivor_saves_alone(tmp_path:
 
 def test_a_detached_controller_ends_after_the_last_rank(tmp_path: Path) -> None:
     endpoint = start_detached()
-    pid = _listener_pid(endpoint.port)
+    pid = _pid(endpoint)
     with ToyJob(tmp_path, world=1, endpoint=endpoint) as job:
         job.ranks[0].tell("done")
         assert job.ranks[0].code() == 0
-    deadline = time.monotonic() + 15
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "it has ended")
 
 
 @pytest.mark.parametrize("noise", [b"", b"\x00", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x05hello"])
 def test_noise_at_the_port_is_refused_and_harms_nobody(tmp_path: Path, noise: bytes) -> None:
     with ToyJob(tmp_path, world=2) as job:
         assert job.endpoint is not None
-        with socket.create_connection((job.endpoint.host, job.endpoint.port), timeout=10) as intruder:
+        with socket.create_connection((job.endpoint.host, job.endpoint.port), timeout=PATIENCE) as intruder:
             intruder.sendall(noise)
             intruder.shutdown(socket.SHUT_WR)
             while intruder.recv(4096):
@@ -314,20 +316,10 @@ def _start(job: ToyJob, environment: dict[str, str]) -> ToyRank:
     return ToyRank(options, {"LASTGASP_CONTROLLER": job.endpoint.address} | environment)
 
 
-def _listener_pid(port: int) -> int:
-    inodes = {
-        line.split()[9]
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].split(":")[1], 16) == port
-    }
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue
-        if target.startswith("socket:[") and target[8:-1] in inodes:
-            return int(link.parts[2])
-    raise AssertionError(f"nobody listens on port {port}")
+def _pid(endpoint: Endpoint) -> int:
+    """The process of a detached controller."""
+    [pid] = [job.pid for job in running_jobs() if job.address == endpoint.address]
+    return pid
 
 
 def test_notes_of_ranks_are_in_the_incident_that_they_belong_to_and_once(tmp_path: Path) -> None:

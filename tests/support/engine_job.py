@@ -17,10 +17,12 @@ from types import TracebackType
 from typing import Any
 
 from lastgasp.events import Incident, decode_incident
+from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.serve import ControllerThread, Endpoint, new_token
+from support.waiting import PATIENCE as DEADLINE
+from support.waiting import until
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-DEADLINE = 150.0
 
 
 class ToyRank:
@@ -98,7 +100,27 @@ class ToyJob:
         self.ranks = [self.start(rank) for rank in range(self.world)]
         for rank in self.ranks:
             rank.wait_for("ready")
+        if self.thread is not None:
+            until(lambda: len(self.attempt.begun) == self.world, "the controller has heard that each rank has begun")
+            # Limits under test are those that ranks keep; the controller's own wait for a rank that has no CPU.
+            self.attempt.machine.finish_timeout = DEADLINE
         return self
+
+    @property
+    def attempt(self) -> Attempt:
+        """What the controller, in this process, knows."""
+        assert self.thread is not None
+        found = self.thread._controller.attempt
+        assert found is not None
+        return found
+
+    def hangs(self, rank: int) -> None:
+        """The controller has seen that this rank is stopped; from now on a second without progress is too long."""
+        assert self.thread is not None
+        watch = self.thread._controller._watch
+        assert watch is not None
+        until(lambda: rank in watch.stopped(), f"rank {rank} is seen to be stopped")
+        self.attempt.machine.progress.limit = 1.0
 
     def start(self, rank: int, **more: Any) -> ToyRank:
         """Start one more process."""
@@ -151,10 +173,10 @@ def held(controller: ControllerThread) -> Iterator[None]:
 
     def wait() -> None:
         entered.set()
-        go_on.wait(60.0)
+        go_on.wait(DEADLINE)
 
     controller._loop.call_soon_threadsafe(wait)
-    assert entered.wait(60.0)
+    assert entered.wait(DEADLINE)
     try:
         yield
     finally:

@@ -54,7 +54,7 @@ class Result:
     part: bytes = b""
 
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 """Seconds at most that a save waits for the file `save_until`."""
 
 
@@ -126,6 +126,7 @@ def main() -> None:
     except LastgaspError as error:
         say("refused", why=str(error))
         sys.exit(2)
+    session._patience = options.get("leave", session._patience)
     session.take_sigterm()
     if "holds" in options:  # what each rank says that it holds
         say("compared", alike=session.compare_replicas(lambda: {"model": options["holds"][rank].encode()}))

@@ -165,7 +165,9 @@ def running_jobs() -> list[JobFile]:
             continue  # usually it does not exist
     if not found and refused:
         raise refused[0]
-    return sorted(found, key=lambda job: (job.started_s, job.pid, job.address))
+    found.sort(key=lambda job: bool(job.job))  # for a moment a job has two files, without its name and with it
+    each = {(job.host, job.pid, job.address): job for job in found}.values()
+    return sorted(each, key=lambda job: (job.started_s, job.pid, job.address))
 
 
 def _listed(folder: int) -> Iterator[JobFile]:
