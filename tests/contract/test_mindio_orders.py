@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from lastgasp import exitcodes
 from support.engine_job import ToyJob
 from support.ports import free_port
 from support.recovery_backends import MINDSPORE, SCALE, TORCH, Trace, used
+from support.waiting import until
 
 pytestmark = pytest.mark.fault
 WORKER = Path(__file__).parents[1] / "support" / "in_place_worker.py"
@@ -35,14 +35,6 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
         yield found
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def alive(pid: int) -> bool:
     """It is there, and no zombie."""
     try:
@@ -58,6 +50,7 @@ def test_start_up_order_threads_and_limits(tmp_path: Path, trace: Trace) -> None
         job.stuck(0, 2, 3)
         job.ranks[1].signal(signal.SIGKILL)
         assert [job.ranks[rank].code() for rank in (0, 2, 3)] == [exitcodes.SAVED] * 3
+    until(lambda: bool(trace.events("renamed")), "MindIO's controller has heard that it is renamed")
     [controller] = trace.events("start_controller")
     assert controller["pid"] not in pids  # else rank 0's death would end it (§16.2)
     first = ["init_processor", "start_processor", "is_reboot_node", "replica"]
@@ -87,7 +80,7 @@ def test_stop_and_clean_before_a_dump_where_it_is_asked_for(
     with ToyJob(tmp_path, world=2) as job:
         job.step(1)
         job.ranks[1].signal(signal.SIGKILL)
-        until(lambda: trace.events("prelock", 0))
+        until(lambda: bool(trace.events("prelock", 0)), "the step is locked")
         job.ranks[0].tell("step 2")  # held back by MindIO's lock, then told to leave its loop
         assert job.ranks[0].code() == exitcodes.SAVED
     assert job.saved() == ["step-1.toy"]
@@ -98,7 +91,7 @@ def test_stop_and_clean_before_a_dump_where_it_is_asked_for(
 
 def test_mindspore_mode_leaves_by_the_exit_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with used(MINDSPORE, tmp_path, monkeypatch) as trace:
-        with ToyJob(tmp_path, world=2) as job:
+        with ToyJob(tmp_path, world=2, leave=600.0) as job:  # not by the timer of a rank that was released
             job.step(2)
             job.stuck(0)
             job.ranks[1].signal(signal.SIGKILL)
@@ -117,7 +110,7 @@ def test_a_state_without_a_holder_ends_with_a_record(
         job.stuck(0)
         job.ranks[1].signal(signal.SIGKILL)
         assert job.ranks[0].code() == exitcodes.GAVE_UP  # not MindIO's 2, which may mean anything
-        until(lambda: (tmp_path / "incidents").exists() and list((tmp_path / "incidents").glob("*.json")))
+        until(lambda: bool(list((tmp_path / "incidents").glob("*.json"))), "there is a record")
         incident = job.incident()
     assert (incident.ending, incident.backend) == ("gave_up", "mindio")
     assert "no living holder" in incident.reason or "shard" in incident.reason
@@ -133,10 +126,10 @@ def test_where_mindio_ends_all_ranks_ours_saves_first_however_long_it_takes(
         job.step(1)
         job.ranks[1].tell("step 2")
         job.ranks[1].wait_for("stepped")
-        until(lambda: [e for e in trace.events("heard") if (e["of"], e["step"]) == (1, 2)])
+        until(lambda: (1, 2) in {(e["of"], e["step"]) for e in trace.events("heard")}, "MindIO has heard of step 2")
         job.stuck(0)
         job.ranks[1].signal(signal.SIGKILL)
-        assert job.ranks[0].wait_for("save", 60.0)["step"] == 1
+        assert job.ranks[0].wait_for("save")["step"] == 1
         assert job.ranks[0].code() == exitcodes.SAVED
         incident = job.incident()
     assert trace.events("no_dump")
@@ -224,7 +217,7 @@ def test_the_controller_leaves_after_the_last_rank(tmp_path: Path, trace: Trace)
         for rank in job.ranks:
             rank.tell("done")
         assert [rank.code() for rank in job.ranks] == [0, 0]
-    until(lambda: not alive(started["pid"]))
+    until(lambda: not alive(started["pid"]), "the controller leaves")
     assert trace.events("destroy_controller")
 
 

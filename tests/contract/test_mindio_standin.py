@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from support.ports import free_port
 from support.recovery_backends import TORCH, Trace
 
 START = """
-import socket, threading
+import threading
 import mindio_ttp.controller_ttp as c
 import mindio_ttp.framework_ttp as f
-with socket.create_server(("127.0.0.1", 0)) as probe: port = probe.getsockname()[1]
 c.tft_init_controller(-1, 1, False)
 c.tft_start_controller("127.0.0.1", port, False, "")
 f.tft_init_processor(0, 1, False, False, "", False)
@@ -108,8 +108,8 @@ def test_what_is_right_breaks_nothing(tmp_path: Path) -> None:
 def run(directory: Path, code: str) -> tuple[Trace, subprocess.CompletedProcess[str]]:
     """A process with controller and processor, then the code; it prints the error's type."""
     lines = [
-        START, "try:", f"    {code}", "    print('nothing')", "except BaseException as error:",
-        "    print(type(error).__name__)",
+        f"port = {free_port()}", START, "try:", f"    {code}", "    print('nothing')",
+        "except BaseException as error:", "    print(type(error).__name__)",
     ]  # fmt: skip
     more = {"MINDIO_STANDIN_SCALE": "0.01", "MINDIO_STANDIN_EXIT_WAIT": "0.1"}
     environment = {"PATH": "/usr/bin:/bin"} | TORCH.environment(directory) | more

@@ -19,6 +19,7 @@ from lastgasp.pytorch.ranges import LiveRange, Range, range_of
 from lastgasp.steps import bits
 from lastgasp.steps.marks import Marks
 from lastgasp.steps.settings import MarksConfig
+from support.waiting import PATIENCE
 
 STANDINS = Path(__file__).parent / "ascend_standins"
 
@@ -120,16 +121,16 @@ def test_threads_and_nesting(npu: Any, marks: MstxMarks) -> None:
     def other() -> None:
         with forward:
             entered.set()
-            leave.wait(20)
+            leave.wait(PATIENCE)
 
     thread = threading.Thread(target=other)
     with forward:
         thread.start()
-        assert entered.wait(20)
+        assert entered.wait(PATIENCE)
         with forward:
             pass
     leave.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     ends = [("end", 3), ("end", 1), ("end", 2)]
     assert [row[:2] for row in npu.rows] == [("start", 1), ("start", 2), ("start", 3), *ends]
 

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,22 +29,14 @@ from lastgasp.steps import bits
 from lastgasp.steps import format as layout
 from lastgasp.steps.marks import Marks
 from support.switch_job import job_here
+from support.waiting import PATIENCE, until
 
 STANDINS = Path(__file__).parent / "ascend_standins"
-PATIENCE = 60.0
-"""Seconds for what happens in another thread."""
 
 
 def _real(name: str) -> list[pytest.MarkDecorator]:
     missing = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
     return [pytest.mark.ascend, missing]
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s until {what}"
-        time.sleep(0.01)
 
 
 def _forget(*packages: str) -> None:
@@ -132,23 +123,23 @@ def workers(
 
 def test_a_worker_that_registers_is_shown(workers: Workers) -> None:
     workers.registry.register(card_of_this_process(0, "cpu"))
-    _until(workers.shown, "the control plane shows the worker")
+    until(workers.shown, "the control plane shows the worker")
 
 
 def test_registering_again_changes_nothing(workers: Workers) -> None:
     for _ in range(2):
         workers.registry.register(card_of_this_process(0, "cpu"))
-    _until(workers.shown, "the control plane shows the worker")
+    until(workers.shown, "the control plane shows the worker")
 
 
 def test_a_worker_that_deregisters_is_gone(workers: Workers) -> None:
     workers.registry.register(card_of_this_process(0, "cpu"))
-    _until(workers.shown, "the control plane shows the worker")
+    until(workers.shown, "the control plane shows the worker")
     workers.registry.deregister()
     if workers.gone is None:
         return
     workers.end()
-    _until(workers.gone, "the control plane has let go of the worker")
+    until(workers.gone, "the control plane has let go of the worker")
 
 
 def test_deregistering_without_having_registered_raises_nothing(workers: Workers) -> None:

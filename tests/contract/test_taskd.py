@@ -27,6 +27,7 @@ from lastgasp.session import Session
 from lastgasp.steps.attach import Marking
 from lastgasp.topology import Place, data_parallel
 from support.engine_worker import ToySource
+from support.waiting import PATIENCE, until
 
 STANDINS = Path(__file__).parent / "ascend_standins"
 POD = {
@@ -74,7 +75,7 @@ def registry(api: Any, **more: Any) -> taskd.TaskdRegistry:
 
 def registered(caplog: pytest.LogCaptureFixture) -> None:
     """Wait for the worker's report; on a failure the assertion shows what it reported instead."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while "is registered with TaskD" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -136,8 +137,8 @@ def test_what_is_missing_is_reported(
     monkeypatch.setattr(taskd, "REGISTERED_WITHIN", 0.0)
     one = registry(api)
     one.register(card_of_this_process(3))
+    until(lambda: "is not registered with TaskD: libmspti.so is not loaded" in caplog.text, "it is reported")
     one.deregister()
-    assert "is not registered with TaskD: libmspti.so is not loaded" in caplog.text
 
 
 def test_a_refusal_is_reported(api: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -352,12 +353,10 @@ def test_the_manager_serves_until_it_ends(api: Any) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    deadline = time.monotonic() + 20
-    while ("start_taskd_manager",) not in api.calls and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: ("start_taskd_manager",) in api.calls, "the manager has begun")
     assert failed == [], "it is serving"
     api.manager_ended.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert api.calls[0] == ("init_taskd_manager", {"job_id": "job-1", "node_nums": 2, "proc_per_node": 8})
     assert "ended" in str(failed[0])
 
@@ -398,15 +397,13 @@ def test_the_proxy_serves_as_long_as_its_launcher(api: Any) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    deadline = time.monotonic() + 20
-    while not api.calls and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: bool(api.calls), "the proxy has begun")
     assert api.calls[0][0] == "init_taskd_proxy" and thread.is_alive(), "the manager has not answered yet"
     (begun,) = [t for t in threading.enumerate() if t.name == "lastgasp-taskd-proxy"]
     api.manager_answers.set()
-    begun.join(20)  # a launcher that ends before TaskD has answered has no proxy to end
+    begun.join(PATIENCE)  # a launcher that ends before TaskD has answered has no proxy to end
     alive.clear()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and failed == []
     assert api.calls[-1] == ("destroy_taskd_proxy",)
 

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 SCALE = float(os.environ.get("MINDIO_STANDIN_SCALE", "1"))
 EXIT_WAIT = float(os.environ.get("MINDIO_STANDIN_EXIT_WAIT", "10"))
+PATIENCE = 120.0
+"""Seconds for what the real one waits 30 for: not scaled, as no test waits for its end, and a machine may be busy."""
 MINDSPORE = os.environ.get("MINDIO_FOR_MINDSPORE", "False").lower() in ("true", "1")
 _lock = threading.Lock()
 rank: int | None = None
@@ -20,6 +22,15 @@ rank: int | None = None
 def seconds(real: float) -> float:
     """Scaled."""
     return real * SCALE
+
+
+def can_run(pid: int) -> bool:
+    """The process has neither ended nor been stopped, whether it gets a core or not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZXxTt"
+    except OSError:
+        return False
 
 
 def number(name: str, default: int, least: int, most: int) -> int:

@@ -36,6 +36,7 @@ class Member:
     """What the controller knows of one rank."""
 
     wire: rules.Wire
+    pid: int
     seen: float
     step: int = 0
     status: int = 0
@@ -82,7 +83,7 @@ class Controller:
         rank = int(first["rank"])
         with self.lock:
             anew = self.state not in ("INIT", "NORMAL")
-            self.members[rank] = Member(wire, time.monotonic(), registered_anew=anew)
+            self.members[rank] = Member(wire, int(first["pid"]), time.monotonic(), registered_anew=anew)
             wire.send(kind="registered", repair_id=self.repair_id if anew else 0)
         while (message := wire.receive()) is not None:
             with self.lock:
@@ -141,8 +142,10 @@ class Controller:
         return [rank for rank, member in self.members.items() if member.status != 0 and not member.left]
 
     def lost(self) -> list[int]:
+        """Without heartbeats for 8 s; scaled, that may be a machine with other work, so who could send some is not."""
         limit = time.monotonic() - seconds(8.0)
-        return [rank for rank, member in self.members.items() if member.seen < limit and not member.left]
+        silent = [rank for rank, member in self.members.items() if member.seen < limit and not member.left]
+        return [rank for rank in silent if not rules.can_run(self.members[rank].pid)]
 
     def bad(self) -> list[int]:
         return sorted({*self.bad_status(), *self.lost()})
@@ -226,8 +229,9 @@ class Controller:
         self.state = "DUMP"
         if not bad:
             self.collect(bad)
-            self.target = max((member.step for member in self.members.values()), default=0)
-            self.order(list(self.members), seconds(35.0), "prelock", step=self.target)
+            if why := self.prelock(bad):
+                trace("no_dump", why=why)
+                return self.exit()
         chosen = self.choose(bad)
         if chosen is None:
             trace("no_dump", why="a shard has no usable holder")

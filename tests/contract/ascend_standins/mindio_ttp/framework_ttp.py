@@ -155,6 +155,7 @@ class _Processor:
         deadline = time.monotonic() + seconds(30.0)
         while time.monotonic() < deadline and self.status == 0:
             if not self.updating and self.step == self.limit:
+                self.beat()  # what the controller had heard may be from the middle of that step
                 return "ok"
             if self.step > self.limit:
                 self.beat()
@@ -338,9 +339,9 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
             if (wait := next(waits, None)) is None:
                 rules.wrap_exit(f"nobody listens at {master_ip}:{port}")
             time.sleep(seconds(wait))
-    _p.wire.send(kind="register", rank=_p.rank)
+    _p.wire.send(kind="register", rank=_p.rank, pid=os.getpid())
     _thread.start_new_thread(_p.listen, ())  # Python sees a _DummyThread, as with the C++ thread
-    if not _p.answered.wait(seconds(30.0)):
+    if not _p.answered.wait(rules.PATIENCE):
         rules.wrap_exit("the controller does not answer the registration")
     _p.answered.clear()
     _p.state = "NORMAL"
@@ -383,7 +384,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
         if not 1 <= count <= len(ranks) or (rules.MINDSPORE and count != len(ranks)):
             rules.refuse(f"replica_cnt {count} of {len(ranks)}")
     _p.wire.send(kind="replica", info=replica_info)
-    if not _p.answered.wait(seconds(30.0)):
+    if not _p.answered.wait(rules.PATIENCE):
         raise Exception
     _p.replica_sent = True
     trace("replica", info=replica_info)

@@ -18,6 +18,8 @@ import taskd
 
 PROXY_PORT = int(os.environ.get("STANDIN_PROXY_PORT", "9602"))
 """The real one is 9602 always; two tests at once could not share it."""
+PATIENCE = 300.0
+"""Seconds at most for what the real one waits for without a limit."""
 PROFILER = os.environ.get("STANDIN_PROFILER", "on") == "on"
 """Whether libmspti.so can be loaded."""
 
@@ -63,7 +65,7 @@ def start_taskd_worker() -> bool:
 
 def _connect() -> None:
     try:
-        _connections.append(socket.create_connection(("127.0.0.1", PROXY_PORT), timeout=5))
+        _connections.append(socket.create_connection(("127.0.0.1", PROXY_PORT), timeout=PATIENCE))
     except OSError:
         pass  # the real one retries for ever, and says so in its log only
 
@@ -100,14 +102,21 @@ def _seen_by_go(name: str) -> str:
     return os.fsdecode(block.get(os.fsencode(name), b""))
 
 
+def _tell(path: str, text: str) -> None:
+    """For the test, all at once: this process may be ended as soon as the file is there."""
+    temp = f"{path}.{os.getpid()}"
+    with open(temp, "w") as file:
+        file.write(text)
+    os.replace(temp, path)
+
+
 def start_taskd_manager() -> bool:
     """Blocks; it returns on an error only."""
     calls.append(("start_taskd_manager",))
     if told := os.environ.get("STANDIN_MANAGER_TELLS"):
-        with open(told, "w") as file:
-            file.write(f"{os.getpid()} {_seen_by_go('POD_IP')}")
+        _tell(told, f"{os.getpid()} {_seen_by_go('POD_IP')}")
     if os.environ.get("STANDIN_MANAGER") != "fails":
-        manager_ended.wait(60)
+        manager_ended.wait(PATIENCE)
     return False
 
 
@@ -122,10 +131,9 @@ def init_taskd_proxy(config: dict[str, Any]) -> bool:
     if any(not isinstance(value, str) for value in config.values()):
         taskd.violations.append(f"init_taskd_proxy({config!r}): the real one adds strings, and raises")
     if told := os.environ.get("STANDIN_PROXY_TELLS"):
-        with open(told, "w") as file:
-            json.dump({"pid": os.getpid(), **config}, file)
+        _tell(told, json.dumps({"pid": os.getpid(), **config}))
         return True
-    return manager_answers.wait(60)
+    return manager_answers.wait(PATIENCE)
 
 
 def destroy_taskd_proxy() -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import launch_agent as stock_launch_agent
 
-from taskd.api import init_taskd_proxy
+from taskd.api import PATIENCE, init_taskd_proxy
 
 launched: list[tuple[Any, ...]] = []
 
@@ -29,7 +29,7 @@ launched: list[tuple[Any, ...]] = []
 def _await_manager() -> None:
     """Without a manager it starts no worker and gives up with a ValueError, after minutes."""
     told = os.environ.get("STANDIN_MANAGER_TELLS")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while told and not os.path.exists(told):
         if time.monotonic() > deadline:
             raise ValueError("no manager")
