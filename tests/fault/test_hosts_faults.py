@@ -24,8 +24,8 @@ LIMIT = 300.0
 """Seconds for a job to end once the fault has happened, on a loaded machine; a lost host is seen after 13."""
 TORCHS_BARRIER = 300.0
 """Seconds that torch's own launchers wait for one that has died, once their ranks have ended."""
-STEPS, PACE = 120, 0.02
-"""Of a job, and seconds that each step takes at least."""
+STEPS, PACE, GATE = 120, 0.02, 10
+"""Of a job; seconds that each step takes at least; the step behind which no rank goes before the fault has happened."""
 
 pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -34,12 +34,15 @@ pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.time
 def job_on(
     folder: Path, *names: str, endpoint: str = "", ranks: int = 1, steps: int = STEPS, **options: str
 ) -> Iterator[tuple[dict[str, Host], HostsJob, Told]]:
-    """A job with `ranks` on each of these hosts, begun; by default the rendezvous is on the first one."""
+    """A job with `ranks` on each of these hosts, begun; by default the rendezvous is on the first one.
+
+    It waits behind step `GATE` until `told.go()`.
+    """
     told = Told(folder / "d")
     with network(folder, *names) as hosts:
         rendezvous = ("--rdzv-conf", options.pop("conf", "join_timeout=120"))
         script = [WORKER, told.directory, steps, PACE]
-        job = HostsJob(hosts, script, endpoint or names[0], ranks, rendezvous, **options)
+        job = HostsJob(hosts, script, endpoint or names[0], ranks, rendezvous, HOSTS_GATE=str(GATE), **options)
         job.start()
         try:
             yield hosts, job, told
@@ -71,12 +74,13 @@ def assert_safe(told: Told, before: int) -> None:
 def test_the_first_hosts_launcher_is_killed(tmp_path: Path) -> None:
     """Its store and its controller go with it. The other host's ranks are ordered to save, and are not killed."""
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         job.launchers["ha"].kill()
+        told.go()
         assert job.codes(LIMIT, "hb") == {"hb": exitcodes.SAVED}
         until(lambda: not ranks_of(hosts["ha"]), "the rank without a launcher has saved and left, too", LIMIT)
         output = job.launchers["hb"].output
-    assert_safe(told, 10)
+    assert_safe(told, GATE)
     assert "the job's rendezvous is gone" in output and "is safe in" in output
     assert "helper processes that dead ranks had left" not in output
     assert {incident.ending for incident in told.incidents()} == {"saved"}
@@ -85,11 +89,12 @@ def test_the_first_hosts_launcher_is_killed(tmp_path: Path) -> None:
 def test_the_first_host_loses_its_power(tmp_path: Path) -> None:
     """No FIN comes. Its peer waits in a collective, its launcher in the store: both learn of it from the kernel."""
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         lost = time.time_ns()
         hosts["ha"].power_off()
+        told.go()
         assert job.codes(LIMIT, "hb") == {"hb": exitcodes.SAVED}
-    assert_safe(told, 10)
+    assert_safe(told, GATE)
     [incident] = told.incidents()
     assert saved_soon(incident, lost)
     assert (incident.ending, incident.led_by) == ("saved", "rank 1")
@@ -98,16 +103,17 @@ def test_the_first_host_loses_its_power(tmp_path: Path) -> None:
 def test_a_host_loses_its_power_and_comes_back(tmp_path: Path) -> None:
     """It is the one with node rank 0, for which torch takes the smallest name; the rendezvous is on another one."""
     with job_on(tmp_path, "zoe", "adam") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         lost = time.time_ns()
         hosts["adam"].power_off()
+        told.go()
         until(
             lambda: "waiting for adam to come back; step" in job.launchers["zoe"].output,
             "zoe says whom it waits for",
             LIMIT,
         )
         safe = max(told.saved())
-        assert safe >= 10
+        assert safe >= GATE
         assert saved_soon(told.incidents()[0], lost)
         hosts["adam"].power_on()
         job.start("adam")
@@ -125,9 +131,10 @@ def test_a_host_loses_its_power_and_comes_back(tmp_path: Path) -> None:
 def test_a_rank_is_killed(tmp_path: Path, victim: str) -> None:
     """Both hosts restart, and all generators are restored: each launcher keeps the boxes of its own ranks."""
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         [rank] = ranks_of(hosts[victim])
         os.kill(rank, signal.SIGKILL)
+        told.go()
         assert job.codes(LIMIT) == {"ha": 0, "hb": 0}
     [incident] = told.incidents()
     assert (incident.ending, incident.steps_lost, incident.notes) == ("saved", 0, [])
@@ -137,11 +144,12 @@ def test_a_rank_is_killed(tmp_path: Path, victim: str) -> None:
 @pytest.mark.full
 def test_a_host_never_returns(tmp_path: Path) -> None:
     with job_on(tmp_path, "ha", "hb", conf="join_timeout=20") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         hosts["hb"].power_off()
+        told.go()
         assert job.codes(LIMIT, "ha") == {"ha": exitcodes.SAVED}
         output = job.launchers["ha"].output
-    assert_safe(told, 10)
+    assert_safe(told, GATE)
     assert "waiting for hb to come back; step" in output
     assert "not all hosts of the job (ha, hb) have come back in time; step" in output
 
@@ -151,8 +159,9 @@ def test_a_host_never_returns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["ha", "hb"])
 def test_the_link_is_cut_for_a_while(tmp_path: Path, victim: str, seconds: int) -> None:
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         hosts[victim].cut()
+        told.go()
         time.sleep(seconds)
         hosts[victim].mend()
         codes = job.codes(LIMIT)
@@ -160,7 +169,7 @@ def test_the_link_is_cut_for_a_while(tmp_path: Path, victim: str, seconds: int) 
     if set(codes.values()) == {0}:
         assert told.ends().keys() == {0, 1}
     else:
-        assert_safe(told, 10)
+        assert_safe(told, GATE)
     assert told.conflicts() == []
     assert all(incident.steps_lost == 0 for incident in told.incidents())
     if seconds <= 8:
@@ -188,11 +197,12 @@ def test_the_clock_of_a_host_is_two_hours_ahead(tmp_path: Path) -> None:
     told = Told(tmp_path / "d")
     with network(tmp_path, "ha", "hb") as hosts:
         hosts["hb"].clock = 7200.0
-        job = HostsJob(hosts, [WORKER, told.directory, STEPS, PACE], "ha")
+        job = HostsJob(hosts, [WORKER, told.directory, STEPS, PACE], "ha", HOSTS_GATE=str(GATE))
         job.start()
-        told.reached(10)
+        told.reached(GATE)
         [rank] = ranks_of(hosts["ha"])
         os.kill(rank, signal.SIGKILL)
+        told.go()
         assert job.codes(LIMIT) == {"ha": 0, "hb": 0}, job.output
     assert_whole(told, 2)
 
@@ -202,19 +212,21 @@ def test_the_clock_of_a_host_is_two_hours_ahead(tmp_path: Path) -> None:
 def test_three_hosts_lose_one(tmp_path: Path, lost: int) -> None:
     names = ("h0", "h1", "h2")
     with job_on(tmp_path, *names, conf="join_timeout=30") as (hosts, job, told):
-        told.reached(10, ranks=3)
+        told.reached(GATE, ranks=3)
         hosts[names[lost]].power_off()
+        told.go()
         left = [name for name in names if name != names[lost]]
         assert job.codes(LIMIT, *left) == dict.fromkeys(left, exitcodes.SAVED)
-    assert_safe(told, 10)
+    assert_safe(told, GATE)
 
 
 @pytest.mark.full
 def test_the_launcher_of_one_of_three_hosts_is_killed(tmp_path: Path) -> None:
     """Its rank trains on with the others. In the end those launchers that live wait for each other, and not for it."""
     with job_on(tmp_path, "h0", "h1", "h2") as (_, job, told):
-        told.reached(10, ranks=3)
+        told.reached(GATE, ranks=3)
         job.launchers["h1"].kill()
+        told.go()
         assert job.codes(TORCHS_BARRIER / 2, "h0", "h2") == {"h0": 0, "h2": 0}
         assert "1 of 3 launchers have died before the end" in job.launchers["h0"].output
     assert told.incidents() == []
@@ -226,16 +238,18 @@ def test_the_launcher_of_one_of_three_hosts_is_killed(tmp_path: Path) -> None:
 def test_two_hosts_of_two_ranks(tmp_path: Path, fault: str) -> None:
     """Where the controller goes with its host, two ranks save one step on their own, and none is replaced."""
     with job_on(tmp_path, "ha", "hb", ranks=2, conf="join_timeout=20") as (hosts, job, told):
-        told.reached(10, ranks=4)
+        told.reached(GATE, ranks=4)
         if fault == "rank":
             os.kill(ranks_of(hosts["ha"])[0], signal.SIGKILL)
+            told.go()
             assert job.codes(LIMIT) == {"ha": 0, "hb": 0}
             assert_whole(told, 4)
         else:
             lost, left = ("ha", "hb") if fault.endswith("ha") else ("hb", "ha")
             hosts[lost].power_off()
+            told.go()
             assert job.codes(LIMIT, left) == {left: exitcodes.SAVED}
-    assert_safe(told, 10)
+    assert_safe(told, GATE)
 
 
 @pytest.mark.full
@@ -244,8 +258,9 @@ def test_told_to_stop_while_the_other_host_is_gone(tmp_path: Path, victim: str) 
     """SIGTERM reaches the ranks although the launcher waits for a host that does not answer."""
     other = {"ha": "hb", "hb": "ha"}[victim]
     with job_on(tmp_path, "ha", "hb") as (hosts, job, told):
-        told.reached(10)
+        told.reached(GATE)
         hosts[victim].power_off()
+        told.go()
         job.launchers[other].kill(signal.SIGTERM)
         assert job.codes(LIMIT, other) == {other: exitcodes.SAVED}
-    assert_safe(told, 10)
+    assert_safe(told, GATE)

@@ -25,7 +25,7 @@ from support.waiting import until
 
 LIMIT = 200.0
 """Seconds for a job to end once the fault has happened, on a loaded machine; a lost host is seen after 13."""
-STEPS, PACE = 80, 0.02
+STEPS, PACE, GATE = 80, 0.02, 10
 SUFFIX = {"loop": ".pt", "lightning": ".ckpt"}
 KINDS = tuple(SUFFIX)
 Reference = Callable[[str], dict[int, str]]
@@ -44,22 +44,9 @@ class Training:
     told: Told
     commits: Commits
 
-    def hold(self) -> int:
-        """Hold all ranks at the same step. Returns that step."""
-        (self.told.directory / "hold").touch()
-        last = [-1, -1]
-
-        def on_one_step() -> bool:
-            last.append(min(self.told.at(rank, 0) for rank in (0, 1)))
-            time.sleep(0.2)
-            return last[-1] == last[-2] == last[-3] and self.told.at(0, 0) == self.told.at(1, 0)
-
-        until(on_one_step, "both ranks stand on one step", LIMIT)
-        return last[-1]
-
     def go_on(self) -> None:
-        """Let the ranks go on."""
-        (self.told.directory / "hold").unlink()
+        """Let the ranks pass their gate."""
+        self.told.go()
 
     def again(self) -> str:
         """Start it once more, on all hosts, as a person would; it must end well. Returns what it has said."""
@@ -90,16 +77,16 @@ class Training:
 
 @contextmanager
 def training(folder: Path, kind: str, conf: str = "join_timeout=20", **variables: str) -> Iterator[Training]:
-    """The job, once it has completed ten steps."""
+    """The job, once both ranks have completed step `GATE`, behind which they wait until `go_on`."""
     told = Told(folder / "d", "gasp-*" + SUFFIX[kind])
     told.directory.mkdir()
     script: list[object] = [TORCH, kind, told.directory, STEPS, PACE]
     with network(folder, "ha", "hb") as hosts, Commits(told.directory) as commits:
-        job = HostsJob(hosts, script, "ha", 1, ("--rdzv-conf", conf), **variables)
+        job = HostsJob(hosts, script, "ha", 1, ("--rdzv-conf", conf), HOSTS_GATE=str(GATE), **variables)
         job.start()
         one = Training(kind, hosts, script, job, told, commits)
         try:
-            told.reached(10)
+            told.reached(GATE)
             yield one
         except BaseException:
             print(job.output, told.saved(), commits.steps, *told.incidents(), sep="\n")
@@ -132,17 +119,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, resumed: bool, undisturbed: Reference) -> None:
     """Both ranks save the same step, without a controller. The second one adds what the first commit lacks."""
     with training(tmp_path, kind) as one:
-        step = one.hold()
         one.job.launchers["ha"].kill()
         assert one.job.codes(LIMIT, "hb") == {"hb": exitcodes.SAVED}
         one.go_on()
         until(lambda: not ranks_of(one.hosts["ha"], TORCH), "the rank without a launcher has left, too", LIMIT)
-        one.assert_safe(step)
-        assert one.commits.steps == [step]
+        one.assert_safe(GATE)
+        assert one.commits.steps == [GATE]
         assert len(one.additions()) == 1
         assert "the random state of rank 0 was added to it" in one.notes()
         output = one.job.launchers["hb"].output
-        assert "the job's rendezvous is gone" in output and f"step {step} is safe in" in output
+        assert "the job's rendezvous is gone" in output and f"step {GATE} is safe in" in output
         if resumed:
             one.again()
             assert one.told.ends() == undisturbed(kind)
@@ -157,15 +143,14 @@ def test_the_first_hosts_launcher_is_killed(tmp_path: Path, kind: str, resumed: 
 def test_both_sides_of_a_cut_save_one_step(tmp_path: Path, kind: str, second: int, undisturbed: Reference) -> None:
     """Whichever is first: its commit counts, the other side adds its random state, and the job continues bit-equal."""
     with training(tmp_path, kind, HOSTS_SAVE_SECOND=str(second)) as one:
-        step = one.hold()
         one.hosts["hb"].cut()
         one.go_on()
         until(lambda: len(one.told.incidents()) == 2, "both sides have saved", LIMIT)
         one.hosts["hb"].mend()
         codes = one.job.codes(LIMIT)
         assert set(codes.values()) == {exitcodes.SAVED}
-        one.assert_safe(step)
-        assert one.commits.steps == [step]
+        one.assert_safe(GATE)
+        assert one.commits.steps == [GATE]
         assert {incident.led_by for incident in one.told.incidents()} == {"controller", "rank 1"}
         assert len(one.additions()) == 1
         assert f"the random state of rank {second} was added to it" in one.notes()
@@ -180,14 +165,13 @@ def test_both_sides_of_a_cut_save_one_step(tmp_path: Path, kind: str, second: in
 )
 def test_the_link_is_cut(tmp_path: Path, kind: str, victim: str, seconds: int, undisturbed: Reference) -> None:
     with training(tmp_path, kind) as one:
-        step = one.hold()
         one.hosts[victim].cut()
         one.go_on()
         time.sleep(seconds)
         one.hosts[victim].mend()
         codes = one.job.codes(LIMIT)
         assert set(codes.values()) <= {0, exitcodes.SAVED}, codes
-        one.assert_safe(step if one.told.incidents() else 0)
+        one.assert_safe(GATE if one.told.incidents() else 0)
         if seconds <= 8:
             assert (codes, one.told.incidents()) == ({"ha": 0, "hb": 0}, [])
         said = one.job.output if set(codes.values()) == {0} else one.again()
@@ -206,8 +190,9 @@ def test_a_rank_is_killed(tmp_path: Path, kind: str, victim: str, undisturbed: R
     with training(tmp_path, kind, "join_timeout=60") as one:
         [rank] = ranks_of(one.hosts[victim], TORCH)
         os.kill(rank, signal.SIGKILL)
+        one.go_on()
         assert one.job.codes(LIMIT) == {"ha": 0, "hb": 0}
-        one.assert_safe(10)
+        one.assert_safe(GATE)
         [incident] = one.told.incidents()
         assert (incident.ending, incident.led_by, incident.notes) == ("saved", "controller", [])
         assert one.told.ends() == undisturbed(kind)
@@ -219,6 +204,7 @@ def test_the_other_hosts_launcher_is_killed(tmp_path: Path, undisturbed: Referen
     """Nobody stops what is healthy: its rank trains on to the end, and then nobody waits 300 s for a dead launcher."""
     with training(tmp_path, kind) as one:
         one.job.launchers["hb"].kill()
+        one.go_on()
         assert one.job.codes(LIMIT, "ha") == {"ha": 0}
         until(lambda: not ranks_of(one.hosts["hb"], TORCH), "the rank without a launcher has ended", LIMIT)
         assert "1 of 2 launchers have died before the end" in one.job.launchers["ha"].output
@@ -233,12 +219,11 @@ def test_a_host_loses_its_power_for_ever(tmp_path: Path, kind: str, victim: str,
     """The random state of its rank is lost with it: the resume says so, and whatever else there was is restored."""
     other = {"ha": "hb", "hb": "ha"}[victim]
     with training(tmp_path, kind) as one:
-        step = one.hold()
         lost_at = time.time_ns()
         one.hosts[victim].power_off()
         one.go_on()
         assert one.job.codes(LIMIT, other) == {other: exitcodes.SAVED}
-        one.assert_safe(step)
+        one.assert_safe(GATE)
         [incident] = one.told.incidents()
         assert saved_soon(incident, lost_at)
         output = one.again()
@@ -251,11 +236,10 @@ def test_a_host_loses_its_power_for_ever(tmp_path: Path, kind: str, victim: str,
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_other_host_loses_its_power_and_comes_back(tmp_path: Path, kind: str) -> None:
     with training(tmp_path, kind, "join_timeout=200") as one:
-        step = one.hold()
         one.hosts["hb"].power_off()
         one.go_on()
         until(lambda: "waiting for hb to come back; step" in one.job.launchers["ha"].output, "ha waits", LIMIT)
-        one.assert_safe(step)
+        one.assert_safe(GATE)
         one.hosts["hb"].power_on()
         one.job.start("hb")
         assert one.job.codes(START + LIMIT) == {"ha": 0, "hb": 0}

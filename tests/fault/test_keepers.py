@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,9 +16,16 @@ from lastgasp.gasp.keeper import BufferKeeper, _KeeperLink
 from lastgasp.gasp.serve import ControllerThread, new_token
 from support.engine_job import ToyJob
 from support.hosts import needs_hosts, network
-from support.hosts_job import WORKER, HostsJob, Told, expected, ranks_of
+from support.hosts_job import START, WORKER, HostsJob, Told, expected, ranks_of
+from support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.fault
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller, which is in this process, waits for what launchers kept as long as it takes."""
+    monkeypatch.setattr("lastgasp.gasp.keepers.ANSWER", PATIENCE)
 
 
 @contextmanager
@@ -32,23 +38,18 @@ def elsewhere(folder: Path) -> Iterator[ToyJob]:
         yield job
 
 
-def keeps(job: ToyJob, rank: int) -> None:
-    """Wait until the controller knows a launcher of the ranks' host, and has announced this rank to it."""
-    assert job.thread is not None
-    keepers, deadline = job.thread._controller.keepers, time.monotonic() + 30
-    while not (keepers._writers and keepers.has_buffer(rank)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.2)  # it opens what it was told of, as a matter of microseconds
+def keeps(keeper: BufferKeeper, rank: int) -> None:
+    """Wait until the launcher was told of this rank, and has opened its buffer."""
+    until(lambda: rank in keeper._buffers, f"the buffer of rank {rank} is open")
 
 
 def test_what_its_launcher_kept_is_saved(tmp_path: Path) -> None:
     with elsewhere(tmp_path) as job:
         assert job.endpoint is not None
-        with closing(BufferKeeper(job.endpoint.address, job.endpoint.token)):
+        with closing(BufferKeeper(job.endpoint.address, job.endpoint.token)) as keeper:
             job.step(1)
             job.step(2)
-            keeps(job, 1)
+            keeps(keeper, 1)
             job.stuck(0)
             job.ranks[1].signal(signal.SIGKILL)
             assert job.ranks[0].wait_for("save")["aux"] == {"0": "rank 0 step 2", "1": "rank 1 step 2"}
@@ -74,10 +75,7 @@ def test_a_keeper_proves_the_token_and_comes_back() -> None:
         with pytest.raises(AuthenticationError):
             _KeeperLink(end.address, "0" * 64)
         with closing(BufferKeeper(end.address, end.token)) as keeper:
-            deadline = time.monotonic() + 30
-            while not thread._controller.keepers._writers:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: bool(thread._controller.keepers._writers), "the controller knows the keeper")
             keeper.close()
     finally:
         thread.stop()
@@ -90,7 +88,7 @@ def test_a_lost_connection_does_not_cost_what_a_dead_rank_left(tmp_path: Path) -
         keepers = job.thread._controller.keepers
         with closing(BufferKeeper(job.endpoint.address, job.endpoint.token)) as keeper:
             job.step(1)
-            keeps(job, 1)
+            keeps(keeper, 1)
             _, order = keepers._buffers[1]
             job.stuck(0)
             job.ranks[1].signal(signal.SIGKILL)
@@ -107,14 +105,14 @@ def test_a_lost_connection_does_not_cost_what_a_dead_rank_left(tmp_path: Path) -
 def test_a_rank_killed_on_the_second_host_costs_no_bit(tmp_path: Path) -> None:
     directory, steps = tmp_path / "d", 30
     with network(tmp_path, "a", "b") as hosts:
-        job = HostsJob(hosts, [WORKER, directory, steps, 0.1], "a", LASTGASP_BIND=hosts["a"].address)
+        job = HostsJob(hosts, [WORKER, directory, steps, 0], "a", LASTGASP_BIND=hosts["a"].address, HOSTS_GATE="5")
         told = Told(directory)
         job.start()
         told.reached(5)
         [victim] = ranks_of(hosts["b"])
-
         os.kill(victim, signal.SIGKILL)
-        assert job.codes(150) == {"a": 0, "b": 0}, job.output
+        told.go()
+        assert job.codes(START) == {"a": 0, "b": 0}, job.output
     [incident] = told.incidents()
     assert (incident.ending, incident.steps_lost, incident.notes) == ("saved", 0, []), job.output
     assert told.ends() == expected(steps, 2)

@@ -86,6 +86,10 @@ class Told:
         """Wait until all ranks have completed `step`."""
         until(lambda: min(self.at(rank, attempt) for rank in range(ranks)) >= step, f"step {step} of {attempt}", START)
 
+    def go(self) -> None:
+        """Let the ranks pass their gate (HOSTS_GATE)."""
+        (self.directory / "go").touch()
+
     def ends(self) -> dict[int, str]:
         """The final state of each rank that has ended well."""
         return {int(path.name.split("-")[1]): path.read_text() for path in self.directory.glob("end-*")}
@@ -113,7 +117,7 @@ class Commits:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._over = directory, threading.Event()
+        self._directory, self._over, self._lock = directory, threading.Event(), threading.Lock()
         self._seen: dict[tuple[str, int], str] = {}
         self._thread = threading.Thread(target=self._watch, name="commits")
 
@@ -126,9 +130,11 @@ class Commits:
         self._thread.join()
 
     def _watch(self) -> None:
-        last = False
-        while not last:
-            last = self._over.wait(0.005)
+        while not self._over.wait(0.005):
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
             for path in self._directory.glob("*.manifest.json"):
                 with contextlib.suppress(FileNotFoundError):
                     key = (path.name, path.stat().st_ino)
@@ -141,12 +147,14 @@ class Commits:
 
     @property
     def steps(self) -> list[int]:
-        """Of all commits."""
+        """Of all commits up to now."""
+        self._look()
         return sorted(int(one.split()[0]) for one in set(self._seen.values()))
 
     def replaced(self) -> list[int]:
         """Steps of which there were two different commits; there must be none."""
-        return sorted({step for step in self.steps if self.steps.count(step) > 1})
+        steps = self.steps
+        return sorted({step for step in steps if steps.count(step) > 1})
 
 
 def saved_soon(incident: Incident, lost_ns: int) -> bool:

@@ -4,8 +4,8 @@ Usage: hosts_torch.py loop|lightning DIRECTORY STEPS PACE. Each rank draws rando
 that a step too many or too few, or a rank whose generator was not restored, shows in the end. Writes `at-RANK-ATTEMPT`
 (the step it has completed) and `end-RANK` (what it holds at the end) into DIRECTORY.
 
-While DIRECTORY/hold exists, no rank goes on behind the step that it has completed. HOSTS_SAVE_SECOND=RANK: this rank's
-gasp waits until another one has committed.
+HOSTS_GATE=STEP: no rank goes on behind that step before the file DIRECTORY/go is there. HOSTS_SAVE_SECOND=RANK: this
+rank's gasp waits until another one has committed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ATTEMPT = os.environ["LASTGASP_ATTEMPT"]
 LOCAL = int(os.environ["LOCAL_WORLD_SIZE"])
-WAIT = 60.0
+WAIT = 150.0
 """Seconds that a save waits for another one's commit."""
 
 
@@ -58,9 +58,9 @@ def completed(directory: Path, step: int, pace: float) -> None:
     time.sleep(pace)
 
 
-def held(directory: Path) -> None:
-    """Between two steps: wait as long as the test wants it."""
-    while (directory / "hold").exists():
+def held(directory: Path, step: int) -> None:
+    """Behind a step: wait as long as the test wants it."""
+    while str(step) == os.environ.get("HOSTS_GATE") and not (directory / "go").exists():
         time.sleep(0.01)
 
 
@@ -87,7 +87,7 @@ def loop(directory: Path, steps: int, pace: float) -> None:
             optimizer.step()
             s.updated()
             completed(directory, s.step, pace)
-            held(directory)
+            held(directory, s.step)
     ended(directory, net.module)
 
 
@@ -113,8 +113,8 @@ def lightning(directory: Path, steps: int, pace: float) -> None:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             completed(directory, trainer.global_step, pace)
 
-        def on_train_batch_start(self, *_: Any) -> None:
-            held(directory)  # what still runs at the end of a batch belongs to its step
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            held(directory, trainer.global_step)  # what still runs at the end of a batch belongs to its step
 
     data = DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=1)
     trainer = Trainer(

@@ -4,6 +4,8 @@ Usage: hosts_worker.py DIRECTORY STEPS PACE. The state is one number; each step 
 generator to it, so that a step too many or too few, or a rank whose generator was not restored, shows in the end.
 As with gloo a collective waits for ever for a host that says nothing, and raises when a peer's socket closes.
 Writes `at-RANK-ATTEMPT` (the step it has completed) and `end-RANK` (the state at the end) into DIRECTORY.
+
+HOSTS_GATE=STEP: no rank goes on behind that step before the file DIRECTORY/go is there.
 """
 
 from __future__ import annotations
@@ -189,6 +191,8 @@ def main() -> None:
             train_step(session, numbers, collective, step)
             (directory / f"at-{rank}-{attempt}").write_text(str(step))
             time.sleep(pace)
+            while str(step) == os.environ.get("HOSTS_GATE") and not (directory / "go").exists():
+                time.sleep(0.01)
     except Released as released:
         leave_now(exit_code(released.outcome))
     except (OSError, EOFError) as error:
