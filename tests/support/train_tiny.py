@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -43,6 +45,26 @@ class Tiny(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Awaiting(Callback):
+    """Where the job is told to stop, training has not ended before that was heard."""
+
+    def __init__(self, lastgasp: LastGasp, steps: int) -> None:
+        self._lastgasp, self._steps = lastgasp, steps
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Before the last step."""
+        run = self._lastgasp._run
+        while run is not None and not run.session.status.held and trainer.global_step == self._steps - 1:
+            time.sleep(0.01)
+
+
+def own_callbacks(directory: str, steps: int) -> list[Callback]:
+    """Ours, and what the first attempt of a job that is told to stop needs."""
+    ours = LastGasp(directory)
+    told = "sigterm" in os.environ.get("LASTGASP_FAULT", "") and os.environ.get("LASTGASP_ATTEMPT", "0") == "0"
+    return [ours, Awaiting(ours, steps)] if told else [ours]
+
+
 def main() -> None:
     """Two epochs and a bit; validation at the end of each."""
     parser = argparse.ArgumentParser()
@@ -62,7 +84,7 @@ def main() -> None:
         accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto",
         max_steps=args.steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, enable_checkpointing=bool(periodic),
-        callbacks=[*periodic, *([] if args.no_callback else [LastGasp(args.dir)])],
+        callbacks=[*periodic, *([] if args.no_callback else own_callbacks(args.dir, args.steps))],
     )  # fmt: skip
     model = Tiny()
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))
