@@ -87,6 +87,8 @@ def training(args: argparse.Namespace) -> None:
     state = TorchState(model, optimizer, schedule, scaler, sampler=sampler, extra={"errors": errors})
     with Session.open(args.dir, state=state, max_steps=12) as s:
         note(args.dir, f"entered {os.getpid()} {s.step} {s.resumed}")
+        if args.trick == "behind":
+            optimizer.register_step_pre_hook(lambda *_: wait_for_rank_0(args, s))
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
                 TRICKS[args.trick](args, s)
@@ -132,8 +134,22 @@ def stubborn(args: argparse.Namespace, s: Session) -> None:
         raise RuntimeError("again and again")
 
 
+def behind(args: argparse.Namespace, s: Session) -> None:
+    """Rank 0 says that it has completed step 9."""
+    if s.step == 9 and os.environ["RANK"] == "0":
+        (args.dir / "ahead").touch()
+
+
+def wait_for_rank_0(args: argparse.Namespace, s: Session) -> None:
+    """Before its update rank 1 waits until rank 0 has completed that step."""
+    while s.step == 8 and os.environ["RANK"] == "1" and not (args.dir / "ahead").exists():
+        s.alive()
+        time.sleep(0.01)
+
+
 TRICKS: dict[str, Trick] = {
     "none": lambda args, s: None,
+    "behind": behind,
     "bug": bug,
     "stubborn": stubborn,
 }
