@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
 NAMES = (
-    "detect", "callback", "checkpoint", "restart", "warm", "marks", "flush", "marks_step", "slow",
+    "detect", "callback", "checkpoint", "restart", "warm", "in_place", "marks", "flush", "marks_step", "slow",
     "report", "megatron", "mindspore", "scale", "sizes",
 )  # fmt: skip
 """In the order of the tables."""

@@ -19,6 +19,7 @@ TARGETS: dict[str, set[float]] = {
     "checkpoint": {1.0, 1.3},
     "restart": {0.5, 0.0},
     "warm": {1.5},
+    "in_place": {0.5, 0.15, 0.0},
     "marks": {0.5, 0.05},
     "flush": {1.0},
     "marks_step": {0.5},
@@ -30,7 +31,10 @@ TARGETS: dict[str, set[float]] = {
     "sizes": set(),
 }
 """The targets that each benchmark judges."""
-LONG = ("callback", "checkpoint", "detect", "flush", "marks_step", "megatron", "mindspore", "restart", "slow", "warm")
+LONG = (
+    "callback", "checkpoint", "detect", "flush", "in_place", "marks_step", "megatron", "mindspore", "restart", "slow",
+    "warm",
+)  # fmt: skip
 """They start complete jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
 

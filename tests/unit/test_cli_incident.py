@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from lastgasp.checkpoint.addenda import add
 from lastgasp.cli import main
 from lastgasp.cli._picture import shown_ranks
-from lastgasp.cli._timeline import Scale, Span, duration, headline, moments, spans
+from lastgasp.cli._timeline import Scale, Span, duration, headline, moments, rung, spans
 from lastgasp.events import Fault, Incident, Phases, Unused, encode_incident
 from lastgasp.mindspore.layout import LegacyName
 from support.checkpoint_kit import FILES, put_file
@@ -68,6 +69,31 @@ def test_the_last_one_is_shown_with_its_picture_beside_it(tmp_path: Path) -> Non
     assert "ended by [SIGKILL]" in done.output
     assert "6,800.0" in done.output
     assert (tmp_path / "incidents/aaa.png").read_bytes().startswith(b"\x89PNG")
+
+
+def in_place() -> Incident:
+    found = record()
+    phases = Phases(fault=EPOCH, agreed=EPOCH + 6 * MS, released=EPOCH + 7 * MS, restarted=EPOCH + 90 * MS,
+                    first_step=EPOCH + 300 * MS)  # fmt: skip
+    more = {"ending": "in_place", "rung": "replace", "incarnation": 2, "phases": phases}
+    return msgspec.structs.replace(found, **more)
+
+
+def test_a_recovery_in_place_is_shown_with_its_rung(tmp_path: Path) -> None:
+    done = run(write(tmp_path, in_place()))
+    assert done.exit_code == 0, done.output
+    assert "rank 0 was killed: step 33 held in memory, 0 steps lost, answered in place (replace)" in done.output
+    rows = [" ".join(re.sub(r"[^\w,.;:]", " ", line).split()) for line in done.output.splitlines()]
+    assert "in place replace; held in memory by rank 1" in rows
+    assert "incarnation 2" in rows
+    assert any(row.startswith("joined again 90.0 state, first step") for row in rows), rows
+    assert (tmp_path / "incidents/0001.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_says_the_rung_or_why_there_was_none() -> None:
+    assert rung(in_place()) == "in place: replace"
+    assert rung(msgspec.structs.replace(record(), not_in_place="recovery=restart")) == "not in place: recovery=restart"
+    assert rung(record()) == ""
 
 
 def test_a_start_that_failed_is_neither_a_kill_nor_a_loss(tmp_path: Path) -> None:

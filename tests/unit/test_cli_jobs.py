@@ -16,7 +16,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lastgasp.cli import main
+from lastgasp.cli._jobs import Target
+from lastgasp.cli.ps import _table
 from lastgasp.cli.switch import parse_ranks, parse_settings
+from lastgasp.gasp import messages as m
 from lastgasp.gasp.rundir import Announcement, running_jobs
 from lastgasp.steps.bits import ALL, COMM, DATALOADER, DEFAULT_ON, STEP
 from support import switch_job
@@ -99,6 +102,16 @@ def test_different_versions_are_told_for_each_rank() -> None:
     assert "torch 2.13.0" in done.output and "torch 2.6.0" in done.output
 
 
+def test_the_table_tells_of_recoveries_in_place() -> None:
+    target = Target(address="127.0.0.1:1", token="", job="job", directory="/nowhere", pid=None)
+    answer = m.Ranks(
+        job="job", directory="/nowhere", attempt=1, world_size=2, state="running", started_s=1, rows=(),
+        incarnation=4, replaced=(1, 0, 1),
+    )  # fmt: skip
+    about = "running, attempt 1, incarnation 4, replaced: rank 0, rank 1 2 times, 2 ranks, controller 127.0.0.1:1"
+    assert _table(target, answer).caption == about
+
+
 def test_json_of_the_ranks() -> None:
     with job_here(2, joined=1, job="digits") as job:
         shown(job)
@@ -110,6 +123,7 @@ def test_json_of_the_ranks() -> None:
         2,
     )
     assert (found["pid"], found["controller"], found["error"]) == (os.getpid(), job.address, "")
+    assert (found["attempt"], found["incarnation"], found["replaced"]) == (0, 0, [])
     here, awaited = found["ranks"]
     assert (here["rank"], here["state"], here["pid"], here["device"]) == (0, "running", os.getpid(), "cpu")
     assert here["marks"] == ["step", "forward", "dataloader", "save"]

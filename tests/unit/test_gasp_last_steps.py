@@ -16,8 +16,10 @@ from lastgasp.events import Fault, Incident, decode_incident
 from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import RecordPhase
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.incidents import Incidents
 from lastgasp.gasp.keeper import BufferKeeper, states
+from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.records import RecordWriter
 from lastgasp.gasp.serve import ControllerThread, new_token
@@ -220,6 +222,21 @@ def test_a_mere_resume_is_no_fault_survived(tmp_path: Path) -> None:
         second.heard_step(0, m.Status(step=8, durable=7, tick=2, phase="data"))
         incidents.reached(8)
         assert incidents.tally.survived == 1
+
+
+def test_replaced_ranks_are_counted_over_all_incarnations_of_an_attempt(tmp_path: Path) -> None:
+    with closing(RecordWriter()) as writer:
+        incidents, seen = Incidents(writer), []
+        for attempt, incarnation, lost in ((0, 0, (1,)), (0, 1, ()), (0, 2, (0, 1)), (0, 3, ()), (1, 0, ())):
+            found = incidents.begin(
+                hello(0, 2, attempt=attempt, incarnation=incarnation, directory=str(tmp_path))
+            )  # fmt: skip
+            seen.append(found.replaced)
+            assert isinstance(found.machine, Ladder)
+            found.machine.again = Again(
+                incarnation=incarnation + 1, step=3, source=0, takers=lost, lost=lost, port=1
+            )  # fmt: skip
+    assert seen == [(), (1,), (1,), (1, 0, 1), ()]
 
 
 def test_before_the_first_step_nothing_is_said_to_be_on_disk(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
             RankRow(rank=0, state="awaited"),
             RankRow(rank=1, state="dead", why="SIGKILL", card=CARD, step=3, phase="data", marks=15, heard_s=0.25),
         ),
+        incarnation=2, replaced=(1,),
     ),
     m.AskSwitch(ranks=(0, 3), on=1, off=16, wait=5.0),
     m.Keeper(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, host="boot:1"),

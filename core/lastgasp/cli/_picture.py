@@ -8,7 +8,7 @@ from typing import Any
 from lastgasp.errors import MissingExtra
 from lastgasp.events import Fault, Incident
 
-from ._timeline import Scale, Span, duration, headline, moments, spans
+from ._timeline import Scale, Span, duration, headline, moments, rung, shown, spans
 
 _COLOURS = {
     "notice": "#d1495b",
@@ -38,7 +38,7 @@ def draw(incident: Incident, target: Path) -> None:
     figure = Figure(figsize=(12, 3.6 + 0.42 * len(ranks)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
-    parts = spans(incident.phases)
+    parts = spans(incident.phases, bool(incident.rung))
     scale = Scale(parts)
     _phase_bar(axes, parts, scale)
     _moment_labels(axes, incident, scale)
@@ -68,7 +68,7 @@ def _phase_bar(axes: Any, parts: list[Span], scale: Scale) -> None:
 def _moment_labels(axes: Any, incident: Incident, scale: Scale) -> None:
     for moment, place in zip(moments(incident.phases), scale.edges, strict=False):
         axes.plot([place, place], [-0.45, -0.6], color=_INK, linewidth=1)
-        text = f"{moment.phase.replace('_', ' ')}\n+{duration(moment.at_ms)}"
+        text = f"{shown(moment.phase, incident)}\n+{duration(moment.at_ms)}"
         axes.text(place, -0.66, text, ha="center", va="top", color=_INK, fontsize=8)
 
 
@@ -111,7 +111,8 @@ def _short(text: str) -> str:
 
 def _frame(axes: Any, incident: Incident, scale: Scale, lanes: int) -> None:
     axes.set_title(headline(incident), loc="left", color=_INK, fontsize=13, weight="bold", pad=22)
-    detail = f"incident {incident.id}   attempt {incident.attempt}   led by {incident.led_by or 'unknown'}"
+    number = f"attempt {incident.attempt}" + (f", incarnation {incident.incarnation}" if incident.incarnation else "")
+    detail = f"incident {incident.id}   {number}   led by {incident.led_by or 'unknown'}   {_short(rung(incident))}"
     axes.text(0, 1.02, detail, transform=axes.transAxes, fontsize=9, color=_INK)
     note = "Widths grow with the logarithm of the duration."
     axes.text(1, -0.01, note, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=_COLOURS["restart"])

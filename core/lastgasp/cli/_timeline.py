@@ -29,6 +29,11 @@ _ACTIVITY: dict[str, tuple[str, Group]] = {
     "released": ("restart", "restart"),
     "restarted": ("load, first step", "restart"),
 }
+_IN_PLACE: dict[str, tuple[str, Group]] = {
+    "released": ("leave, join again", "restart"),
+    "restarted": ("state, first step", "restart"),
+}
+"""What happens instead where the fault was answered in place."""
 _NARROWEST = 1.0
 """Width of a span of no length, where ten times the duration is one more."""
 
@@ -69,10 +74,22 @@ def moments(phases: Phases) -> list[Moment]:
     return found
 
 
-def spans(phases: Phases) -> list[Span]:
+def spans(phases: Phases, in_place: bool = False) -> list[Span]:
     """What happened between the known moments, without gaps."""
-    known = moments(phases)
-    return [Span(*_ACTIVITY[begin.phase], begin.at_ms, end.at_ms) for begin, end in pairwise(known)]
+    known, activity = moments(phases), _ACTIVITY | (_IN_PLACE if in_place else {})
+    return [Span(*activity[begin.phase], begin.at_ms, end.at_ms) for begin, end in pairwise(known)]
+
+
+def shown(phase: str, incident: Incident) -> str:
+    """A phase for people: in place nothing is restarted."""
+    return "joined again" if incident.rung and phase == "restarted" else phase.replace("_", " ")
+
+
+def rung(incident: Incident) -> str:
+    """By which rung the fault was answered in place, or why it was not; empty where the job asked for neither."""
+    if incident.rung:
+        return f"in place: {incident.rung}"
+    return f"not in place: {incident.not_in_place}" if incident.not_in_place else ""
 
 
 def duration(ms: float) -> str:
@@ -158,6 +175,8 @@ def outcome(incident: Incident) -> str:
     if incident.ending == "saved":
         savers = ", ".join(str(rank) for rank in incident.savers) or "?"
         return f"step {incident.step_saved} saved by rank {savers}{lost}"
+    if incident.ending == "in_place":
+        return f"step {incident.step_saved} held in memory{lost}, answered in place ({incident.rung})"
     if incident.ending == "nothing_to_save" and incident.reason:
         return f"nothing to save, {incident.reason}"
     words = {"nothing_to_save": "nothing to save", "gave_up": "gave up", "open": "not ended"}

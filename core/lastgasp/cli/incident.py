@@ -15,7 +15,7 @@ from lastgasp.events import Incident, decode_incident, encode_incident
 
 from ._console import console, escape
 from ._layouts import LAYOUTS
-from ._timeline import duration, headline, moments, spans
+from ._timeline import duration, headline, moments, shown, spans
 
 SHOWN = 8
 """Files of one checkpoint."""
@@ -166,9 +166,9 @@ def _phases(record: Incident) -> Table:
     table = Table("phase", "ms after the fault", "then", "for")
     for column in (1, 3):
         table.columns[column].justify = "right"
-    following = spans(record.phases)
+    following = spans(record.phases, bool(record.rung))
     for number, moment in enumerate(moments(record.phases)):
         then = following[number] if number < len(following) else None
         took = (then.activity, duration(then.ms)) if then else ("", "")
-        table.add_row(moment.phase, f"{moment.at_ms:,.1f}", *took)
+        table.add_row(shown(moment.phase, record), f"{moment.at_ms:,.1f}", *took)
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import click
@@ -47,6 +48,8 @@ class Job(msgspec.Struct, frozen=True):
     error: str = ""
     state: str = "unknown"
     attempt: int = 0
+    incarnation: int = 0
+    replaced: list[int] = []
     world_size: int = 0
     started_s: int = 0
     ranks: list[dict[str, Any]] = []
@@ -59,7 +62,7 @@ def ps(job: str | None, controller: str | None, as_json: bool) -> None:
     """List the jobs of this user whose controller runs on this machine, with all their ranks.
 
     A rank is awaited (has not joined yet), running, hung, left (its training ended) or dead. Step, phase and marks
-    are those of its last heartbeat.
+    are those of its last heartbeat. Incarnation: how often the ranks of this attempt were entered again in place.
     """
     found = [(target, _ask(target)) for target in targets(job, controller)]
     if as_json:
@@ -94,6 +97,8 @@ def _job(target: Target, answer: m.Ranks | str) -> Job:
         pid=target.pid,
         state=answer.state,
         attempt=answer.attempt,
+        incarnation=answer.incarnation,
+        replaced=list(answer.replaced),
         world_size=answer.world_size,
         started_s=answer.started_s,
         ranks=[_rank(row) for row in answer.rows],
@@ -126,7 +131,8 @@ def _print(out: Console, found: list[tuple[Target, m.Ranks | str]]) -> None:
 
 def _table(target: Target, answer: m.Ranks) -> Table:
     title = f"{answer.job or '(no rank yet)'}  {answer.directory}".strip()
-    about = f"{answer.state}, attempt {answer.attempt}, {answer.world_size} ranks, controller {target.address}"
+    number = f"attempt {answer.attempt}{_in_place(answer)}"
+    about = f"{answer.state}, {number}, {answer.world_size} ranks, controller {target.address}"
     pid = f" (process {target.pid})" if target.pid is not None else ""
     names = ["rank", "node", "pid", "device", "state", "step", "phase", "marks", "heard"]
     everywhere = {_versions(row) for row in answer.rows if row.card is not None}
@@ -138,6 +144,13 @@ def _table(target: Target, answer: m.Ranks) -> Table:
         cells = _cells(row)
         table.add_row(*cells, *([escape(_versions(row))] if len(everywhere) > 1 else []))
     return table
+
+
+def _in_place(answer: m.Ranks) -> str:
+    """What was answered in place; empty where nothing was."""
+    counts = sorted(Counter(answer.replaced).items())
+    new = ", ".join(f"rank {rank}" + (f" {count} times" if count > 1 else "") for rank, count in counts)
+    return (f", incarnation {answer.incarnation}" if answer.incarnation else "") + (f", replaced: {new}" if new else "")
 
 
 def _cells(row: RankRow) -> list[str]:

@@ -20,6 +20,10 @@ class Ranks(Message, frozen=True, kw_only=True):
     state: JobState
     started_s: int
     rows: tuple[RankRow, ...]
+    incarnation: int = 0
+    """How often the ranks of this attempt have been entered again in place."""
+    replaced: tuple[int, ...] = ()
+    """Ranks that got a new process then, oldest first."""
 
 
 class AskSwitch(Message, frozen=True, kw_only=True):

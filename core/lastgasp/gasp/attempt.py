@@ -58,6 +58,8 @@ class Attempt:
     """Notes for the current incident, or for the next one."""
     progressed_before: bool = False
     """An earlier incarnation of this attempt completed a new step."""
+    replaced: tuple[int, ...] = ()
+    """Ranks that got a new process in this attempt, oldest first."""
 
     @classmethod
     def of(cls, hello: m.Hello) -> Attempt:

@@ -51,6 +51,8 @@ class Incidents:
         self.previous, self.current = self.current, Attempt.of(hello)
         if self.previous is not None and self.previous.hello.attempt == hello.attempt:
             self.current.progressed_before = self.previous.progressed
+            lost = self.previous.again.lost if self.previous.again is not None else ()
+            self.current.replaced = self.previous.replaced + lost
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()

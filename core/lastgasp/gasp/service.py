@@ -140,6 +140,8 @@ class Service:
             state=job_state(attempt),
             started_s=self._started_s,
             rows=self.roster.rows(attempt, _clock.monotonic()) if attempt is not None else (),
+            incarnation=hello.incarnation if hello is not None else 0,
+            replaced=attempt.replaced if attempt is not None else (),
         )
 
     # -- the switch -------------------------------------------------------------------------------

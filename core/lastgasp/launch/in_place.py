@@ -73,6 +73,8 @@ class InPlace:
         if offer != self._offered:
             self._offered = offer
             attempt.controller.offer(offer)
+            log.debug("a fault can be answered in place, as incarnation %d%s", coming,
+                      offer.no_process and f"; no rank can be replaced: {offer.no_process}")  # fmt: skip
 
     def replaced(self, failed: dict[int, str]) -> bool:
         """Give each dead rank a new process, if that was agreed on.

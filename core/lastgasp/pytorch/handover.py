@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lastgasp.pytorch.io import without_crc32
+
 CHUNK = 256 << 20
-"""Bytes of one broadcast."""
+"""Bytes that are sent at once."""
 
 
 def cloned(value: Any) -> Any:
@@ -28,26 +31,41 @@ def cloned(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def hand_over(value: Any, source: int) -> Any:
-    """Return `value` of rank `source`; all ranks call it together. Only the ranks that give None take it.
+def hand_over(value: Any, source: int, takers: Iterable[int]) -> Any:
+    """Return `value` of rank `source` on the `takers`, and the own one on all others; all ranks call it together.
 
     The value was made by this very job, so that it is unpickled without restrictions.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    data = _encoded(value) if dist.get_rank() == source else b""
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, source)
+    rank = dist.get_rank()
+    if rank != source:
+        return _taken(source) if rank in takers else value
+    data = _encoded(value)
+    for taker in takers:
+        dist.send(torch.tensor([len(data)], device=_device()), taker)
+        for begin in range(0, len(data), CHUNK):
+            dist.send(data[begin : begin + CHUNK].to(_device()), taker)
+    return value
+
+
+def _taken(source: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64, device=_device())
+    dist.recv(size, source)
     whole = torch.empty(int(size), dtype=torch.uint8)
-    if data:
-        whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     for begin in range(0, len(whole), CHUNK):
-        part = whole[begin : begin + CHUNK].to(device)
-        dist.broadcast(part, source)
-        whole[begin : begin + CHUNK] = part.cpu()
-    return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=False) if value is None else value
+        part = whole[begin : begin + CHUNK]
+        received = part.to(_device())
+        dist.recv(received, source)
+        part.copy_(received)
+    return torch.load(io.BytesIO(whole.numpy().data), weights_only=False)
 
 
-def _encoded(value: Any) -> bytes:
+def _device() -> torch.device:
+    cuda = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _encoded(value: Any) -> Tensor:
     file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+    with without_crc32():  # the connection has checksums of its own
+        torch.save(value, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

@@ -181,6 +181,6 @@ def received(held: Held) -> Memory:
     """What this rank held, or takes from the one that did; all ranks call it together."""
     memory = held.memory
     if held.again.takers:
-        memory = hand_over(memory, held.again.source)
+        memory = hand_over(memory, held.again.source, held.again.takers)
     assert memory is not None
     return memory

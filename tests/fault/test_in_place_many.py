@@ -1,0 +1,54 @@
+"""Many faults in one job, all answered in place: nothing is left of any of them, same numbers at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.weights import differences
+from support.launchers import SUPPORT, incidents, run, running, until
+from support.train_many_faults import faults
+
+WORKER = SUPPORT / "train_many_faults.py"
+RANKS = 3
+OFFER = "a fault can be answered in place, as incarnation {}\n"
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("count", "after"), [(6, 3), pytest.param(30, 5, marks=pytest.mark.full)], ids=["6 faults", "30 faults"]
+)
+def test_nothing_grows_with_the_number_of_faults(count: int, after: int, tmp_path: Path) -> None:
+    """Memory may grow by 20 MB, as its allocators like: a copy of the state kept for each fault would be 2.6 MB each.
+
+    Descriptors and threads may not grow at all. Processes and rings are looked for as after every test.
+    """
+    log = tmp_path / "faults.log"
+    calm, directory = tmp_path / "calm", tmp_path / "d"
+    job(tmp_path, calm, count, after, LASTGASP_WARM="off")
+    output = job(tmp_path, directory, count, after, LASTGASP_WARM="auto", LASTGASP_LOG="debug",
+                 LASTGASP_FAULT=faults(count), LASTGASP_FAULT_LOG=str(log))  # fmt: skip
+    assert len(read_log(log)) == count
+    rungs = [incident.rung for incident in incidents(directory)]
+    assert rungs == ["replace" if fault["kind"] == "sigkill" else "retry" for fault in read_log(log)], output[-6000:]
+    assert [incident.steps_lost for incident in incidents(directory)] == [0] * count
+    assert (directory / "more").read_text() == "", "rank 1, launcher: kB, descriptors, threads"
+    assert differences(calm / "final.pt", directory / "final.pt") == []
+
+
+def job(folder: Path, directory: Path, count: int, after: int, **variables: str) -> str:
+    """One job to its end; each fault comes once the launcher can answer it."""
+    directory.mkdir()
+    command = run(WORKER, "--dir", directory, "--faults", count, "--after", after, ranks=RANKS)
+    with running(folder, command, **variables) as [started]:
+        (directory / "launcher").write_text(str(started.process.pid))
+        for number in range(count):
+            if "LASTGASP_FAULT" in variables:
+                ready = OFFER.format(number + 1)
+                until(lambda: ready in started.output or started.process.poll() is not None, ready)  # noqa: B023
+            (directory / f"go-{number}").touch()
+        assert started.code() == 0, started.output[-6000:]
+    return started.output

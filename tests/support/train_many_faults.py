@@ -1,0 +1,114 @@
+"""Three ranks that see one fault after another, each once the launcher is ready for it; what they hold is written down.
+
+Rank 1 is killed first; its new process survives all further faults, and says what it and the launcher hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lastgasp.pytorch import Session, TorchState, train
+
+APART, WIDTH = 4, 20_000
+"""Steps between two faults; 2.6 MB of parameters and moments, so that a copy that is kept would show."""
+KINDS = ("sigkill,rank=0", "sigkill,rank=2", "exception,rank=1", "sigkill,rank=2", "sigkill,rank=0", "exception,rank=0")
+MEMORY, PATIENCE = 20_000, 60.0
+"""kB, seconds."""
+
+
+def faults(count: int) -> str:
+    """The first so many."""
+    kinds = ["sigkill,rank=1", *(KINDS[n % len(KINDS)] for n in range(count - 1))]
+    return ";".join(f"kind={kind},step={step_of(n)},phase=backward,incarnation={n}" for n, kind in enumerate(kinds))
+
+
+def step_of(number: int) -> int:
+    """The step that is disturbed by this fault."""
+    return APART * (number + 1)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--faults", required=True, type=int)
+    parser.add_argument("--after", required=True, type=int, help="faults before what is held is compared with")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    train(training, args)
+
+
+def training(args: argparse.Namespace) -> None:
+    """From the process group to the last step."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    with Session.open(args.dir, state=TorchState(model, optimizer), max_steps=step_of(args.faults) + 2) as s:
+        for _ in s.batches(range(10_000)):
+            number, place = divmod(s.step, APART)
+            if place == 0 and 0 < number <= args.faults:  # by the fault of incarnation number - 1
+                _wait((args.dir / f"go-{number - 1}").exists, s)
+            if place == 2 and rank == 1 and number in (args.after, args.faults):
+                _compare(args.dir, number, s)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    if rank == 0:
+        torch.save(net.state_dict(), args.dir / "final.pt")
+    dist.destroy_process_group()
+
+
+def _wait(condition: Callable[[], bool], s: Session) -> None:
+    while not condition():
+        s.alive()
+        time.sleep(0.01)
+
+
+def _compare(directory: Path, number: int, s: Session) -> None:
+    """Write down what is held, once it is not more than the first time; or after all of the patience."""
+    first, deadline = directory / "held", time.monotonic() + PATIENCE
+    if not first.exists():
+        first.write_text(_held(directory))
+        return
+    _wait(lambda: not _more(first.read_text(), _held(directory)) or time.monotonic() > deadline, s)
+    (directory / "more").write_text(_more(first.read_text(), _held(directory)))
+
+
+def _held(directory: Path) -> str:
+    """kB, descriptors and threads, of this process and the launcher."""
+    gc.collect()
+    return "\n".join(" ".join(map(str, _of(pid))) for pid in ("self", (directory / "launcher").read_text()))
+
+
+def _of(pid: str) -> tuple[int, int, int]:
+    place = Path("/proc", pid)
+    sizes = dict(line.split(":") for line in (place / "smaps_rollup").read_text().splitlines()[1:])
+    return int(sizes["Pss"].split()[0]), len(os.listdir(place / "fd")), len(os.listdir(place / "task"))
+
+
+def _more(before: str, now: str) -> str:
+    """What has grown, with its numbers; empty where nothing has."""
+    found = []
+    for who, one, two in zip(("rank 1", "launcher"), before.splitlines(), now.splitlines(), strict=True):
+        (kb, *counts), (kb_now, *counts_now) = (tuple(map(int, line.split())) for line in (one, two))
+        if kb_now > kb + MEMORY or any(b > a for a, b in zip(counts, counts_now, strict=True)):
+            found.append(f"{who}: {one} -> {two}")
+    return "\n".join(found)
+
+
+if __name__ == "__main__":
+    main()
