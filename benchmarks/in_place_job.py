@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -59,6 +60,7 @@ class _Job:
         self.args, self.dir = args, args.dir
         self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.net = network(args.width)
+        self.hooked: Any = next(self.net[2].parameters())  # `register_hook` is not annotated
         x = torch.randn(PASS * BATCH * world, WIDE, generator=torch.Generator().manual_seed(1))
         self.data = TensorDataset(x, x.sum(1, keepdim=True))
         self.faults = {int(s): (int(r), k) for s, r, k in (f.split(":") for f in args.faults.split(",") if f)}
@@ -130,7 +132,7 @@ class _Job:
         x, y = batch
         loss = nn.functional.mse_loss(model(x), y)
         rank, kind = self.faults.get(step, (-1, ""))
-        hook = self.net[2].weight.register_hook(lambda _: self.fault(step, kind)) if rank == self.rank else None
+        hook = self.hooked.register_hook(lambda _: self.fault(step, kind)) if rank == self.rank else None
         with hook or nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -172,9 +174,9 @@ class _Job:
 
     def cost(self, recovery: Recovery, number: int) -> tuple[float, float]:
         """Mean seconds of one step: wall, CPU of this thread."""
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         name, world = f"{recovery}-{number}", int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=self.rank, world_size=world)
+        dist.init_process_group("gloo", store=PrefixStore(name, store), rank=self.rank, world_size=world)
         model, optimizer, sampler, loader = self.made()
         state, steps = TorchState(model, optimizer, sampler=sampler), self.args.steps
         with Session.open(self.dir / "ckpts", state=state, max_steps=steps, recovery=recovery, resume="never") as s:

@@ -16,7 +16,7 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 HangTimeout = float | Literal["auto"]
-Recovery = Literal["auto", "retry", "replace", "restart"]
+Recovery = Literal["auto", "retry", "replace", "restart", "save"]
 """How a fault may be answered in place where the training can be entered again: retry replaces no rank, replace does no
 step again for an exception, restart does neither."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from lastgasp.errors import NotSaveable
+from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
 from lastgasp.topology import ReplicaGroups
 
 Digests = Mapping[str, bytes]
@@ -45,6 +45,18 @@ def compared(gather: Gather, replicas: ReplicaGroups, own: Digests) -> tuple[Rep
     found = [_decoder.decode(part) for part in gather(TAG, msgspec.msgpack.encode(dict(own)))]
     groups = split(replicas, found)
     return groups, "" if groups == replicas else _why(replicas, found)
+
+
+def compared_if_possible(
+    gather: Gather, replicas: ReplicaGroups, own: Digests, alike_before: bool
+) -> tuple[ReplicaGroups, str]:
+    """As `compared`; where the ranks cannot be asked, each is a group of its own unless they were `alike_before`."""
+    try:
+        return compared(gather, replicas, own)
+    except (ControlError, DeadlineExceeded) as error:
+        if alike_before:
+            return replicas, ""
+        return tuple((rank,) for group in replicas for rank in group), f"no rank is known as a replica: {error}"
 
 
 def computed(digests: Callable[[], Digests]) -> Digests:

@@ -32,7 +32,7 @@ from lastgasp.gasp.signin import Entry, sign
 from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import RecoveryBackend, StateSource
-from lastgasp.replicas import Digests, compared, computed, needs_comparing
+from lastgasp.replicas import Digests, compared_if_possible, computed, needs_comparing
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
@@ -197,7 +197,7 @@ class Session:
 
     # -- start ------------------------------------------------------------------------------------
 
-    def compare_replicas(self, digests: Callable[[], Digests]) -> bool:
+    def compare_replicas(self, digests: Callable[[], Digests], alike_before: bool = False) -> bool:
         """Find out which ranks are replicas: before `training_started`, once the initial state is loaded.
 
         All ranks call it together. Ranks whose digests differ are taken out of each other's group: from then on each
@@ -211,6 +211,8 @@ class Session:
             digests: computes the digests of what all replicas have in common (parameters, optimizer state), without
                 what belongs to one rank (random state, buffers that are not synchronized). Not called if no rank
                 is supposed to be another's replica.
+            alike_before: the ranks were alike when they began with what they hold now, so that nothing has to be
+                concluded where they cannot be asked.
 
         Returns:
             Whether all groups are as the adapter stated. `self.place` has the actual groups.
@@ -218,10 +220,7 @@ class Session:
         replicas = self.place.replicas
         if not needs_comparing(replicas):
             return True
-        try:
-            groups, why = compared(self.gather, replicas, computed(digests))
-        except (ControlError, DeadlineExceeded) as error:
-            groups, why = tuple((r,) for group in replicas for r in group), f"no rank is known as a replica: {error}"
+        groups, why = compared_if_possible(self.gather, replicas, computed(digests), alike_before)
         if not why:
             return True
         log.log(logging.WARNING if self.place.rank == 0 else logging.INFO, "%s", why)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lastgasp.checkpoint import candidates
+from lastgasp.exitcodes import SAVED
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
@@ -173,4 +174,31 @@ def test_a_job_that_may_not_or_cannot_restarts_as_ever(
     assert incident.not_in_place == why
     line = "this training cannot be entered again: the process group was made outside of the function"
     assert (line in started.output) == bool(more)
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, undisturbed: Any) -> None:
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    (directory / "go").touch()
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_RECOVERY": "save", "LASTGASP_FAULT_LOG": str(log)}
+    first = finish(job(run, 2, directory), tmp_path, LASTGASP_FAULT=KILL, **variables)
+    assert first.returncode == SAVED, first.output
+    assert "as recovery=save asks" in first.output
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.not_in_place) == ("saved", 8, "recovery=save")
+    assert len(read_log(log)) == 1
+    assert finish(job(run, 2, directory), tmp_path, **variables).ok
+    assert [begun for _, begun, _ in lines(directory, 0, "entered")] == ["0", "8"]
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+def test_an_exception_is_answered_by_a_restart_where_only_replace_is_allowed(tmp_path: Path, undisturbed: Any) -> None:
+    directory = tmp_path / "d"
+    faults = "kind=exception,rank=1,step=8,phase=backward"
+    with disturbed(tmp_path, job(run, 2, directory), faults, LASTGASP_RECOVERY="replace") as started:
+        pass
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.rung) == ("saved", 8, ""), started.output[-6000:]
+    assert incident.not_in_place == "recovery=replace: no step is tried again"
     assert differences(undisturbed(2), directory / "final.pt") == []

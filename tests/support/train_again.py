@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState, train
+from support import again_faults
+from support.again_faults import note
 from support.train_loop import evaluate
 
 GATE = 5
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    again_faults.install(args.dir)
     if args.outside:
         dist.init_process_group("gloo")
     train(training, args)
@@ -68,8 +71,10 @@ def training(args: argparse.Namespace) -> None:
     if (os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (args.dies, "1"):
         note(args.dir, f"died {os.getpid()}")
         os.kill(os.getpid(), signal.SIGKILL)
+    again_faults.at("function called")
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    again_faults.at("group made")
     rank, world = dist.get_rank(), dist.get_world_size()
     seed = 7 + 1000 * rank
     torch.manual_seed(seed)
@@ -95,8 +100,11 @@ def training(args: argparse.Namespace) -> None:
                 while s.step >= GATE and not (args.dir / "go").exists():
                     s.alive()
                     time.sleep(0.01)
+                again_faults.at("first step")
                 step(model, optimizer, scaler, batch)
                 schedule.step()
+                note(args.dir, f"trained {os.getpid()} {s.step}")
+                again_faults.at("first update")
             errors["all"].append(evaluate(net, x))
         note(args.dir, f"ended {os.getpid()} {s.step}")
     if args.final and rank == 0:
@@ -113,12 +121,6 @@ def step(model: nn.Module, optimizer: Any, scaler: Any, batch: Any) -> None:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-
-
-def note(directory: Path, text: str) -> None:
-    """One line of this rank."""
-    with (directory / f"rank-{os.environ['RANK']}").open("a") as file:
-        file.write(text + "\n")
 
 
 def bug(args: argparse.Namespace, s: Session) -> None:

@@ -260,6 +260,21 @@ def starting(directory: Path) -> Iterator[tuple[FakeController, Session]]:
             session.close(goodbye=False)
 
 
+@pytest.mark.parametrize("alike_before", [False, True])
+def test_a_comparison_that_failed_concludes_nothing_where_ranks_were_alike_before(
+    alike_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has died, or the controller: what ranks of a recovery in place hold has been compared before."""
+
+    def lost(tag: str, payload: bytes) -> list[bytes]:
+        raise ControlError("rank 0 is gone")
+
+    with starting(tmp_path) as (_, session):
+        monkeypatch.setattr(session, "gather", lost)
+        assert session.compare_replicas(lambda: {"model": b"1"}, alike_before) == alike_before
+        assert session.place.replicas == (data_parallel(2) if alike_before else ((0,), (1,)))
+
+
 def test_what_ends_a_start_is_reported_to_the_controller(tmp_path: Path) -> None:
     with starting(tmp_path) as (controller, session):
         session.failed_to_start(RuntimeError("iter_0000007: size mismatch"), "exception")

@@ -115,6 +115,7 @@ class AdapterRun:
         source: the state, once `bind` has said where it is.
         begun: `begin` was called.
         alike: all replicas hold the same, as was found when training began.
+        alike_before: they did, when the training that is entered again here was begun.
         before_again: called when the training is to be entered again in this process: keeps the state of the step.
             None: it cannot be.
 
@@ -136,7 +137,7 @@ class AdapterRun:
         check_writable(config.directory)
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
-        self.begun, self.alike = False, True
+        self.begun, self.alike, self.alike_before = False, True, False
         self.before_again: Callable[[Again], object] | None = None
         self._training: Training | None = None
         self._completed, self._undo, self._release = ExitStack(), ExitStack(), ExitStack()
@@ -181,7 +182,7 @@ class AdapterRun:
         """
         assert self._training is not None, "bind() comes before begin()"
         self.session.register(device, self.framework.versions)
-        self.alike = self.session.compare_replicas(self._training.digests)
+        self.alike = self.session.compare_replicas(self._training.digests, self.alike_before)
         self.session.status.entered = True
         self.session.training_started(step, durable=durable)
         if threading.current_thread() is threading.main_thread():

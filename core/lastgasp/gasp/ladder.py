@@ -56,7 +56,12 @@ class Ladder(Machine):
     @property
     def wanted(self) -> bool:
         """Some rank may be entered again, so that the launcher should make an offer."""
-        return any(cap not in ("", "restart") for cap in self._recovery.values())
+        return any(cap not in ("", "restart", "save") for cap in self._recovery.values())
+
+    @property
+    def leaves(self) -> bool:
+        """Some rank asked that the job ends after the save."""
+        return "save" in self._recovery.values()
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
@@ -134,8 +139,8 @@ class Ladder(Machine):
         cap = min(caps, default="")
         if "" in caps or len(caps) > 1:
             return "not every rank can be entered again"
-        if cap == "restart":
-            return "recovery=restart"
+        if cap in ("restart", "save"):
+            return f"recovery={cap}"
         if lost and cap == "retry":
             return "recovery=retry: no rank is replaced"
         causes = [fault for fault in self.faults if fault.kind != "peer"]

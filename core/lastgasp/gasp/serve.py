@@ -141,6 +141,11 @@ class ControllerThread:
         machine = found.machine if found is not None else None
         return machine.incarnation + 1 if isinstance(machine, Ladder) and machine.wanted else None
 
+    def leaves(self, attempt: int) -> bool:
+        """The ranks of this attempt asked that the job ends after a save, with no restart."""
+        found = self._attempt(attempt)
+        return found is not None and isinstance(found.machine, Ladder) and found.machine.leaves
+
     def again(self, attempt: int) -> Again | None:
         """What was agreed last for a recovery of this attempt in place; None where nothing was, yet."""
         found = self._attempt(attempt)

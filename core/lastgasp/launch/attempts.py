@@ -84,6 +84,11 @@ class LaunchAttempt:
             return self.controller.progressed(self.number)
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
+    def leaves(self) -> str:
+        """How the recovery ended (`events.Ending`), where no restart shall follow it; else empty."""
+        asked = self.controller is not None and self.controller.leaves(self.number)
+        return self.last_word().ending if asked else ""
+
     def event(self) -> str:
         """The recovery of this attempt in one line; empty if there was none, or another node's launcher reports it."""
         return "" if self.controller is None else self.controller.event(self.number)

@@ -23,12 +23,14 @@ class Restarts:
         always: also judge jobs whose ranks never joined (`lastgasp run`); under plain torchrun a job that does not
             use lastgasp keeps torchrun's own rule.
         verdict_of_framework: a framework's decision to end the job for good.
+        left: how the recovery ended after which the job asked for no restart (`recovery="save"`); else empty.
     """
 
     always: bool
     without_progress: int = 0
     refused: bool = False
     verdict_of_framework: Verdict | None = None
+    left: str = ""
     starts: int = 0
     _ever_used: bool = False
     _how: frozenset[int] = frozenset()
@@ -57,13 +59,15 @@ class Restarts:
     def should_give_up(self) -> bool:
         """Another restart would most likely fail in the same place."""
         stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT
-        return self.verdict_of_framework is not None or self.refused or stuck
+        return self.verdict_of_framework is not None or bool(self.left) or self.refused or stuck
 
     @property
     def exit_code(self) -> int:
         """The launcher's, where another restart would be useless."""
         if self.verdict_of_framework is not None:
             return self.verdict_of_framework.code
+        if (code := exitcodes.of_ending(self.left)) is not None:
+            return code
         return exitcodes.REFUSED if self.refused else exitcodes.NO_PROGRESS
 
     @property
@@ -71,6 +75,8 @@ class Restarts:
         """The message for the user."""
         if self.verdict_of_framework is not None:
             return str(self.verdict_of_framework)
+        if self.left:
+            return "stopped after the recovery, as recovery=save asks; start the job again and it resumes"
         if self.refused:
             return (
                 "stopped: a rank refused to start, and would refuse again. The traceback above says why and what to "

@@ -106,7 +106,7 @@ class AgainHere:
             durable = again.step if again.saved else run.engine.status.durable
             memory = Memory(again.step, checkpoint, durable, run.source.present)
             place = replace(run.place, incarnation=again.incarnation)
-            known = run.recovery, run.users_handler
+            known = run.recovery, run.users_handler, run.life.alike
             rejoin = partial(_rejoin, self._make, place, memory, self._source_of(memory), known)
         wrapped = [ddp for model in run.state.models.values() if (ddp := ddp_of(model)) is not None]
         held = Held(
@@ -137,9 +137,14 @@ def _write(memory: Memory, staged: Staged, step: int, aux: Mapping[int, bytes]) 
 
 
 def _rejoin(
-    make: Callable[[Place, Any], AdapterRun], place: Place, memory: Memory, source: GaspSource, known: tuple[str, Any]
+    make: Callable[[Place, Any], AdapterRun],
+    place: Place,
+    memory: Memory,
+    source: GaspSource,
+    known: tuple[str, Any, bool],
 ) -> AdapterRun:
     life = make(place, connect(place))
+    life.alike_before = known[2]
     try:
         life.session.status.recovery = known[0]
         life.enter_again(HeldTraining(FromMemory(memory.step, source)), memory.step, memory.durable, known[1])

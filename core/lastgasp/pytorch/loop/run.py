@@ -115,6 +115,8 @@ class Run:
         except BaseException:
             self.recorder.close()
             raise
+        if held is not None and held.life is None:  # ranks are given what others hold only where all are alike
+            self.life.alike_before = True
         self.engine = self.life.session
         self._inexact = Inexact(self.rank, self.engine.note)
         self.life.on_close(self.recorder.close, last=True)

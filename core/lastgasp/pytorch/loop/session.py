@@ -40,7 +40,8 @@ class Options(TypedDict, total=False):
         profiling_dir: where the marks' files go.
         profiling_limit_mb: MB that they may take; beyond it the oldest go; default 5000.
         recovery: inside of `lastgasp.pytorch.train`: how a fault may be answered without a restart. "auto" (default),
-            "retry" (no rank is replaced), "replace" (no step is done again for an exception), "restart" (never).
+            "retry" (no rank is replaced), "replace" (no step is done again for an exception), "restart" (never), "save"
+            (never, and the launcher does not restart the job either).
     """
 
     every: int

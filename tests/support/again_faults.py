@@ -1,0 +1,111 @@
+"""A second fault at a chosen point of a recovery in place: a process is killed when another one comes to that point."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "TEST_SECOND_FAULT"
+"""POINT,WHO,VICTIM: `WHO` is a rank or `launcher`, `VICTIM` is `self`, `launcher` or a rank."""
+LAUNCHER, FOLDER = "TEST_LAUNCHER", "TEST_FOLDER"
+IN_RANK = {
+    "step left": "lastgasp.adapter.run:AdapterRun.failed",
+    "released": "lastgasp.pytorch.loop.again_here:AgainHere.keep",
+    "state kept": "lastgasp.pytorch.loop.again:_enter_again",
+    "joining": "lastgasp.pytorch.loop.again_here:_rejoin",
+    "handover": "lastgasp.pytorch.loop.again_here:received",
+    "state taken": "lastgasp.pytorch.loop.again_here:AgainHere.ready",
+}
+"""Points, and what is called there. The job itself tells of more."""
+IN_LAUNCHER = {
+    "verdict": "lastgasp.gasp.ladder:Ladder._carry_out",
+    "fork": "lastgasp.launch.in_place:InPlace._replace",
+}
+PATIENCE = 60.0
+
+
+def install(directory: Path, points: dict[str, str] = IN_RANK) -> None:
+    """Wrap what is called at the wanted point, if any."""
+    wanted = os.environ.get(VARIABLE, "").split(",")[0]
+    os.environ[FOLDER] = str(directory)
+    if wanted in points:
+        module, _, name = points[wanted].partition(":")
+        __import__(module)
+        *path, last = name.split(".")
+        owner: Any = functools.reduce(getattr, path, sys.modules[module])
+        setattr(owner, last, _after(functools.partial(at, wanted), getattr(owner, last)))
+
+
+def _after(first: Callable[[], None], function: Any) -> Any:
+    @functools.wraps(function)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return function(*args, **kwargs)
+
+    return both
+
+
+def at(point: str) -> None:
+    """This process is there; nothing happens before the first fault, nor twice."""
+    wanted, who, victim = (os.environ.get(VARIABLE) or ",,").split(",")
+    if (point, os.environ.get("RANK", "launcher")) != (wanted, who):
+        return
+    directory = Path(os.environ[FOLDER])
+    if not Path(os.environ["LASTGASP_FAULT_LOG"]).exists():
+        return
+    try:
+        os.close(os.open(directory / "second", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    kill(_pid(victim, directory))
+
+
+def kill(pid: int) -> None:
+    """And wait until it is dead."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _pid(victim: str, directory: Path) -> int:
+    if victim == "self":
+        return os.getpid()
+    if victim == "launcher":
+        return int(os.environ[LAUNCHER])
+    return int(re.findall(r"^entered (\d+)", (directory / f"rank-{victim}").read_text(), re.M)[-1])
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def note(directory: Path, text: str) -> None:
+    """One line of this rank."""
+    with (directory / f"rank-{os.environ['RANK']}").open("a") as file:
+        file.write(text + "\n")
+
+
+def main() -> None:
+    """`lastgasp run`, with faults in the launcher: DIRECTORY, then its arguments."""
+    directory = Path(sys.argv.pop(1))
+    os.environ[LAUNCHER] = str(os.getpid())
+    install(directory, IN_LAUNCHER)
+    sys.argv[0] = "lastgasp"
+    from lastgasp.cli import main as lastgasp
+
+    lastgasp()
+
+
+if __name__ == "__main__":
+    main()
