@@ -26,6 +26,7 @@ from lastgasp_lightning import LastGasp, last_good
 from support import lean, taskd_reader
 from support.matrix import SCRIPT
 from support.train_tiny import Tiny
+from support.waiting import until
 
 LAYOUT = SingleFile(".ckpt")
 LIMIT = 400.0
@@ -174,7 +175,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a small disk needs the right to mount a tmpfs")
     yield disk
     make_room(disk)
-    subprocess.run(["umount", str(disk)], check=True)
+    command = ["umount", str(disk)]  # a process that has just been killed may still have a file open
+    until(lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0, "the disk is unmounted")
 
 
 def make_room(disk: Path) -> None:

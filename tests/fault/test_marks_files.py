@@ -21,6 +21,7 @@ from lastgasp.steps.recorder import StepRecorder
 from lastgasp.steps.recover import recover_orphans
 from support import marks_worker, taskd_reader
 from support.marks_worker import MOMENTS, PER_TOKEN, options
+from support.waiting import until
 
 LIMIT = 200.0
 WORKER = Path(marks_worker.__file__)
@@ -240,7 +241,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("a small disk needs the right to mount a tmpfs")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    command = ["umount", str(disk)]  # a process that has just been killed may still have a file open
+    until(lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0, "the disk is unmounted")
 
 
 def take(recorder: StepRecorder, first: int, count: int) -> bool:

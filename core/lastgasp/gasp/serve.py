@@ -30,7 +30,7 @@ log = logging.getLogger("lastgasp.controller")
 
 T = TypeVar("T")
 log = logging.getLogger("lastgasp.controller")
-WORDS_TIMEOUT = 2.0
+WORDS_TIMEOUT = 10.0
 """Seconds that a launcher waits for a log line from the controller."""
 START_TIMEOUT = 30.0
 """Seconds the controller gets to listen."""

@@ -272,8 +272,8 @@ def kit_from_env(environ: Mapping[str, str] = os.environ) -> FaultKit | None:
 def read_log(path: Path) -> list[dict[str, object]]:
     """The faults that fired, in order: the fields of `FaultSpec` and at_rank, at_step, pid, wall_ns.
 
-    An absent file is an empty list: nothing fired.
+    An absent file is an empty list: nothing fired. A line that is still being written does not count yet.
     """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
