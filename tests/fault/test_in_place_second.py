@@ -54,7 +54,7 @@ COVERING = (
     (KILLED_1, "handover", "0", "self"),
     (KILLED_1, "state taken", "2", "self"),
     (RAISED_1, "first step", "0", "self"),
-    (KILLED_0, "state taken", "2", "launcher"),
+    (KILLED_0, "state kept", "2", "launcher"),
 )
 """Each phase and each kind of victim once."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lastgasp.errors import UsageError
+from lastgasp.errors import ControlError, UsageError
 from lastgasp.gasp.again import Again
 from lastgasp.pytorch import TorchState, train
 from lastgasp.pytorch.handover import cloned
@@ -96,3 +97,22 @@ def test_a_training_outside_of_the_main_thread_is_not_entered_again(caplog: pyte
     thread.join()
     assert found == ["", "train() is not called on the main thread, where signals arrive"]
     assert found[1] in caplog.text
+
+
+def test_who_cannot_join_again_saves_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher has died: no other rank can join, either."""
+    monkeypatch.setattr(again, "cut_connections", lambda pids: 0)
+    for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "LASTGASP_INCARNATION"):
+        monkeypatch.setenv(name, "")
+    before, saved = signal.pthread_sigmask(signal.SIG_BLOCK, ()), list[BaseException]()
+
+    def lost() -> Any:
+        raise ControlError("the controller is gone")
+
+    entry = Entry("", None)
+    order = Again(incarnation=1, step=4, source=0, takers=(), lost=(), port=1)
+    entry.keep(Held(order, rejoin=lost, mask=set(before), alone=saved.append))
+    with pytest.raises(ControlError, match="is gone") as raised:
+        again._enter_again(entry)
+    assert saved == [raised.value]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -256,13 +256,17 @@ class AdapterRun:
         try:
             self.before_again(outcome.again)
         except BaseException as error:  # the others may not have been able to keep it, either
-            rank, step, now = self.place.rank, self.session.status.step, _clock.wall_ns()
-            cause = encodable(cause_of(error))
-            self.session.save_alone(Fault(kind="exception", rank=rank, cause=cause, step=step, seen_ns=now))
+            self.save_alone(error)
             raise
         finally:
             self.close(completed=False)
         return True
+
+    def save_alone(self, error: BaseException) -> None:
+        """Save what this rank holds, without its controller; `error` is why the training is not entered again here."""
+        rank, step, now = self.place.rank, self.session.status.step, _clock.wall_ns()
+        cause = encodable(cause_of(error))
+        self.session.save_alone(Fault(kind="exception", rank=rank, cause=cause, step=step, seen_ns=now))
 
     def _exit(self, outcome: Release, because: str = "") -> None:
         if self._training is not None:

@@ -66,6 +66,6 @@ def _device() -> torch.device:
 
 def _encoded(value: Any) -> Tensor:
     file = io.BytesIO()
-    with without_crc32():  # the connection has checksums of its own
+    with without_crc32():  # torch.load never checks it
         torch.save(value, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

@@ -159,6 +159,10 @@ def _enter_again(entry: Entry) -> None:
         os.environ.update(held.again.environment)
         if held.rejoin is not None:
             held.life, held.rejoin = held.rejoin(), None
+    except BaseException as error:  # the launcher has died, so that no other rank can join, either
+        if held.alone is not None:
+            held.alone(error)
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
 

@@ -100,17 +100,28 @@ class AgainHere:
             raise
 
     def _keep(self, again: Again, mask: set[Any]) -> None:
-        run, memory, rejoin = self._run, None, None
+        run, memory, rejoin, alone = self._run, None, None, None
         if run.rank not in again.takers:
             checkpoint = cloned(run.dump(again.step, again.aux))
             durable = again.step if again.saved else run.engine.status.durable
             memory = Memory(again.step, checkpoint, durable, run.source.present)
             place = replace(run.place, incarnation=again.incarnation)
             known = run.recovery, run.users_handler, run.life.alike
-            rejoin = partial(_rejoin, self._make, place, memory, self._source_of(memory), known)
+            source = self._source_of(memory)
+            rejoin = partial(_rejoin, self._make, place, memory, source, known)
+            alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
         wrapped = [ddp for model in run.state.models.values() if (ddp := ddp_of(model)) is not None]
         held = Held(
-            again, memory, run.fit, rejoin, None, wrapped, run.state, users_handler=run.users_handler, mask=mask
+            again,
+            memory,
+            run.fit,
+            rejoin,
+            None,
+            wrapped,
+            run.state,
+            users_handler=run.users_handler,
+            mask=mask,
+            alone=alone,
         )
         run.entry.keep(held)
 
@@ -152,6 +163,12 @@ def _rejoin(
         life.close(completed=False)
         raise
     return life
+
+
+def _save_alone(life: AdapterRun, held: FromMemory, error: BaseException) -> None:
+    """This rank could not join again: save what it holds, by the rule of a rank without a controller."""
+    life.source.inner = held
+    life.save_alone(error)
 
 
 def users_handler(held: Held | None) -> Any:

@@ -40,6 +40,7 @@ class Held:
         memory: None on a rank that takes it from another one.
         fit: of the session; None in a new process.
         rejoin: makes the run of the next incarnation; None in a new process.
+        alone: saves what is held where that is not possible.
         life: that run, once this rank has joined with what it holds.
         wrapped: the models' DDP wrappers, which must be gone before new ones are made.
         state: the objects of the session that has ended; None in a new process.
@@ -56,6 +57,7 @@ class Held:
     state: TorchState | None = None
     users_handler: Any = None
     mask: set[Any] = field(default_factory=set)
+    alone: Callable[[BaseException], object] | None = None
 
 
 class RecorderOfMemory:
