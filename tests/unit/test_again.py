@@ -116,3 +116,21 @@ def test_who_cannot_join_again_saves_what_it_holds(monkeypatch: pytest.MonkeyPat
         again._enter_again(entry)
     assert saved == [raised.value]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_only_the_first_training_of_a_script_gets_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One would run the script up to its first training, while the other ranks are in a later one."""
+    found: list[bool] = []
+
+    def look() -> None:
+        entry = again.current()
+        assert entry is not None
+        found.append(entry.first)
+
+    monkeypatch.setattr(again, "_begun", False)
+    train(look)
+    train(look)
+    monkeypatch.setattr(again, "_begun", False)
+    assert again.current() is None  # a session that no train() has called
+    train(look)
+    assert found == [True, False, False]

@@ -125,6 +125,7 @@ def test_a_rank_that_is_lost_while_the_only_copy_is_saved_ends_the_recovery_in_p
     [
         (Job(recovery="retry"), "recovery=retry: no rank is replaced"),
         (Job(recovery="restart"), "recovery=restart"),
+        (Job(recovery="later"), "it is not the first training of its script: no rank is replaced"),
         (Job(offer=None), "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"),
         (Job(offer=Offer(attempt=0, incarnation=1, port=7, no_process="no warm process")), "no warm process"),
         (Job(replicas=((0, 1, 2), (2, 0, 1))), "the ranks do not all hold the same state"),

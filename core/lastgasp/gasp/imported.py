@@ -25,7 +25,8 @@ class Imported(msgspec.Struct, frozen=True):
     """What one rank reports.
 
     Attributes:
-        modules: all, in the order in which they were imported, with the file that each came from (`origin`).
+        modules: all, in the order in which they were imported, with the file that each came from (`origin`); of
+            `__main__` the script.
         environment: variables that the rank has set or changed itself; None: it has deleted one.
     """
 
@@ -39,6 +40,8 @@ def report() -> None:
     if not path or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     modules = {name: origin(module) for name, module in list(sys.modules.items())}
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    modules["__main__"] = os.path.abspath(script) if script else ""
     found = Imported(modules, changed(at_start(), os.environ))
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

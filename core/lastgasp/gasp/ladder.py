@@ -143,6 +143,8 @@ class Ladder(Machine):
             return f"recovery={cap}"
         if lost and cap == "retry":
             return "recovery=retry: no rank is replaced"
+        if lost and cap == "later":
+            return "it is not the first training of its script: no rank is replaced"
         causes = [fault for fault in self.faults if fault.kind != "peer"]
         others = [fault for fault in causes if fault.rank not in lost or fault.kind not in ("killed", "hang")]
         for fault in others:

@@ -97,7 +97,8 @@ class Begin(Message, frozen=True, kw_only=True):
     buffer_fd: int
     """File descriptor number of the rank's crash-safe buffer (opened through /proc by who shares the host), or -1."""
     recovery: str = ""
-    """Which faults may be answered in place (`config.Recovery`); empty if this rank cannot be entered again."""
+    """Which faults may be answered in place (`config.Recovery`); empty if this rank cannot be entered again; later if
+    it can, but no rank be replaced."""
     entered: bool = True
     """False: after a fault this rank holds `step` in memory, and is about to enter its training again."""
 

@@ -91,6 +91,8 @@ class InPlace:
             return False
         self._done = again.incarnation
         try:
+            if again.lost and (why := self._warm.changed):
+                raise NoFork(why)
             for rank in again.lost:
                 self._replace(rank, again)
         except (NoFork, OSError) as error:

@@ -17,7 +17,7 @@ from lastgasp import _clock
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.imported import VARIABLE, Imported
 from lastgasp.launch.forked import ForkedProcess
-from lastgasp.launch.warm_checks import AT_LOADING
+from lastgasp.launch.warm_checks import AT_LOADING, changed_since, times
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
 
 log = logging.getLogger("lastgasp.launch")
@@ -82,6 +82,8 @@ class Warm:
     _file: int = field(default_factory=lambda: os.memfd_create("lastgasp-imported", os.MFD_CLOEXEC))
     _begun: float = 0.0
     _lost: str = ""
+    _known: dict[str, int] = field(default_factory=dict)
+    """When the user's files were changed that the ranks had imported."""
 
     def begin(self) -> dict[str, str]:
         """Ranks are about to be started. Returns what their environment needs."""
@@ -122,6 +124,11 @@ class Warm:
         return forked
 
     @property
+    def changed(self) -> str:
+        """Which file has changed since the running ranks imported it, in words; a new rank would be another program."""
+        return changed_since(self._known)
+
+    @property
     def cannot_fork(self) -> str:
         """Why no rank can be forked now; empty where it can."""
         if self._process is None or not self._process.ready:
@@ -149,7 +156,7 @@ class Warm:
         own = ranks.own()
         environment = {name: value for name, value in os.environ.items() if name not in own}
         plan = msgspec.to_builtins(found) | {"own": sorted(own), "command": list(ranks.command)}
-        self._begun = _clock.monotonic()
+        self._begun, self._known = _clock.monotonic(), times(found.modules)
         self._process = WarmProcess(ranks.command, environment, plan)
 
     def _see(self, process: WarmProcess) -> None:

@@ -30,7 +30,12 @@ T = TypeVar("T")
 DRAIN = 5.0
 """Seconds that the work queued on an accelerator gets to end before the process groups are dropped."""
 
+LATER = {"auto": "later", "replace": ""}
+"""How a training may be entered again (`messages.Begin`) that is not the first of its script."""
+
 _current: Entry | None = None
+_begun = False
+"""A training of this process has begun. A new process would run the script up to that one's place, not to a later."""
 
 
 class Entry:
@@ -42,10 +47,11 @@ class Entry:
         sessions: opened in this call; only the first one is known to be that of the call before.
         end: ends an open session as its `with` block would, where the function has none.
         objects: of the first session of the first call.
+        first: no other training has begun in this process before.
     """
 
-    def __init__(self, why: str, held: Held | None) -> None:
-        self.why, self.held = why, held
+    def __init__(self, why: str, held: Held | None, first: bool = True) -> None:
+        self.why, self.held, self.first = why, held, first
         self.again, self.sessions = False, 0
         self.end: Callable[[BaseException], object] | None = None
         self.objects: KeptObjects | None = None
@@ -69,7 +75,9 @@ class Entry:
 
 
 def current() -> Entry | None:
-    """The `train` in progress in this process, if any."""
+    """The `train` in progress in this process, if any. For a session that is being opened."""
+    global _begun
+    _begun = True
     return _current
 
 
@@ -91,12 +99,13 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         UsageError: it is called inside of itself, or the function is a generator or a coroutine.
         BaseException: what the function has raised, where it is not entered again.
     """
-    global _current
+    global _current, _begun
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         raise UsageError("train() calls a function that trains: a generator or a coroutine does nothing when called")
     if _current is not None:
         raise UsageError("train() is called inside of a function that train() has called")
-    entry = _current = Entry(_cannot(), _as_replacement())
+    entry = _current = Entry(_cannot(), _as_replacement(), first=not _begun)
+    _begun = True
     try:
         while True:
             try:

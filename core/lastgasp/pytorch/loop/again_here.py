@@ -18,7 +18,7 @@ from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
-from lastgasp.pytorch.loop.again import received
+from lastgasp.pytorch.loop.again import LATER, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory
 from lastgasp.pytorch.loop.parts import ddp_of
@@ -49,7 +49,7 @@ class AgainHere:
         entry, status = run.entry, run.engine.status
         embedded = run.engine.backend.backend == "embedded"
         if embedded and entry is not None and not entry.why and entry.sessions == 1:
-            status.recovery = run.recovery
+            status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             run.life.before_again = self.keep
             entry.objects = entry.objects or KeptObjects(run.state)
 
@@ -106,7 +106,7 @@ class AgainHere:
             durable = again.step if again.saved else run.engine.status.durable
             memory = Memory(again.step, checkpoint, durable, run.source.present)
             place = replace(run.place, incarnation=again.incarnation)
-            known = run.recovery, run.users_handler, run.life.alike
+            known = run.engine.status.recovery, run.users_handler, run.life.alike
             source = self._source_of(memory)
             rejoin = partial(_rejoin, self._make, place, memory, source, known)
             alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
