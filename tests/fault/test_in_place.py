@@ -108,7 +108,7 @@ def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
-@pytest.mark.parametrize(("phase", "step"), [("backward", 8), ("before_update", 9), ("update", 9)])
+@pytest.mark.parametrize(("phase", "step"), [("backward", 8), ("update", 9)])
 def test_a_step_that_failed_is_done_again(phase: str, step: int, tmp_path: Path, undisturbed: Any) -> None:
     """A rank that raised in the middle of its update takes the state from the other, which has completed the step."""
     directory = tmp_path / "d"
@@ -201,4 +201,17 @@ def test_an_exception_is_answered_by_a_restart_where_only_replace_is_allowed(tmp
     [incident] = incidents(directory)
     assert (incident.ending, incident.step_saved, incident.rung) == ("saved", 8, ""), started.output[-6000:]
     assert incident.not_in_place == "recovery=replace: no step is tried again"
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+def test_sigterm_before_the_ranks_have_joined_again_has_the_step_saved(tmp_path: Path, undisturbed: Any) -> None:
+    """It comes to both, when no session takes it and no step is on disk."""
+    directory = tmp_path / "d"
+    faults = "kind=exception,rank=1,step=8,phase=forward"
+    with disturbed(tmp_path, job(run, 2, directory, "--stopped"), faults) as started:
+        pass
+    first, last = incidents(directory)
+    assert (first.ending, first.rung) == ("in_place", "retry"), started.output[-6000:]
+    assert {fault.kind for fault in last.faults} == {"sigterm"}, last
+    assert [c.step for c in candidates([directory], LAYOUT)] == [8]
     assert differences(undisturbed(2), directory / "final.pt") == []

@@ -57,13 +57,23 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="train the same objects when entered again")
     parser.add_argument("--trick", default="none", choices=sorted(TRICKS))
     parser.add_argument("--outside", action="store_true", help="the process group is made outside of the function")
+    parser.add_argument("--stopped", action="store_true", help="SIGTERM comes between two calls of the function")
     parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
     args = parser.parse_args()
     torch.set_num_threads(1)
     again_faults.install(args.dir)
     if args.outside:
         dist.init_process_group("gloo")
-    train(training, args)
+    train(stopped if args.stopped else training, args)
+
+
+def stopped(args: argparse.Namespace) -> None:
+    """As `training`; SIGTERM comes once a fault has ended the session, and before there is another one."""
+    try:
+        training(args)
+    finally:
+        if (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def training(args: argparse.Namespace) -> None:

@@ -13,12 +13,14 @@ from torch import nn
 
 from lastgasp.errors import ControlError, UsageError
 from lastgasp.gasp.again import Again
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch import TorchState, train
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop import again
 from lastgasp.pytorch.loop.again import Entry
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import Held
+from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 
 
 def test_a_copy_is_equal_and_nobody_elses() -> None:
@@ -104,18 +106,17 @@ def test_who_cannot_join_again_saves_what_it_holds(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(again, "cut_connections", lambda pids: 0)
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "LASTGASP_INCARNATION"):
         monkeypatch.setenv(name, "")
-    before, saved = signal.pthread_sigmask(signal.SIG_BLOCK, ()), list[BaseException]()
+    saved = list[BaseException]()
 
     def lost() -> Any:
         raise ControlError("the controller is gone")
 
     entry = Entry("", None)
     order = Again(incarnation=1, step=4, source=0, takers=(), lost=(), port=1)
-    entry.keep(Held(order, rejoin=lost, mask=set(before), alone=saved.append))
+    entry.keep(Held(order, rejoin=lost, alone=saved.append))
     with pytest.raises(ControlError, match="is gone") as raised:
         again._enter_again(entry)
     assert saved == [raised.value]
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_only_the_first_training_of_a_script_gets_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +135,20 @@ def test_only_the_first_training_of_a_script_gets_new_processes(monkeypatch: pyt
     assert again.current() is None  # a session that no train() has called
     train(look)
     assert found == [True, False, False]
+
+
+@pytest.mark.parametrize("where", ["before the session is closed", "after it", "not at all"])
+def test_sigterm_between_two_calls_is_answered_by_the_next_session(where: str) -> None:
+    got: list[int] = []
+    status = RankStatus()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        between = SigtermBetween(status, lambda number, frame: got.append(number))
+        if where == "after it":
+            signal.raise_signal(signal.SIGTERM)
+        status.asked_to_stop = where == "before the session is closed"
+        assert got == []
+        between.over()
+        assert got == ([] if where == "not at all" else [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)

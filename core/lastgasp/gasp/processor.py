@@ -383,8 +383,11 @@ class Processor:
     # -- without a controller ---------------------------------------------------------------------
 
     def _terminate(self) -> None:
-        if self._status.outcome is not None:
-            self._after_release(self._status.outcome)  # a second SIGTERM: there is nothing left to do
+        if (outcome := self._status.outcome) is not None:
+            if outcome.again is not None:
+                self._status.asked_to_stop = True
+            else:
+                self._after_release(outcome)  # a second SIGTERM: there is nothing left to do
             return
         self.report(self._fault_here("sigterm", "asked to stop by SIGTERM"))
 

@@ -31,7 +31,8 @@ def made(status: RankStatus) -> Any:
     run: Any = module.Run.__new__(module.Run)
     run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), MagicMock()
     run.life = AdapterRun.__new__(AdapterRun)
-    run.life.session, run.life._training, run.life.begun = run.session, run, True
+    run.life.session, run.life._training = run.session, run
+    run.life.begun, run.life.alike_before = True, False
     run.life.framework = Framework(name="", kind_of=lambda error: "exception")
     run.life._completed, run.life._undo, run.life._release = ExitStack(), ExitStack(), ExitStack()
     aux: Any = MagicMock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -173,7 +172,8 @@ def _enter_again(entry: Entry) -> None:
             held.alone(error)
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+        if held.between is not None:
+            held.between.over()
 
 
 def _drain() -> None:

@@ -24,6 +24,7 @@ from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory,
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
 from lastgasp.pytorch.loop.record import KEY
+from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 from lastgasp.topology import Place
 
 MEMORY = Path("memory")
@@ -92,14 +93,14 @@ class AgainHere:
         Raises:
             NotSaveable: it is not the step that was agreed on.
         """
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        between = SigtermBetween(self._run.engine.status, self._run.users_handler)
         try:
-            self._keep(again, mask)
+            self._keep(again, between)
         except BaseException:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            between.over()
             raise
 
-    def _keep(self, again: Again, mask: set[Any]) -> None:
+    def _keep(self, again: Again, between: SigtermBetween) -> None:
         run, memory, rejoin, alone = self._run, None, None, None
         if run.rank not in again.takers:
             checkpoint = cloned(run.dump(again.step, again.aux))
@@ -108,7 +109,7 @@ class AgainHere:
             place = replace(run.place, incarnation=again.incarnation)
             known = run.engine.status.recovery, run.users_handler, run.life.alike
             source = self._source_of(memory)
-            rejoin = partial(_rejoin, self._make, place, memory, source, known)
+            rejoin = partial(_rejoin, self._make, place, memory, source, known, between)
             alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
         wrapped = [ddp for model in run.state.models.values() if (ddp := ddp_of(model)) is not None]
         held = Held(
@@ -120,7 +121,7 @@ class AgainHere:
             wrapped,
             run.state,
             users_handler=run.users_handler,
-            mask=mask,
+            between=between,
             alone=alone,
         )
         run.entry.keep(held)
@@ -153,11 +154,13 @@ def _rejoin(
     memory: Memory,
     source: GaspSource,
     known: tuple[str, Any, bool],
+    between: SigtermBetween,
 ) -> AdapterRun:
     life = make(place, connect(place))
     life.alike_before = known[2]
     try:
         life.session.status.recovery = known[0]
+        between.step_aside()
         life.enter_again(HeldTraining(FromMemory(memory.step, source)), memory.step, memory.durable, known[1])
     except BaseException:
         life.close(completed=False)

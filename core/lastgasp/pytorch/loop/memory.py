@@ -11,6 +11,7 @@ from lastgasp.checkpoint.manifest import Fit
 from lastgasp.gasp.again import Again
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.pytorch.gasp_source import GaspSource
+from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.replicas import Digests
 
@@ -45,7 +46,7 @@ class Held:
         wrapped: the models' DDP wrappers, which must be gone before new ones are made.
         state: the objects of the session that has ended; None in a new process.
         users_handler: of SIGTERM.
-        mask: of signals before. SIGTERM is blocked until this rank has joined again, as nobody would take it.
+        between: takes SIGTERM until this rank has joined again; None in a new process.
     """
 
     again: Again
@@ -56,7 +57,7 @@ class Held:
     wrapped: list[Any] = field(default_factory=list)
     state: TorchState | None = None
     users_handler: Any = None
-    mask: set[Any] = field(default_factory=set)
+    between: SigtermBetween | None = None
     alone: Callable[[BaseException], object] | None = None
 
 
