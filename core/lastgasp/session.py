@@ -337,7 +337,8 @@ class Session:
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `train` so that it is entered again after each fault repaired in place (MindIO's retry)."""
-        return getattr(self._backend, "protect", lambda inner: inner)(train)  # type: ignore[no-any-return]
+        inner = getattr(self._backend, "protect", None)
+        return inner(train) if inner is not None else train
 
     def save_alone(self, fault: Fault) -> m.Release:
         """Save what this rank holds, by the uncoordinated rule; waits for it."""

@@ -1,0 +1,35 @@
+"""The launcher's part of a recovery in place, without processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from lastgasp.gasp.again import Again
+from lastgasp.launch.in_place import InPlace
+from lastgasp.launch.warm_checks import changed_since, times
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_script_that_has_changed_on_disk_gets_no_new_process(
+    edited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be another program, beside ranks that run the old one."""
+    script, started = tmp_path / "train.py", list[int]()
+    script.touch()
+    known = {str(script): times({"__main__": str(script)})[str(script)]}
+    if edited:
+        os.utime(script, ns=(0, 0))
+    attempt: Any = MagicMock(number=0)
+    attempt.controller.again.return_value = Again(incarnation=1, step=4, source=0, takers=(1,), lost=(1,), port=1)
+    warm: Any = SimpleNamespace(changed=changed_since(known))
+    monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: started.append(rank))
+    assert InPlace(attempt, MagicMock(), MagicMock(), warm).replaced({1: "SIGKILL"}) != edited
+    assert started == ([] if edited else [1])
+    reports = [call.args for call in attempt.report_exit.call_args_list]
+    assert reports == ([(1, f"could not be replaced: {script} has changed since it was imported")] if edited else [])
