@@ -1,0 +1,240 @@
+"""An arena: a copy of what one rank alone holds, in memory that outlives its SIGKILL.
+
+The memory is a memfd with two slots, which take turns; each holds the payload of one step and its xxh3-128 digest,
+computed while copying. A process with a descriptor of it (the launcher opens `/proc/PID/fd/N` while the rank lives) can
+read it after the rank's death. A slot is marked as torn before its first byte changes, and as complete after its last
+one, so a kill in mid-copy leaves the other slot. The digest covers step, length and identity as well. What does not
+verify is never returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from lastgasp.errors import LastgaspError
+
+ID_BYTES = 16
+SLOTS = 2
+CHUNK = 1 << 19
+"""Bytes that are copied and digested at a time: small enough to be still in a core's cache for the digest."""
+SHARE = 0.8
+"""The part of a host's available memory that arenas may take."""
+_PAGE = 4096
+_MAGIC = int.from_bytes(b"LGARENA1", "little")
+_FILE = struct.Struct("<qq16s")  # magic, bytes of one slot, identity
+_SLOT = struct.Struct("<qqq16sq")  # seq_begin, step, length, digest, seq_end
+_SIZE, _IDENTITY = 1, slice(2, 4)
+_BEGIN, _STEP, _LENGTH, _DIGEST, _END = 0, 1, 2, slice(3, 5), 5
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class DamagedArena(LastgaspError):
+    """What an arena holds is not what was copied into it, or not what was asked for."""
+
+
+class Arena:
+    """The writer's end; one per rank, and one thread at a time.
+
+    Attributes:
+        fd: descriptor of the memory.
+        identity: random bytes that tell this arena from all others, so that a descriptor number that now belongs to
+            something else is noticed.
+        capacity: greatest payload, bytes; 0 until `reserve`.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("lastgasp-arena", os.MFD_CLOEXEC)
+        self.identity = os.urandom(ID_BYTES)
+        self.capacity = 0
+        self._seq = self._next = 0
+        self._closed = False
+        self._file = memoryview(bytearray(_FILE.size)).cast("q")
+        self._headers: list[memoryview] = []
+        self._payloads: list[memoryview] = []
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for payloads of `capacity` bytes, and touch it: the first touch costs ten times the copy.
+
+        The memory only grows, and growing loses what it held.
+
+        Raises:
+            OSError: there is no such memory.
+        """
+        if capacity <= self.capacity:
+            return
+        size = _PAGE + -(-capacity // _PAGE) * _PAGE
+        total = _PAGE + SLOTS * size
+        self._file[0] = 0  # readers find nothing until the new slots are in place
+        os.posix_fallocate(self.fd, 0, total)  # a host without the memory says so here, not by SIGBUS in the copy
+        memory = memoryview(mmap.mmap(self.fd, total, mmap.MAP_SHARED))
+        starts = [_PAGE + size * i for i in range(SLOTS)]
+        self._headers = [memory[at : at + _SLOT.size].cast("q") for at in starts]
+        self._payloads = [memory[at + _PAGE : at + size] for at in starts]
+        self._file = memory[: _FILE.size].cast("q")
+        for header in self._headers:
+            header[_BEGIN], header[_END] = -1, 0
+        for at in range(0, total, _PAGE):
+            memory[at] = memory[at]
+        _FILE.pack_into(memory, 0, 0, size, self.identity)
+        self._file[0] = _MAGIC
+        self.capacity = size - _PAGE
+
+    def copy(self, step: int, pieces: Iterable[memoryview | bytes]) -> None:
+        """Copy the state of `step` over the older slot.
+
+        Args:
+            pieces: contiguous bytes, all together at most `capacity`.
+
+        Raises:
+            ValueError: they are more than that; the other slot is unharmed.
+        """
+        self._seq = seq = self._seq + 1
+        header, payload = self._headers[self._next], self._payloads[self._next]
+        header[_BEGIN] = seq
+        hasher, at = _started(self.identity, step), 0
+        for each in pieces:
+            piece = memoryview(each)
+            size = piece.nbytes
+            if at + size > self.capacity:
+                raise ValueError(f"an arena of {self.capacity} bytes cannot hold {at + size}")
+            for begin in range(0, size, CHUNK):
+                part = piece[begin : begin + CHUNK]
+                payload[at : at + len(part)] = part
+                hasher.update(part)
+                at += len(part)
+        header[_STEP], header[_LENGTH] = step, at
+        header[_DIGEST] = memoryview(_ended(hasher, at)).cast("q")
+        header[_END] = seq
+        self._next = (self._next + 1) % SLOTS  # not before: the slot of a copy that failed is the next one's
+
+    def forget(self) -> None:
+        """Empty both slots: what they hold is of a training that is over."""
+        for header in self._headers:
+            header[_END] = -1
+
+    def close(self) -> None:
+        """Close the descriptor. The memory lives on while somebody else has one. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    begin: int
+    step: int
+    length: int
+    digest: bytes
+    end: int
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self.begin == self.end
+
+
+def steps(fd: int, identity: bytes) -> tuple[int, ...]:
+    """The steps that the arena behind `fd` holds, newest first; none if it is another arena, or none yet.
+
+    Reads the headers alone, in microseconds: the payload is verified by who reads it.
+    """
+    try:
+        found = [_slot(fd, at) for at in _starts(fd, identity)]
+    except (OSError, DamagedArena):
+        return ()
+    return tuple(sorted((slot.step for slot in found if slot.complete), reverse=True))
+
+
+@contextlib.contextmanager
+def verified(fd: int, identity: bytes, step: int) -> Iterator[memoryview]:
+    """The payload of `step`, verified; at the end it is checked again, since its writer may be alive.
+
+    Raises:
+        DamagedArena: another arena, no such step, or not the bytes that were copied. At the end too: then what was
+            made of the payload must be thrown away.
+        OSError: `fd` cannot be read.
+    """
+    for at in _starts(fd, identity):
+        slot = _slot(fd, at)
+        if slot.complete and slot.step == step:
+            break
+    else:
+        raise DamagedArena(f"the arena does not hold step {step}, but {list(steps(fd, identity)) or 'none'}")
+    if slot.length < 0 or os.fstat(fd).st_size < at + _PAGE + slot.length:
+        raise DamagedArena(f"the arena's slot of step {step} says that it is longer than the arena")
+    # A private mapping: nobody can change the arena through it, and torch takes its bytes without a warning. It is
+    # unmapped when the last view of it is gone, which may be one of the caller's.
+    payload = memoryview(mmap.mmap(fd, at + _PAGE + slot.length, access=mmap.ACCESS_COPY))[at + _PAGE :]
+    hasher = _started(identity, step)
+    hasher.update(payload)
+    if _ended(hasher, slot.length) != slot.digest:
+        raise DamagedArena(f"the arena's copy of step {step} does not match its digest")
+    yield payload
+    if _slot(fd, at) != slot:
+        raise DamagedArena(f"the arena's copy of step {step} was overwritten while it was read")
+
+
+def _started(identity: bytes, step: int) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(identity + struct.pack("<q", step))
+
+
+def _ended(hasher: xxhash.xxh3_128, length: int) -> bytes:
+    hasher.update(struct.pack("<q", length))
+    return hasher.digest()
+
+
+def _starts(fd: int, identity: bytes) -> list[int]:
+    """Where the slots begin. Raises DamagedArena for something else than the arena of that identity."""
+    raw = os.pread(fd, _FILE.size, 0)
+    if len(raw) < _FILE.size:
+        raise DamagedArena("the arena holds nothing yet")
+    magic, size, found = _FILE.unpack(raw)
+    if magic != _MAGIC or found != identity or size <= 0:
+        raise DamagedArena("it is another arena, or one that is being enlarged")
+    return [_PAGE + size * i for i in range(SLOTS)]
+
+
+def _slot(fd: int, at: int) -> _Slot:
+    raw = os.pread(fd, _SLOT.size, at)
+    return _Slot(*_SLOT.unpack(raw)) if len(raw) == _SLOT.size else _Slot(0, -1, 0, b"", -1)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def needed(payload: int) -> int:
+    """Bytes of memory that an arena for such payloads takes."""
+    return _PAGE + SLOTS * (_PAGE + -(-payload // _PAGE) * _PAGE)
+
+
+def available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that may still be taken on this host without swapping or a limit; None if it does not say."""
+    found = [_host(meminfo), _limit(cgroup)]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _host(meminfo: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _limit(cgroup: Path) -> int | None:
+    """What the limit of a container leaves; its file cache can be dropped."""
+    with contextlib.suppress(OSError, ValueError):
+        most = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        lines = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cache = next((int(value) for name, value in lines if name == "inactive_file"), 0)
+        return max(0, most - used + cache)
+    return None

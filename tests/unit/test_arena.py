@@ -1,0 +1,180 @@
+"""The arena: what it returns is what was copied for that step, or it returns nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgasp import arena as arenas
+from lastgasp.arena import Arena, DamagedArena, steps, verified
+
+BIG = 3 * arenas.CHUNK + 77
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena()
+    yield arena
+    arena.close()
+
+
+def fill(arena: Arena, step: int, size: int = BIG) -> bytes:
+    data = bytes([step % 251]) * (size - 9) + b"%09d" % step
+    arena.reserve(size)
+    arena.copy(step, [memoryview(data)[:100], memoryview(data)[100:]])
+    return data
+
+
+def read(arena: Arena, step: int) -> bytes:
+    with verified(arena.fd, arena.identity, step) as payload:
+        return bytes(payload)
+
+
+def flip(arena: Arena, at: int) -> None:
+    old = os.pread(arena.fd, 1, at)[0]
+    os.pwrite(arena.fd, bytes([old ^ 4]), at)
+
+
+def test_it_holds_the_last_two_steps(arena: Arena) -> None:
+    assert steps(arena.fd, arena.identity) == ()
+    data = {step: fill(arena, step) for step in range(1, 6)}
+    assert steps(arena.fd, arena.identity) == (5, 4)
+    assert read(arena, 5) == data[5] and read(arena, 4) == data[4]
+    with pytest.raises(DamagedArena, match=r"does not hold step 3, but \[5, 4\]"):
+        read(arena, 3)
+
+
+def test_a_copy_that_is_cut_short_leaves_the_other_slot(arena: Arena) -> None:
+    fill(arena, 1)
+    data = fill(arena, 2)
+
+    def cut() -> Iterator[memoryview]:
+        yield memoryview(bytes(1000))
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        arena.copy(3, cut())
+    assert steps(arena.fd, arena.identity) == (2,)
+    fill(arena, 4)  # over the torn slot, not over the only good one
+    assert steps(arena.fd, arena.identity) == (4, 2) and read(arena, 2) == data
+
+
+def test_too_much_is_refused_and_harms_nothing(arena: Arena) -> None:
+    data = fill(arena, 1, 5000)
+    with pytest.raises(ValueError, match="cannot hold"):
+        arena.copy(2, [memoryview(bytes(arena.capacity)), memoryview(b"1")])
+    assert steps(arena.fd, arena.identity) == (1,) and read(arena, 1) == data
+
+
+def test_growing_starts_anew_and_shrinking_does_nothing(arena: Arena) -> None:
+    fill(arena, 1, 5000)
+    capacity = arena.capacity
+    arena.reserve(10)
+    assert arena.capacity == capacity and steps(arena.fd, arena.identity) == (1,)
+    arena.reserve(3 * capacity)
+    assert steps(arena.fd, arena.identity) == ()
+    data = fill(arena, 2, 2 * capacity)
+    assert read(arena, 2) == data
+    arena.forget()
+    assert steps(arena.fd, arena.identity) == ()
+
+
+@given(st.integers(0, 5 * 4096 + 1), st.integers(0, 3))
+def test_no_flipped_bit_is_returned(at: int, which: int) -> None:
+    """Wherever it is: in the file's header, in a slot's, in the payload. Padding behind the payload is nobody's."""
+    arena = Arena()
+    try:
+        data = {step: fill(arena, step, 4096) for step in (1, 2)}
+        flip(arena, at % os.fstat(arena.fd).st_size)
+        for step in (1, 2):
+            try:
+                assert read(arena, step) == data[step]
+            except DamagedArena:
+                pass
+        assert set(steps(arena.fd, arena.identity)) <= {1, 2} or at % 12288 >= 4096
+    finally:
+        arena.close()
+
+
+def test_wrong_step_and_other_arena_are_refused(arena: Arena) -> None:
+    fill(arena, 7)
+    other = Arena()
+    fill(other, 7)
+    with pytest.raises(DamagedArena, match="another arena"), verified(other.fd, arena.identity, 7):
+        raise AssertionError("not reached")
+    assert steps(other.fd, arena.identity) == ()
+    where = next(at for at in (4096, 4096 * 2 + -(-BIG // 4096) * 4096) if os.pread(arena.fd, 16, at + 8)[0] == 7)
+    os.pwrite(arena.fd, (8).to_bytes(8, "little"), where + 8)  # a step that it never had
+    assert steps(arena.fd, arena.identity) == (8,)
+    with pytest.raises(DamagedArena, match="digest"), verified(arena.fd, arena.identity, 8):
+        raise AssertionError("not reached")
+    other.close()
+
+
+def test_a_writer_that_goes_on_is_noticed_at_the_end(arena: Arena) -> None:
+    fill(arena, 1)
+    reading = verified(arena.fd, arena.identity, 1)
+    reading.__enter__()
+    fill(arena, 2)
+    fill(arena, 3)
+    with pytest.raises(DamagedArena, match="overwritten while"):
+        reading.__exit__(None, None, None)
+
+
+KILLED = """
+import os, signal, sys
+from lastgasp.arena import Arena
+arena = Arena()
+arena.reserve(1 << 20)
+for step in (1, 2):
+    arena.copy(step, [memoryview(bytes([step]) * (1 << 20))])
+print(os.getpid(), arena.fd, arena.identity.hex(), flush=True)
+sys.stdin.readline()
+def pieces():
+    yield memoryview(bytes([3]) * 5000)
+    os.kill(os.getpid(), signal.SIGKILL)
+arena.copy(3, pieces())
+"""
+
+
+def test_it_outlives_a_kill_in_the_middle_of_a_copy() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout is not None and rank.stdin is not None
+        pid, number, identity = rank.stdout.readline().split()
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+        assert rank.wait(60) == -signal.SIGKILL
+    try:
+        assert steps(fd, bytes.fromhex(identity)) == (2,)
+        with verified(fd, bytes.fromhex(identity), 2) as payload:
+            assert bytes(payload) == bytes([2]) * (1 << 20)
+    finally:
+        os.close(fd)
+
+
+def test_what_it_needs_and_what_the_host_has(tmp_path: Path) -> None:
+    arena = Arena()
+    arena.reserve(100_000)
+    assert os.fstat(arena.fd).st_size == arenas.needed(100_000)
+    arena.close()
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 64 kB\nMemAvailable:   2048 kB\n")
+    assert arenas.available(meminfo, tmp_path) == 2048 * 1024
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300000\n")
+    assert arenas.available(meminfo, tmp_path) == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert arenas.available(meminfo, tmp_path) == 2048 * 1024
+    assert arenas.available(tmp_path / "nothing", tmp_path / "nothing") is None
