@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, RecordPhase
+from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send
 from lastgasp.gasp.machine import GO_ON_TRIES, MARGIN, Machine
 from lastgasp.gasp.progress import Progress
 from lastgasp.gasp.views import SAVE_TRIES
@@ -97,7 +97,7 @@ class Referee:
             assert not member.gone and not member.left
             assert self.machine.state == "over"
             self.killed.append(action.rank)
-        else:
+        elif isinstance(action, Send):
             assert self.machine.members[action.rank].here, f"an order for rank {action.rank}, which is not here"
             self.check_order(action.rank, action.message)
 

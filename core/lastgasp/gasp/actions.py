@@ -10,7 +10,7 @@ from . import messages as m
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Send `message` to `rank`. The shell adds the auxiliary states that it can find to a Save."""
+    """Send `message` to `rank`, as it is."""
 
     rank: int
     message: m.Message
@@ -28,4 +28,10 @@ class RecordPhase(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["detected", "agreed", "saved", "committed", "released"]
 
 
-Action = Send | Kill | RecordPhase
+class Remark(msgspec.Struct, frozen=True, kw_only=True):
+    """A note for the incident's record."""
+
+    text: str
+
+
+Action = Send | Kill | RecordPhase | Remark

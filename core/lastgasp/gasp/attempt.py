@@ -17,6 +17,7 @@ from lastgasp.topology import ReplicaGroups
 from . import messages as m
 from .actions import RecordPhase
 from .again import Again, Offer
+from .auxiliary import NoBuffers, RankBuffers
 from .decision import NOT_NEEDED
 from .groups import unpack
 from .ladder import ENTER, Ladder
@@ -62,8 +63,8 @@ class Attempt:
     """Ranks that got a new process in this attempt, oldest first."""
 
     @classmethod
-    def of(cls, hello: m.Hello) -> Attempt:
-        """Create the attempt from the first rank's Hello; the other ranks' must agree with it."""
+    def of(cls, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
+        """Create the attempt from the first rank's Hello, with which the others' must agree; and what ranks record."""
         limit = _clock.monotonic() + hello.finish_timeout + ENTER
         machine = Ladder(
             replicas=unpack(hello.replicas),
@@ -71,6 +72,7 @@ class Attempt:
             finish_timeout=hello.finish_timeout,
             save_timeout=hello.save_timeout,
             progress=Progress(limit=hello.hang_timeout),
+            buffers=buffers or NoBuffers(),
             incarnation=hello.incarnation,
             enter_by=limit if hello.incarnation else math.inf,
         )

@@ -1,38 +1,70 @@
-"""The auxiliary states of all ranks, as far as the controller can get at them."""
+"""The auxiliary states of all ranks, as far as the controller has them; from the buffers of those that are dead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
-from lastgasp.crash_safe_buffer import CrashSafeBuffer
-
-from .keepers import LOST_STATE, Keepers
+from .actions import Remark
 from .members import Member
-from .peers import Peer
+
+LOST_STATE = (
+    "the random state of rank {rank} at step {step} died with its process or host: unless that rank was only cut off "
+    "and adds it, it draws anew from there on"
+)
+
+
+class RankBuffers(Protocol):
+    """What the ranks have recorded outside of their processes. Nothing here waits or raises."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether another host may still report the buffer of a dead rank; for two seconds at most."""
+
+    def exists(self, rank: int) -> bool:
+        """Whether this rank has a buffer."""
+
+    def newest(self, rank: int) -> int:
+        """The newest step that this rank has completed, by its buffer on this host; -1 if that is not known."""
+
+    def state(self, rank: int, step: int) -> bytes | None:
+        """The auxiliary state of this rank at the end of `step`."""
+
+
+class NoBuffers:
+    """Those of ranks that have none."""
+
+    awaited = False
+
+    def exists(self, rank: int) -> bool:
+        """As in the protocol."""
+        return False
+
+    def newest(self, rank: int) -> int:
+        """As in the protocol."""
+        return -1
+
+    def state(self, rank: int, step: int) -> bytes | None:
+        """As in the protocol."""
+        return None
 
 
 def auxiliary_states(
-    step: int,
-    members: Mapping[int, Member],
-    peers: Mapping[int, Peer],
-    keepers: Keepers,
-    note: Callable[[str], None],
-) -> dict[int, bytes]:
-    """Those of `step`, also of dead ranks: from their crash-safe buffers, or as they sent them.
+    step: int, members: Mapping[int, Member], buffers: RankBuffers
+) -> tuple[dict[int, bytes], list[Remark]]:
+    """The states of all ranks at `step`, dead ones included: from their buffers, or as they sent them.
 
-    Args:
-        note: is told of states that were lost.
+    Returns:
+        Them by rank, and remarks on those that were lost.
     """
     found: dict[int, bytes] = {}
+    lost = []
     for rank, member in members.items():
-        peer, prepared = peers.get(rank), member.prepared
-        aux = CrashSafeBuffer.read(peer.buffer_fd, step) if peer is not None and peer.buffer_fd >= 0 else None
-        if aux is None and prepared is not None and prepared.step == step:
-            aux = prepared.aux or None
-        if aux is None:
-            aux = keepers.aux(rank, step)
-        if aux is not None:
-            found[rank] = aux
-        elif member.gone and (keepers.has_buffer(rank) or (peer is not None and peer.buffer_fd >= 0)):
-            note(LOST_STATE.format(rank=rank, step=step))
-    return found
+        state, prepared = buffers.state(rank, step), member.prepared
+        if state is None and prepared is not None and prepared.step == step:
+            state = prepared.aux or None
+        if state is not None:
+            found[rank] = state
+        elif member.gone and buffers.exists(rank):
+            lost.append(Remark(text=LOST_STATE.format(rank=rank, step=step)))
+    return found, lost

@@ -14,20 +14,18 @@ import signal
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-import msgspec
-
 from lastgasp import __version__, _clock
 from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 from lastgasp.topology import host_identity
 
 from . import messages as m
-from .actions import Action, Kill, Send
+from .actions import Action, Kill, Remark, Send
 from .admission import is_newer, refusal
 from .again import Offer
 from .attempt import Attempt
-from .auxiliary import auxiliary_states
+from .buffers import OpenBuffers
 from .doorway import Doorway, end_all_others
-from .ends import kind_of_end, newest_in
+from .ends import kind_of_end
 from .guard import Guard
 from .incidents import Incidents
 from .keeper import open_buffer
@@ -77,6 +75,7 @@ class Controller:
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
         self.keepers = Keepers(self.incidents.died_at)
+        self._buffers = OpenBuffers(self._peers, self.keepers)
         self._watch: ProcessMonitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -250,8 +249,9 @@ class Controller:
         peer = self._peers[hello.rank] = self._by_writer[writer] = Peer(rank=hello.rank, writer=writer)
         peer.elsewhere = (hello.host, hello.pid)
         self._service.roster.joined(hello.rank, _clock.monotonic())
-        self._do(self.attempt.machine.joined(hello.rank, _clock.monotonic()))
-        if hello.host == self._identity:
+        here = hello.host == self._identity
+        self._do(self.attempt.machine.joined(hello.rank, _clock.monotonic(), hello.pid if here else 0))
+        if here:
             peer.pid, peer.elsewhere = hello.pid, None
             with self._guard("the watch of a process"):
                 self._watch.watch(hello.rank, hello.pid)
@@ -264,7 +264,7 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        self.incidents.begin(hello)
+        self.incidents.begin(hello, self._buffers)
         self._service.roster.begin()
         self.keepers.begin()
         self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
@@ -338,7 +338,6 @@ class Controller:
         self._fail_gathers(f"rank {rank} is gone: {text}")
 
     def _gone(self, attempt: Attempt, rank: int, text: str, how: str, at_ns: int) -> None:
-        attempt.machine.died_at(rank, newest_in([self._peers[rank].buffer_fd]) if rank in self._peers else -1)
         self._do(attempt.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
 
     def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:
@@ -382,6 +381,8 @@ class Controller:
     def _act(self, action: Action) -> None:
         if isinstance(action, Send):
             self._send(action.rank, action.message)
+        elif isinstance(action, Remark):
+            self.incidents.note(action.text)
         elif isinstance(action, Kill):
             log.warning("killing hung rank %d", action.rank)
             assert self._watch is not None
@@ -392,39 +393,12 @@ class Controller:
     def _send(self, rank: int, message: m.Message) -> bool:
         """Return False if the rank is not connected."""
         peer = self._peers.get(rank)
-        if isinstance(message, m.Save) and self.keepers.awaited:
-            self._spawn(self._send_with_kept(rank, message))
-            return True
         if peer is None or peer.writer is None or peer.writer.is_closing():
             return False
-        if message is not self._framed[0]:  # an order to all ranks is completed and encoded once
-            self._framed = message, m.frame(self._completed(message))
+        if message is not self._framed[0]:  # an order to all ranks is encoded once
+            self._framed = message, m.frame(message)
         peer.writer.write(self._framed[1])
         return True
-
-    def _completed(self, message: m.Message) -> m.Message:
-        """Complete an order with what only the shell knows."""
-        if isinstance(message, m.Save | m.Consulted):
-            return msgspec.structs.replace(message, aux=self._aux(message.step))
-        if isinstance(message, m.Release) and message.again is not None:
-            pids = tuple(peer.pid for peer in self._peers.values() if peer.pid is not None)
-            again = msgspec.structs.replace(message.again, aux=self._aux(message.step), pids=pids)
-            return msgspec.structs.replace(message, again=again)
-        if isinstance(message, m.Prepare):
-            target = max(message.target, newest_in(peer.buffer_fd for peer in self._peers.values()))
-            return msgspec.structs.replace(message, target=target)
-        return message
-
-    async def _send_with_kept(self, rank: int, message: m.Save) -> None:
-        """Send once the other hosts have reported what they keep of their dead ranks, or their time has expired."""
-        while self.keepers.awaited:  # noqa: ASYNC110 (bounded, takes milliseconds)
-            await asyncio.sleep(TICK / 10)
-        self._send(rank, message)
-
-    def _aux(self, step: int) -> dict[int, bytes]:
-        assert self.attempt is not None
-        members = self.attempt.machine.members
-        return auxiliary_states(step, members, self._peers, self.keepers, self.incidents.note)
 
     def _fail_gathers(self, why: str) -> None:
         if self.attempt is not None:

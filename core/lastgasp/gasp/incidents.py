@@ -16,6 +16,7 @@ from lastgasp.narration import Tally
 from . import messages as m
 from .actions import RecordPhase
 from .attempt import Attempt, record_path, write_record
+from .auxiliary import RankBuffers
 from .ends import kind_of_end
 from .notes import add_note
 from .records import RecordWriter
@@ -46,9 +47,9 @@ class Incidents:
         self._unexplained = set[int]()
         self._changed: dict[str, tuple[Incident, Path]] = {}
 
-    def begin(self, hello: m.Hello) -> Attempt:
+    def begin(self, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Start another attempt; called when its first rank joins."""
-        self.previous, self.current = self.current, Attempt.of(hello)
+        self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None and self.previous.hello.attempt == hello.attempt:
             self.current.progressed_before = self.previous.progressed
             lost = self.previous.again.lost if self.previous.again is not None else ()

@@ -13,10 +13,6 @@ from . import messages as m
 from .operator import NOBODY
 from .peers import read_frame
 
-LOST_STATE = (
-    "the random state of rank {rank} at step {step} died with its process or host: unless that rank was only cut off "
-    "and adds it, it draws anew from there on"
-)
 ANSWER = 2.0
 """Seconds for a keeper to report what it keeps of a dead rank; the save waits for it."""
 

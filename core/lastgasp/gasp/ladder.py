@@ -17,6 +17,7 @@ from lastgasp.events import Ending, Fault
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
 from .again import Again, Offer
+from .auxiliary import auxiliary_states
 from .decision import Decision, GiveUp, SavePlan
 from .machine import Machine
 from .members import Member
@@ -169,13 +170,16 @@ class Ladder(Machine):
         return self.offer.no_process if lost else ""
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
+        aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
+        pids = tuple(member.pid for member in self.members.values() if member.pid)
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
         self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders
         out.lost, out.unused = steps_lost, ()
         order = m.Release(
-            recovery=self.recovery, ending="in_place", step=again.step, path="", reason="", again=again
+            recovery=self.recovery, ending="in_place", step=again.step, path="", reason="",
+            again=msgspec.structs.replace(again, aux=aux, pids=pids),
         )  # fmt: skip
         releases = [Send(rank=rank, message=order) for rank in self._here if rank not in again.lost]
         kills = [Kill(rank=rank) for rank in again.lost if rank in self.members and not self.members[rank].gone]
-        return [RecordPhase(phase="released"), *releases, *kills]
+        return [RecordPhase(phase="released"), *releases, *kills, *remarks]

@@ -1,5 +1,7 @@
 """One attempt of a job as a state machine: events in, actions out. No socket, clock, thread or file.
 
+Its orders are sent as they are: what dead ranks have recorded it reads through a port, `auxiliary.RankBuffers`.
+
 running --fault--> preparing --all answered--> saving --all saved--> committing --> over
 
 One recovery runs at a time. Orders carry the numbers of their recovery and plan; answers to an older one are
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Literal
 
 from lastgasp.events import Ending, Fault, FaultKind
@@ -22,7 +25,8 @@ from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
-from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
+from .auxiliary import NoBuffers, RankBuffers, auxiliary_states
+from .decision import Decision, GiveUp, NothingToSave, SavePlan, decide
 from .members import Member, Outcome
 from .progress import Progress
 from .views import SAVE_TRIES, causes, later, named, nothing_new, safe_step, view
@@ -47,6 +51,7 @@ class Machine:
         world_size: number of expected ranks.
         finish_timeout, save_timeout: seconds for a rank to leave its update, for a save to be written.
         progress: the hang watchdog.
+        buffers: what the ranks have recorded.
     """
 
     replicas: ReplicaGroups
@@ -54,6 +59,7 @@ class Machine:
     finish_timeout: float
     save_timeout: float
     progress: Progress
+    buffers: RankBuffers = field(default_factory=NoBuffers)
     state: State = "running"
     recovery: int = 0
     plan: int = 0
@@ -67,6 +73,8 @@ class Machine:
     _asked_again: int = 0
     _deadline: float = 0.0
     _current: SavePlan | None = None
+    _to_order: bool = False
+    """Whether its savers have not got their orders yet."""
     _saved: dict[int, m.Saved] = field(default_factory=dict)
     _unsaved: set[int] = field(default_factory=set)
     _savers: frozenset[int] = frozenset()
@@ -88,19 +96,19 @@ class Machine:
 
     # -- events -----------------------------------------------------------------------------------
 
-    def joined(self, rank: int, now: float) -> list[Action]:
-        """A rank has authenticated."""
-        self._admit(rank, now)
+    def joined(self, rank: int, now: float, pid: int = 0) -> list[Action]:
+        """A rank has authenticated. `pid`: its process, if that is on the controller's host."""
+        self._admit(rank, now, pid)
         if self.state == "over":
-            return [Send(rank=rank, message=self._release_order())]
+            return [Send(rank=rank, message=self.outcome.release(self.recovery))]
         if self.state == "running":
             return []
         if self.state == "preparing":
             self._awaited.add(rank)
         return [Send(rank=rank, message=self._prepare_order())]  # the next plan may need it as a holder
 
-    def _admit(self, rank: int, now: float) -> None:
-        self.members[rank] = Member(rank=rank)
+    def _admit(self, rank: int, now: float, pid: int) -> None:
+        self.members[rank] = Member(rank=rank, pid=pid)
         self._here.add(rank)
         self.lost.pop(rank, None)
         self.progress.joined(rank, now)
@@ -121,6 +129,7 @@ class Machine:
 
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
         """The rank's process or connection ended; after a Goodbye that is not a fault."""
+        self.died_at(rank, self.buffers.newest(rank))
         member = self.members.setdefault(rank, Member(rank=rank))
         if member.left or member.gone:
             return []
@@ -153,7 +162,7 @@ class Machine:
             return []
         if now >= self._deadline:
             return self._deadline_passed(now)
-        return self._hung_savers(now, stopped)
+        return self._save_orders() + self._hung_savers(now, stopped)
 
     # -- messages of ranks ------------------------------------------------------------------------
 
@@ -288,7 +297,8 @@ class Machine:
         return [Send(rank=rank, message=order) for rank in ranks]
 
     def _prepare_order(self) -> m.Prepare:
-        return m.Prepare(recovery=self.recovery, faults=named(self.faults), target=self.reach)
+        target = max([self.reach, *map(self.buffers.newest, self.members)])
+        return m.Prepare(recovery=self.recovery, faults=named(self.faults), target=target)
 
     def _all_run(self) -> bool:
         return self._only_told and len(self._here) >= self.world_size
@@ -329,13 +339,10 @@ class Machine:
 
     def _meet(self, now: float) -> list[Action]:
         """Each shard has a holder, but they stopped on both sides of an update: those behind may still complete it."""
-        views = [self._view(rank) for rank in self.members]
+        views = list(starmap(view, self.members.items()))
         steps = {view.rank: view.step for view in views if view.holds}
         complete = all(steps.keys() & set(group) for group in self.replicas)
         return self._go_on(max(steps.values()), now) if complete and len(set(steps.values())) > 1 else []
-
-    def _view(self, rank: int) -> RankView:
-        return view(rank, self.members.get(rank))
 
     def _decide(self) -> Decision:
         strangers = sorted(self.members.keys() - range(self.world_size)) if self.members else []
@@ -356,15 +363,19 @@ class Machine:
         self.state, self.plan, self._current = "saving", self.plan + 1, decision
         self._saved, self._savers, self._unsaved = {}, frozenset(decision.savers), set(decision.savers)
         self._deadline = now + self.save_timeout
-        self.outcome.step, self.outcome.lost, self.outcome.savers = (
-            decision.step,
-            decision.lost,
-            decision.savers,
-        )
-        order = m.Save(
-            recovery=self.recovery, plan=self.plan, step=decision.step, aux={}, reason=causes(self.faults)
-        )  # fmt: skip
-        return [Send(rank=rank, message=order) for rank in dict.fromkeys(decision.savers)]
+        out = self.outcome
+        out.step, out.lost, out.savers = decision.step, decision.lost, decision.savers
+        self._to_order = True
+        return self._save_orders()
+
+    def _save_orders(self) -> list[Action]:
+        """Order the save, once all hosts have reported what their dead ranks recorded, or can no longer."""
+        if self._current is None or not self._to_order or self.buffers.awaited:
+            return []
+        self._to_order, step = False, self._current.step
+        aux, remarks = auxiliary_states(step, self.members, self.buffers)
+        order = m.Save(recovery=self.recovery, plan=self.plan, step=step, aux=aux, reason=causes(self.faults))
+        return [*(Send(rank=rank, message=order) for rank in dict.fromkeys(self._current.savers)), *remarks]
 
     def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
         """Whether this is a rank's answer to an order of the current plan."""
@@ -427,7 +438,7 @@ class Machine:
 
     def _end(self, ending: Ending, reason: str) -> list[Action]:
         self.state, self.outcome.ending, self.outcome.reason = "over", ending, reason
-        order = self._release_order()
+        order = self.outcome.release(self.recovery)
         releases = [Send(rank=rank, message=order) for rank in self._here]
         kills = [Kill(rank=r) for r, member in self.members.items() if self._must_be_killed(member)]
         return [RecordPhase(phase="released"), *releases, *kills]
@@ -436,8 +447,3 @@ class Machine:
     def _must_be_killed(member: Member) -> bool:
         """Whether it is hung, or not even its control thread answered: it will not exit on its own."""
         return not member.gone and not member.left and (member.hung or member.prepared is None)
-
-    def _release_order(self) -> m.Release:
-        out = self.outcome
-        step = -1 if out.step is None else out.step
-        return m.Release(recovery=self.recovery, ending=out.ending, step=step, path=out.path, reason=out.reason)

@@ -14,6 +14,8 @@ class Member:
     """What is known about one rank that joined."""
 
     rank: int
+    pid: int = 0
+    """Its process, where it runs on the controller's host; else 0."""
     step: int = -1
     durable: int = 0
     begun: bool = False
@@ -54,3 +56,8 @@ class Outcome:
     first_byte_ns: int | None = None
     savers: tuple[int, ...] = ()
     unused: tuple[Unused, ...] = ()
+
+    def release(self, recovery: int) -> m.Release:
+        """The order that tells it to all ranks."""
+        step = -1 if self.step is None else self.step
+        return m.Release(recovery=recovery, ending=self.ending, step=step, path=self.path, reason=self.reason)

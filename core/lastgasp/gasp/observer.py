@@ -15,6 +15,7 @@ from lastgasp.events import Fault, Unused
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
+from .auxiliary import auxiliary_states
 from .machine import Handler, Machine
 from .members import Member
 from .views import why_unusable
@@ -46,6 +47,7 @@ class Observer(Machine):
             finish_timeout=machine.finish_timeout,
             save_timeout=machine.save_timeout,
             progress=machine.progress,
+            buffers=machine.buffers,
             members=machine.members,
             unlike=machine.unlike,
             lost=machine.lost,
@@ -53,11 +55,11 @@ class Observer(Machine):
             _here=machine._here,
         )
 
-    def joined(self, rank: int, now: float) -> list[Action]:
+    def joined(self, rank: int, now: float, pid: int = 0) -> list[Action]:
         """A rank has authenticated, possibly one restarted by the leader in the middle of the job."""
         if self.leading or self.state == "over":
-            return super().joined(rank, now)
-        self._admit(rank, now)
+            return super().joined(rank, now, pid)
+        self._admit(rank, now, pid)
         return []
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
@@ -126,10 +128,11 @@ class Observer(Machine):
         if message.saved is not None:
             self._kept[member.rank] = message.saved
         parts = {rank: kept.part for rank, kept in sorted(self._kept.items()) if kept.plan == message.step}
-        answer = Send(rank=member.rank, message=m.Consulted(step=message.step, aux={}, parts=parts))
-        notes: list[Action] = [] if self._asked else [RecordPhase(phase="agreed")]
+        aux, remarks = auxiliary_states(message.step, self.members, self.buffers)
+        answer = Send(rank=member.rank, message=m.Consulted(step=message.step, aux=aux, parts=parts))
+        phases: list[Action] = [] if self._asked else [RecordPhase(phase="agreed")]
         self._asked = True
-        return [*notes, answer]
+        return [*phases, answer, *remarks]
 
     def _on_leaders_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         """The leader gives up after a failed save; another holder may succeed."""

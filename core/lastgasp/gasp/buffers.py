@@ -1,0 +1,58 @@
+"""The crash-safe buffers that the controller can read: those open on this host, and reports from other hosts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
+
+from .keepers import Keepers
+from .peers import Peer
+
+log = logging.getLogger("lastgasp.controller")
+
+
+class OpenBuffers:
+    """Implements auxiliary.RankBuffers."""
+
+    def __init__(self, peers: Mapping[int, Peer], keepers: Keepers) -> None:
+        self._peers, self._keepers = peers, keepers
+
+    @property
+    def awaited(self) -> bool:
+        """As in the protocol."""
+        return self._keepers.awaited
+
+    def exists(self, rank: int) -> bool:
+        """As in the protocol."""
+        return self._descriptor(rank) >= 0 or self._keepers.has_buffer(rank)
+
+    def newest(self, rank: int) -> int:
+        """As in the protocol."""
+        descriptor = self._descriptor(rank)
+        try:
+            step = newest_step(descriptor) if descriptor >= 0 else None
+        except Exception as error:
+            _unreadable(rank, error)
+            step = None
+        return -1 if step is None else step
+
+    def state(self, rank: int, step: int) -> bytes | None:
+        """As in the protocol."""
+        descriptor = self._descriptor(rank)
+        try:
+            state = CrashSafeBuffer.read(descriptor, step) if descriptor >= 0 else None
+        except Exception as error:
+            _unreadable(rank, error)
+            state = None
+        return self._keepers.aux(rank, step) if state is None else state
+
+    def _descriptor(self, rank: int) -> int:
+        peer = self._peers.get(rank)
+        return -1 if peer is None else peer.buffer_fd
+
+
+def _unreadable(rank: int, error: Exception) -> None:
+    """Another process wrote it and may have died of writing anything anywhere: the orders must not depend on it."""
+    log.warning("the crash-safe buffer of rank %d cannot be read: %s", rank, error)
