@@ -120,6 +120,23 @@ class Contributor(Protocol):
 
 
 @runtime_checkable
+class SavesTogether(Protocol):
+    """What a StateSource can also have: its savers write one checkpoint in collectives, so each must know the others.
+
+    They are ordered to save at the same time, each on a thread of the engine. Where one of them is lost meanwhile the
+    others are ordered again, with another one in its place; the first call must end with an error then.
+    """
+
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of shards, by number in `Place.replicas`, whose savers this rank may save with. Read at begin."""
+
+    def save_together(self, step: int, savers: tuple[tuple[int, ...], ...], reason: str) -> SaveResult:
+        """As `StateSource.save`, which a rank without a controller is asked for. `savers`: of each group of `together`,
+        one rank a shard; this rank takes part in those that name it."""
+
+
+@runtime_checkable
 class InPlace(Protocol):
     """What a StateSource can also have: its training can continue in the same process after a device fault.
 

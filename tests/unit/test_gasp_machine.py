@@ -487,3 +487,25 @@ def test_a_state_that_keeps_changing_is_not_waited_for() -> None:
         play(referee, ("prepared", 0, 0, step, True))
     assert referee.machine.outcome.ending == "gave_up"
     assert "it completed another step twice" in referee.machine.outcome.reason
+
+
+def test_savers_that_write_together_are_told_of_one_another() -> None:
+    """Rank 0 dies: shard 0 is saved by rank 2, with rank 1. Rank 1 dies in the save: its place is taken by rank 3."""
+    referee = Referee(((0, 2), (1, 3)), 4)
+    machine = referee.machine
+    for rank in range(4):
+        referee.join(rank)
+        referee.say(rank, m.Begin(step=0, durable=0, buffer_fd=-1, together=((0, 1),)))
+    referee.die(0)
+    for rank in (1, 2, 3):
+        referee.say(rank, m.Prepared(recovery=1, step=2, durable=0, usable=True))
+    assert {rank: order.together for rank, order in referee.saves[machine.plan].items()} == {
+        2: ((2, 1),),
+        1: ((2, 1),),
+    }
+    referee.die(1)
+    assert {rank: order.together for rank, order in referee.saves[machine.plan].items()} == {
+        2: ((2, 3),),
+        3: ((2, 3),),
+    }
+    referee.check_end()

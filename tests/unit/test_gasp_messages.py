@@ -37,14 +37,14 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.Welcome(mac=MAC, started_s=1_700_000_000),
     m.Refused(reason="wrong token"),
-    m.Begin(step=3, durable=2, buffer_fd=-1),
+    m.Begin(step=3, durable=2, buffer_fd=-1, together=((0, 1),)),
     m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),
     m.Entered(recovery=1, step=5),
     m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", aux=b"rng", target=4),
-    m.Save(recovery=1, plan=2, step=4, aux={0: b"a", 3: b"b"}, reason="rank 1: process 7 died"),
+    m.Save(recovery=1, plan=2, step=4, aux={0: b"a", 3: b"b"}, reason="rank 1: process 7 died", together=((2, 1),)),
     m.Saved(recovery=1, plan=2, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part"),
     m.SaveFailed(recovery=1, plan=2, why="OSError: disk full"),
     m.Commit(recovery=1, plan=2, parts={0: b"part"}),
@@ -142,6 +142,7 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
     ranks = st.lists(BOUNDS).map(tuple)
     again = st.builds(Again, incarnation=BOUNDS, step=BOUNDS, source=BOUNDS, takers=ranks, lost=ranks, port=BOUNDS)
     more: dict[str, Any] = {
+        "together": st.lists(ranks).map(tuple),
         "replicas": st.binary() if kind is m.Hello else st.lists(st.lists(BOUNDS).map(tuple)).map(tuple),
         "aux": st.dictionaries(BOUNDS, st.binary()) if kind in (m.Save, m.Consulted) else st.binary(),
         "parts": st.dictionaries(BOUNDS, st.binary())

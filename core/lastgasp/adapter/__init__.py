@@ -43,7 +43,7 @@ from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.launch.script import run_script
 from lastgasp.options import NAMES as OPTION_NAMES
 from lastgasp.options import Options, switched
-from lastgasp.ports import Contributor, Gather, InPlace, Layout, SaveResult, StateSource
+from lastgasp.ports import Contributor, Gather, InPlace, Layout, SaveResult, SavesTogether, StateSource
 from lastgasp.rankzero import RankZero
 from lastgasp.replicas import Digests, require_alike
 from lastgasp.session import Contact, Session, launched, leave
@@ -98,6 +98,7 @@ __all__ = [
     "Released",
     "ReplicaGroups",
     "SaveResult",
+    "SavesTogether",
     "SelectionPolicy",
     "Session",
     "StateSource",

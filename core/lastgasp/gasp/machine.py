@@ -29,7 +29,7 @@ from .auxiliary import NoBuffers, RankBuffers, auxiliary_states
 from .decision import Decision, GiveUp, NothingToSave, SavePlan, decide
 from .members import Member, Outcome
 from .progress import Progress
-from .views import SAVE_TRIES, causes, later, named, nothing_new, safe_step, view
+from .views import SAVE_TRIES, causes, later, named, nothing_new, orders_for, safe_step, view
 
 MARGIN = 2.0
 """Seconds of grace for messages, on top of a rank's own limit."""
@@ -188,7 +188,7 @@ class Machine:
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
-        member.begun, member.step, member.durable = True, message.step, message.durable
+        member.begins(message)
         return []
 
     def _on_status(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
@@ -375,7 +375,8 @@ class Machine:
         self._to_order, step = False, self._current.step
         aux, remarks = auxiliary_states(step, self.members, self.buffers)
         order = m.Save(recovery=self.recovery, plan=self.plan, step=step, aux=aux, reason=causes(self.faults))
-        return [*(Send(rank=rank, message=order) for rank in dict.fromkeys(self._current.savers)), *remarks]
+        orders = orders_for(self._current.savers, order, self.members)
+        return [*(Send(rank=rank, message=each) for rank, each in orders.items()), *remarks]
 
     def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
         """Whether this is a rank's answer to an order of the current plan."""

@@ -30,6 +30,13 @@ class Member:
     """How often its state advanced while it was being saved."""
     failed: str = ""
     """Why its last save failed."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """Shards whose savers this rank has to know when it saves."""
+
+    def begins(self, message: m.Begin) -> None:
+        """Its training begins."""
+        self.begun, self.together = True, message.together
+        self.step, self.durable = message.step, message.durable
 
     def reached(self, step: int, durable: int) -> None:
         """Record the steps that the rank reports itself."""

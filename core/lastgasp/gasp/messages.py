@@ -101,6 +101,8 @@ class Begin(Message, frozen=True, kw_only=True):
     it can, but no rank be replaced."""
     entered: bool = True
     """False: after a fault this rank holds `step` in memory, and is about to enter its training again."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """Shards, by number, whose savers must know of one another where this rank is one (`ports.SavesTogether`)."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):
@@ -171,6 +173,8 @@ class Save(Message, frozen=True, kw_only=True):
     step: int
     aux: dict[int, bytes]
     reason: str
+    together: tuple[tuple[int, ...], ...] = ()
+    """The savers of the shards that Begin names, in the same order."""
 
 
 class Saved(Message, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from .hostloss import HostLoss, vanished
 from .link import Link
 from .mailbox import Mailbox
 from .rank_status import RankStatus, given_up
-from .saver import Saver
+from .saver import Saver, together
 from .signals import TermSignal
 from .uncoordinated import capture_or_nothing
 
@@ -123,10 +123,10 @@ class Processor:
 
     def begin(self) -> None:
         """Report the step at which training begins; from now on this rank's death costs steps."""
-        status, buffer_fd = self._status, self._source.buffer_fd
+        status, source = self._status, self._source
         again = (status.recovery, status.entered)
-        self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=buffer_fd, recovery=again[0],
-                               entered=again[1]))  # fmt: skip
+        self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=source.buffer_fd, recovery=again[0],
+                               entered=again[1], together=together(source)))  # fmt: skip
 
     def register(self, card: WorkerCard) -> None:
         """Report who this worker is; no effect without a controller."""

@@ -6,11 +6,17 @@ import logging
 from collections.abc import Callable
 
 from lastgasp.errors import Moved
-from lastgasp.ports import SaveResult, StateSource
+from lastgasp.ports import SaveResult, SavesTogether, StateSource, own_source
 
 from . import messages as m
 
 log = logging.getLogger("lastgasp")
+
+
+def together(source: StateSource) -> tuple[tuple[int, ...], ...]:
+    """The shards whose savers must know of one another where this rank is one of them; usually none."""
+    own = own_source(source)
+    return own.together if isinstance(own, SavesTogether) else ()
 
 
 class Saver:
@@ -30,7 +36,7 @@ class Saver:
     def save(self, order: m.Save) -> None:
         """Write temporary files; they are removed if the plan has been discarded meanwhile."""
         try:
-            result = self._source.save(order.step, order.aux, order.reason)
+            result = self._saved(order)
         except Moved as moved:
             log.warning("%s", moved)
             self._moved(order)
@@ -53,6 +59,12 @@ class Saver:
                 part=result.part,
             )
         )
+
+    def _saved(self, order: m.Save) -> SaveResult:
+        own = own_source(self._source)
+        if isinstance(own, SavesTogether):
+            return own.save_together(order.step, order.together, order.reason)
+        return self._source.save(order.step, order.aux, order.reason)
 
     def commit(self, order: m.Commit) -> None:
         """Make what was written visible."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from lastgasp.events import Fault
 
+from . import messages as m
 from .decision import RankView
 from .members import Member
 
@@ -80,6 +81,19 @@ def nothing_new(step: int, begun: bool) -> str:
 def safe_step(step: int, begun: bool) -> int | None:
     """The newest step on disk; None if this attempt has not got far enough to know."""
     return step if begun or step > 0 else None
+
+
+def orders_for(savers: Sequence[int], order: m.Save, members: Mapping[int, Member]) -> dict[int, m.Save]:
+    """The order to save for each saver; those that write together are told of one another (`ports.SavesTogether`)."""
+    return {rank: _with_others(order, members[rank].together, savers) for rank in savers}
+
+
+def _with_others(order: m.Save, together: tuple[tuple[int, ...], ...], savers: Sequence[int]) -> m.Save:
+    if not together:
+        return order
+    known = range(len(savers))
+    found = (tuple(savers[shard] for shard in part if shard in known) for part in together)
+    return msgspec.structs.replace(order, together=tuple(found))
 
 
 def causes(faults: Sequence[Fault]) -> str:
