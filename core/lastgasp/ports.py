@@ -5,9 +5,9 @@ Backends and adapters implement them, the flows call them. None has more than si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -163,6 +163,23 @@ class InPlace(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
+
+
+@runtime_checkable
+class Repairs(Protocol):
+    """What a RecoveryBackend can also have: it repairs faults while processes go on (MindIO: retry and recover)."""
+
+    def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the training function, which is then entered again, with the same arguments, after each such repair.
+
+        Called on the training thread, after `training_started`.
+        """
+
+    def regroup(self, replicas: tuple[tuple[int, ...], ...]) -> None:
+        """The actual holders of each shard, where some ranks are not the replicas that they should be.
+
+        Called on the training thread, before `training_started`.
+        """
 
 
 class RecoveryBackend(Protocol):

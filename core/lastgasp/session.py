@@ -31,7 +31,7 @@ from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.signin import Entry, sign
 from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
-from lastgasp.ports import RecoveryBackend, StateSource
+from lastgasp.ports import RecoveryBackend, Repairs, StateSource
 from lastgasp.replicas import Digests, compared_if_possible, computed, needs_comparing
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
 from lastgasp.steps.recorder import flush_all
@@ -226,9 +226,8 @@ class Session:
         log.log(logging.WARNING if self.place.rank == 0 else logging.INFO, "%s", why)
         self.place = replace(self.place, replicas=groups)
         self._processor.tell(m.Regroup(replicas=groups, why=why))
-        regroup = getattr(self._backend, "regroup", None)
-        if regroup is not None:
-            regroup(self.place)
+        if isinstance(self._backend, Repairs):
+            self._backend.regroup(groups)
         return False
 
     def training_started(self, step: int, durable: int) -> None:
@@ -337,8 +336,7 @@ class Session:
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `train` so that it is entered again after each fault repaired in place (MindIO's retry)."""
-        inner = getattr(self._backend, "protect", None)
-        return inner(train) if inner is not None else train
+        return self._backend.protect(train) if isinstance(self._backend, Repairs) else train
 
     def save_alone(self, fault: Fault) -> m.Release:
         """Save what this rank holds, by the uncoordinated rule; waits for it."""

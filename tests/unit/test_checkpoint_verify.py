@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from lastgasp.checkpoint import Candidate, Damage, apply, candidates, newest_good, quarantine, to_remove, verify
+from lastgasp.checkpoint import (
+    Candidate,
+    Counted,
+    Damage,
+    apply,
+    candidates,
+    newest_good,
+    quarantine,
+    to_remove,
+    verify,
+)
 from lastgasp.checkpoint import chunks as chunks_module
 from lastgasp.checkpoint.progress import progress_bar
 from lastgasp.checkpoint.verdict import merge
@@ -47,11 +58,12 @@ def test_shares_cover_all_and_nothing_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_agree(tmp_path: Path, threads: int) -> None:
+def test_threads_agree(tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[verify.__module__], "THREADS", threads)
     path = put_file(tmp_path, 1, os.urandom(10 * CHUNK + 3))
-    assert verify(path, FILES, threads=threads).ok
+    assert verify(path, FILES).ok
     corrupt.flip_bit(path, -1)
-    (damage,) = verify(path, FILES, threads=threads).damages
+    (damage,) = verify(path, FILES).damages
     assert (damage.offset, damage.length, damage.proven) == (10 * CHUNK, 3, True)
 
 
@@ -72,8 +84,6 @@ def test_a_failed_read_is_a_verdict_and_proves_nothing(tmp_path: Path, monkeypat
 def test_shares_that_make_no_sense(tmp_path: Path, share: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="share"):
         verify(tmp_path / "x", FILES, share=share)
-    with pytest.raises(ConfigError, match="threads"):
-        verify(tmp_path / "x", FILES, threads=0)
 
 
 def test_hidden_files_are_not_foreign(tmp_path: Path) -> None:
@@ -146,7 +156,7 @@ def test_retention_removes_old_gasps_only(tmp_path: Path) -> None:
     bare = tmp_path / "step-0.ckpt"
     bare.write_bytes(b"")
     others = put_file(tmp_path, 5, job="other")
-    assert apply([tmp_path], FILES, 1, job="job") == [gasps[1], gasps[0]]
+    assert apply([tmp_path], FILES, 1, Counted(job="job")) == [gasps[1], gasps[0]]
     left = {c.path for c in candidates([tmp_path], FILES)}
     assert left == {periodic, gasps[2], bare, others}
     assert not FILES.manifest_path(gasps[0]).exists()
@@ -156,24 +166,24 @@ def test_retention_never_removes_the_newest_good_one(tmp_path: Path) -> None:
     paths = [put_file(tmp_path, step) for step in (1, 2, 3, 4)]
     for path in paths[2:]:
         corrupt.flip_bit(path, 5)
-    assert apply([tmp_path], FILES, 1, job="job") == [paths[2], paths[0]]
+    assert apply([tmp_path], FILES, 1, Counted(job="job")) == [paths[2], paths[0]]
     good = newest_good([tmp_path], FILES)
     assert good is not None
     assert good.path == paths[1]
     corrupt.flip_bit(paths[1], 5)
-    assert apply([tmp_path], FILES, 1, job="job") == []
+    assert apply([tmp_path], FILES, 1, Counted(job="job")) == []
 
 
 def test_retention_finishes_what_a_crash_left(tmp_path: Path) -> None:
     paths = [put_file(tmp_path, step) for step in (1, 2)]
     paths[0].unlink()
-    assert apply([tmp_path], FILES, 1, job="job") == [paths[0]]
+    assert apply([tmp_path], FILES, 1, Counted(job="job")) == [paths[0]]
     assert not FILES.manifest_path(paths[0]).exists()
 
 
 def test_retention_of_directories(tmp_path: Path) -> None:
     paths = [put_folder(tmp_path, step) for step in (1, 2)]
-    assert apply([tmp_path], FOLDERS, 1, job="job", protected=[paths[1]]) == [paths[0]]
+    assert apply([tmp_path], FOLDERS, 1, Counted(job="job"), protected=[paths[1]]) == [paths[0]]
     assert [c.path for c in candidates([tmp_path], FOLDERS)] == [paths[1]]
 
 

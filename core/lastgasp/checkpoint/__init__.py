@@ -16,7 +16,7 @@ from .progress import progress_bar
 from .quarantine import quarantine
 from .reader import VerifiedFile
 from .restore import newest_good
-from .retention import apply, to_remove
+from .retention import Counted, apply, to_remove
 from .scattered import ScatteredLayout
 from .verdict import Damage, Verdict
 from .verify import Progress, verify
@@ -24,6 +24,7 @@ from .verify import Progress, verify
 __all__ = [
     "Agreement",
     "Candidate",
+    "Counted",
     "Damage",
     "DirectoryLayout",
     "FileEntry",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lastgasp._fs import DISK, fsync_dir, locked, unique_temp
@@ -20,6 +21,21 @@ from .samefit import of_fit
 from .verify import verify
 
 log = logging.getLogger("lastgasp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Which checkpoints count towards `keep`, and are removed beyond it; all others stay.
+
+    Attributes:
+        kind: gasps, or periodic checkpoints, which only their writer removes.
+        job: only those of this job; None: of any.
+        fit: only those of this training of the script; None: of any.
+    """
+
+    kind: Kind = "gasp"
+    job: str | None = None
+    fit: int | None = None
 
 
 def to_remove(
@@ -48,11 +64,11 @@ def prune(
     """`newest` was just published: remove what is beyond `config.keep` in its directory. Never raises OSError.
 
     Args:
-        job: with resume='never' those of other jobs stay; kind, fit: as in `apply`.
+        job: with resume='never' those of other jobs stay; kind, fit: as in `Counted`.
     """
     own = job if config.resume == "never" else None
     try:
-        apply([newest.parent], layout, config.keep, job=own, protected=[newest], kind=kind, fit=fit)
+        apply([newest.parent], layout, config.keep, Counted(kind=kind, job=own, fit=fit), protected=[newest])
     except (OSError, LastgaspError) as error:  # the newest is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
 
@@ -61,34 +77,29 @@ def apply(
     directories: Iterable[Path],
     layout: Layout,
     keep: int,
+    counted: Counted = Counted(),
     *,
-    job: str | None = None,
     protected: Collection[Path] = (),
-    kind: Kind = "gasp",
-    fit: int | None = None,
 ) -> list[Path]:
-    """Remove superfluous gasps of `job`; returns the paths that were removed.
+    """Remove superfluous checkpoints; returns the paths that were removed.
 
     Args:
         directories: where to look; layout: how checkpoints lie there.
-        keep: how many gasps stay.
-        job: when given, gasps of other jobs stay.
+        keep: how many stay, of those that are `counted`.
         protected: paths known to be good, such as one just published. When empty, checkpoints are verified
             from the newest on until a good one is found; when none is good, nothing is removed.
-        kind: what is counted and removed; periodic checkpoints only by their writer.
-        fit: when given, only those of this fit are counted and removed.
 
     Raises:
         ConfigError: `keep` below 1, or a directory that cannot be listed.
         OSError: the disk refused.
     """
-    found = candidates(directories, layout, job)
-    if fit is not None:
-        found = of_fit(found, fit)
-    superfluous = to_remove(found, keep, kind, protected)
+    found = candidates(directories, layout, counted.job)
+    if counted.fit is not None:
+        found = of_fit(found, counted.fit)
+    superfluous = to_remove(found, keep, counted.kind, protected)
     if superfluous and not protected:
         good = next((c.path for c in found if not c.problem and verify(c.path, layout).ok), None)
-        superfluous = to_remove(found, keep, kind, [good]) if good else []
+        superfluous = to_remove(found, keep, counted.kind, [good]) if good else []
     for candidate in superfluous:
         _remove(candidate.path, layout)
     for folder in {candidate.path.parent for candidate in superfluous}:

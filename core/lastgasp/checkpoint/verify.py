@@ -14,6 +14,8 @@ from .manifest_lookup import read_pair
 from .structure import compare
 from .verdict import Damage, Verdict, of_manifest
 
+THREADS = 2
+"""How many read at the same time."""
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, from any thread, one call at a time."""
 
@@ -25,7 +27,6 @@ def verify(
     manifest: Manifest | None = None,
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
-    threads: int = 2,
     read_by_others: Collection[str] = (),
 ) -> Verdict:
     """Check names, sizes and the share's chunk digests.
@@ -37,28 +38,22 @@ def verify(
         checkpoint: the checkpoint; layout: how it lies.
         manifest: what to compare with; None reads it from disk. Ranks that agreed on one give it here.
         share: (i, n) checks the chunks whose number modulo n is i. Names and sizes are always checked.
-        progress: called with bytes done; threads: number of reading threads.
+        progress: called with bytes done.
         read_by_others: files, by their names in the manifest, whose content is verified when they are loaded.
 
     Raises:
-        ConfigError: an invalid share or number of threads.
+        ConfigError: an invalid share.
     """
-    _check_arguments(share, threads)
+    if not 0 <= share[0] < share[1]:
+        raise ConfigError("share", share, "(i, n) with 0 <= i < n", "Give (rank, world_size).")
     found = read_pair(checkpoint, layout) if manifest is None else manifest
     if isinstance(found, ManifestProblem):
         return Verdict(path=checkpoint, step=None, ok=False, damages=(of_manifest(checkpoint, found),))
     damages, sound = compare(checkpoint, layout, found)
     mine = [entry for entry in sound if entry.path not in read_by_others]
     chunks = chunks_of(checkpoint, mine)[share[0] :: share[1]]
-    damages += ChunkReader(chunks, _teller(chunks, progress)).run(threads)
+    damages += ChunkReader(chunks, _teller(chunks, progress)).run(THREADS)
     return Verdict(path=checkpoint, step=found.step, ok=not damages, damages=tuple(damages))
-
-
-def _check_arguments(share: tuple[int, int], threads: int) -> None:
-    if not 0 <= share[0] < share[1]:
-        raise ConfigError("share", share, "(i, n) with 0 <= i < n", "Give (rank, world_size).")
-    if threads < 1:
-        raise ConfigError("threads", threads, "at least 1", "Leave it out for 2.")
 
 
 def _teller(chunks: list[Chunk], progress: Progress | None) -> Checked | None:

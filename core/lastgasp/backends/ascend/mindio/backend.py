@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -22,7 +22,7 @@ from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up
 from lastgasp.ports import InPlace, StateSource, own_source
-from lastgasp.topology import Place
+from lastgasp.topology import Place, ReplicaGroups
 
 from . import api as package
 from . import exits, limits
@@ -125,15 +125,15 @@ class MindioBackend:
         self._last_word.install()
         atexit.register(self._left_unannounced)
 
-    def regroup(self, place: Place) -> None:
-        """Some ranks are not replicas of one another, before `training_started`.
+    def regroup(self, replicas: ReplicaGroups) -> None:
+        """As in `ports.Repairs`.
 
         MindIO would not take groups of several sizes.
 
         It keeps the original groups; a plan that lacks a shard is then refused when it is published, and our own
         controller, which knows the new groups, takes the lead.
         """
-        self._place = place
+        self._place = replace(self._place, replicas=replicas)
 
     def _decide(self, taskd: bool) -> Strategies:
         asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
@@ -332,7 +332,7 @@ class MindioBackend:
         self._control.leave(exit_code(self._status.outcome or given_up("no outcome")))
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `train`, to enter it again with the same arguments after each fault repaired in place.
+        """As in `ports.Repairs`.
 
         The loop must continue from the state that `rollback` has set. Without a granted strategy return `train` itself.
         """
