@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from support.mindspore.importable import make_importable
 from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
+from support.shares import shares
 
 __all__ = ["cold", "leak_police", "places_of_its_own", "prefork_images", "restored_environ", "restored_logging"]
 
@@ -43,6 +44,18 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with long tests; one process alone runs all in the order of their files."""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        items[:] = shares(items, workers, _rank)
+
+
+def _rank(test: pytest.Item) -> int:
+    return 0 if test.get_closest_marker("slow") else 1 if test.get_closest_marker("fault") else 2
 
 
 @pytest.hookimpl(wrapper=True)

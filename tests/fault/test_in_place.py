@@ -68,7 +68,11 @@ def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("ranks", "victim", "phase", "more"),
-    [(3, 0, "backward", []), (4, 2, "backward", ["--keep"]), (2, 1, "forward", ["--keep"])],
+    [
+        (3, 0, "backward", ["--keep"]),
+        pytest.param(4, 2, "backward", [], marks=pytest.mark.full),
+        pytest.param(2, 1, "forward", ["--keep"], marks=pytest.mark.full),
+    ],
 )
 def test_a_killed_rank_is_replaced(
     ranks: int, victim: int, phase: str, more: list[str], tmp_path: Path, undisturbed: Any
@@ -99,6 +103,7 @@ def check_in_place(directory: Path, job: Running, ranks: int, replaced: int | No
     assert len(list(directory.glob("*.pt"))) == 1 + only
 
 
+@pytest.mark.cold
 def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     directory = tmp_path / "d"
     faults = "kind=sigstop,rank=1,step=8,phase=forward"
@@ -129,13 +134,14 @@ SECOND = "no step was completed since training began, when the fault before was 
     [
         pytest.param("", ["--trick", "bug"], "", "a fault of that kind is not answered in place", id="bug"),
         pytest.param("", ["--trick", "stubborn"], "retry", SECOND, id="twice the same"),
-        pytest.param(KILL, ["--dies", "1"], "replace", SECOND, id="the new process, at once"),
-        pytest.param(KILL, ["--dies", "0"], "replace", SECOND, id="a survivor, at once"),
+        pytest.param(KILL, ["--dies", "1"], "replace", SECOND, id="the new process, at once", marks=pytest.mark.full),
+        pytest.param(KILL, ["--dies", "0"], "replace", SECOND, id="a survivor, at once", marks=pytest.mark.full),
         pytest.param(
             f"{KILL};kind=sigkill,rank=0,step=8,phase=forward,incarnation=1", [], "replace", SECOND, id="a survivor"
         ),
         pytest.param(
-            f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], "replace", SECOND, id="an exception"
+            f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], "replace", SECOND,
+            id="an exception", marks=pytest.mark.full,
         ),
     ],
 )
@@ -159,8 +165,11 @@ def test_what_is_not_answered_in_place_is_saved_and_the_job_restarts(
     ("more", "variables", "why"),
     [
         pytest.param(["--outside"], {}, "", id="process group outside"),
-        pytest.param([], {"LASTGASP_RECOVERY": "restart"}, "recovery=restart", id="restart"),
-        pytest.param([], {"LASTGASP_RECOVERY": "retry"}, "recovery=retry: no rank is replaced", id="retry"),
+        pytest.param([], {"LASTGASP_RECOVERY": "restart"}, "recovery=restart", id="restart", marks=pytest.mark.full),
+        pytest.param(
+            [], {"LASTGASP_RECOVERY": "retry"}, "recovery=retry: no rank is replaced", id="retry",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_job_that_may_not_or_cannot_restarts_as_ever(
@@ -193,6 +202,7 @@ def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, undisturbe
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
+@pytest.mark.full
 def test_an_exception_is_answered_by_a_restart_where_only_replace_is_allowed(tmp_path: Path, undisturbed: Any) -> None:
     directory = tmp_path / "d"
     faults = "kind=exception,rank=1,step=8,phase=backward"
