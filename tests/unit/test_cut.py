@@ -9,17 +9,62 @@ import sys
 
 import pytest
 
+from lastgasp.pytorch import cut
 from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.socket_inodes import SocketInodes, listed
 
-_PEER = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1); print('cut')"
+_PEER = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2]))); s.recv(1); print('cut')"
+FORMS = {"IPv4": ("127.0.0.1", "127.0.0.1"), "IPv6": ("::1", "::1"), "both": ("::", "127.0.0.1")}
+"""Where the listener listens, and what its peer calls it: a listener for both sees IPv4 in the form of IPv6."""
 
 
-def test_only_connections_to_the_given_processes_are_cut() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as own:
+def server_at(address: str) -> socket.socket:
+    """It listens."""
+    if ":" not in address:
+        return socket.create_server((address, 0))
+    return socket.create_server((address, 0), family=socket.AF_INET6, dualstack_ipv6=address == "::")
+
+
+def refuses(*_: object) -> None:
+    """Stands for a container where the kernel must not be asked."""
+    raise PermissionError(1, "Operation not permitted")
+
+
+def kernel_answers() -> bool:
+    """Not everywhere: it is one of its modules, and containers may forbid to ask."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        try:
+            inodes = SocketInodes()
+        except OSError:
+            return False
+        try:
+            return inodes.find((one.getsockname(), one.getpeername())) != ""
+        finally:
+            inodes.close()
+
+
+needs_answers = pytest.mark.skipif(not kernel_answers(), reason="this kernel does not answer sock_diag (inet_diag)")
+
+
+WAYS = [pytest.param("the kernel is asked", marks=needs_answers), "it must not be", "it has no such module"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_only_connections_to_the_given_processes_are_cut(
+    form: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "it must not be":
+        monkeypatch.setattr(SocketInodes, "__init__", refuses)
+    elif way == "it has no such module":
+        monkeypatch.setattr(SocketInodes, "find", lambda self, ends: "")
+    else:
+        monkeypatch.setattr(cut, "listed", lambda: pytest.fail("the whole list was read"))
+    where, name = FORMS[form]
+    with server_at(where) as server, socket.create_server(("127.0.0.1", 0)) as own:
         port = str(server.getsockname()[1])
-        peer, stranger = (
-            subprocess.Popen([sys.executable, "-c", _PEER, port], stdout=subprocess.PIPE, text=True) for _ in range(2)
-        )
+        command = [sys.executable, "-c", _PEER, name, port]
+        peer, stranger = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
         ends = [server.accept()[0] for _ in range(2)]
         near = socket.create_connection(own.getsockname())
         far = own.accept()[0]
@@ -49,3 +94,21 @@ def test_a_process_that_is_gone_is_no_trouble() -> None:
     assert cut_connections([done.pid]) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(done.pid, 0)
+
+
+@needs_answers
+def test_both_ways_find_the_same_inode() -> None:
+    inodes = SocketInodes()
+    try:
+        for where, name in FORMS.values():
+            with server_at(where) as server:
+                one = socket.create_connection((name, server.getsockname()[1]))
+                other = server.accept()[0]
+                for end in (one, other):
+                    ends = end.getsockname()[:2], end.getpeername()[:2]
+                    expected = os.readlink(f"/proc/self/fd/{end.fileno()}")
+                    assert inodes.find(ends) == listed()(ends) == expected.removeprefix("socket:[")[:-1]
+                    end.close()
+        assert inodes.find((("127.0.0.1", 1), ("127.0.0.1", 2))) == listed()((("127.0.0.1", 1), ("127.0.0.1", 2))) == ""
+    finally:
+        inodes.close()

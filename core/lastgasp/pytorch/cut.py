@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-_Ends = tuple[str, str]
-"""Local and remote address of a connection, as the kernel writes them."""
+from lastgasp.pytorch.socket_inodes import Ends, SocketInodes, listed
+
+_Connected = tuple[int, str, Ends]
+"""Descriptor and inode of a socket of this process, and its two addresses."""
 
 
 def cut_connections(pids: Iterable[int]) -> int:
@@ -21,16 +23,41 @@ def cut_connections(pids: Iterable[int]) -> int:
     Returns:
         How many.
     """
+    own, cut = list(_connected()), 0
     theirs = {inode for pid in pids if pid != os.getpid() for _, inode in _sockets(pid)}
-    by_ends = dict(_table())
-    ends_of, cut = {inode: ends for ends, inode in by_ends.items()}, 0
-    for number, inode in _sockets(os.getpid()):
-        local, remote = ends_of.get(inode, ("", ""))
-        if by_ends.get((remote, local), "") in theirs:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-                cut += 1
+    with _other_end(own) as inode_of:
+        for number, _, (here, there) in own:
+            if inode_of((there, here)) in theirs:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
     return cut
+
+
+@contextlib.contextmanager
+def _other_end(own: Iterable[_Connected]) -> Iterator[Callable[[Ends], str]]:
+    """The inode of a connection by its addresses, empty where there is none.
+
+    The kernel is asked for each, which takes microseconds. Where it cannot be asked (a container that forbids it, a
+    kernel without that module, which says of every connection that there is none) all connections of the host are
+    read: that takes milliseconds, and may miss one while others come and go.
+    """
+    try:
+        inodes = SocketInodes()
+    except OSError:
+        inodes = None
+    try:
+        yield inodes.find if inodes and any(inodes.find(ends) == inode for _, inode, ends in own) else listed()
+    finally:
+        if inodes is not None:
+            inodes.close()
+
+
+def _connected() -> Iterator[_Connected]:
+    for number, inode in _sockets(os.getpid()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                yield number, inode, (one.getsockname()[:2], one.getpeername()[:2])
 
 
 def _sockets(pid: int) -> Iterator[tuple[int, str]]:
@@ -42,12 +69,3 @@ def _sockets(pid: int) -> Iterator[tuple[int, str]]:
                 target = os.readlink(f"{folder}/{name}")
                 if target.startswith("socket:["):
                     yield int(name), target[8:-1]
-
-
-def _table() -> Iterator[tuple[_Ends, str]]:
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as file:
-            next(file, "")
-            for line in file:
-                words = line.split()
-                yield (words[1], words[2]), words[9]
