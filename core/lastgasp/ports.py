@@ -6,8 +6,11 @@ Backends and adapters implement them, the flows call them. None has more than si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from lastgasp.arena import Arena
 
 
 @runtime_checkable
@@ -116,6 +119,36 @@ class Contributor(Protocol):
 
         Raises:
             OSError: the disk refused.
+        """
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which shards a rank is asked to write.
+
+    Attributes:
+        own: its own, from its live state.
+        arenas: rank -> the payload of that rank's arena, verified.
+        common: the rank whose copy is saved of what all ranks have alike.
+    """
+
+    own: bool
+    arenas: Mapping[int, memoryview]
+    common: int
+
+
+@runtime_checkable
+class ShardSource(Protocol):
+    """What a StateSource can also have: shards that only one rank holds, and an arena for them."""
+
+    @property
+    def arena(self) -> Arena | None:
+        """This rank's arena; None where it has none."""
+
+    def save_shards(self, step: int, aux: Mapping[int, bytes], reason: str, wanted: Wanted) -> SaveResult:
+        """As `StateSource.save`, for these shards.
+
+        Called on each rank that writes any; the part of its result names what it wrote.
         """
 
 

@@ -3,6 +3,7 @@
 step N   complete step N;   update   enter the update and stay there;   raise   report an exception
 stuck    block the main thread in a C call for ever;   done   leave normally;   vanish   sys.exit(3), told to nobody
 peer     a collective failed because another rank is gone;   note TEXT   for the incident's record
+half N   complete step N, but stop in the middle of its copy into the arena (option `arenas`)
 loop F   take marked steps until the file F is there (option `profiling`: where the rows go)
 """
 
@@ -13,12 +14,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from lastgasp import __version__
+from lastgasp.arena import Arena
 from lastgasp.backends.ascend.mindio import backend
 from lastgasp.config import GaspConfig
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
@@ -26,7 +28,7 @@ from lastgasp.errors import LastgaspError
 from lastgasp.gasp import link, processor
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released, exit_code
-from lastgasp.ports import SaveResult
+from lastgasp.ports import SaveResult, Wanted
 from lastgasp.session import Contact, Session
 from lastgasp.steps import bits
 from lastgasp.steps.attach import Marking
@@ -103,6 +105,50 @@ class ToySource:
         result.temp.unlink(missing_ok=True)
 
 
+class ShardedToy(ToySource):
+    """Its number is held by no other rank; an arena has a copy, which names rank and step."""
+
+    def __init__(self, rank: int, directory: Path, options: dict[str, Any]) -> None:
+        super().__init__(rank, directory, options)
+        self.arena = Arena()
+        self.arena.reserve(1 << 20)
+
+    def note(self, step: int) -> None:
+        """Put the state into the arena, too, before the step counts as captured."""
+        self.arena.copy(step, [f"shard of rank {self.rank} at step {step}".encode().ljust(1 << 19)])
+        super().note(step)
+
+    def half(self, step: int) -> None:
+        """Stop in the middle of that."""
+
+        def pieces() -> Iterator[bytes]:
+            yield bytes(1 << 18)
+            say("copying")
+            threading.Event().wait()
+
+        self.arena.copy(step, pieces())
+
+    def save_shards(self, step: int, aux: Mapping[int, bytes], reason: str, wanted: Wanted) -> Result:
+        """One line for each shard; from the arena as it lies there."""
+        found = {self.rank: f"live shard of rank {self.rank} at step {step}"} if wanted.own else {}
+        found |= {rank: bytes(data).decode().strip() for rank, data in wanted.arenas.items()}
+        say("shards", own=wanted.own, arenas=sorted(wanted.arenas), common=wanted.common)
+        result = self.save(step, aux, reason)
+        result.part = json.dumps(found).encode()
+        return result
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> None:
+        """All shards in one file."""
+        assert isinstance(result, Result)
+        shards: dict[str, str] = {}
+        for part in parts.values():
+            shards |= json.loads(part)
+        result.temp.write_text(json.dumps(shards, sort_keys=True))
+        super().publish(result, parts)
+        for temp in self.directory.glob(".step-*.tmp"):
+            temp.unlink()
+
+
 def main() -> None:
     """Run one rank; its options are a JSON object in argv[1]."""
     options = json.loads(sys.argv[1])
@@ -119,7 +165,7 @@ def main() -> None:
     if "taskd_join" in options:
         vars(backend)["JOIN"] = options["taskd_join"]
     vars(link)["__version__"] = options.get("version", __version__)
-    source = ToySource(rank, directory, options)
+    source = (ShardedToy if "arenas" in options else ToySource)(rank, directory, options)
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
     try:
         session = Session(config, place, source, Contact.from_environment(), marking(options))
@@ -172,6 +218,15 @@ def obey(words: list[str], session: Session, source: ToySource) -> None:
         source.note(int(words[1]))
         session.step_completed(int(words[1]))
         say("stepped", step=int(words[1]))
+    elif words[0] == "half":
+        assert isinstance(source, ShardedToy)
+        session.before_update()
+        source.half(int(words[1]))
+    elif words[0] == "spoil":  # a bit of this rank's newest copy
+        assert isinstance(source, ShardedToy)
+        at = 3 * 4096 if session.status.step % 2 else 3 * 4096 + (1 << 20) + 4096
+        os.pwrite(source.arena.fd, b"?", at)
+        say("spoiled")
     elif words[0] == "loop":
         loop(Path(words[1]), session, source)
     elif words[0] == "update":

@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v3.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v4.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -37,16 +37,19 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.Welcome(mac=MAC, started_s=1_700_000_000),
     m.Refused(reason="wrong token"),
-    m.Begin(step=3, durable=2, buffer_fd=-1, together=((0, 1),)),
+    m.Begin(step=3, durable=2, buffer_fd=-1, together=((0, 1),), arena_fd=11, arena_id=b"id"),
     m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),
     m.Entered(recovery=1, step=5),
-    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", aux=b"rng", target=4),
-    m.Save(recovery=1, plan=2, step=4, aux={0: b"a", 3: b"b"}, reason="rank 1: process 7 died", together=((2, 1),)),
+    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", aux=b"rng", target=4, arena=(4, 3)),
+    m.Save(
+        recovery=1, plan=2, step=4, aux={0: b"a", 3: b"b"}, reason="rank 1: process 7 died", together=((2, 1),),
+        own=False, common=1, arenas=(m.ArenaRef(rank=1, pid=70, fd=12, identity=b"id"),),
+    ),
     m.Saved(recovery=1, plan=2, path="/ckpts/step=4.ckpt", nbytes=10, first_byte_ns=11, part=b"part"),
-    m.SaveFailed(recovery=1, plan=2, why="OSError: disk full"),
+    m.SaveFailed(recovery=1, plan=2, why="OSError: disk full", arena=1),
     m.Commit(recovery=1, plan=2, parts={0: b"part"}),
     m.Committed(recovery=1, plan=2),
     m.Discard(recovery=1, plan=2),
@@ -80,9 +83,9 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.AskSwitch(ranks=(0, 3), on=1, off=16, wait=5.0),
     m.Keeper(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, host="boot:1"),
-    m.Keep(rank=3, pid=77, buffer_fd=9),
+    m.Keep(rank=3, pid=77, buffer_fd=9, arena_fd=11, arena_id=b"id"),
     m.AskKept(rank=3),
-    m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next")),
+    m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next"), arena=(4, 3), arena_pid=70, arena_fd=12),
     m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
 )  # fmt: skip
 BOUNDS = st.integers(-(2**63), 2**63 - 1)

@@ -29,6 +29,7 @@ UNUSED_KEPT = 1000
 """At most so many ranks that did not save are named in an incident."""
 GROUPS_SHOWN = 64
 """At most so many ranks of differing replica groups are named in an error."""
+FROM_ARENAS = "saved from the arena of rank {}, a copy that its launcher kept in memory"
 GATHER_TIMEOUT = 300.0
 """Seconds within which all ranks must join a gather, including the start-up of the slowest one."""
 
@@ -244,6 +245,8 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.rung = machine.again.rung if machine.again is not None else ""
     if out.ending not in ("saved", "in_place"):
         incident.step_saved = None
+    if out.arenas and (text := FROM_ARENAS.format(", ".join(map(str, out.arenas)))) not in incident.notes:
+        incident.notes.append(text)
     if machine.unlike and machine.unlike not in incident.notes:
         incident.notes.append(machine.unlike)
 

@@ -22,6 +22,7 @@ from . import messages as m
 from .actions import Action, Kill, Remark, Send
 from .admission import is_newer, refusal
 from .again import Offer
+from .arenas import Arenas
 from .attempt import Attempt
 from .buffers import OpenBuffers
 from .doorway import Doorway, end_all_others
@@ -76,6 +77,7 @@ class Controller:
         self._expected: int | None = None
         self.keepers = Keepers(self.incidents.died_at)
         self._buffers = OpenBuffers(self._peers, self.keepers)
+        self.arenas = Arenas(self.keepers)
         self._watch: ProcessMonitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -126,6 +128,7 @@ class Controller:
         await end_all_others()
         for rank in list(self._peers):
             self._drop(rank)
+        self.arenas.clear()
         assert self._watch is not None
         self._watch.close()
         self.incidents.flush()
@@ -264,7 +267,8 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        self.incidents.begin(hello, self._buffers)
+        self.arenas.clear()
+        self.incidents.begin(hello, self._buffers).machine.arenas = self.arenas
         self._service.roster.begin()
         self.keepers.begin()
         self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
@@ -304,7 +308,7 @@ class Controller:
             attempt.led_by(message.by)
             return
         if isinstance(message, m.Begin):
-            self._open_buffer(rank, message.buffer_fd)
+            self._keep(rank, message)
         if isinstance(message, m.Begin | m.Status | m.Prepared):
             attempt.heard_step(rank, message)
             self.incidents.reached(message.step)
@@ -312,13 +316,20 @@ class Controller:
         if isinstance(message, m.Goodbye):
             self._send(rank, m.Farewell())
 
-    def _open_buffer(self, rank: int, number: int) -> None:
+    def _keep(self, rank: int, begin: m.Begin) -> None:
+        """Open what must outlive the rank; on another host its launcher does."""
         peer = self._peers.get(rank)
-        if peer is not None and peer.pid is not None and peer.buffer_fd < 0:
-            peer.buffer_fd = open_buffer(peer.pid, number)
-        elif peer is not None and peer.elsewhere is not None and number >= 0:
-            host, pid = peer.elsewhere
-            self.keepers.keep(host, m.Keep(rank=rank, pid=pid, buffer_fd=number))
+        if peer is None:
+            return
+        host, pid = peer.elsewhere or (self._identity, peer.pid or 0)
+        if peer.pid is not None and peer.buffer_fd < 0:
+            peer.buffer_fd = open_buffer(peer.pid, begin.buffer_fd)
+        elif peer.elsewhere is not None and begin.buffer_fd >= 0:
+            fds = (begin.buffer_fd, begin.arena_fd)
+            self.keepers.keep(
+                host, m.Keep(rank=rank, pid=pid, buffer_fd=fds[0], arena_fd=fds[1], arena_id=begin.arena_id)
+            )
+        self.arenas.keep(rank, host, pid, begin)
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None

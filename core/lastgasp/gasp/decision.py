@@ -23,6 +23,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         faulty: it raised or was asked to stop, so it is a holder of last resort.
         why: why it cannot be used, or only as a last resort; empty when there is no objection.
         alive: it answers.
+        writes: it can write files, if not those of its own state, then of an arena.
     """
 
     rank: int
@@ -31,16 +32,26 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     faulty: bool = False
     alive: bool = True
     why: str = ""
+    writes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """Save `step`; `savers[i]` writes shard i."""
+    """Save `step`; `savers[i]` writes shard i: its own state, or the arena of rank `arenas[i]` if that is not -1.
+
+    Without arenas that is empty.
+    """
 
     step: int
     savers: tuple[int, ...]
     unused: tuple[Unused, ...]
     lost: int
+    arenas: tuple[int, ...] = ()
+
+    @property
+    def common(self) -> int:
+        """The rank whose copy is saved of what all ranks have alike: the one whose shard is the first."""
+        return self.arenas[0] if self.arenas and self.arenas[0] >= 0 else self.savers[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +88,15 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
     reached = _reached(views)
     step = _newest_common(holders, holding)
     if reached <= durable:
-        return NothingToSave(step=durable, unused=_unused(views, frozenset()))
+        return NothingToSave(step=durable, unused=unused(views, frozenset()))
     if step is None:
         reason = _why_not(holders, holding, replicas, {view.rank: view for view in views})
-        return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
+        return GiveUp(reason=reason, unused=unused(views, frozenset()), lost=max(0, reached - durable))
     if step <= durable:
         reason = f"the newest step that can be saved, {step}, is on disk already; " + _behind(views, step)
-        return GiveUp(reason=reason, unused=_unused(views, frozenset()), lost=max(0, reached - durable))
+        return GiveUp(reason=reason, unused=unused(views, frozenset()), lost=max(0, reached - durable))
     savers = _savers(holders, holding, step)
-    return SavePlan(step=step, savers=savers, unused=_unused(views, frozenset(savers)), lost=max(0, reached - step))
+    return SavePlan(step=step, savers=savers, unused=unused(views, frozenset(savers)), lost=max(0, reached - step))
 
 
 def _reached(views: tuple[RankView, ...]) -> int:
@@ -112,7 +123,8 @@ def _order(view: RankView, step: int) -> tuple[bool, bool, int]:
     return view.step != step, view.faulty, view.rank
 
 
-def _unused(views: tuple[RankView, ...], savers: frozenset[int]) -> tuple[Unused, ...]:
+def unused(views: tuple[RankView, ...], savers: frozenset[int]) -> tuple[Unused, ...]:
+    """The ranks that do not save, and why, by rank."""
     found = [Unused(rank=v.rank, why=v.why or NOT_NEEDED) for v in views if v.rank not in savers]
     found.sort(key=attrgetter("rank"))
     return tuple(found)

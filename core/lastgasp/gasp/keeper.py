@@ -11,7 +11,7 @@ import os
 import select
 import threading
 
-from lastgasp import __version__
+from lastgasp import __version__, arena
 from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
 from lastgasp.errors import LastgaspError
 from lastgasp.topology import host_identity
@@ -67,6 +67,8 @@ class BufferKeeper:
         self.address = address
         self._token = token
         self._buffers: dict[int, int] = {}
+        self._arenas: dict[int, tuple[int, bytes]] = {}
+        """Our descriptor and the identity, by rank."""
         self._of: dict[int, tuple[int, int]] = {}
         """Process and its descriptor, by rank."""
         self._closed = threading.Event()
@@ -82,7 +84,8 @@ class BufferKeeper:
         os.write(self._poke_w, b"x")
         self._thread.join(2 * REACH + AGAIN)
         if not self._thread.is_alive():
-            for descriptor in (*self._buffers.values(), self._poke_r, self._poke_w):
+            arenas = (fd for fd, _ in self._arenas.values())
+            for descriptor in (*self._buffers.values(), *arenas, self._poke_r, self._poke_w):
                 os.close(descriptor)
 
     def _run(self) -> None:
@@ -124,6 +127,10 @@ class BufferKeeper:
             os.close(old)
         if (buffer_fd := open_buffer(*process)) >= 0:
             self._buffers[message.rank], self._of[message.rank] = buffer_fd, process
+        if (before := self._arenas.pop(message.rank, None)) is not None:
+            os.close(before[0])
+        if (arena_fd := open_buffer(message.pid, message.arena_fd)) >= 0:
+            self._arenas[message.rank] = arena_fd, message.arena_id
 
     def _kept(self, rank: int) -> m.Kept:
         buffer_fd = self._buffers.get(rank, -1)
@@ -132,4 +139,8 @@ class BufferKeeper:
         except OSError as error:
             log.warning("the crash-safe buffer of rank %d cannot be read: %s", rank, error)
             found = {}
-        return m.Kept(rank=rank, steps=tuple(found), states=tuple(found.values()))
+        fd, identity = self._arenas.get(rank, (-1, b""))
+        steps = arena.steps(fd, identity) if fd >= 0 else ()
+        return m.Kept(
+            rank=rank, steps=tuple(found), states=tuple(found.values()), arena=steps, arena_pid=os.getpid(), arena_fd=fd
+        )

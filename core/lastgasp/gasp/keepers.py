@@ -34,6 +34,7 @@ class Keepers:
         self._buffers: dict[int, tuple[str, m.Keep]] = {}
         self._asked: dict[int, float] = {}
         self._states: dict[int, dict[int, bytes]] = {}
+        self._arenas: dict[int, m.Kept] = {}
 
     @staticmethod
     def admit(hello: m.Keeper, token: str, nonce: bytes) -> None:
@@ -58,6 +59,7 @@ class Keepers:
                     raise ProtocolError(f"{type(message).__name__} after the greeting")
                 self._asked.pop(message.rank, None)
                 self._states[message.rank] = dict(zip(message.steps, message.states, strict=False))
+                self._arenas[message.rank] = message
                 if message.steps:
                     self._died_at(message.rank, message.steps[0])
         finally:
@@ -67,7 +69,7 @@ class Keepers:
 
     def begin(self) -> None:
         """Start another attempt, whose ranks have buffers of their own."""
-        self._buffers, self._asked, self._states = {}, {}, {}
+        self._buffers, self._asked, self._states, self._arenas = {}, {}, {}, {}
 
     def keep(self, host: str, order: m.Keep) -> None:
         """Register the buffer of a rank on another host."""
@@ -98,3 +100,7 @@ class Keepers:
     def aux(self, rank: int, step: int) -> bytes | None:
         """The auxiliary state of a dead rank, as reported by its host's launcher."""
         return self._states.get(rank, {}).get(step)
+
+    def arena(self, rank: int) -> m.Kept | None:
+        """What its host's launcher has said about the arena of a rank; None before it was asked."""
+        return self._arenas.get(rank)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Literal
 
 from lastgasp.events import Ending, Fault, FaultKind
@@ -25,11 +24,13 @@ from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
-from .auxiliary import NoBuffers, RankBuffers, auxiliary_states
-from .decision import Decision, GiveUp, NothingToSave, SavePlan, decide
+from .arena_decision import ArenaLook, arenas_held, decide_with_arenas, from_live_ranks
+from .auxiliary import NoBuffers, RankBuffers
+from .decision import Decision, GiveUp, NothingToSave, SavePlan
 from .members import Member, Outcome
+from .orders import save_orders
 from .progress import Progress
-from .views import SAVE_TRIES, causes, later, named, nothing_new, orders_for, safe_step, view
+from .views import SAVE_TRIES, later, meeting_step, named, nothing_new, safe_step, views_of
 
 MARGIN = 2.0
 """Seconds of grace for messages, on top of a rank's own limit."""
@@ -52,6 +53,7 @@ class Machine:
         finish_timeout, save_timeout: seconds for a rank to leave its update, for a save to be written.
         progress: the hang watchdog.
         buffers: what the ranks have recorded.
+        arenas: what is known of the ranks' arenas; None where nobody keeps any.
     """
 
     replicas: ReplicaGroups
@@ -60,6 +62,7 @@ class Machine:
     save_timeout: float
     progress: Progress
     buffers: RankBuffers = field(default_factory=NoBuffers)
+    arenas: ArenaLook | None = None
     state: State = "running"
     recovery: int = 0
     plan: int = 0
@@ -79,6 +82,7 @@ class Machine:
     _unsaved: set[int] = field(default_factory=set)
     _savers: frozenset[int] = frozenset()
     """Savers of the current plan; `_unsaved` are those that have not saved yet."""
+    _damaged: set[tuple[int, int]] = field(default_factory=set)  # rank and step of damaged copies in arenas
     _here: set[int] = field(default_factory=set)
     """Ranks that are connected and can answer."""
     _awaited: set[int] = field(default_factory=set)
@@ -162,6 +166,8 @@ class Machine:
             return []
         if now >= self._deadline:
             return self._deadline_passed(now)
+        if self.state == "preparing" and self.arenas is not None:  # its awaited answers come without an event
+            return self._decide_if_ready(now)
         return self._save_orders() + self._hung_savers(now, stopped)
 
     # -- messages of ranks ------------------------------------------------------------------------
@@ -211,8 +217,8 @@ class Machine:
         Only while every rank is running: a dead one would never arrive.
         """
         assert isinstance(message, m.Entered)
-        current = (message.recovery, "preparing") == (self.recovery, self.state)
-        return self._go_on(message.step, now) if current and self._all_run() else []
+        current = (message.recovery, "preparing") == (self.recovery, self.state) and self._all_run()
+        return self._go_on(message.step, now) if current else []
 
     def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Prepared)
@@ -227,12 +233,8 @@ class Machine:
 
     def _moved(self, member: Member, message: m.Prepared) -> bool:
         """A saver reports again what it holds: its state has advanced (a compiled graph cannot be stopped)."""
-        current = self._current
-        saving = self.state == "saving" and member.rank in self._savers
-        if not saving or member.rank in self._saved:
-            return False
-        assert current is not None
-        return not (message.usable and message.step == current.step)
+        current, saving = self._current, self.state == "saving" and member.rank in self._unsaved
+        return saving and current is not None and not (message.usable and message.step == current.step)
 
     def _on_saved(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Saved)
@@ -252,7 +254,10 @@ class Machine:
         assert isinstance(message, m.SaveFailed)
         if self.state == "over" or not self._ordered(member.rank, message.recovery, message.plan):
             return []
-        member.failed, member.failures = message.why, member.failures + 1
+        if message.arena >= 0 and self._current is not None:
+            self._damaged.add((message.arena, self._current.step))
+        else:
+            member.failed, member.failures = message.why, member.failures + 1
         return self._plan_again(now)
 
     def _on_committed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
@@ -330,26 +335,23 @@ class Machine:
         return actions
 
     def _decide_if_ready(self, now: float) -> list[Action]:
-        if self.state != "preparing" or self._awaited:
+        if self.state != "preparing" or self._awaited or (self.arenas is not None and self.arenas.awaited):
             return []
         decision = self._decide()
-        if isinstance(decision, GiveUp) and (again := self._meet(now)):
+        if not from_live_ranks(decision) and (again := self._meet(now)):
             return again
         return [RecordPhase(phase="agreed"), *self._carry_out(decision, now)]
 
     def _meet(self, now: float) -> list[Action]:
         """Each shard has a holder, but they stopped on both sides of an update: those behind may still complete it."""
-        views = list(starmap(view, self.members.items()))
-        steps = {view.rank: view.step for view in views if view.holds}
-        complete = all(steps.keys() & set(group) for group in self.replicas)
-        return self._go_on(max(steps.values()), now) if complete and len(set(steps.values())) > 1 else []
+        step = meeting_step(self.members, self.replicas)
+        return [] if step is None else self._go_on(step, now)
 
     def _decide(self) -> Decision:
-        strangers = sorted(self.members.keys() - range(self.world_size)) if self.members else []
-        ranks = (*range(self.world_size), *strangers)
-        views = tuple(map(view, ranks, map(self.members.get, ranks)))
+        views = views_of(self.members, self.world_size)
         durable = max((member.durable for member in self.members.values()), default=0)
-        return decide(views, self.replicas, durable)
+        arenas = arenas_held(self.arenas, self.members, self._damaged)
+        return decide_with_arenas(views, self.replicas, durable, arenas)
 
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         self.outcome.unused = decision.unused
@@ -365,6 +367,7 @@ class Machine:
         self._deadline = now + self.save_timeout
         out = self.outcome
         out.step, out.lost, out.savers = decision.step, decision.lost, decision.savers
+        out.arenas = tuple(sorted({owner for owner in decision.arenas if owner >= 0}))
         self._to_order = True
         return self._save_orders()
 
@@ -372,11 +375,8 @@ class Machine:
         """Order the save, once all hosts have reported what their dead ranks recorded, or can no longer."""
         if self._current is None or not self._to_order or self.buffers.awaited:
             return []
-        self._to_order, step = False, self._current.step
-        aux, remarks = auxiliary_states(step, self.members, self.buffers)
-        order = m.Save(recovery=self.recovery, plan=self.plan, step=step, aux=aux, reason=causes(self.faults))
-        orders = orders_for(self._current.savers, order, self.members)
-        return [*(Send(rank=rank, message=each) for rank, each in orders.items()), *remarks]
+        self._to_order, plan = False, self._current
+        return save_orders((self.recovery, self.plan), plan, self.faults, self.members, self.buffers, self.arenas)
 
     def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
         """Whether this is a rank's answer to an order of the current plan."""

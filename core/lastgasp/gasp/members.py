@@ -63,6 +63,8 @@ class Outcome:
     first_byte_ns: int | None = None
     savers: tuple[int, ...] = ()
     unused: tuple[Unused, ...] = ()
+    arenas: tuple[int, ...] = ()
+    """Ranks whose shards were written from their arenas."""
 
     def release(self, recovery: int) -> m.Release:
         """The order that tells it to all ranks."""

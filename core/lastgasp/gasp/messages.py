@@ -21,6 +21,10 @@ from .asks import AskSwitch as AskSwitch
 from .asks import Ranks as Ranks
 from .asks import SwitchDone as SwitchDone
 from .cards import WorkerCard
+from .keeping import ArenaRef as ArenaRef
+from .keeping import AskKept as AskKept
+from .keeping import Keep as Keep
+from .keeping import Kept as Kept
 from .wire import HEADER as HEADER
 from .wire import Message as Message
 from .wire import Role as Role
@@ -31,7 +35,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -103,6 +107,10 @@ class Begin(Message, frozen=True, kw_only=True):
     """False: after a fault this rank holds `step` in memory, and is about to enter its training again."""
     together: tuple[tuple[int, ...], ...] = ()
     """Shards, by number, whose savers must know of one another where this rank is one (`ports.SavesTogether`)."""
+    arena_fd: int = -1
+    """As `buffer_fd`, of the rank's arena."""
+    arena_id: bytes = b""
+    """`Arena.identity`."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):
@@ -163,10 +171,16 @@ class Prepared(Message, frozen=True, kw_only=True):
     why: str = ""
     aux: bytes = b""
     target: int = -1
+    arena: tuple[int, ...] = ()
+    """The steps that this rank's arena holds."""
 
 
 class Save(Message, frozen=True, kw_only=True):
-    """Controller: write the state of `step` to temporary files."""
+    """Controller: write the state of `step` to temporary files.
+
+    Where shards are held by single ranks, `own` says whether this rank writes what it holds itself, `arenas` which
+    arenas it writes in the name of their ranks, and `common` whose copy of what all ranks have alike is saved.
+    """
 
     recovery: int
     plan: int
@@ -175,6 +189,9 @@ class Save(Message, frozen=True, kw_only=True):
     reason: str
     together: tuple[tuple[int, ...], ...] = ()
     """The savers of the shards that Begin names, in the same order."""
+    own: bool = True
+    common: int = -1
+    arenas: tuple[ArenaRef, ...] = ()
 
 
 class Saved(Message, frozen=True, kw_only=True):
@@ -189,11 +206,12 @@ class Saved(Message, frozen=True, kw_only=True):
 
 
 class SaveFailed(Message, frozen=True, kw_only=True):
-    """Rank: could not write."""
+    """Rank: could not write. `arena`: because the arena of that rank is damaged; -1: for another reason."""
 
     recovery: int
     plan: int
     why: str
+    arena: int = -1
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -327,28 +345,6 @@ class Keeper(Message, frozen=True, kw_only=True):
     nonce: bytes
     mac: bytes
     host: str
-
-
-class Keep(Message, frozen=True, kw_only=True):
-    """Controller, to the keeper of a rank's host: open this buffer now, so that it outlives the rank."""
-
-    rank: int
-    pid: int
-    buffer_fd: int
-
-
-class AskKept(Message, frozen=True, kw_only=True):
-    """Controller: what is in the buffer of this dead rank?"""
-
-    rank: int
-
-
-class Kept(Message, frozen=True, kw_only=True):
-    """Keeper: the auxiliary states of a rank, by step; `steps` and `states` belong together."""
-
-    rank: int
-    steps: tuple[int, ...] = ()
-    states: tuple[bytes, ...] = ()
 
 
 FromRank = (

@@ -18,6 +18,7 @@ from lastgasp.errors import LastgaspError
 from lastgasp.events import Fault, FaultKind
 from lastgasp.ports import StateSource
 
+from . import arena_files
 from . import messages as m
 from .cards import WorkerCard
 from .guard import Guard
@@ -123,10 +124,7 @@ class Processor:
 
     def begin(self) -> None:
         """Report the step at which training begins; from now on this rank's death costs steps."""
-        status, source = self._status, self._source
-        again = (status.recovery, status.entered)
-        self._try_send(m.Begin(step=status.step, durable=status.durable, buffer_fd=source.buffer_fd, recovery=again[0],
-                               entered=again[1], together=together(source)))  # fmt: skip
+        self._try_send(arena_files.begin(self._status, self._source, together(self._source)))
 
     def register(self, card: WorkerCard) -> None:
         """Report who this worker is; no effect without a controller."""
@@ -346,6 +344,7 @@ class Processor:
             why=why,
             aux=aux,
             target=self._target,
+            arena=arena_files.steps_of(self._source),
         )
         try:
             self._try_send(answer)

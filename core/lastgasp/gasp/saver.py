@@ -8,7 +8,9 @@ from collections.abc import Callable
 from lastgasp.errors import Moved
 from lastgasp.ports import SaveResult, SavesTogether, StateSource, own_source
 
+from . import arena_files
 from . import messages as m
+from .arena_files import BadArena
 
 log = logging.getLogger("lastgasp")
 
@@ -41,6 +43,11 @@ class Saver:
             log.warning("%s", moved)
             self._moved(order)
             return
+        except BadArena as bad:
+            log.error("step %d: %s", order.step, bad)
+            why = m.encodable(str(bad))
+            self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=why, arena=bad.rank))
+            return
         except BaseException as error:  # including a SystemExit of a user's hook: the controller must learn of it
             log.exception("the save of step %d failed", order.step)
             self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
@@ -64,7 +71,7 @@ class Saver:
         own = own_source(self._source)
         if isinstance(own, SavesTogether):
             return own.save_together(order.step, order.together, order.reason)
-        return self._source.save(order.step, order.aux, order.reason)
+        return arena_files.save(self._source, order)
 
     def commit(self, order: m.Commit) -> None:
         """Make what was written visible."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 
 import msgspec
 
 from lastgasp.events import Fault
+from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
 from .decision import RankView
@@ -25,18 +27,34 @@ def view(rank: int, member: Member | None) -> RankView:
     prepared = member.prepared
     nothing_against_it = not (member.gone or member.left or member.hung or member.failures or member.fault)
     if nothing_against_it and prepared is not None and prepared.usable:
-        return RankView(rank=rank, step=prepared.step, holds=True)  # the common case
+        return RankView(rank=rank, step=prepared.step, holds=True, writes=True)  # the common case
     why = why_unusable(member)
     holds = prepared is not None and prepared.usable and not why
     step = prepared.step if prepared is not None else member.step
+    alive = member.here and prepared is not None
     return RankView(
         rank=rank,
         step=step,
         holds=holds,
         faulty=member.fault is not None or member.failures > 0,
-        alive=member.here and prepared is not None,
+        alive=alive,
         why=why or (f"its save failed: {member.failed}" if member.failures else ""),
+        writes=alive and member.failures < SAVE_TRIES,
     )
+
+
+def views_of(members: Mapping[int, Member], world_size: int) -> tuple[RankView, ...]:
+    """All ranks that the job should have, and strangers."""
+    strangers = sorted(members.keys() - range(world_size)) if members else []
+    ranks = (*range(world_size), *strangers)
+    return tuple(map(view, ranks, map(members.get, ranks)))
+
+
+def meeting_step(members: Mapping[int, Member], replicas: ReplicaGroups) -> int | None:
+    """The newest step, if every shard has a holder and they stopped at different steps."""
+    steps = {one.rank: one.step for one in starmap(view, members.items()) if one.holds}
+    complete = all(steps.keys() & set(group) for group in replicas)
+    return max(steps.values()) if complete and len(set(steps.values())) > 1 else None
 
 
 def why_unusable(member: Member) -> str:

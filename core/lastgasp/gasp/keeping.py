@@ -1,0 +1,46 @@
+"""What a launcher keeps of its host's ranks, and how the controller asks it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .wire import Message
+
+
+class ArenaRef(msgspec.Struct, frozen=True, kw_only=True):
+    """The arena of `rank`: `/proc/PID/fd/FD` of a process that keeps it open, on the host of who is told of it."""
+
+    rank: int
+    pid: int = 0
+    fd: int = -1
+    identity: bytes = b""
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Controller, to the keeper of a rank's host: open its buffer and its arena now, so that they outlive it."""
+
+    rank: int
+    pid: int
+    buffer_fd: int
+    arena_fd: int = -1
+    arena_id: bytes = b""
+
+
+class AskKept(Message, frozen=True, kw_only=True):
+    """Controller: what is in the buffer of this dead rank?"""
+
+    rank: int
+
+
+class Kept(Message, frozen=True, kw_only=True):
+    """Keeper: the auxiliary states of a rank, by step; `steps` and `states` belong together.
+
+    And the steps in its arena, with the keeper's own process and descriptor of it.
+    """
+
+    rank: int
+    steps: tuple[int, ...] = ()
+    states: tuple[bytes, ...] = ()
+    arena: tuple[int, ...] = ()
+    arena_pid: int = 0
+    arena_fd: int = -1

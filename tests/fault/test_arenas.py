@@ -1,0 +1,120 @@
+"""Shards that only one rank holds outlive that rank: real processes, real signals, no framework."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.gasp.attempt import FROM_ARENAS
+from support.engine_job import ToyJob
+
+pytestmark = pytest.mark.fault
+ALONE = [[0], [1], [2]]
+
+
+def job_of_shards(directory: Path, **options: Any) -> ToyJob:
+    """Three ranks, each of which holds a shard of its own."""
+    return ToyJob(directory, world=3, arenas=True, **{"replicas": ALONE, **options})
+
+
+def shards(directory: Path, step: int) -> dict[str, str]:
+    found: dict[str, str] = json.loads((directory / f"step-{step}.toy").read_text())
+    return found
+
+
+def live(rank: int, step: int) -> str:
+    return f"live shard of rank {rank} at step {step}"
+
+
+def kept(rank: int, step: int) -> str:
+    return f"shard of rank {rank} at step {step}"
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_killed_ranks_shard_is_written_from_its_arena(tmp_path: Path, victim: int) -> None:
+    with job_of_shards(tmp_path) as job:
+        job.step(1)
+        job.step(2)
+        survivors = [rank for rank in range(3) if rank != victim]
+        job.stuck(*survivors)
+        job.ranks[victim].signal(signal.SIGKILL)
+        assert [job.ranks[rank].code() for rank in survivors] == [exitcodes.SAVED] * 2
+        incident = job.incident()
+    assert shards(tmp_path, 2) == {str(r): kept(r, 2) if r == victim else live(r, 2) for r in range(3)}
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 2, 0)
+    assert incident.notes == [FROM_ARENAS.format(victim)] and incident.savers == survivors
+
+
+def test_killed_in_mid_copy_the_step_before_is_saved_by_all_from_their_arenas(tmp_path: Path) -> None:
+    with job_of_shards(tmp_path) as job:
+        job.step(1)
+        job.step(2)
+        for rank in job.ranks[:2]:
+            rank.tell("step 3")
+            rank.wait_for("stepped")
+        job.ranks[2].tell("half 3")
+        job.ranks[2].wait_for("copying")
+        job.stuck(0, 1)
+        job.ranks[2].signal(signal.SIGKILL)
+        assert [rank.code() for rank in job.ranks[:2]] == [exitcodes.SAVED] * 2
+        incident = job.incident()
+    assert shards(tmp_path, 2) == {str(rank): kept(rank, 2) for rank in range(3)}
+    assert (incident.step_saved, incident.steps_lost) == (2, 0)  # nobody could have trained on step 3
+
+
+def test_a_damaged_arena_is_never_saved(tmp_path: Path) -> None:
+    with job_of_shards(tmp_path) as job:
+        for step in (1, 2, 3):
+            job.step(step)
+        job.ranks[1].tell("spoil")
+        job.ranks[1].wait_for("spoiled")
+        job.stuck(0, 2)
+        job.ranks[1].signal(signal.SIGKILL)
+        assert [job.ranks[rank].code() for rank in (0, 2)] == [exitcodes.SAVED] * 2
+        incident = job.incident()
+        assert not job.leftovers()
+    assert job.saved() == ["step-2.toy"]
+    assert shards(tmp_path, 2) == {str(rank): kept(rank, 2) for rank in range(3)}
+    assert (incident.step_saved, incident.steps_lost) == (2, 1)
+
+
+def test_a_saver_of_another_ones_arena_dies_and_the_next_one_writes_it(tmp_path: Path) -> None:
+    gate = tmp_path / "go"
+    with job_of_shards(tmp_path, save_until=str(gate)) as job:
+        job.step(1)
+        job.stuck(0, 1)
+        job.ranks[2].signal(signal.SIGKILL)
+        scribe = 0 if job.ranks[0].wait_for("shards")["arenas"] == [2] else 1
+        job.ranks[scribe].signal(signal.SIGKILL)
+        last = job.ranks[1 - scribe]
+        last.wait_for("shards")
+        assert last.wait_for("shards")["arenas"] == sorted({0, 1, 2} - {1 - scribe})
+        gate.touch()
+        assert last.code() == exitcodes.SAVED
+    assert shards(tmp_path, 1) == {"2": kept(2, 1), str(scribe): kept(scribe, 1), str(1 - scribe): live(1 - scribe, 1)}
+
+
+@pytest.mark.full
+def test_a_live_replica_comes_before_an_arena(tmp_path: Path) -> None:
+    with job_of_shards(tmp_path, replicas=[[0, 2], [1]]) as job:
+        job.step(1)
+        job.stuck(0, 1)
+        job.ranks[2].signal(signal.SIGKILL)
+        assert [rank.code() for rank in job.ranks[:2]] == [exitcodes.SAVED] * 2
+        assert FROM_ARENAS.format(2) not in job.incident().notes
+    assert shards(tmp_path, 1) == {"0": live(0, 1), "1": live(1, 1)}
+
+
+@pytest.mark.full
+def test_all_told_to_stop_save_what_they_hold(tmp_path: Path) -> None:
+    with job_of_shards(tmp_path) as job:
+        job.step(1)
+        job.stuck(0, 1, 2)
+        job.ranks[1].signal(signal.SIGTERM)
+        assert [rank.code() for rank in job.ranks] == [exitcodes.SAVED] * 3
+    assert shards(tmp_path, 1) == {str(rank): live(rank, 1) for rank in range(3)}
