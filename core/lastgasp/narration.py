@@ -104,6 +104,10 @@ def started(version: str, ranks: int, backend: str, directory: str, step: int) -
     return f"lastgasp {version}: {plural}, {backend}; checkpoints in {directory}; {whence}"
 
 
+UNPROTECTED = "a rank has ended; the ranks are only registered, so the script's own checkpoints count"
+"""A fault in a job whose ranks use no adapter of lastgasp's (`lastgasp.unprotected`)."""
+
+
 @dataclass
 class Tally:
     """What a launcher counts for its final line.

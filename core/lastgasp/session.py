@@ -22,7 +22,7 @@ from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import imported
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
-from lastgasp.gasp.groups import pack
+from lastgasp.gasp.hello import hello_of
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
@@ -37,7 +37,7 @@ from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_reco
 from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
 from lastgasp.steps.settings import MarksConfig
-from lastgasp.topology import Place, host_identity
+from lastgasp.topology import Place
 
 log = logging.getLogger("lastgasp")
 
@@ -116,7 +116,7 @@ class Session:
         self._leave_timer: threading.Timer | None = None
         self._leaving, self._ended = threading.Lock(), False
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
-        link = Link(contact.address, contact.token, self._hello()) if contact else None
+        link = Link(contact.address, contact.token, hello_of(config, place)) if contact else None
         self._has_controller = contact is not None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.status, source, link, self.save_alone, limits, self._schedule_leaving)
@@ -173,27 +173,6 @@ class Session:
             marks = self.recorder.marks
             self.mark, self.step = marks.mark, marks.step
             self.on_switch(marks.switch)
-
-    def _hello(self) -> m.Hello:
-        config, place = self.config, self.place
-        return m.Hello(
-            protocol=m.PROTOCOL,
-            version=__version__,
-            nonce=b"",
-            mac=b"",
-            job=place.job,
-            attempt=place.attempt,
-            rank=place.rank,
-            world_size=place.world_size,
-            replicas=pack(place.replicas),
-            host=host_identity(),
-            pid=os.getpid(),
-            directory=str(config.directory),
-            hang_timeout=0.0 if config.hang_timeout == "auto" else config.hang_timeout,
-            save_timeout=config.save_timeout,
-            finish_timeout=config.finish_timeout,
-            incarnation=place.incarnation,
-        )
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -341,7 +320,8 @@ class Session:
     def save_alone(self, fault: Fault) -> m.Release:
         """Save what this rank holds, by the uncoordinated rule; waits for it."""
         known = Known(self._notes, self.started_s if self._has_controller else None)
-        return recover_uncoordinated(self.status, self._source, self.place, self._hello(), fault, known)
+        hello = hello_of(self.config, self.place)
+        return recover_uncoordinated(self.status, self._source, self.place, hello, fault, known)
 
     def _sign(self, left: bool = False, ending: str = "", step: int = -1) -> None:
         """Inform the launcher of this host, which relies on this alone."""

@@ -175,6 +175,18 @@ def test_the_plugin_brings_what_waits_for_mindspore(tree: Path, kind: str) -> No
         assert "plugins/mindformers" in zipfile.ZipFile(wheel).read(paths).decode()
 
 
+@pytest.mark.parametrize("kind", ["standard", "editable"])
+def test_who_asks_for_it_gets_a_package_taskd(tree: Path, kind: str) -> None:
+    wheel, _ = build(tree / "plugins/taskd", f"wheel:{kind}")
+    with zipfile.ZipFile(wheel) as archive:
+        found = set(archive.namelist())
+        paths = b"".join(archive.read(name) for name in found if name.endswith(".pth")).decode()
+    if kind == "editable":
+        assert paths.splitlines() == [str(tree / "plugins/taskd"), str(tree / "plugins/taskd/names")]
+    else:
+        assert {"taskd/api/taskd_worker_api.py", "taskd/served-by-lastgasp", "lastgasp_taskd/py.typed"} <= found
+
+
 def test_the_plugin_has_the_version_of_the_core_and_asks_for_no_other() -> None:
     files = (ROOT / "plugins/mindformers/pyproject.toml", ROOT / "pyproject.toml")
     own, main = (tomllib.loads(file.read_text()) for file in files)

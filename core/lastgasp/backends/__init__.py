@@ -136,10 +136,17 @@ def _taskd(find: Find) -> Probe:
     place = find("taskd")
     if place is None:
         return Probe("taskd", False, "not installed")
+    if is_drop_in(place):
+        return Probe("taskd", False, f"in {place} are its names on lastgasp (lastgasp-taskd), not MindCluster's")
     if not (place / "python" / "cython_api").is_dir() or not (place / "api").is_dir():
         why = f"in {place} is the unrelated project of that name from PyPI, not MindCluster's: uninstall it"
         return Probe("taskd", False, why)
     return Probe("taskd", True, f"in {place}")
+
+
+def is_drop_in(taskd: Path) -> bool:
+    """Whether this package `taskd` is lastgasp-taskd's, which needs nothing of MindCluster's."""
+    return (taskd / "served-by-lastgasp").is_file() and not (taskd / "python" / "cython_api").is_dir()
 
 
 def _installed(name: str) -> Path | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lastgasp.backends import choose_backend
+from lastgasp.backends import choose_backend, is_drop_in
 from lastgasp.errors import ConfigError
 
 from .checks import Match, check
@@ -197,7 +197,12 @@ def taskd_unrelated(machine: Machine) -> Iterator[Match]:
     """The same name, a task runner. Elsewhere than on Ascend it does no harm."""
     place = machine.places.get("taskd")
     ascend = machine.in_mindcluster or machine.wanted == "ascend" or machine.npus > 0
-    if place is not None and not is_mindcluster(place) and ascend:
+    if place is None or is_mindcluster(place) or not ascend:
+        return
+    if is_drop_in(place):
+        fix = "pip uninstall lastgasp-taskd, then install MindCluster's wheel."
+        yield Match(f"taskd in {place} is lastgasp-taskd, which serves its names where there is no NPU", fix)
+    else:
         fix = "pip uninstall taskd; MindCluster's comes as a wheel in its TaskD package."
         yield Match(f"taskd in {place} is the unrelated project of that name from PyPI", fix)
 

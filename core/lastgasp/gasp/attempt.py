@@ -62,6 +62,10 @@ class Attempt:
     """An earlier incarnation of this attempt completed a new step."""
     replaced: tuple[int, ...] = ()
     """Ranks that got a new process in this attempt, oldest first."""
+    unprotected: bool = False
+    """Its ranks only register and mark (`lastgasp.unprotected`): no recovery will follow a death."""
+    moved: bool = False
+    """An unprotected rank has completed a step, or something like it."""
 
     @classmethod
     def of(cls, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
@@ -102,6 +106,8 @@ class Attempt:
             self.begun_at = message.step if self.begun_at is None else min(self.begun_at, message.step)
         if rank in self.begun:
             self.reached = max(self.reached, message.step)
+        elif self.unprotected and isinstance(message, m.Status):
+            self.moved = self.moved or message.tick > 0
 
     def led_by(self, leader: str) -> None:
         """Hand the recoveries of this attempt to another leader, as the first rank requests. Idempotent."""
@@ -127,7 +133,7 @@ class Attempt:
     @property
     def progressed_now(self) -> bool:
         """At least one step was completed in this incarnation."""
-        return self.begun_at is not None and self.reached > self.begun_at
+        return self.moved or (self.begun_at is not None and self.reached > self.begun_at)
 
     @property
     def newest_held(self) -> int:

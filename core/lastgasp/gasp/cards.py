@@ -12,6 +12,10 @@ RankState = Literal["awaited", "running", "hung", "left", "dead"]
 """awaited: not joined yet. left: its training ended. dead: its process or connection ended before that."""
 
 
+UNPROTECTED = "protected"
+"""Key in `WorkerCard.versions` of a worker that only registers and marks: its end is no fault, its state is unknown."""
+
+
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of one worker (one rank's process)."""
 
@@ -25,6 +29,11 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of lastgasp and Python, and of what the adapter adds."""
     started_ns: int = 0
     """When the worker registered; wall-clock ns since the epoch."""
+
+    @property
+    def protected(self) -> bool:
+        """Whether an adapter of lastgasp's protects it, and not only a registration interface of another system."""
+        return UNPROTECTED not in self.versions
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):

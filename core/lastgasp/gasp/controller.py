@@ -35,6 +35,7 @@ from .operator import NOBODY
 from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, unread
 from .process_monitor import ProcessMonitor
 from .records import RecordWriter
+from .roster import CLOSED
 from .rundir import Announcement
 from .secret import WRONG_TOKEN
 from .service import Service
@@ -333,7 +334,7 @@ class Controller:
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None
-        evidence, at_ns = peer.death or ("its connection closed", _clock.wall_ns())
+        evidence, at_ns = peer.death or (CLOSED, _clock.wall_ns())
         with self._guard("the end of a connection"):
             self._lost(peer, evidence, at_ns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import messages as m
@@ -9,12 +10,17 @@ from .attempt import Attempt
 from .cards import JobState, RankRow, RankState, WorkerCard
 from .members import Member
 
+CLOSED = "its connection closed"
+"""The evidence where a rank has closed its connection and its process has not been seen to die."""
+
 
 @dataclass
 class _Entry:
     heard: float
     card: WorkerCard | None = None
     status: m.Status | None = None
+    ended: str = ""
+    """How its connection ended; empty while it has not."""
 
 
 class Roster:
@@ -42,6 +48,11 @@ class Roster:
         elif isinstance(message, m.Register):
             entry.card = message.card
 
+    def gone(self, rank: int, why: str) -> None:
+        """Its connection has ended."""
+        if (entry := self._entries.get(rank)) is not None:
+            entry.ended = why
+
     def rows(self, attempt: Attempt, now: float) -> tuple[RankRow, ...]:
         """Return one row for each rank that the job should have."""
         members = attempt.machine.members
@@ -53,10 +64,11 @@ class Roster:
         if member is None or entry is None:
             return RankRow(rank=rank, state="awaited")
         status = entry.status
+        free = entry.card is not None and not entry.card.protected
         return RankRow(
             rank=rank,
-            state=rank_state(member),
-            why=member.gone,
+            state=_free_state(entry.ended) if free else rank_state(member),
+            why=entry.ended if free else member.gone,
             card=entry.card,
             step=member.step if member.step >= 0 else None,
             phase=status.phase if status is not None else "",
@@ -74,8 +86,17 @@ def rank_state(member: Member) -> RankState:
     return "hung" if member.hung else "running"
 
 
-def job_state(attempt: Attempt | None) -> JobState:
-    """In one word."""
+def _free_state(ended: str) -> RankState:
+    """Of an unprotected rank, which says goodbye as soon as it has registered."""
+    return "running" if not ended else "left" if ended == CLOSED else "dead"
+
+
+def job_state(attempt: Attempt | None, rows: Sequence[RankRow] = ()) -> JobState:
+    """In one word.
+
+    Args:
+        rows: of its ranks; an unprotected rank runs although it has said goodbye.
+    """
     if attempt is None:
         return "waiting"
     machine = attempt.machine
@@ -83,5 +104,7 @@ def job_state(attempt: Attempt | None) -> JobState:
         return "over"
     if machine.state != "running":
         return "recovering"
+    if any(row.state == "running" for row in rows):
+        return "running"
     everybody = len(machine.members) >= machine.world_size
     return "ended" if everybody and all(member.left for member in machine.members.values()) else "running"

@@ -112,7 +112,12 @@ class ControllerThread:
     # controller's loop, which may be late, and never raise.
 
     def in_use(self, attempt: int) -> bool:
-        """A rank of this attempt has joined."""
+        """A rank of this attempt that lastgasp protects has joined."""
+        found = self._attempt(attempt)
+        return found is not None and not found.unprotected
+
+    def joined(self, attempt: int) -> bool:
+        """A rank of this attempt has joined, protected or not."""
         return self._attempt(attempt) is not None
 
     def over_for(self, attempt: int) -> float | None:
@@ -207,13 +212,18 @@ class ControllerThread:
 
     def _event(self, attempt: int) -> str:
         found = self._attempt(attempt)
+        if found is not None and found.unprotected:
+            return narration.UNPROTECTED
         if found is None or found.incident is None:
             return ""
         found.refresh()
         return narration.event(found.incident)
 
     def _summary(self, ending: str) -> str:
-        return self._controller.incidents.tally.summary(ending) if self._controller.attempt is not None else ""
+        attempt, tally = self._controller.attempt, self._controller.incidents.tally
+        if attempt is None:
+            return ""
+        return f"{ending} at step {tally.steps}" if attempt.unprotected else tally.summary(ending)
 
 
 def start_detached(host: str = "127.0.0.1", token: str = "") -> Endpoint:

@@ -73,6 +73,8 @@ class Service:
     def heard(self, rank: int, message: m.FromRank) -> None:
         """Handle a message of a rank."""
         self.roster.heard(rank, message, _clock.monotonic())
+        if isinstance(message, m.Register) and not message.card.protected and (attempt := self._attempt()) is not None:
+            attempt.unprotected = True
         if isinstance(message, m.Switched) and (order := self._orders.get(message.order)) is not None:
             refused = message.mask < 0
             why = message.why or "it did not say why" if refused else ""
@@ -81,6 +83,7 @@ class Service:
     def gone(self, rank: int, why: str) -> None:
         """A rank will no longer answer."""
         attempt = self._attempt()
+        self.roster.gone(rank, why)
         member = attempt.machine.members.get(rank) if attempt is not None else None
         for order in self._orders.values():
             order.settle(rank, None, f"gone: {ENDED if member is not None and member.left else why}")
@@ -132,14 +135,15 @@ class Service:
     def _ranks(self) -> m.Ranks:
         attempt = self._attempt()
         hello = attempt.hello if attempt is not None else None
+        rows = self.roster.rows(attempt, _clock.monotonic()) if attempt is not None else ()
         return m.Ranks(
             job=hello.job if hello is not None else "",
             directory=hello.directory if hello is not None else "",
             attempt=hello.attempt if hello is not None else 0,
             world_size=hello.world_size if hello is not None else 0,
-            state=job_state(attempt),
+            state=job_state(attempt, rows),
             started_s=self._started_s,
-            rows=self.roster.rows(attempt, _clock.monotonic()) if attempt is not None else (),
+            rows=rows,
             incarnation=hello.incarnation if hello is not None else 0,
             replaced=attempt.replaced if attempt is not None else (),
         )

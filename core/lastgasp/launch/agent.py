@@ -184,7 +184,8 @@ class GaspAgent(LocalElasticAgent):
         return running <= left
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        used = self._in_use()
+        # Under plain torchrun, unprotected ranks leave torchrun's own rule as it is.
+        used = self._in_use() or (ours() and self._attempt is not None and self._attempt.joined())
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(used, frozenset(failure.exitcode for failure in result.failures.values()))

@@ -57,6 +57,10 @@ class LaunchAttempt:
         """At least one rank of this attempt uses lastgasp: one of this node, or any that the controller knows."""
         return bool(self.desk.entries) or (self.controller is not None and self.controller.in_use(self.number))
 
+    def joined(self) -> bool:
+        """At least one rank has joined, even one that lastgasp does not protect (`lastgasp.unprotected`)."""
+        return self.in_use() or (self.controller is not None and self.controller.joined(self.number))
+
     def report_exit(self, rank: int, how: str, pid: int = 0) -> None:
         """A worker of this node ended."""
         if self.controller is not None:

@@ -151,6 +151,10 @@ class MsAttempts:
         """A rank of this attempt has joined; assumed if the controller is on another node."""
         return self._controller is None or self._controller.in_use(self.number)
 
+    def joined(self) -> bool:
+        """The same, also of ranks that lastgasp does not protect (`lastgasp.unprotected`)."""
+        return self._controller is None or self._controller.joined(self.number)
+
     def report_exit(self, rank: int, how: str) -> None:
         """A worker of this node ended."""
         if self._controller is not None and self._controller.in_use(self.number):

@@ -95,7 +95,7 @@ class Watch:
             progressed = self._attempts.progressed(codes)
             self._clear()
             how = frozenset(code for code in codes if code)
-            self._restarts.ended(self._attempts.number, self._attempts.in_use(), progressed, refused, how)
+            self._restarts.ended(self._attempts.number, self._attempts.joined(), progressed, refused, how)
             self._restarted += 1
             again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)
             self._say_event("stopping" if self._restarts.should_give_up or self._told is not None else again)

@@ -49,9 +49,15 @@ def _swap_at_launch(api: ModuleType) -> None:
     vars(registry)["create_handler"] = create_handler
 
 
+class _Unpatched:
+    """Stands for TaskD's patch where it is not imported; lastgasp-taskd's has the same attribute."""
+
+    __lastgasp__ = True
+
+
 def swap_agent(api: ModuleType) -> None:
     """Replace the agent class in torch.distributed.launcher.api, except TaskD's own."""
-    if TASKD_PATCH in sys.modules:
+    if not hasattr(sys.modules.get(TASKD_PATCH, _Unpatched), "__lastgasp__"):
         return
     if why := _differs():
         log.warning("this torch's launcher is not the one that lastgasp knows (%s): the job runs without its hold", why)

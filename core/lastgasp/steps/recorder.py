@@ -182,6 +182,11 @@ class StepRecorder:
 _open: set[StepRecorder] = set()
 
 
+def open_here() -> list[StepRecorder]:
+    """The recorders of this process that are open."""
+    return list(_open)
+
+
 def flush_all(timeout: float = CLOSE_TIMEOUT_S) -> bool:
     """Flush every open recorder of this process; before `os._exit`, which runs nothing else.
 

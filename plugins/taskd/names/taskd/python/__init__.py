@@ -1,0 +1,1 @@
+"""TaskD's inner names, as far as the guides and other packages use them."""

@@ -1,0 +1,1 @@
+"""What adapts the frameworks."""

@@ -1,0 +1,1 @@
+"""msrun's plugin."""

@@ -1,0 +1,7 @@
+"""Keys of the configs of agents and proxies, and their defaults."""
+
+LOCAL_HOST = "127.0.0.1"
+CONFIG_UPSTREAMIP_KEY, CONFIG_UPSTREAMPORT_KEY = "UpstreamAddr", "UpstreamPort"
+CONFIG_LISTENIP_KEY, CONFIG_LISTENPORT_KEY = "ListenAddr", "ListenPort"
+CONFIG_SERVERRANK_KEY, CONFIG_FRAMEWORK_KEY = "ServerRank", "Framework"
+DEFAULT_PROXY_UPSTREAMPORT, DEFAULT_AGENT_UPSTREAMPORT = "9601", "9602"
