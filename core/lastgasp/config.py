@@ -137,13 +137,13 @@ def _resume(field: str, value: object) -> str:
     return os.fspath(value)
 
 
-def recovery_of(given: object) -> Recovery:
-    """The argument `recovery`, else `LASTGASP_RECOVERY`, else "auto".
+def recovery_of(given: object, default: Recovery = "auto") -> Recovery:
+    """The argument `recovery`, else `LASTGASP_RECOVERY`, else `default`.
 
     Raises:
         ConfigError: another value.
     """
-    return pick("recovery", given, os.environ, _recovery) or "auto"
+    return pick("recovery", given, os.environ, _recovery) or default
 
 
 def _recovery(field: str, value: object) -> Recovery:

@@ -81,6 +81,8 @@ class Incident(msgspec.Struct, kw_only=True):
     """How the controller's host started its ranks again: warm, or cold and why; empty where it did not."""
     rung: str = ""
     """How a fault was answered in place: retry or replace; empty if not."""
+    from_files: bool = False
+    """Answered in place, all ranks began with the checkpoint, and not with what some held in memory."""
     incarnation: int = 0
     """How often the ranks of this attempt had been entered again in place before."""
     not_in_place: str = ""

@@ -71,7 +71,8 @@ def _outcome(incident: Incident) -> str:
         return f"step {incident.step_saved} saved by {savers}{_took(incident)}{lost}"
     if incident.ending == "in_place":
         then = {"retry": "that step is done again", "replace": "a new process takes its place"}[incident.rung]
-        return f"step {incident.step_saved} is held in memory{lost}; {then}, all other processes stay"
+        where = "on disk" if incident.from_files else "held in memory"
+        return f"step {incident.step_saved} is {where}{lost}; {then}, all other processes stay"
     if incident.ending == "nothing_to_save":
         return incident.reason or "nothing to save"
     if incident.ending == "gave_up":

@@ -31,6 +31,11 @@ class Place:
     job: str = "local"
     incarnation: int = 0
 
+    @property
+    def restarted(self) -> bool:
+        """The job has trained before: in other processes, or in this one."""
+        return self.attempt > 0 or self.incarnation > 0
+
     def __post_init__(self) -> None:
         remedy = "Fix the launcher's environment (RANK, WORLD_SIZE)."
         if self.world_size < 1:

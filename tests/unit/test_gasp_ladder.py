@@ -21,7 +21,9 @@ OFFER = Offer(attempt=0, incarnation=1, port=77)
 class Job:
     """Three ranks that began with step 4 and have completed step 8."""
 
-    def __init__(self, *, recovery: str = "auto", offer: Offer | None = OFFER, replicas: Any = None) -> None:
+    def __init__(
+        self, *, recovery: str = "auto", offer: Offer | None = OFFER, replicas: Any = None, from_files: bool = False
+    ) -> None:
         groups = replicas or data_parallel(WORLD)
         self.machine = Ladder(
             replicas=groups, world_size=WORLD, finish_timeout=5, save_timeout=50, progress=Progress(limit=20)
@@ -29,7 +31,7 @@ class Job:
         self.machine.offer = offer
         for rank in range(WORLD):
             self.machine.joined(rank, 0.0)
-            begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery)
+            begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery, from_files=from_files)
             self.machine.said(rank, begin, 0.0)
             self.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="forward"), 0.0)
 
@@ -201,3 +203,42 @@ def test_a_rank_that_does_not_come_back_is_a_fault() -> None:
     for rank in (0, 2):
         machine.said(rank, m.Prepared(recovery=1, step=STEP, durable=START, usable=True), 31.0)
     assert (machine.state, machine.outcome.step, machine.outcome.lost) == ("saving", STEP, 0)
+
+
+TWO_SHARDS = ((0, 2), (1,))
+
+
+def test_who_begins_with_files_is_entered_again_once_every_shard_is_saved() -> None:
+    job = Job(replicas=TWO_SHARDS, from_files=True)
+    job.die(0)
+    job.answer(1)
+    job.answer(2)
+    plan = job.machine.plan
+    assert (job.machine.state, job.machine.again) == ("saving", None)
+    for rank in (1, 2):
+        saved = m.Saved(recovery=1, plan=plan, path="p", nbytes=1, first_byte_ns=1)
+        job.machine.said(rank, saved, 2.0)
+    actions = job.machine.said(2, m.Committed(recovery=1, plan=plan), 3.0)
+    expected = Again(incarnation=1, step=STEP, source=-1, takers=(0, 1, 2), lost=(0,), port=77, saved=True)
+    assert orders(actions) == {1: expected, 2: expected}
+    assert (job.machine.outcome.ending, job.machine.outcome.savers) == ("in_place", (2, 1))
+
+
+def test_who_begins_with_files_is_entered_again_at_once_where_the_step_is_on_disk() -> None:
+    job = Job(from_files=True)
+    for rank in range(WORLD):
+        job.machine.said(rank, m.Status(step=STEP, durable=STEP, tick=10, phase="save"), 0.5)
+    job.report(1, "exception")
+    for rank in range(WORLD):
+        said = m.Prepared(recovery=1, step=STEP, durable=STEP, usable=True)
+        actions = job.machine.said(rank, said, 1.0)
+    expected = Again(incarnation=1, step=STEP, source=-1, takers=(0, 1, 2), lost=(), port=77)
+    assert orders(actions) == dict.fromkeys(range(WORLD), expected)
+
+
+def test_a_step_that_cannot_be_saved_is_not_gone_on_with_from_files() -> None:
+    job = Job(replicas=TWO_SHARDS, from_files=True)
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    assert (job.machine.again, job.machine.not_in_place) == (None, "no rank holds a common step")

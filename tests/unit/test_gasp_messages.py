@@ -37,7 +37,10 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.Welcome(mac=MAC, started_s=1_700_000_000),
     m.Refused(reason="wrong token"),
-    m.Begin(step=3, durable=2, buffer_fd=-1, together=((0, 1),), arena_fd=11, arena_id=b"id"),
+    m.Begin(
+        step=3, durable=2, buffer_fd=-1, recovery="auto", together=((0, 1),), arena_fd=11, arena_id=b"id",
+        from_files=True,
+    ),
     m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
     m.Report(fault=FAULT),

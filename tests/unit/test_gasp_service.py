@@ -363,10 +363,10 @@ def raw(frame: bytes) -> Callable[[OperatorLink], None]:
 @pytest.mark.parametrize(
     ("say", "words"),
     [
-        (raw(b"\x00\x00\x00\x05hello"), "not a message of protocol 3"),
+        (raw(b"\x00\x00\x00\x05hello"), f"not a message of protocol {m.PROTOCOL}"),
         (raw((m.MAX_ASK + 1).to_bytes(4, "big")), "at most 1048576 are allowed here"),
-        (raw(m.frame(hello(0, 1))), "not a message of protocol 3"),
-        (raw(m.frame(m.Goodbye())), "not a message of protocol 3"),
+        (raw(m.frame(hello(0, 1))), f"not a message of protocol {m.PROTOCOL}"),
+        (raw(m.frame(m.Goodbye())), f"not a message of protocol {m.PROTOCOL}"),
         (raw(m.frame(m.Operator(protocol=1, version="", nonce=b"", mac=b""))), "Operator after the greeting"),
     ],
     ids=["noise", "too long", "a rank's hello", "a rank's goodbye", "greeting again"],

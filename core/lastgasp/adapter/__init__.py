@@ -15,7 +15,7 @@ from lastgasp.adapter.run import AdapterRun, Framework, Training
 from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.backends import BackendChoice, choose_backend
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.config import GaspConfig, HangTimeout, check_writable, flag, integer, pick, refuse_unknown
+from lastgasp.config import GaspConfig, HangTimeout, check_writable, flag, integer, pick, recovery_of, refuse_unknown
 from lastgasp.connect import FromRank0, contact_of, place_in_job
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import (
@@ -123,6 +123,7 @@ __all__ = [
     "leave",
     "pick",
     "place_in_job",
+    "recovery_of",
     "refuse_unknown",
     "replace_attribute",
     "require_alike",

@@ -185,7 +185,7 @@ class SelectionPolicy:
             return {}
         found = self.unknown() if self.place.rank == 0 else {}
         found = _REASONS.decode(gather("select/unknown", _encode(found))[0])
-        if found and self.place.attempt > 0:  # a restart of a job that began without them
+        if found and self.place.restarted:  # a restart of a job that began without them
             if self.place.rank == 0:
                 log.warning("training begins from scratch again: %d files in %s are not lastgasp's checkpoints (%s)",
                             len(found), self._where, ", ".join([*found][:3]))  # fmt: skip

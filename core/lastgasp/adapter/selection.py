@@ -101,7 +101,7 @@ class CheckpointSelector:
     def _select(self, refused: Collection[Path]) -> Candidate | None:
         policy = self._policy
         asked = policy.asked()
-        if policy.place.attempt > 0 and (asked is not None or policy.restarts_from_own):
+        if policy.place.restarted and (asked is not None or policy.restarts_from_own):
             # A restart resumes from what the job has saved; where it started from counts only after that.
             agreement = self._agree(policy.candidates(own=True), refused)
             if agreement.chosen is not None:

@@ -176,7 +176,8 @@ def outcome(incident: Incident) -> str:
         savers = ", ".join(str(rank) for rank in incident.savers) or "?"
         return f"step {incident.step_saved} saved by rank {savers}{lost}"
     if incident.ending == "in_place":
-        return f"step {incident.step_saved} held in memory{lost}, answered in place ({incident.rung})"
+        where = "on disk" if incident.from_files else "held in memory"
+        return f"step {incident.step_saved} {where}{lost}, answered in place ({incident.rung})"
     if incident.ending == "nothing_to_save" and incident.reason:
         return f"nothing to save, {incident.reason}"
     words = {"nothing_to_save": "nothing to save", "gave_up": "gave up", "open": "not ended"}

@@ -131,7 +131,9 @@ def _facts(record: Incident) -> Table:
     }
     if record.restart:
         rows["restarted"] = record.restart
-    if record.rung:
+    if record.rung and record.from_files:
+        rows["in place"] = f"{record.rung}; all ranks begin with the checkpoint"
+    elif record.rung:
         rows["in place"] = f"{record.rung}; held in memory by {rows.pop('saved by')}"
     if record.not_in_place:
         rows["not in place"] = record.not_in_place

@@ -19,7 +19,7 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         incarnation: its number, from 1; whoever has a smaller one can neither join, nor save, nor commit.
         step: the completed step that all begin with.
-        source: the rank that gives its state of that step to the takers.
+        source: the rank that gives its state of that step to the takers; -1 where all begin with the saved checkpoint.
         takers: ranks that do not hold the step themselves.
         lost: those of them that get a new process.
         port: of the store, on the launcher's host, where the ranks meet.
@@ -37,6 +37,11 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     aux: dict[int, bytes] = {}
     pids: tuple[int, ...] = ()
     saved: bool = False
+
+    @property
+    def from_files(self) -> bool:
+        """All begin with the checkpoint, and none with what ranks hold in memory."""
+        return self.source < 0
 
     @property
     def environment(self) -> dict[str, str]:

@@ -45,6 +45,7 @@ def begin(status: RankStatus, source: StateSource, together: tuple[tuple[int, ..
         buffer_fd=source.buffer_fd,
         recovery=status.recovery,
         entered=status.entered,
+        from_files=status.from_files,
         together=together,
         arena_fd=arena.fd if arena is not None else -1,
         arena_id=arena.identity if arena is not None else b"",

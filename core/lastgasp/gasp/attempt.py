@@ -119,6 +119,11 @@ class Attempt:
         """What was agreed for a recovery in place that has ended this incarnation."""
         return self.machine.again if isinstance(self.machine, Ladder) else None
 
+    def enters_after(self, again: Again | None) -> None:
+        """What was agreed with the incarnation before: who begins with files takes as long as for any start."""
+        if isinstance(self.machine, Ladder) and again is not None and again.from_files:
+            self.machine.enter_by = math.inf
+
     def offered(self, offer: Offer) -> None:
         """The launcher says what it can do for a recovery in place."""
         machine, hello = self.machine, self.hello
@@ -249,6 +254,7 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
     if isinstance(machine, Ladder):
         incident.not_in_place = machine.not_in_place
         incident.rung = machine.again.rung if machine.again is not None else ""
+        incident.from_files = machine.again is not None and machine.again.from_files
     if out.ending not in ("saved", "in_place"):
         incident.step_saved = None
     if out.arenas and (text := FROM_ARENAS.format(", ".join(map(str, out.arenas)))) not in incident.notes:

@@ -54,6 +54,7 @@ class Incidents:
             self.current.progressed_before = self.previous.progressed
             lost = self.previous.again.lost if self.previous.again is not None else ()
             self.current.replaced = self.previous.replaced + lost
+            self.current.enters_after(self.previous.again)
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()

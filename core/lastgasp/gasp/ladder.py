@@ -2,7 +2,8 @@
 
 When all survivors have answered, it chooses between those rungs and the save. Where the recovery goes on in place this
 machine is over, and the next incarnation has a machine of its own. Survivors join that one with the step that they hold
-in memory, so another fault at any moment of the recovery is an ordinary fault there: that step is saved.
+in memory, so another fault at any moment of the recovery is an ordinary fault there: that step is saved. Ranks that
+begin with files (`Begin.from_files`) are entered again once the step has been saved.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Ladder(Machine):
     began_at: int = -1
     """The greatest step from which a rank of this incarnation began."""
     _recovery: dict[int, str] = field(default_factory=dict)
+    _from_files: bool = False
+    """Ranks that are entered again begin with what was saved."""
     _entered: set[int] = field(default_factory=set)
     _once_saved: Again | None = None
     """What follows the save of a step that only one rank holds."""
@@ -67,6 +70,7 @@ class Ladder(Machine):
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
         self._recovery[member.rank] = message.recovery
+        self._from_files = self._from_files or message.from_files
         self.began_at = max(self.began_at, message.step)
         if message.entered:
             self._entered.add(member.rank)
@@ -97,7 +101,7 @@ class Ladder(Machine):
                 self.not_in_place = chosen
             elif len(chosen.takers) < self.world_size - 1 or not isinstance(decision, SavePlan):
                 return self._enter_again(chosen, getattr(decision, "lost", 0))
-            else:  # the only copy: were that rank to die during the recovery, the step would be gone
+            else:  # from files; or the only copy: were that rank to die during the recovery, the step would be gone
                 self._once_saved = msgspec.structs.replace(chosen, saved=True)
         return super()._carry_out(decision, now)
 
@@ -116,12 +120,12 @@ class Ladder(Machine):
         if isinstance(decision, GiveUp):
             return "no rank holds a common step"
         step, lost = decision.step, tuple(rank for rank in range(self.world_size) if self._is_lost(rank))
-        holders = [rank for rank in sorted(self._here) if self._holds(rank, step)]
+        holders = [] if self._from_files else [rank for rank in sorted(self._here) if self._holds(rank, step)]
         takers = tuple(rank for rank in range(self.world_size) if rank not in holders)
         if why := self._forbidden(lost) or self._impossible(step, lost, holders):
             return why
         assert self.offer is not None
-        source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank))
+        source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank), default=-1)
         return Again(
             incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost, port=self.offer.port
         )
@@ -161,9 +165,9 @@ class Ladder(Machine):
         if step <= self.began_at:
             again = ", when the fault before was answered in place" if self.incarnation else ""
             return f"no step was completed since training began{again}"
-        if not holders:
+        if not holders and not self._from_files:
             return f"no rank holds step {step} in memory"
-        if len(holders) < self.world_size and len(self.replicas) != 1:
+        if len(holders) < self.world_size and len(self.replicas) != 1 and not self._from_files:
             return "the ranks do not all hold the same state"
         if self.offer is None:
             return "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"
@@ -174,7 +178,7 @@ class Ladder(Machine):
         pids = tuple(member.pid for member in self.members.values() if member.pid)
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
-        self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders
+        self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders or out.savers
         out.lost, out.unused = steps_lost, ()
         order = m.Release(
             recovery=self.recovery, ending="in_place", step=again.step, path="", reason="",

@@ -111,6 +111,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """As `buffer_fd`, of the rank's arena."""
     arena_id: bytes = b""
     """`Arena.identity`."""
+    from_files: bool = False
+    """Entered again, this rank begins with the newest checkpoint, and not with what ranks hold in memory."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ class RankStatus:
         since: monotonic time of the last call of `hold`.
         recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
         entered: False while the training is about to be entered again.
+        from_files: entered again, it begins with the newest checkpoint (`messages.Begin`).
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
         passing: the exception that ended the training may not come again in the same step.
     """
@@ -71,7 +72,7 @@ class RankStatus:
         self.look: Callable[[], None] = _up_to_date
         self.all_run = False
         self.since = 0.0
-        self.recovery, self.entered, self.passing = "", True, False
+        self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
         self._held = self.asked_to_stop = False
         self._gate = threading.Condition()
         self._over = threading.Event()

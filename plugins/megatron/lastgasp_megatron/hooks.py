@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lastgasp.adapter import Around, Hook, argument
+from lastgasp.adapter.torch import EnteredFromFiles
+from lastgasp_megatron.again import Pretrain
 from lastgasp_megatron.exits import around_load
 from lastgasp_megatron.own_part import without_gloo
 
@@ -30,6 +32,8 @@ class Training:
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
         self._run: Run | None = None
+        self._again: EnteredFromFiles | None = None
+        self._trained = False
 
     def hooks(self) -> list[Hook]:
         """Everything that is wrapped (docs/facts/megatron.md §1)."""
@@ -51,14 +55,20 @@ class Training:
     # -- from start to end ------------------------------------------------------------------------
 
     def around_pretrain(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """The entire training, which has ended well only when this returns."""
-        try:
-            result = call(*args, **kwargs)
-        except BaseException as error:
-            self._failed(error)
-            raise
-        self._close()
-        return result
+        """The entire training, which has ended well only when this returns; called again for a recovery in place."""
+        pretrain, self._trained = Pretrain(args, kwargs, first=not self._trained), True
+        self._again = again = EnteredFromFiles(pretrain.why)
+        while True:
+            try:
+                args, kwargs = pretrain.given
+                result = call(*args, **kwargs)
+            except BaseException as error:
+                self._failed(error)
+                if not again.goes_on(error, pretrain.reset):
+                    raise
+            else:
+                self._close()
+                return result
 
     def _failed(self, error: BaseException) -> None:
         run, self._run = self._run, None
@@ -98,7 +108,7 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
-        run.begin()
+        run.begin(self._again)
         try:
             result = call(*args, **kwargs)
         except BaseException as error:

@@ -113,7 +113,7 @@ class MegatronSelector(SelectionPolicy):
 
     def candidates(self, own: bool) -> list[Candidate]:
         """Where the training starts; a restart looks where the job saves."""
-        folders, self._restarting = self.folders, own and self.place.attempt > 0
+        folders, self._restarting = self.folders, own and self.place.restarted
         if self._restarting:
             folders = self._all[1:] if self.restarts_from_own and self.asked() is None else self._all
         found = [self.judged(one) for one in candidates(folders, LAYOUT)]

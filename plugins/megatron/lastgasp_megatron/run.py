@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as distributed
 
-from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, cause_of, place_in_job
-from lastgasp.adapter.torch import connect, from_rank_0, kind_of, process_groups
+from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, cause_of, place_in_job, recovery_of
+from lastgasp.adapter.torch import EnteredFromFiles, connect, from_rank_0, kind_of, process_groups
+from lastgasp_megatron.again import not_again
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import verdict_of
@@ -94,8 +95,15 @@ class Run:
             log.warning("steps are not marked: %s", cause_of(error))
             self.marks = None
 
-    def begin(self) -> None:
-        """Training starts, or resumes from what was loaded."""
+    def begin(self, again: EnteredFromFiles | None) -> None:
+        """Training starts, or resumes from what was loaded.
+
+        Args:
+            again: has it entered again after a fault; None where it was not begun by `pretrain`.
+        """
+        if again is not None:
+            again.why = again.why or not_again(self.args)
+            again.offer(self.life, recovery_of(getattr(self.args, "lastgasp_recovery", None), "restart"))
         step = self.state.steps.step
         if self.marks is not None:
             self.marks.place()

@@ -104,17 +104,18 @@ class Exchange:
     def __init__(self, directory: Path, place: Place, shard: Shard, seconds: float) -> None:
         self._directory, self._shard, self._seconds = directory, shard, seconds
         self._job = f".gasp-{xxhash.xxh3_64_hexdigest(place.job.encode())}-"
-        self._attempt = place.attempt
+        self._attempt = (place.attempt, place.incarnation)
 
     def folder(self, step: int) -> Path:
-        """Of this job, attempt and step: what lies there was written at this very state."""
-        return self._directory / f"{self._job}{self._attempt}-{step}"
+        """Of this job, attempt, incarnation and step: what lies there was written at this very state."""
+        return self._directory / f"{self._job}{'.'.join(map(str, self._attempt))}-{step}"
 
     def clear_older(self) -> None:
-        """Remove what earlier attempts of this job left. Never raises."""
+        """Remove what earlier attempts and incarnations of this job left. Never raises."""
         with contextlib.suppress(OSError):
             for folder in self._directory.glob(f"{self._job}*"):
-                if int(folder.name.removeprefix(self._job).split("-")[0]) < self._attempt:
+                attempt = folder.name.removeprefix(self._job).split("-")[0]
+                if tuple(map(int, attempt.split("."))) < self._attempt:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, step: int, found: Slice) -> int:

@@ -3,7 +3,8 @@
 No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss appends a line per micro-batch to
 `rank-R.txt` there: process, completed iterations and the exact loss. With `NAN_AT` the loss of that iteration is NaN,
 and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With `HOLD` no rank comes to the end of the
-iteration behind `HOLD_AT` completed ones before that file exists.
+iteration behind `HOLD_AT` completed ones before that file exists. With `DIES_AGAIN` that rank kills itself when it
+makes its data sets in a training that is entered again in place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -81,6 +83,8 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
 def datasets(numbers: list[int]) -> Any:
     """Mock data: the same on every run."""
     args = get_args()
+    if os.environ.get("LASTGASP_INCARNATION") and os.environ.get("DIES_AGAIN") == str(args.rank):
+        os.kill(os.getpid(), signal.SIGKILL)
     config = GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=None, split="90,10,0",
         tokenizer=build_tokenizer(args), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,

@@ -8,16 +8,15 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from lastgasp import _clock
 from lastgasp.errors import UsageError
 from lastgasp.gasp.again import ORDER, Again
 from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.handover import hand_over
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import Held, Memory
@@ -26,9 +25,6 @@ log = logging.getLogger("lastgasp")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-DRAIN = 5.0
-"""Seconds that the work queued on an accelerator gets to end before the process groups are dropped."""
-
 LATER = {"auto": "later", "replace": ""}
 """How a training may be entered again (`messages.Begin`) that is not the first of its script."""
 
@@ -153,7 +149,7 @@ def _enter_again(entry: Entry) -> None:
     held = entry.held
     assert held is not None
     try:
-        _drain()
+        drain()
         cut_connections(held.again.pids)
         for wrapped in held.wrapped:
             for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it lives
@@ -174,20 +170,6 @@ def _enter_again(entry: Entry) -> None:
     finally:
         if held.between is not None:
             held.between.over()
-
-
-def _drain() -> None:
-    """Let queued work end before its process groups are aborted: an abort during transfers can cost the whole node.
-
-    Not tested: no machine with several accelerators was at hand.
-    """
-    cuda: Any = torch.cuda  # its calls are not annotated
-    if not cuda.is_initialized():
-        return
-    deadline, done = _clock.monotonic() + DRAIN, cuda.Event()
-    done.record()
-    while not done.query() and _clock.monotonic() < deadline:
-        os.sched_yield()
 
 
 def received(held: Held) -> Memory:

@@ -1,0 +1,93 @@
+"""Recovery in place from the checkpoint that was just saved: a framework's whole training is entered again.
+
+For frameworks that make model, optimizer and process groups inside of one call (Megatron's `pretrain`). The step is
+saved as ever; then no healthy process ends: each drops what it has of the training and makes that call again, a killed
+rank by a new process, and all begin with the saved checkpoint, as after a restart.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lastgasp import exitcodes
+from lastgasp.adapter.run import AdapterRun
+from lastgasp.config import Recovery
+from lastgasp.gasp.again import ORDER, Again
+from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.draining import drain
+
+log = logging.getLogger("lastgasp")
+
+
+class EnteredFromFiles:
+    """One training of this process; all of it is called on the main thread.
+
+    Attributes:
+        why: why it cannot be entered again; empty if it can.
+    """
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+        self._again: Again | None = None
+        self._status: RankStatus | None = None
+        os.environ.pop(ORDER, None)  # a new process begins as all others do
+
+    def offer(self, life: AdapterRun, recovery: Recovery) -> None:
+        """Say which faults of this run may be answered in place. Before it begins."""
+        self._status = status = life.session.status
+        if recovery in ("restart", "save"):
+            status.recovery = recovery if recovery == "save" else ""
+        elif self.why:
+            if life.place.rank == 0:
+                log.warning("this training cannot be entered again: %s. After a fault the job restarts", self.why)
+        elif life.session.backend.backend == "embedded":
+            status.recovery, status.from_files, life.before_again = recovery, True, self._agreed
+
+    def _agreed(self, again: Again) -> None:
+        self._again = again
+
+    def goes_on(self, error: BaseException, reset: Callable[[], object]) -> bool:
+        """Whether the training that ended with `error` is entered again. Then nothing of it is left.
+
+        Args:
+            error: it and its causes lose the local variables of their tracebacks.
+            reset: drops what the framework keeps of a training besides its process groups.
+
+        Raises:
+            SystemExit: this rank was told to stop meanwhile; the step is on disk.
+            Exception: what `reset` raised; the step is on disk.
+        """
+        again, self._again = self._again, None
+        if again is None:
+            return False
+        if self._status is not None and self._status.asked_to_stop:
+            raise SystemExit(exitcodes.SAVED)
+        drain()
+        cut_connections(again.pids)
+        _forget(error)
+        reset()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        os.environ.update(again.environment)
+        log.info("the training is entered again in this process, from step %d on disk", again.step)
+        return True
+
+
+def _forget(error: BaseException) -> None:
+    """Tracebacks keep the model alive, and its process groups with it."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__]

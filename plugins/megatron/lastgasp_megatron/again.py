@@ -1,0 +1,111 @@
+"""Entering `pretrain` again in the same process (docs/facts/megatron.md §8)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import re
+import sys
+from argparse import Namespace
+from typing import Any
+
+from lastgasp.adapter import cause_of
+
+log = logging.getLogger("lastgasp")
+
+_OWN = re.compile("_[A-Z][A-Z_]*")
+_PLAIN = (bool, int, float, str, dict, list, type(None))
+
+
+class Pretrain:
+    """What one call of `pretrain` was given, before it changes any of it.
+
+    Args:
+        args, kwargs: of the call.
+        first: this process has not trained before.
+
+    Attributes:
+        why: why it cannot be called again; empty if it can.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: bool) -> None:
+        self.given = args, kwargs
+        self._global, self._module = _global_args(), _own_globals()
+        self._kept: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any] | None] | None = None
+        self.why = "" if first else "it is not the first training of its script"
+        try:
+            from megatron.training.training import destroy_global_state  # noqa: F401
+
+            self._kept = self._copies(args, kwargs, None if self._global is None else vars(self._global))
+        except ImportError:
+            self.why = "this version of Megatron cannot drop the state of a training"
+        except Exception as error:
+            self.why = f"the arguments of pretrain() cannot be copied ({cause_of(error)})"
+
+    @staticmethod
+    def _copies(*values: Any) -> Any:
+        """Configurations are copied, since a training writes into them; functions and all else stay what they are."""
+        args, kwargs, settings = values
+        return (
+            tuple(_copied(one) for one in args),
+            {name: _copied(one) for name, one in kwargs.items()},
+            None if settings is None else copy.deepcopy(settings),
+        )
+
+    def reset(self) -> None:
+        """Drop what Megatron keeps of the training, and put back what it was started with; `given` is for the next."""
+        from megatron.training import training
+
+        assert self._kept is not None
+        _close_writers()
+        training.destroy_global_state()
+        vars(training).update(copy.deepcopy(self._module))
+        args, kwargs, settings = self._copies(*self._kept)
+        self.given = args, kwargs
+        if self._global is not None and settings is not None:  # set before pretrain() was called, since 0.17
+            from megatron.training.global_vars import set_global_variables
+
+            vars(self._global).clear()
+            vars(self._global).update(settings)
+            set_global_variables(self._global)
+
+
+def not_again(args: Any) -> str:
+    """Why a training with these settings is not entered again; empty if it is."""
+    if getattr(args, "async_save", False):
+        return "--async-save has a process of its own, which knows the old training"
+    if "mindspeed" in sys.modules:
+        return "it was not tried with MindSpeed"
+    return ""
+
+
+def _copied(one: Any) -> Any:
+    return copy.deepcopy(one) if dataclasses.is_dataclass(one) or isinstance(one, Namespace) else one
+
+
+def _global_args() -> Namespace | None:
+    from megatron.training import global_vars
+
+    found = getattr(global_vars, "_GLOBAL_ARGS", None)
+    return found if isinstance(found, Namespace) else None
+
+
+def _own_globals() -> dict[str, Any]:
+    """What Megatron's module of trainings keeps, such as times of the start that a second call exchanges otherwise."""
+    from megatron.training import training
+
+    found = {name: value for name, value in vars(training).items() if _OWN.fullmatch(name)}
+    return copy.deepcopy({name: value for name, value in found.items() if isinstance(value, _PLAIN)})
+
+
+def _close_writers() -> None:
+    """What they hold reaches the disk; the next training opens its own."""
+    from megatron.training import global_vars
+
+    writer = getattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
+    if writer is not None:
+        try:
+            writer.close()
+        except Exception as error:
+            log.warning("Megatron's TensorBoard writer could not be closed: %s", cause_of(error))

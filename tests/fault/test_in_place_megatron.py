@@ -1,0 +1,162 @@
+"""Recovery in place of real Megatron jobs: `pretrain` is entered again, no healthy process ends, same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.checkpoint import DirectoryLayout, candidates, verify
+from lastgasp.testing.faults import read_log
+from support.launchers import Running, incidents, running, until
+from support.megatron import place
+from support.megatron.job import TENSOR, TWO_INSTANCES, GptJob
+
+Losses = dict[tuple[int, int], list[list[str]]]
+READY = "a restart will fork its ranks from a warm process"
+LAYOUT = DirectoryLayout("iter_*")
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(place.missing()), reason=place.missing()),
+]
+
+
+def job_in(folder: Path, flags: str, ranks: int = 2) -> GptJob:
+    """Under `lastgasp run`, with no line of lastgasp in the script."""
+    return GptJob(folder=folder, ranks=ranks, flags=flags, last=14, every=8, launcher="run",
+                  launch_options=("--framework", "megatron"))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses of an undisturbed job, by its ranks and flags."""
+    found: dict[tuple[str, int], Losses] = {}
+
+    def losses(flags: str, ranks: int = 2) -> Losses:
+        if (flags, ranks) not in found:
+            job = job_in(tmp_path_factory.mktemp("reference"), flags, ranks)
+            done = job.run({"LASTGASP": "0"}, timeout=400.0)
+            assert done.ok, done.output[-4000:]
+            found[flags, ranks] = job.losses()
+        return found[flags, ranks]
+
+    return losses
+
+
+@contextmanager
+def disturbed(job: GptJob, faults: str, **variables: str) -> Iterator[Running]:
+    """The job, whose faults come once a warm process is ready; it ends well."""
+    go, log = job.folder / "go", job.folder / "faults.log"
+    (job.folder / "losses").mkdir(parents=True)
+    environment = {"LASTGASP_RECOVERY": "auto", "LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug", "HOLD": str(go)}
+    environment |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)} | variables
+    with running(job.folder, job.command(), **(job.environment() | environment)) as [started]:
+        until(lambda: READY in started.output, "the warm process is ready")
+        go.touch()
+        yield started
+        assert started.code() == 0, started.output[-6000:]
+    assert len(read_log(log)) == len([part for part in faults.split(";") if part]), started.output[-6000:]
+
+
+def pids(job: GptJob, rank: int) -> list[str]:
+    """The processes of a rank, oldest first."""
+    lines = (job.folder / "losses" / f"rank-{rank}.txt").read_text().splitlines()
+    return list(dict.fromkeys(line.split()[0] for line in lines))
+
+
+def check(job: GptJob, started: Running, expected: Losses, *lost: int) -> None:
+    """Recoveries in place, one for each rank of `lost` or one without, which lost no step and no other process."""
+    found = incidents(job.checkpoints)
+    where = f"{found}\n{started.output[-6000:]}"
+    rungs = ["replace"] * len(lost) or ["retry"]
+    assert [(one.ending, one.steps_lost, one.rung) for one in found] == [("in_place", 0, rung) for rung in rungs], where
+    assert [len(pids(job, rank)) for rank in range(job.ranks)] == [1 + lost.count(r) for r in range(job.ranks)], where
+    check_losses(job, expected, where)
+
+
+def check_losses(job: GptJob, expected: Losses, where: str) -> None:
+    """Each step has the numbers of the undisturbed job, and what is on disk verifies."""
+    found = job.losses()
+    assert found.keys() == expected.keys(), where
+    # The step that was cut short and the one that was done again are one in the log of a process.
+    wrong = {key for key, times in found.items() if times[-1][-len(expected[key][0]) :] != expected[key][0]}
+    assert wrong == set(), where
+    assert all(verify(c.path, LAYOUT).ok for c in candidates([job.checkpoints], LAYOUT)), where
+
+
+def test_a_killed_rank_is_replaced(tmp_path: Path, expected: Any) -> None:
+    flags = f"--bf16 {TWO_INSTANCES}"
+    job = job_in(tmp_path, flags)
+    with disturbed(job, "kind=sigkill,rank=0,step=6,phase=backward") as started:
+        pass
+    check(job, started, expected(flags), 0)
+
+
+def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None:
+    job = job_in(tmp_path, "--bf16")
+    with disturbed(job, "kind=exception,rank=1,step=5,phase=forward") as started:
+        pass
+    check(job, started, expected("--bf16"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "ranks", "faults", "lost"),
+    [
+        (f"--bf16 {TWO_INSTANCES}", 4, "kind=sigkill,rank=3,step=6,phase=forward", (3,)),
+        (f"--bf16 {TENSOR}", 4, "kind=sigkill,rank=0,step=8,phase=periodic_save", (0,)),
+        ("--bf16", 2, "kind=sigstop,rank=1,step=6,phase=backward", (1,)),
+        ("--bf16", 2, "kind=sigkill,rank=1,step=5,phase=after_update", (1,)),
+        ("--bf16", 2, "kind=sigkill,rank=0,step=4,phase=backward;"
+         "kind=sigkill,rank=1,step=9,phase=backward,incarnation=1", (0, 1)),
+    ],
+    ids=["four-ranks", "tensor-parallel", "hang", "after-the-update", "two-faults"],
+)  # fmt: skip
+def test_more_of_them(
+    flags: str, ranks: int, faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
+) -> None:
+    job = job_in(tmp_path, flags, ranks)
+    with disturbed(job, faults, LASTGASP_HANG_TIMEOUT="8") as started:
+        pass
+    check(job, started, expected(flags, ranks), *lost)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"LASTGASP_RECOVERY": "retry"}, "recovery=retry: no rank is replaced"),
+        ({"LASTGASP_FAULT": "kind=sigkill,rank=0,step=0,phase=forward"}, ""),
+    ],
+    ids=["retry-only", "before-a-step"],
+)
+def test_what_is_not_answered_in_place_restarts(
+    variables: dict[str, str], why: str, tmp_path: Path, expected: Any
+) -> None:
+    job = job_in(tmp_path, "--bf16")
+    with disturbed(job, "kind=sigkill,rank=0,step=6,phase=backward", **variables) as started:
+        pass
+    [incident] = incidents(job.checkpoints)
+    assert why in incident.not_in_place, started.output[-6000:]
+    assert incident.rung == "" and len(pids(job, 1)) == 2
+    check_losses(job, expected("--bf16"), started.output[-6000:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", [0, 1], ids=["new-process", "survivor"])
+def test_a_death_on_the_way_back_costs_no_step(second: int, tmp_path: Path, expected: Any) -> None:
+    job = job_in(tmp_path, "--bf16")
+    faults = "kind=sigkill,rank=0,step=6,phase=backward"
+    with disturbed(job, faults, DIES_AGAIN=str(second)) as started:
+        pass
+    found = incidents(job.checkpoints)
+    where = f"{found}\n{started.output[-6000:]}"
+    assert found[0].rung == "replace" and not any(one.steps_lost for one in found), where
+    assert [len(pids(job, rank)) for rank in range(2)] == [2, 2], where  # neither of the second ones came to a step
+    check_losses(job, expected("--bf16"), where)
