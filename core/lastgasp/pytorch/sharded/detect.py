@@ -1,0 +1,81 @@
+"""What is sharded, who are replicas, and what cannot be described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lastgasp.pytorch.sharded.names import Leaf, model_leaves
+from lastgasp.pytorch.sharded.table import Chunk, Undescribable, chunk_of, local_of, shard_key, strides_of
+from lastgasp.topology import ReplicaGroups
+
+_FULLY_SHARD = "Use torch.distributed.fsdp.fully_shard (FSDP2): each rank's part can be read without the others."
+_KINDS = {
+    "FullyShardedDataParallel": ("a model sharded by fully_shard, or one that each rank holds", _FULLY_SHARD),
+    "DeepSpeedEngine": ("a plain optimizer and a model sharded by fully_shard, or DDP",
+                        "DeepSpeed keeps parts of the state in buffers of its own. " + _FULLY_SHARD),
+    "PipelineModule": ("a plain optimizer and a model sharded by fully_shard, or DDP",
+                       "DeepSpeed keeps parts of the state in buffers of its own. " + _FULLY_SHARD),
+}  # fmt: skip
+
+
+def unsupported(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """What cannot be saved by the survivors, as (what it is, what is allowed, what to do); None if everything can."""
+    for model in models.values():
+        for module in model.modules():
+            for kind in type(module).__mro__:
+                if kind.__name__ in _KINDS:
+                    return (kind.__name__, *_KINDS[kind.__name__])
+    for optimizer in optimizers.values():
+        if hasattr(optimizer, "consolidate_state_dict"):
+            return (type(optimizer).__name__, "an optimizer whose state lies beside its parameters",
+                    "Use a plain optimizer with fully_shard: its state is sharded as the parameters are.")  # fmt: skip
+    try:
+        for _, leaf in _parameters(models):
+            _described(leaf)
+    except Undescribable as error:
+        return str(error), "tensors of which each rank's part can be told", "Tell us what you use: lastgasp's issues."
+    return None
+
+
+def _described(leaf: Leaf) -> Chunk:
+    try:
+        strides_of(local_of(leaf.value))
+        return chunk_of(leaf.value, _world_size())
+    except Undescribable as error:
+        raise Undescribable(f"{leaf.name}: {error}") from error
+
+
+def is_sharded(models: Mapping[str, nn.Module]) -> bool:
+    """Whether some parameter is a DTensor. To be asked where `unsupported` has returned None."""
+    return any(isinstance(leaf.value, DTensor) for _, leaf in _parameters(models))
+
+
+def replica_groups(models: Mapping[str, nn.Module], world_size: int) -> ReplicaGroups:
+    """Which ranks hold the same parts: one group per shard. All ranks call it together (one small all-gather).
+
+    With `fully_shard` on a mesh of one dimension each rank is alone; on two dimensions (HSDP) the ranks along the
+    replicated one are a group. That they do hold the same is compared by digests, as for every replica.
+    """
+    own = shard_key([(f"{name} {leaf.name}", _described(leaf)) for name, leaf in _parameters(models)])
+    keys = [own]
+    if world_size > 1:
+        keys = [b""] * world_size
+        dist.all_gather_object(keys, own)
+    groups: dict[bytes, list[int]] = {}
+    for rank, key in enumerate(keys):
+        groups.setdefault(key, []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _parameters(models: Mapping[str, nn.Module]) -> list[tuple[str, Leaf]]:
+    leaves = [(name, leaf) for name, model in models.items() for leaf in model_leaves(model, "")[0]]
+    return [(name, leaf) for name, leaf in leaves if not leaf.buffer]
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

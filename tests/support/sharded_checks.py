@@ -1,0 +1,500 @@
+"""Four ranks check lastgasp.pytorch.sharded on real FSDP2 models: `sharded_checks.py FOLDER`.
+
+Rank 0 prints one line per check: its name, and `ok` or what was wrong on the first rank where something was.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lastgasp.checkpoint import Provenance, Staged, verify
+from lastgasp.checkpoint.part import SavedPart, part_of
+from lastgasp.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lastgasp.pytorch import sharded
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Layers of all kinds of shapes: even, uneven, fewer rows than ranks, tied, frozen, with buffers, not used."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, 10), nn.Linear(10, width)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(width)
+        self.few = nn.Linear(width, 3)
+        self.back = nn.Linear(3, width)
+        self.head = nn.Linear(width, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(width, width)
+        self.unused = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mask", torch.arange(6).view(2, 3).t(), persistent=True)  # its memory is not in order
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.norm(x + self.frozen(x))
+        return self.head(x + self.back(torch.relu(self.few(x))))
+
+
+class Counting(torch.optim.Optimizer):
+    """Has a plain number, nested state and a tensor without dimension for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "shape": (1, (2, 3)), "scale": torch.tensor(0.5)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """The update."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["calls"] = 0
+                        state["inner"] = {"sum": torch.zeros_like(p), "factors": [torch.zeros(2), torch.ones(2)]}
+                    state["calls"] += 1
+                    state["inner"]["sum"].add_(p.grad)
+                    state["inner"]["factors"][0] += state["calls"]
+                    p.add_(state["inner"]["sum"], alpha=-group["lr"] * float(group["scale"]))
+
+
+Built = tuple[dict[str, nn.Module], dict[str, Any]]
+
+
+def one_dimension() -> Built:
+    """`fully_shard` of each layer, then of the root; AdamW with two groups."""
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[Any] = [{"params": trained[:3], "weight_decay": 0.0}, {"params": trained[3:]}]
+    return {"model": model}, {"optimizer": torch.optim.AdamW(groups, lr=0.01)}
+
+
+def hybrid() -> Built:
+    """Two replicas of two shards, mixed precision, activation checkpointing, momentum."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, policy = Net(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = fully_shard(checkpoint_wrapper(layer), mesh=mesh, mp_policy=policy)
+    fully_shard(model.norm, mesh=mesh)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return {"model": model}, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)}
+
+
+def half() -> Built:
+    """Parameters of two bytes, kept on the host; a learning rate that is a tensor."""
+    model = Net().bfloat16()
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, reshard_after_forward=False, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    rate = torch.tensor(0.01)
+    return {"model": model}, {"optimizer": torch.optim.Adam(model.parameters(), lr=rate, amsgrad=True)}
+
+
+def tensor_parallel() -> Built:
+    """Two dimensions: layers split over two ranks, and sharded over two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Net()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return {"model": model}, {"optimizer": torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)}
+
+
+def several() -> Built:
+    """Two models and two optimizers, one of them unusual."""
+    first, second = Net(), Net(16)
+    for model in (first, second):
+        fully_shard(model)
+    both = [*first.parameters(), *second.parameters()]
+    return {"a": first, "b": second}, {"x": torch.optim.AdamW(both[4:], lr=0.01), "y": Counting(both[:4])}
+
+
+SHAPES: dict[str, Callable[[], Built]] = {
+    build.__name__: build for build in (one_dimension, hybrid, half, tensor_parallel, several)
+}
+
+
+def built(name: str, seed: int = 1) -> Built:
+    """The models of a shape, the same on all ranks."""
+    torch.manual_seed(seed)
+    return SHAPES[name]()
+
+
+def train(made: Built, first: int, last: int) -> None:
+    """Steps `first` to `last`, on data of each rank's own (not where ranks split a layer)."""
+    models, optimizers = made
+    mine = dist.get_rank() // 2 if any(_split(m) for m in models.values()) else dist.get_rank()
+    for step in range(first, last):
+        numbers = torch.Generator().manual_seed(100 * step + mine)
+        tokens = torch.randint(0, 12, (8,), generator=numbers)
+        for model in models.values():
+            nn.functional.cross_entropy(model(tokens).float(), tokens).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _split(model: nn.Module) -> bool:
+    found = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names]
+    return any("tensor" in (p.device_mesh.mesh_dim_names or ()) for p in found)
+
+
+def shards_of(made: Built) -> sharded.Shards:
+    """As a session makes it."""
+    single = {"single_model": len(made[0]) == 1, "single_optimizer": len(made[1]) == 1}
+    return sharded.Shards(*made, dist.get_rank(), dist.get_world_size(), **single)
+
+
+def singles(made: Built) -> dict[str, bool]:
+    """The arguments that say whether there are names."""
+    return {"single_model": len(made[0]) == 1, "single_optimizer": len(made[1]) == 1}
+
+
+def groups_of(made: Built) -> list[list[dict[str, Any]]]:
+    """As a session's snapshot has them."""
+    return [
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in made[1].values()
+    ]
+
+
+def image_of(shards: sharded.Shards, groups: Any) -> bytes:
+    """The bytes of an arena."""
+    shards.look()
+    whole = b"".join(shards.payload(groups))
+    assert len(whole) == shards.payload_size
+    return whole
+
+
+def snapshot(made: Built) -> dict[str, Any]:
+    """Name -> everything of this rank, copied: tensors as bits."""
+    found: dict[str, Any] = {}
+    for name, model in made[0].items():
+        for key, value in model.state_dict().items():
+            found[f"{name} {key}"] = _copy(value)
+    for name, optimizer in made[1].items():
+        state = optimizer.state_dict()
+        for number, one in state["state"].items():
+            found[f"{name} {number}"] = _copy(one)
+        found[f"{name} groups"] = _copy(state["param_groups"])
+    return found
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        return str(local.dtype), tuple(local.shape), bytes(local.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def require_same(found: dict[str, Any], wanted: dict[str, Any], own: bool = False) -> None:
+    """Bit by bit. Statistics of a BatchNorm are each rank's own, and a directory has those of one (`own`: not here)."""
+    assert set(found) == set(wanted), set(found) ^ set(wanted)
+    names = [name for name in wanted if own or "running_" not in name]
+    differing = [name for name in names if found[name] != wanted[name]]
+    assert not differing, (differing, [(found[n], wanted[n]) for n in differing[:1]])
+
+
+def save(folder: Path, made: Built, dead: set[int], images: list[bytes]) -> Path:
+    """A gasp in which rank 0 writes the files of the dead from their images. Returns its path on all ranks."""
+    rank, target = dist.get_rank(), sharded.gasp_path(folder, STEPS)
+    shards, groups = shards_of(made), groups_of(made)
+    staged, parts, described = None, {}, list[bytes]()
+    if rank not in dead:
+        staged = Staged(target, sharded.LAYOUT)
+        described.append(sharded.write_live(staged, shards, plain=rank == min({*range(4)} - dead), groups=groups))
+        if rank == min({*range(4)} - dead):
+            described += [sharded.write_arena(staged, images[one], plain=False) for one in sorted(dead)]
+        parts = {rank: part_of(staged)}
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, (parts, described))
+    first = min({*range(4)} - dead)
+    if rank == first:
+        assert staged is not None
+        whole = sharded.metadata([one for _, some in gathered for one in some])
+        staged.open(f"{target.name}/.metadata").write(whole)
+        saved = SavedPart(step=STEPS, staged=staged, nbytes=staged.nbytes, part=parts[rank])
+        about = Provenance(step=STEPS, kind="gasp", format=sharded.layout.FORMAT, job="tests")
+        saved.publish({k: v for some, _ in gathered for k, v in some.items()}, about)
+        assert verify(target, sharded.LAYOUT).ok
+    dist.barrier()
+    return target
+
+
+# -- the checks ---------------------------------------------------------------------------------------------------
+
+
+def everything(name: str, folder: Path) -> None:
+    """Save from live ranks and from images; load by plain torch, by lastgasp, and from the image: bit-equal."""
+    made = built(name)
+    fresh_table = shards_of(made).table()
+    shards = shards_of(made)
+    train(made, 0, STEPS)
+    assert shards.look() and shards.table() != fresh_table and not shards.look()
+    image = image_of(shards, groups_of(made))
+    wanted, images = snapshot(made), [b""] * 4
+    dist.all_gather_object(images, image)
+    target = save(folder / name, made, {2}, images)
+    train(made, STEPS, STEPS + 2)
+    ahead = snapshot(made)
+
+    again = built(name, seed=2)
+    sharded.load(target, *again, **singles(again))
+    require_same(snapshot(again), wanted)
+    train(again, STEPS, STEPS + 2)
+    require_same(snapshot(again), ahead)
+
+    memory = built(name, seed=3)
+    sharded.fill(image, *memory, rank=dist.get_rank(), world_size=4, **singles(memory))
+    require_same(snapshot(memory), wanted, own=True)
+    train(memory, STEPS, STEPS + 2)
+    require_same(snapshot(memory), ahead, own=True)
+
+    if len(made[0]) == 1:
+        plainly(built(name, seed=4), target, wanted, ahead)
+
+
+def plainly(made: Built, target: Path, wanted: dict[str, Any], ahead: dict[str, Any]) -> None:
+    """By torch alone, as its tutorial does it."""
+    model, optimizer = made[0]["model"], made[1]["optimizer"]
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    unused = [n for n in state["optimizer"]["state"] if n.startswith("unused")]  # type: ignore[union-attr]
+    for one in unused:  # torch makes state for these, and finds none
+        del state["optimizer"]["state"][one]  # type: ignore[union-attr]
+    dcp.load(state, checkpoint_id=str(target))
+    parameters = dict(model.named_parameters())
+    for one in unused:
+        optimizer.state.pop(parameters[one])
+        parameters[one].requires_grad_(False)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])  # type: ignore[arg-type]
+    for one in unused:
+        parameters[one].requires_grad_(True)
+    require_same(snapshot(made), wanted)
+    train(made, STEPS, STEPS + 2)
+    require_same(snapshot(made), ahead)
+
+
+def one_dimensions(folder: Path) -> None:
+    everything("one_dimension", folder)
+
+
+def hybrids(folder: Path) -> None:
+    everything("hybrid", folder)
+
+
+def halves(folder: Path) -> None:
+    everything("half", folder)
+
+
+def tensor_parallels(folder: Path) -> None:
+    everything("tensor_parallel", folder)
+
+
+def severals(folder: Path) -> None:
+    everything("several", folder)
+
+
+def replicas(folder: Path) -> None:
+    """Who is alone, and who has a replica."""
+    for name, groups in (
+        ("one_dimension", ((0,), (1,), (2,), (3,))),
+        ("hybrid", ((0, 2), (1, 3))),
+        ("tensor_parallel", ((0,), (1,), (2,), (3,))),
+    ):
+        models, optimizers = made = built(name)
+        assert sharded.unsupported(models, optimizers) is None
+        assert sharded.is_sharded(models)
+        assert sharded.replica_groups(models, 4) == groups, sharded.replica_groups(models, 4)
+        train(made, 0, 1)
+        shards = shards_of(made)
+        keys: list[Any] = [None] * 4
+        dist.all_gather_object(keys, (shards.digests(), shards.plain_digest()))
+        assert all((keys[a][0] == keys[b][0]) == any(a in g and b in g for g in groups) for a in range(4) for b in range(4))
+        assert len({plain for _, plain in keys}) == 1
+    assert sharded.replica_groups({"model": Net()}, 4) == ((0, 1, 2, 3),)
+    assert not sharded.is_sharded({"model": Net()})
+
+
+def other_world(folder: Path) -> None:
+    """What four ranks have saved is loaded by two, and by one that does not shard."""
+    made = built("one_dimension")
+    train(made, 0, STEPS)
+    target = save(folder / "world", made, set(), [])
+    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value
+             for key, value in made[0]["model"].state_dict().items()}  # fmt: skip
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    model = fully_shard(Net(), mesh=meshes[dist.get_rank() // 2])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**groups[0], "params": groups[0]["params"][:3]}, {**groups[0], "params": groups[0]["params"][3:]}]
+    sharded.load(target, {"model": model}, {"optimizer": optimizer})
+    for key, value in model.state_dict().items():
+        mine = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(mine, whole[key]), key
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.01]
+    alone = Net()
+    sharded.load(target, {"model": alone}, {})
+    assert all(torch.equal(value, whole[key]) for key, value in alone.state_dict().items())
+
+
+def misfits(folder: Path) -> None:
+    """What does not fit is refused, and nothing was changed."""
+    made = built("one_dimension")
+    train(made, 0, 1)
+    target, shards = save(folder / "misfit", made, set(), []), shards_of(made)
+    image = image_of(shards, groups_of(made))
+    other = fully_shard(Net(16))
+    before = snapshot(({"model": other}, {}))
+    for attempt in (
+        lambda: sharded.load(target, {"model": other}, {}),
+        lambda: sharded.fill(image, {"model": other}, {}, rank=dist.get_rank(), world_size=4),
+        lambda: sharded.fill(image, *made, rank=dist.get_rank(), world_size=5),
+        lambda: sharded.load(target, made[0], {"optimizer": torch.optim.AdamW(made[0]["model"].parameters())}),
+    ):
+        try:
+            attempt()
+        except CheckpointMismatch:
+            continue
+        raise AssertionError("it was loaded")
+    require_same(snapshot(({"model": other}, {})), before)
+    for damaged in (image[:-1], b"\0" + image[1:], image[:100] + b"\xff" * 40 + image[140:], b""):
+        try:
+            sharded.parse(damaged)
+        except ValueError:
+            continue
+        raise AssertionError("a damaged image was read")
+
+
+def holes(folder: Path) -> None:
+    """A checkpoint that lacks a shard, or what all ranks hold alike, is never made."""
+    made = built("one_dimension")
+    train(made, 0, 1)
+    shards, groups, rank = shards_of(made), groups_of(made), dist.get_rank()
+    described: list[Any] = [None] * 4
+    with Staged(sharded.gasp_path(folder / "holes", 1), sharded.LAYOUT) as staged:
+        own = sharded.write_live(staged, shards, plain=rank == 0, groups=groups)
+    dist.all_gather_object(described, own)
+    sharded.metadata(described)
+    for some in (described[:2] + described[3:], described[1:]):
+        try:
+            sharded.metadata(some)
+        except CheckpointError:
+            continue
+        raise AssertionError("metadata of a part")
+
+
+def moved(folder: Path) -> None:
+    """Tensors that get other memory, and state that comes later, are followed."""
+    made = built("half")
+    shards, optimizer = shards_of(made), made[1]["optimizer"]
+    train(made, 0, 2)
+    shards.look()
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+    assert not shards.look()
+    train(made, 2, 3)
+    require_image(shards, made)
+    model = made[0]["model"]
+    model.unused.weight.grad = torch.zeros_like(model.unused.weight)  # its state is made in step 4
+    train(made, 3, 4)
+    assert shards.look()
+    require_image(shards, made)
+    model(torch.zeros(8, dtype=torch.int64))  # parameters of the root stay gathered
+    require_image(shards, made)
+
+
+def require_image(shards: sharded.Shards, made: Built) -> None:
+    """The image holds what the optimizers hold."""
+    found = sharded.parse(image_of(shards, groups_of(made)))
+    held = {e.name: found.tensor(e) for e in found.table.entries}
+    for entry, live in shards.tensors():
+        assert torch.equal(held[entry.name], live), entry.name
+    model, optimizer = made[0]["model"], made[1]["optimizer"]
+    stated = get_optimizer_state_dict(model, optimizer)["state"]
+    for fqn, state in stated.items():  # type: ignore[union-attr]
+        for key, value in state.items():  # type: ignore[union-attr]
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            assert torch.equal(held[f"optimizer.state.{fqn}.{key}"], local), (fqn, key)
+
+
+def refusals(folder: Path) -> None:
+    """What cannot be described says so."""
+    torch.manual_seed(1)
+    model = Net()
+    stale = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    try:
+        sharded.Shards({"model": model}, {"optimizer": stale}, dist.get_rank(), 4)
+    except ConfigError as error:
+        assert "before fully_shard" in str(error), error
+    else:
+        raise AssertionError("an optimizer of other parameters was taken")
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    first = sharded.unsupported({"model": FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))}, {})
+    assert first is not None and first[0] == "FullyShardedDataParallel" and "fully_shard" in first[2]
+    zero = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.AdamW)
+    second = sharded.unsupported({"model": Net()}, {"optimizer": zero})
+    assert second is not None and second[0] == "ZeroRedundancyOptimizer"
+
+
+CHECKS = (one_dimensions, hybrids, halves, tensor_parallels, severals, replicas, other_world, misfits, holes, moved, refusals)
+
+
+def main() -> None:
+    """Each check on all ranks; one that fails does not hinder the next."""
+    dist.init_process_group("gloo")
+    only = sys.argv[2:]
+    for check in CHECKS:
+        if only and check.__name__ not in only:
+            continue
+        try:
+            check(Path(sys.argv[1]))
+            result = ""
+        except BaseException:
+            result = traceback.format_exc()
+            if only:
+                raise
+        results: list[Any] = [None] * 4
+        dist.all_gather_object(results, result)
+        if dist.get_rank() == 0:
+            bad = next((f"rank {rank}: {text}" for rank, text in enumerate(results) if text), "ok")
+            print(f"{check.__name__}: {bad}", flush=True)
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
