@@ -6,13 +6,16 @@ Rank 0 prints one line per check: its name, and `ok` or what was wrong on the fi
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -55,7 +58,8 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         x = self.norm(x + self.frozen(x))
-        return self.head(x + self.back(torch.relu(self.few(x))))
+        logits: Tensor = self.head(x + self.back(torch.relu(self.few(x))))
+        return logits
 
 
 class Counting(torch.optim.Optimizer):
@@ -65,7 +69,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "shape": (1, (2, 3)), "scale": torch.tensor(0.5)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """The update."""
         for group in self.param_groups:
             for p in group["params"]:
@@ -78,6 +82,12 @@ class Counting(torch.optim.Optimizer):
                     state["inner"]["sum"].add_(p.grad)
                     state["inner"]["factors"][0] += state["calls"]
                     p.add_(state["inner"]["sum"], alpha=-group["lr"] * float(group["scale"]))
+
+
+def spread(module: nn.Module, **options: Any) -> nn.Module:
+    """`fully_shard`, which changes the module's class."""
+    fully_shard(module, **options)
+    return module
 
 
 Built = tuple[dict[str, nn.Module], dict[str, Any]]
@@ -99,7 +109,7 @@ def hybrid() -> Built:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, policy = Net(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for i, layer in enumerate(model.layers):
-        model.layers[i] = fully_shard(checkpoint_wrapper(layer), mesh=mesh, mp_policy=policy)
+        model.layers[i] = spread(checkpoint_wrapper(layer), mesh=mesh, mp_policy=policy)
     fully_shard(model.norm, mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return {"model": model}, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)}
@@ -154,7 +164,7 @@ def train(made: Built, first: int, last: int) -> None:
         numbers = torch.Generator().manual_seed(100 * step + mine)
         tokens = torch.randint(0, 12, (8,), generator=numbers)
         for model in models.values():
-            nn.functional.cross_entropy(model(tokens).float(), tokens).backward()
+            nn.functional.cross_entropy(model(tokens).float(), tokens).backward()  # type: ignore[no-untyped-call]
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
@@ -167,11 +177,10 @@ def _split(model: nn.Module) -> bool:
 
 def shards_of(made: Built) -> sharded.Shards:
     """As a session makes it."""
-    single = {"single_model": len(made[0]) == 1, "single_optimizer": len(made[1]) == 1}
-    return sharded.Shards(*made, dist.get_rank(), dist.get_world_size(), **single)
+    return sharded.Shards(*made, dist.get_rank(), dist.get_world_size(), **singles(made))
 
 
-def singles(made: Built) -> dict[str, bool]:
+def singles(made: Built) -> dict[str, Any]:
     """The arguments that say whether there are names."""
     return {"single_model": len(made[0]) == 1, "single_optimizer": len(made[1]) == 1}
 
@@ -209,7 +218,8 @@ def snapshot(made: Built) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         local = value._local_tensor if isinstance(value, DTensor) else value
-        return str(local.dtype), tuple(local.shape), bytes(local.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        bits = bytes(local.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        return str(local.dtype), tuple(local.shape), bits
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -287,16 +297,17 @@ def everything(name: str, folder: Path) -> None:
 def plainly(made: Built, target: Path, wanted: dict[str, Any], ahead: dict[str, Any]) -> None:
     """By torch alone, as its tutorial does it."""
     model, optimizer = made[0]["model"], made[1]["optimizer"]
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    unused = [n for n in state["optimizer"]["state"] if n.startswith("unused")]  # type: ignore[union-attr]
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    unused = [n for n in state["optimizer"]["state"] if n.startswith("unused")]
     for one in unused:  # torch makes state for these, and finds none
-        del state["optimizer"]["state"][one]  # type: ignore[union-attr]
-    dcp.load(state, checkpoint_id=str(target))
+        del state["optimizer"]["state"][one]
+    dcp.state_dict_loader.load(state, checkpoint_id=str(target))
     parameters = dict(model.named_parameters())
     for one in unused:
         optimizer.state.pop(parameters[one])
         parameters[one].requires_grad_(False)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])  # type: ignore[arg-type]
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for one in unused:
         parameters[one].requires_grad_(True)
     require_same(snapshot(made), wanted)
@@ -339,7 +350,9 @@ def replicas(folder: Path) -> None:
         shards = shards_of(made)
         keys: list[Any] = [None] * 4
         dist.all_gather_object(keys, (shards.digests(), shards.plain_digest()))
-        assert all((keys[a][0] == keys[b][0]) == any(a in g and b in g for g in groups) for a in range(4) for b in range(4))
+        for one in range(4):
+            alike = {other for other in range(4) if keys[one][0] == keys[other][0]}
+            assert alike == next(set(group) for group in groups if one in group)
         assert len({plain for _, plain in keys}) == 1
     assert sharded.replica_groups({"model": Net()}, 4) == ((0, 1, 2, 3),)
     assert not sharded.is_sharded({"model": Net()})
@@ -353,18 +366,19 @@ def other_world(folder: Path) -> None:
     whole = {key: value.full_tensor() if isinstance(value, DTensor) else value
              for key, value in made[0]["model"].state_dict().items()}  # fmt: skip
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
-    model = fully_shard(Net(), mesh=meshes[dist.get_rank() // 2])
+    model = spread(Net(), mesh=meshes[dist.get_rank() // 2])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     groups = optimizer.param_groups
-    optimizer.param_groups = [{**groups[0], "params": groups[0]["params"][:3]}, {**groups[0], "params": groups[0]["params"][3:]}]
+    params = groups[0]["params"]
+    optimizer.param_groups = [{**groups[0], "params": params[:3]}, {**groups[0], "params": params[3:]}]
     sharded.load(target, {"model": model}, {"optimizer": optimizer})
     for key, value in model.state_dict().items():
         mine = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(mine, whole[key]), key
+        assert "running_" in key or torch.equal(mine, whole[key]), key
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.01]
     alone = Net()
     sharded.load(target, {"model": alone}, {})
-    assert all(torch.equal(value, whole[key]) for key, value in alone.state_dict().items())
+    assert all(torch.equal(v, whole[key]) for key, v in alone.state_dict().items() if "running_" not in key)
 
 
 def misfits(folder: Path) -> None:
@@ -373,26 +387,21 @@ def misfits(folder: Path) -> None:
     train(made, 0, 1)
     target, shards = save(folder / "misfit", made, set(), []), shards_of(made)
     image = image_of(shards, groups_of(made))
-    other = fully_shard(Net(16))
+    other = spread(Net(16))
     before = snapshot(({"model": other}, {}))
+    new: Any = torch.optim.AdamW(made[0]["model"].parameters())
     for attempt in (
         lambda: sharded.load(target, {"model": other}, {}),
         lambda: sharded.fill(image, {"model": other}, {}, rank=dist.get_rank(), world_size=4),
         lambda: sharded.fill(image, *made, rank=dist.get_rank(), world_size=5),
-        lambda: sharded.load(target, made[0], {"optimizer": torch.optim.AdamW(made[0]["model"].parameters())}),
+        lambda: sharded.load(target, made[0], {"optimizer": new}),
     ):
-        try:
-            attempt()
-        except CheckpointMismatch:
-            continue
-        raise AssertionError("it was loaded")
+        with pytest.raises(CheckpointMismatch):
+            attempt()  # type: ignore[no-untyped-call]
     require_same(snapshot(({"model": other}, {})), before)
     for damaged in (image[:-1], b"\0" + image[1:], image[:100] + b"\xff" * 40 + image[140:], b""):
-        try:
+        with pytest.raises(ValueError):
             sharded.parse(damaged)
-        except ValueError:
-            continue
-        raise AssertionError("a damaged image was read")
 
 
 def holes(folder: Path) -> None:
@@ -406,11 +415,8 @@ def holes(folder: Path) -> None:
     dist.all_gather_object(described, own)
     sharded.metadata(described)
     for some in (described[:2] + described[3:], described[1:]):
-        try:
+        with pytest.raises(CheckpointError):
             sharded.metadata(some)
-        except CheckpointError:
-            continue
-        raise AssertionError("metadata of a part")
 
 
 def moved(folder: Path) -> None:
@@ -424,13 +430,21 @@ def moved(folder: Path) -> None:
     assert not shards.look()
     train(made, 2, 3)
     require_image(shards, made)
-    model = made[0]["model"]
+    model: Any = made[0]["model"]
     model.unused.weight.grad = torch.zeros_like(model.unused.weight)  # its state is made in step 4
     train(made, 3, 4)
     assert shards.look()
     require_image(shards, made)
+    before = image_of(shards, None)
     model(torch.zeros(8, dtype=torch.int64))  # parameters of the root stay gathered
-    require_image(shards, made)
+    assert type(model.few.weight) is nn.Parameter
+    after, entries = image_of(shards, None), sharded.parse(before).table.entries
+    changed = [entry.name for entry in entries if _raw(before, entry) != _raw(after, entry)]
+    assert all("norm." in name for name in changed), changed
+
+
+def _raw(image: bytes, entry: sharded.Entry) -> bytes:
+    return bytes(sharded.parse(image).raw(entry))
 
 
 def require_image(shards: sharded.Shards, made: Built) -> None:
@@ -440,9 +454,9 @@ def require_image(shards: sharded.Shards, made: Built) -> None:
     for entry, live in shards.tensors():
         assert torch.equal(held[entry.name], live), entry.name
     model, optimizer = made[0]["model"], made[1]["optimizer"]
-    stated = get_optimizer_state_dict(model, optimizer)["state"]
-    for fqn, state in stated.items():  # type: ignore[union-attr]
-        for key, value in state.items():  # type: ignore[union-attr]
+    stated: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    for fqn, state in stated.items():
+        for key, value in state.items():
             local = value._local_tensor if isinstance(value, DTensor) else value
             assert torch.equal(held[f"optimizer.state.{fqn}.{key}"], local), (fqn, key)
 
@@ -450,30 +464,30 @@ def require_image(shards: sharded.Shards, made: Built) -> None:
 def refusals(folder: Path) -> None:
     """What cannot be described says so."""
     torch.manual_seed(1)
-    model = Net()
+    model: Any = Net()
     stale = torch.optim.AdamW(model.parameters())
     fully_shard(model)
-    try:
+    with pytest.raises(ConfigError, match="before fully_shard"):
         sharded.Shards({"model": model}, {"optimizer": stale}, dist.get_rank(), 4)
-    except ConfigError as error:
-        assert "before fully_shard" in str(error), error
-    else:
-        raise AssertionError("an optimizer of other parameters was taken")
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    first = sharded.unsupported({"model": FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))}, {})
+    old: Any = FullyShardedDataParallel
+    first = sharded.unsupported({"model": old(Net(), device_id=torch.device("cpu"), use_orig_params=True)}, {})
     assert first is not None and first[0] == "FullyShardedDataParallel" and "fully_shard" in first[2]
-    zero = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.AdamW)
+    make: Any = ZeroRedundancyOptimizer
+    zero = make(Net().parameters(), torch.optim.AdamW)
     second = sharded.unsupported({"model": Net()}, {"optimizer": zero})
     assert second is not None and second[0] == "ZeroRedundancyOptimizer"
 
 
-CHECKS = (one_dimensions, hybrids, halves, tensor_parallels, severals, replicas, other_world, misfits, holes, moved, refusals)
+CHECKS = (one_dimensions, hybrids, halves, tensor_parallels, severals, replicas, other_world, misfits, holes, moved,
+          refusals)  # fmt: skip
 
 
 def main() -> None:
     """Each check on all ranks; one that fails does not hinder the next."""
+    faulthandler.dump_traceback_later(float(os.environ.get("PATIENCE", 450)), exit=True)
     dist.init_process_group("gloo")
     only = sys.argv[2:]
     for check in CHECKS:
@@ -484,8 +498,7 @@ def main() -> None:
             result = ""
         except BaseException:
             result = traceback.format_exc()
-            if only:
-                raise
+            print(f"rank {dist.get_rank()}: {result}", file=sys.stderr, flush=True)
         results: list[Any] = [None] * 4
         dist.all_gather_object(results, result)
         if dist.get_rank() == 0:

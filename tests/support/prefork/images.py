@@ -46,6 +46,7 @@ _SCRIPTS = {
     "loop_before.py": "loop",
     "loop_after.py": "loop",
     "buckets_worker.py": "loop",
+    "sharded_checks.py": "loop",
     "train_gpt.py": "loop",
     "train_reused.py": "loop",
 }

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from lastgasp.errors import CheckpointMismatch
 from lastgasp.pytorch.sharded import values
@@ -34,8 +34,10 @@ class _Kept(Protocol):
     """What is loaded from."""
 
     path: str
-    paths: Mapping[str, Path]
-    """Name of everything in it -> its place in the state dictionary."""
+
+    @property
+    def paths(self) -> Mapping[str, Path]:
+        """Name of everything in it -> its place in the state dictionary."""
 
     def differs(self, name: str, tensor: Tensor) -> str:
         """Why this tensor cannot be filled from it; empty if it can."""
@@ -220,7 +222,7 @@ class _Directory:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """As `_Kept.fill`."""
         if tensors:
-            dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)
+            dcp_load(dict(tensors), storage_reader=self._reader, no_dist=True)
 
 
 class _Memory:
@@ -241,8 +243,10 @@ class _Memory:
     def differs(self, name: str, tensor: Tensor) -> str:
         """As `_Kept.differs`."""
         entry = self._entries.get(name)
-        if entry is None:
-            return "no tensor there"
+        if entry is None:  # a tensor among the values of a parameter group
+            value = self._values[name]
+            alike = isinstance(value, Tensor) and (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
+            return "" if alike else "another value there"
         chunk, local = chunk_of(tensor, self._image.table.world_size), local_of(tensor)
         there = entry.torch_dtype, entry.shape, entry.offsets, entry.sizes
         here = local.dtype, chunk.shape, chunk.offsets, tuple(local.shape)
