@@ -25,6 +25,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(width)
         self.few = nn.Linear(width, 3)
         self.back = nn.Linear(3, width)
+        self.one = nn.Linear(width, 1)  # the first rank has all of it
         self.head = nn.Linear(width, 12, bias=False)
         self.head.weight = self.embedding.weight
         self.frozen = nn.Linear(width, width)
@@ -36,7 +37,7 @@ class Net(nn.Module):
         """Logits."""
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + layer(x) + self.one(x)
         x = self.norm(x + self.frozen(x))
         logits: Tensor = self.head(x + self.back(torch.relu(self.few(x))))
         return logits

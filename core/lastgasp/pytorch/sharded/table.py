@@ -103,7 +103,7 @@ _DECODER = msgspec.msgpack.Decoder(Table)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Which part of a whole tensor a rank holds."""
+    """Which part of a whole tensor a rank holds; `whole`: every rank of the job holds all of it."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -137,7 +137,9 @@ def chunk_of(tensor: Tensor, world_size: int) -> Chunk:
     local = tuple(tensor._local_tensor.shape)
     if tuple(sizes) != local and (torch.Size(sizes).numel() or torch.Size(local).numel()):
         raise Undescribable(f"a DTensor whose part has shape {list(local)}, where its placements say {list(sizes)}")
-    whole = tuple(sizes) == shape and tensor.device_mesh.size() == world_size
+    mesh = tensor.device_mesh
+    everywhere = all(p.is_replicate() or mesh.size(i) == 1 for i, p in enumerate(tensor.placements))
+    whole = everywhere and mesh.size() == world_size
     return Chunk(shape, tuple(offsets), tuple(sizes), whole)
 
 
