@@ -150,7 +150,7 @@ def _recovery(field: str, value: object) -> Recovery:
     for allowed in get_args(Recovery):
         if value == allowed:
             return cast(Recovery, allowed)
-    raise ConfigError(field, value, f"one of {', '.join(get_args(Recovery))}", "Leave it out for auto.")
+    raise ConfigError(field, value, f"one of {', '.join(get_args(Recovery))}", "Leave it out for the default.")
 
 
 def flag(field: str, value: object) -> bool:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lastgasp.adapter import (
     ConfigError,
@@ -16,7 +17,10 @@ from lastgasp.adapter import (
     refuse_unknown,
     tell_launcher,
 )
+from lastgasp.adapter.again import Recovery, recovery_of
+from lastgasp_lightning.again import watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
+from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.logversions import watch_versions
 from lastgasp_lightning.ranks import require_supported
 from lastgasp_lightning.run import LightningRun
@@ -26,7 +30,7 @@ _NOT_NEEDED = ("on_train_batch_start", "on_before_zero_grad", "on_before_backwar
 """Hooks of each step that do nothing here; what happens in between is seen by patches for a tenth of the cost."""
 
 
-class LastGasp(Callback):
+class LastGasp(Enters, Callback):
     """Saves the current step when a rank dies, raises, hangs or is asked to stop; resumes from it.
 
     Args:
@@ -47,6 +51,9 @@ class LastGasp(Callback):
         profiling_dir: where the marks' files go; default MindCluster's directory where there is one, else
             `profiling` beside the checkpoints.
         profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
+        recovery: how a fault may be answered: "restart" (default) saves the step and restarts the job; "auto" goes on
+            in the same processes where that is possible (docs/in-place.md), "retry" without replacing any, "replace"
+            only where one is replaced; "save" saves the step and ends the job.
 
     Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
 
@@ -67,6 +74,7 @@ class LastGasp(Callback):
         marks: bool | str | None = None,
         profiling_dir: str | os.PathLike[str] | None = None,
         profiling_limit_mb: int | None = None,
+        recovery: Recovery | None = None,
         **unknown: Any,
     ) -> None:
         tell_launcher()
@@ -82,6 +90,8 @@ class LastGasp(Callback):
             sha256=sha256,
         )
         self.marks = MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
+        self.recovery = recovery_of(recovery, "restart")
+        watch_fits(self.recovery)
         self._run: LightningRun | None = None
 
     # -- start ------------------------------------------------------------------------------------
@@ -101,7 +111,9 @@ class LastGasp(Callback):
         require_supported(trainer)
         check_writable(self.config.directory)
         reorder(trainer, self)
-        self._run = LightningRun(trainer, self.config, self.marks)
+        self._run = LightningRun(trainer, self.config, self.marks, self.recovery)
+        if self._run.entry is not None:
+            self._run.entry.end = self._failed
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the checkpoint's boundary."""
@@ -158,6 +170,12 @@ class LastGasp(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Have the step saved and wait for it. A rank that only saw its peers fail exits from here."""
+        self._failed(exception)
+
+    def _failed(self, exception: BaseException) -> None:
+        """Where the fit may be entered again this comes before Lightning answers the exception."""
+        if isinstance(exception, _TunerExitException):
+            return
         run, self._run = self._run, None
         if run is not None:
             run.life.failed(exception)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lastgasp.adapter import switched, tell_launcher
+from lastgasp_lightning.enters import Enters
 
 
 def callbacks() -> list[Callback]:
@@ -28,15 +29,24 @@ def callbacks() -> list[Callback]:
 def _wanted() -> list[Callback]:
     from .testing import fault_callbacks
 
-    on = switched()
-    if on:
-        from .logversions import watch_versions
-
-        watch_versions()
-    return [*([AutoLastGasp()] if on else []), *fault_callbacks()]
+    on = [_automatic()] if switched() else []
+    return [*on, *fault_callbacks()]
 
 
-class AutoLastGasp(Callback):
+def _automatic() -> Callback:
+    from lastgasp.adapter.again import recovery_of
+
+    from .again import watch_fits
+    from .logversions import watch_versions
+
+    found = AutoLastGasp()
+    watch_versions()
+    found.recovery = recovery_of(None, "restart")
+    watch_fits(found.recovery)
+    return found
+
+
+class AutoLastGasp(Enters, Callback):
     """Turns into `LastGasp` when the trainer is set up, or removes itself if the user gave one.
 
     Only then are the user's callbacks known. It leaves the trainer's list in both cases, so that a step

@@ -232,6 +232,8 @@ class _CsvLog(_Log):
 
     def _go_on(self, folder: Path, saved: dict[str, Any], owner: Owner) -> None:
         writer, path = self._writer, folder / Path(self._writer.metrics_file_path).name
+        if folder == self.folder:  # the fit was entered again in this process
+            writer.metrics.clear()
         columns = keep_rows(path, saved["rows"])
         writer.log_dir, writer.metrics_file_path, writer.metrics_keys = str(folder), str(path), columns
         writer.metrics[:0] = saved["waiting"]
@@ -252,6 +254,7 @@ class _EventLog(_Log):
 
     def _go_on(self, folder: Path, saved: dict[str, Any], owner: Owner) -> None:
         fresh = self._file()
+        self._writer.flush()  # where the fit was entered again in this process
         cut_events(files_of(folder, owner.writers), saved["moment"])
         writer = type(self._writer)(log_dir=str(folder), **self._logger._kwargs)
         self._writer.close()

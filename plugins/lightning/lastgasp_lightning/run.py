@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,9 @@ from lastgasp.adapter import (
     StateSource,
     Training,
 )
-from lastgasp.adapter.checkpoint import name_of_fit
+from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.torch import WORKERS, GaspSource, process_groups, save_verified
+from lastgasp_lightning.again import LightningAgain, entry_of, gasp_path, keep_sigterm
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
@@ -42,21 +42,27 @@ class LightningRun(Training):
 
     Attributes:
         life: connects, begins, ends.
+        entry: of this fit, where it may be entered again.
     """
 
-    def __init__(self, trainer: Any, config: GaspConfig, marks: MarksConfig) -> None:
-        self._trainer, self._config = trainer, config
-        users = signal.getsignal(signal.SIGTERM)
-        self._users_handler = users if callable(users) else None
+    def __init__(self, trainer: Any, config: GaspConfig, marks: MarksConfig, recovery: Recovery) -> None:
+        self.trainer, self.config, self.recovery = trainer, config, recovery
+        self.entry = entry_of(trainer)
+        held = self.entry.take() if self.entry is not None else None
+        self.users_handler = users_handler(held)
         self.fit = ThisFit(trainer, config.directory)
         self.state = LightningState(trainer, self.fit)
         self.resume = Resume(self.state)
-        place = place_of(trainer)
+        self.place = place = place_of(trainer)
         framework = Framework(
             name=f"lightning {versions()['lightning']}", kind_of=kind_of, device=trainer.local_rank, versions=versions()
         )
         self._writer = ManifestWriter("lightning", place, lambda: self.fit.fit)
-        self.life = AdapterRun(framework, config, marks, place, connect(trainer, place))
+        make = partial(AdapterRun, framework, config, marks)
+        joined = held.life if held is not None else None
+        self.life = joined or make(place, connect(trainer, place))
+        if held is not None and joined is None:  # ranks are given what others hold only where all are alike
+            self.life.alike_before = True
         self.session = session = self.life.session
         self.progress, self.state.say, self.state.gate = session.progress, session.note, session.before_update
         self.tuning = Tuning(trainer, session.status, self.resume.pending)
@@ -67,6 +73,13 @@ class LightningRun(Training):
         self.mark_step: Callable[[int], None] = _nothing
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
+        self._again_here = LightningAgain(self, make, self._writer, held)
+        if recovery == "save":
+            session.status.recovery = recovery
+        if self._again_here.enters:
+            self.selector.memory = self._again_here.received
+        if joined is not None:
+            self.life.on_close(keep_sigterm(trainer))
         try:
             self._install()
         except BaseException as error:
@@ -74,12 +87,12 @@ class LightningRun(Training):
             raise
 
     def _install(self) -> None:
-        trainer, session, on_close = self._trainer, self.session, self.life.on_close
+        trainer, session, on_close = self.trainer, self.session, self.life.on_close
         on_close(self.state.close, last=True)
         on_close(self.resume.uninstall)
         on_close(no_sigterm_broadcast(trainer))
         on_close(hold_observer(session))
-        on_close(VerifiedCheckpointIO.install(trainer, self._config, self._writer, session.status).uninstall)
+        on_close(VerifiedCheckpointIO.install(trainer, self.config, self._writer, session.status).uninstall)
         on_close(self.selector.install())
         on_close(self.tuning.install())
         on_close(self.logs.uninstall)
@@ -88,34 +101,39 @@ class LightningRun(Training):
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary of `checkpoint`."""
-        if self.resume.install(self._trainer, checkpoint) and self.selector.same_run:
+        if self.resume.install(self.trainer, checkpoint) and self.selector.same_run:
             self.logs.hold(logged(checkpoint), checkpoint)
 
     def begin(self) -> None:
         """Training starts, or is resumed at the boundary that was restored."""
-        step, strategy, life = self._trainer.global_step, self._trainer.strategy, self.life
+        step, strategy, life = self.trainer.global_step, self.trainer.strategy, self.life
         life.on_close(before_calls(strategy, "training_step", partial(self.progress, "forward")))
         life.on_close(before_calls(strategy.precision_plugin, "backward", self._backward))
         self._mark()
-        for owner in (self._trainer, strategy, strategy.precision_plugin):  # patched above, and asked in each step
+        for owner in (self.trainer, strategy, strategy.precision_plugin):  # patched above, and asked in each step
             own_dict(owner)
         self.logs.own()
-        self._source = GaspSource(
-            lambda files, step, aux: save_verified(self.state.dump(step, aux), files),
-            lambda step: self._config.directory / f"gasp-{name_of_fit(self.fit.number())}step={step:08d}.ckpt", LAYOUT,
-            recorder=self.state.recorder, writer=self._writer, config=self._config, alike=lambda: life.alike,
+        source = GaspSource(
+            lambda files, step, aux: save_verified(self.dump(step, aux), files),
+            lambda step: gasp_path(self.config.directory, step, self.fit.number()), LAYOUT,
+            recorder=self.state.recorder, writer=self._writer, config=self.config, alike=lambda: life.alike,
         )  # fmt: skip
-        self._source.present = self.selector.present
+        source.present = self.selector.present
+        self._source: StateSource = source
+        durable = self._again_here.durable(step) if self.selector.resumed else 0
+        if self._again_here.enters:
+            self._again_here.ready()
+            mark_step = self.mark_step
+            self.mark_step = partial(self._first_step, mark_step)
         life.bind(self)
-        durable = step if self.selector.resumed else 0
-        life.begin(step, durable, users_handler=self._users_handler, device=str(strategy.root_device))
+        life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if reason := self.state.position.inexact:
             workers = "a resume restores the order of the samples, not random numbers drawn in DataLoader workers"
             log.info(workers if reason == WORKERS else f"a resume in the middle of an epoch gets other data: {reason}")
 
     def follow_updates(self) -> bool:
         """Whether `before_update` is called from now on without the hook."""
-        undo = before_updates(self._trainer.strategy.precision_plugin, self.before_update)
+        undo = before_updates(self.trainer.strategy.precision_plugin, self.before_update)
         if undo is not None:
             self.life.on_close(undo)
         return undo is not None
@@ -134,12 +152,18 @@ class LightningRun(Training):
         recorder = self.session.recorder
         if recorder is None:
             return
-        marks = LightningMarks(self._trainer, recorder.marks)
+        marks = LightningMarks(self.trainer, recorder.marks)
         marks.install()
         self.life.on_close(marks.close)
         self.mark_update, self.mark_step = marks.update_begins, marks.step_end
         recorder.set_groups(process_groups())
         recorder.set_device_rows(marks.device_rows)
+
+    def _first_step(self, mark_step: Callable[[int], None], step: int) -> None:
+        """The first step since the fit was entered again: what was held is not needed any more."""
+        self.mark_step = mark_step
+        mark_step(step)
+        self._again_here.forget()
 
     # -- called by the seam -------------------------------------------------------------------------------
 
@@ -147,6 +171,14 @@ class LightningRun(Training):
     def source(self) -> StateSource:
         """As `Training` says."""
         return self._source
+
+    @source.setter
+    def source(self, source: StateSource) -> None:
+        self._source = source
+
+    def dump(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
+        """The checkpoint of `step`; enters no collective."""
+        return self.state.dump(step, aux)
 
     def digests(self) -> Digests:
         """As `Training` says."""
@@ -164,7 +196,7 @@ class LightningRun(Training):
 
     def before_exit(self) -> None:
         """As `Training` says."""
-        for logger in self._trainer.loggers:
+        for logger in self.trainer.loggers:
             logger.finalize("failed")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place, SelectionPolicy, Undo
+from lastgasp.adapter.again import MEMORY, Memory, cloned
 from lastgasp.adapter.checkpoint import Candidate, newest_good
 from lastgasp.adapter.torch import exception_origin
 from lastgasp_lightning.checkpoint_io import LAYOUT, search_folders
@@ -42,6 +43,7 @@ class LightningSelector:
         present: the manifests that were there before (`CheckpointSelector.present`).
         same_run: and the user did not name it, so that it is the same run that resumes.
         loaded: called on all ranks once it is loaded.
+        memory: where the fit was entered again: what all ranks begin with, instead of any file.
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
@@ -49,6 +51,7 @@ class LightningSelector:
         self.resumed = self.same_run = False
         self.loaded: Callable[[], None] = lambda: None
         self.present: frozenset[str] | None = None
+        self.memory: Callable[[], Memory] | None = None
 
     def install(self) -> Undo:
         """Wrap `_restore_modules_and_callbacks`, which runs after all `setup` hooks."""
@@ -87,6 +90,9 @@ class LightningSelector:
         trainer, config = self._trainer, self._config
         local = (trainer.local_rank, max(1, trainer.num_devices))
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
+        if self.memory is not None:
+            self._load_memory(self.memory(), load)
+            return True
         policy = SelectionPolicy(config, self._place, folders, LAYOUT, local, fit=fit, instead=bool(given))
         selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
 
@@ -102,6 +108,22 @@ class LightningSelector:
         if found and self.same_run:
             self.loaded()
         return found
+
+    def _load_memory(self, memory: Memory, load: Callable[[Path], None]) -> None:
+        connector = self._trainer._checkpoint_connector
+        given = connector._ckpt_path
+        # Optimizers train the very tensors that they are given.
+        undo = replace_method(
+            self._trainer.strategy, "load_checkpoint", lambda _: lambda *args, **options: cloned(memory.checkpoint)
+        )
+        try:
+            self.resumed = self.same_run = True
+            load(MEMORY)
+        finally:
+            undo()
+            connector._ckpt_path = given
+        self.present = memory.present
+        self.loaded()
 
     def _warn(self, given: Any, path: Path) -> None:
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0

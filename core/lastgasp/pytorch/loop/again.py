@@ -8,7 +8,8 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from lastgasp.gasp.again import ORDER, Again
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.handover import hand_over
-from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import Held, Memory
 
 log = logging.getLogger("lastgasp")
@@ -31,6 +31,13 @@ LATER = {"auto": "later", "replace": ""}
 _current: Entry | None = None
 _begun = False
 """A training of this process has begun. A new process would run the script up to that one's place, not to a later."""
+
+
+class Renewed(Protocol):
+    """What a process keeps from one entry to the next."""
+
+    def renew(self, state: Any) -> None:
+        """Make it as a new process would have it; `state` is what `Held` says of the entry that has ended."""
 
 
 class Entry:
@@ -49,7 +56,7 @@ class Entry:
         self.why, self.held, self.first = why, held, first
         self.again, self.sessions = False, 0
         self.end: Callable[[BaseException], object] | None = None
-        self.objects: KeptObjects | None = None
+        self.objects: Renewed | None = None
 
     def take(self) -> Held | None:
         """For a session that is being opened: what it begins with, if the training was entered again.
@@ -76,6 +83,11 @@ def current() -> Entry | None:
     return _current
 
 
+def in_progress() -> bool:
+    """Whether this process is inside of `train` or of another training that may be entered again."""
+    return _current is not None
+
+
 def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function(*args, **kwargs)`; after a fault that can be answered in place, call it again in the same process.
 
@@ -94,17 +106,31 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         UsageError: it is called inside of itself, or the function is a generator or a coroutine.
         BaseException: what the function has raised, where it is not entered again.
     """
-    global _current, _begun
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         raise UsageError("train() calls a function that trains: a generator or a coroutine does nothing when called")
-    if _current is not None:
+    if in_progress():
         raise UsageError("train() is called inside of a function that train() has called")
-    entry = _current = Entry(_cannot(), _as_replacement(), first=not _begun)
+    return enter(partial(function, *args, **kwargs), _cannot())
+
+
+def enter(function: Callable[[], T], why: str) -> T:
+    """Call `function`, and again after each fault that is answered in place; no other training may be in progress.
+
+    Args:
+        why: why it cannot be entered again; empty if it can.
+
+    Raises:
+        BaseException: what the function has raised, where it is not entered again.
+    """
+    global _current, _begun
+    if why and os.environ.get("RANK", "0") == "0":
+        log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
+    entry = _current = Entry(why, _as_replacement(), first=not _begun)
     _begun = True
     try:
         while True:
             try:
-                result = function(*args, **kwargs)
+                result = function()
                 if not entry.again:
                     return result
                 _goes_on(entry, None)  # it has handled the error itself
@@ -118,14 +144,11 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _cannot() -> str:
-    why = ""
     if dist.is_available() and dist.is_initialized():
-        why = "the process group was made outside of the function that train() calls"
-    elif threading.current_thread() is not threading.main_thread():
-        why = "train() is not called on the main thread, where signals arrive"
-    if why and os.environ.get("RANK", "0") == "0":
-        log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
-    return why
+        return "the process group was made outside of the function that train() calls"
+    if threading.current_thread() is not threading.main_thread():
+        return "train() is not called on the main thread, where signals arrive"
+    return ""
 
 
 def _as_replacement() -> Held | None:
@@ -155,11 +178,11 @@ def _enter_again(entry: Entry) -> None:
             for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it lives
                 vars(wrapped).pop(name, None)
         held.wrapped.clear()
-        if held.state is not None and entry.objects is not None:
-            entry.objects.renew(held.state)
-            held.state = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        if entry.objects is not None:
+            entry.objects.renew(held.state)
+            held.state = None
         os.environ.update(held.again.environment)
         if held.rejoin is not None:
             held.life, held.rejoin = held.rejoin(), None

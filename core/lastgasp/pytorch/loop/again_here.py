@@ -1,4 +1,4 @@
-"""What a session's run does for `train`: keeps the state of a step, and begins with it when entered again."""
+"""What a run does for `train`: keeps the state of a step, and begins with it when its training is entered again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import Again
+from lastgasp.ports import Layout
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
-from lastgasp.pytorch.loop.again import LATER, received
+from lastgasp.pytorch.loop.again import LATER, Renewed, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory
 from lastgasp.pytorch.loop.parts import ddp_of
@@ -32,35 +33,65 @@ MEMORY = Path("memory")
 
 
 class AgainHere:
-    """One per run.
+    """One per run; a subclass says where things are in its framework.
 
     Args:
-        run: the `loop.run.Run`.
+        run: what is entered again. Its attributes: `entry` (None or the `Entry`), `recovery`, `life`, `place`,
+            `config`, `source`, `users_handler`, `fit` (of `Held`), and `dump(step, aux)`, the checkpoint of a step.
         make: makes an `AdapterRun` like the run's, for a place and a contact.
         writer: names who writes.
         held: what the training is entered again with; None at a start.
     """
 
+    layout: Layout = files.LAYOUT
+
     def __init__(
         self, run: Any, make: Callable[[Place, Any], AdapterRun], writer: ManifestWriter, held: Held | None
     ) -> None:
-        self._run, self._make, self._writer, self._held = run, make, writer, held
+        self.run, self._make, self._writer, self._held = run, make, writer, held
         self._memory: Memory | None = None
         self._source: FromMemory | None = None
-        entry, status = run.entry, run.engine.status
-        embedded = run.engine.backend.backend == "embedded"
+        entry, status = run.entry, run.life.session.status
+        embedded = run.life.session.backend.backend == "embedded"
         if embedded and entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             run.life.before_again = self.keep
-            entry.objects = entry.objects or KeptObjects(run.state)
+            entry.objects = entry.objects or self.objects()
 
-    def fill(self) -> bool:
-        """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
-        if self._held is None:
-            return False
-        memory = self._memory = received(self._held)
-        self._run.fill(cloned(memory.checkpoint), MEMORY)  # optimizers would train the very tensors that they are given
-        return True
+    # -- of a framework -----------------------------------------------------------------------------------
+
+    def objects(self) -> Renewed:
+        """What goes on with the next entry; asked for in the first one."""
+        raise NotImplementedError
+
+    def target(self, step: int) -> Path:
+        """Where the gasp of a step would stand."""
+        raise NotImplementedError
+
+    def contact(self, place: Place) -> Any:
+        """How a rank that has left its process group reaches the controller."""
+        raise NotImplementedError
+
+    def let_go(self) -> list[Any]:
+        """Leave the DDP wrappers, which must be gone before new ones are made."""
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """What `objects()` are renewed with."""
+        return None
+
+    # -- a start ------------------------------------------------------------------------------------------
+
+    @property
+    def enters(self) -> bool:
+        """The training was entered again, and begins with what is in memory."""
+        return self._held is not None
+
+    def received(self) -> Memory:
+        """What all begin with; all ranks call it together, `enters` is true on all of them."""
+        assert self._held is not None
+        self._memory = received(self._held)
+        return self._memory
 
     def durable(self, step: int) -> int:
         """The newest step on disk, where training begins with `step`."""
@@ -74,9 +105,9 @@ class AgainHere:
         source = held.life.source.inner if held.life is not None else None
         if not isinstance(source, FromMemory):
             source = FromMemory(memory.step, self._source_of(memory))
-        self._run.source.present = memory.present
-        source.live = self._run.source
-        self._source = self._run.source = source
+        self.run.source.present = memory.present
+        source.live = self.run.source
+        self._source = self.run.source = source
         self._held = None
 
     def forget(self) -> None:
@@ -93,7 +124,7 @@ class AgainHere:
         Raises:
             NotSaveable: it is not the step that was agreed on.
         """
-        between = SigtermBetween(self._run.engine.status, self._run.users_handler)
+        between = SigtermBetween(self.run.life.session.status, self.run.users_handler)
         try:
             self._keep(again, between)
         except BaseException:
@@ -101,25 +132,26 @@ class AgainHere:
             raise
 
     def _keep(self, again: Again, between: SigtermBetween) -> None:
-        run, memory, rejoin, alone = self._run, None, None, None
-        if run.rank not in again.takers:
+        run, memory, rejoin, alone = self.run, None, None, None
+        status = run.life.session.status
+        if run.place.rank not in again.takers:
             checkpoint = cloned(run.dump(again.step, again.aux))
-            durable = again.step if again.saved else run.engine.status.durable
+            durable = again.step if again.saved else status.durable
             memory = Memory(again.step, checkpoint, durable, run.source.present)
             place = replace(run.place, incarnation=again.incarnation)
-            known = run.engine.status.recovery, run.users_handler, run.life.alike
+            known = status.recovery, run.users_handler, run.life.alike
             source = self._source_of(memory)
-            rejoin = partial(_rejoin, self._make, place, memory, source, known, between)
+            join = partial(_joined, self._make, self.contact)
+            rejoin = partial(_rejoin, join, place, memory, source, known, between)
             alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
-        wrapped = [ddp for model in run.state.models.values() if (ddp := ddp_of(model)) is not None]
         held = Held(
             again,
             memory,
             run.fit,
             rejoin,
             None,
-            wrapped,
-            run.state,
+            self.let_go(),
+            self.state(),
             users_handler=run.users_handler,
             between=between,
             alone=alone,
@@ -127,12 +159,12 @@ class AgainHere:
         run.entry.keep(held)
 
     def _source_of(self, memory: Memory) -> GaspSource:
-        config, number, alike = self._run.config, self._run.fit.number, self._run.life.alike
-        own = memory.checkpoint[KEY]["small"].get(self._run.rank)
+        config, alike = self.run.config, self.run.life.alike
+        own = memory.checkpoint[KEY]["small"].get(self.run.place.rank)
         found = GaspSource(
             partial(_write, memory),
-            lambda step: files.gasp_path(config.directory, step, number),
-            files.LAYOUT,
+            self.target,
+            self.layout,
             recorder=RecorderOfMemory(memory.step, own),
             writer=self._writer,
             config=config,
@@ -142,21 +174,58 @@ class AgainHere:
         return found
 
 
+class LoopAgain(AgainHere):
+    """Of a custom loop's run."""
+
+    def fill(self) -> bool:
+        """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
+        if not self.enters:
+            return False
+        self.run.fill(cloned(self.received().checkpoint), MEMORY)  # optimizers train the very tensors they are given
+        return True
+
+    def objects(self) -> Renewed:
+        """What the user has made outside of the function."""
+        return KeptObjects(self.run.state)
+
+    def target(self, step: int) -> Path:
+        """As of any gasp of the loop."""
+        return files.gasp_path(self.run.config.directory, step, self.run.fit.number)
+
+    def contact(self, place: Place) -> Any:
+        """Its launcher's controller."""
+        return connect(place)
+
+    def let_go(self) -> list[Any]:
+        """The function makes its wrappers itself, and drops them."""
+        return [ddp for model in self.run.state.models.values() if (ddp := ddp_of(model)) is not None]
+
+    def state(self) -> Any:
+        """The objects of the session that has ended."""
+        return self.run.state
+
+
 def _write(memory: Memory, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
     if step != memory.step:
         raise NotSaveable(f"this rank holds step {memory.step} in memory, not {step}")
     save_verified(memory.checkpoint, staged)
 
 
+def _joined(
+    make: Callable[[Place, Any], AdapterRun], contact: Callable[[Place], Any], place: Place
+) -> AdapterRun:
+    return make(place, contact(place))
+
+
 def _rejoin(
-    make: Callable[[Place, Any], AdapterRun],
+    join: Callable[[Place], AdapterRun],
     place: Place,
     memory: Memory,
     source: GaspSource,
     known: tuple[str, Any, bool],
     between: SigtermBetween,
 ) -> AdapterRun:
-    life = make(place, connect(place))
+    life = join(place)
     life.alike_before = known[2]
     try:
         life.session.status.recovery = known[0]

@@ -14,26 +14,44 @@ from torch import nn
 from lastgasp.pytorch.loop.state import TorchState
 
 
-class KeptObjects:
-    """What is known of the objects of a `train`, from the first call of its function; does not keep them alive."""
+class KeptModules:
+    """The modes of modules and parameters; does not keep them alive."""
 
-    def __init__(self, state: TorchState) -> None:
-        self._modules = [(weakref.ref(module), module.training) for module in state.container.modules()]
-        self._parameters = [(weakref.ref(p), p.requires_grad) for p in state.container.parameters()]
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [(weakref.ref(each), each.training) for each in module.modules()]
+        self._parameters = [(weakref.ref(p), p.requires_grad) for p in module.parameters()]
 
-    def renew(self, state: TorchState) -> None:
-        """Before the next call: `state` is that of the call that has ended."""
-        for parameter in _trained(state):
-            parameter.grad = None
+    def renew(self) -> None:
+        """Those modes again, and no gradients."""
         for module, training in self._modules:
             if (found := module()) is not None:
                 found.training = training
         for reference, flag in self._parameters:
             if (kept := reference()) is not None:
+                kept.grad = None
                 kept.requires_grad_(flag)
-        stages: Any = vars(state.scaler).get("_per_optimizer_states") if state.scaler is not None else None
-        if stages is not None:  # else it takes gradients for unscaled that are not
-            stages.clear()
+
+
+class KeptObjects:
+    """What is known of the objects of a `train`, from the first call of its function; does not keep them alive."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._modules = KeptModules(state.container)
+
+    def renew(self, state: TorchState) -> None:
+        """Before the next call: `state` is that of the call that has ended."""
+        for parameter in _trained(state):
+            parameter.grad = None
+        self._modules.renew()
+        if state.scaler is not None:
+            renew_scaler(state.scaler)
+
+
+def renew_scaler(scaler: Any) -> None:
+    """In the middle of a step it takes gradients for unscaled that are not."""
+    stages: Any = vars(scaler).get("_per_optimizer_states")
+    if stages is not None:
+        stages.clear()
 
 
 def _trained(state: TorchState) -> list[nn.Parameter]:

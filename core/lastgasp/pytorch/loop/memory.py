@@ -12,7 +12,6 @@ from lastgasp.gasp.again import Again
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
-from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.replicas import Digests
 
 
@@ -44,7 +43,7 @@ class Held:
         alone: saves what is held where that is not possible.
         life: that run, once this rank has joined with what it holds.
         wrapped: the models' DDP wrappers, which must be gone before new ones are made.
-        state: the objects of the session that has ended; None in a new process.
+        state: what the kept objects are renewed with (`Renewed.renew`).
         users_handler: of SIGTERM.
         between: takes SIGTERM until this rank has joined again; None in a new process.
     """
@@ -55,7 +54,7 @@ class Held:
     rejoin: Callable[[], AdapterRun] | None = None
     life: AdapterRun | None = None
     wrapped: list[Any] = field(default_factory=list)
-    state: TorchState | None = None
+    state: Any = None
     users_handler: Any = None
     between: SigtermBetween | None = None
     alone: Callable[[BaseException], object] | None = None

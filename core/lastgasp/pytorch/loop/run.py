@@ -24,7 +24,7 @@ from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, restore_aux
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import again, files
-from lastgasp.pytorch.loop.again_here import AgainHere, users_handler
+from lastgasp.pytorch.loop.again_here import LoopAgain, users_handler
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.faults import install_faults
@@ -128,7 +128,7 @@ class Run:
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
         )  # fmt: skip
         self._periodic = Periodic(self.engine, writer, config, self.fit.number)
-        self._again_here = AgainHere(self, make, writer, held)
+        self._again_here = LoopAgain(self, make, writer, held)
         try:
             self._start()
         except BaseException as error:

@@ -1,0 +1,32 @@
+"""Recovery in place for adapters of torch frameworks: a training that is entered again in the same process.
+
+The adapter calls `enter` around its framework's training. In it, its run takes what it begins with from the `Entry`
+(`current().take()`), and has a subclass of `AgainHere` that says where things are in the framework.
+"""
+
+from __future__ import annotations
+
+from lastgasp.config import Recovery, recovery_of
+from lastgasp.pytorch.handover import cloned
+from lastgasp.pytorch.loop.again import Entry, Renewed, current, enter, in_progress
+from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
+from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
+from lastgasp.pytorch.loop.memory import Held, Memory
+
+__all__ = [
+    "MEMORY",
+    "AgainHere",
+    "Entry",
+    "Held",
+    "KeptModules",
+    "Memory",
+    "Recovery",
+    "Renewed",
+    "cloned",
+    "current",
+    "enter",
+    "in_progress",
+    "recovery_of",
+    "renew_scaler",
+    "users_handler",
+]

@@ -1,0 +1,141 @@
+"""Recovery in place: `fit` is entered again in the same `trainer.fit` call (docs/in-place.md).
+
+A process that survives a fault goes through the whole of Lightning's `fit` again, as a new process does: from the
+process group to the first batch. So all ranks meet in the same collectives, and what a user's hooks build is built
+again. What is different from a restart is where the state comes from: memory instead of a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy
+
+from lastgasp.adapter import Place, launched
+from lastgasp.adapter.again import AgainHere, Entry, Recovery, Renewed, current, enter, in_progress
+from lastgasp.adapter.checkpoint import name_of_fit
+from lastgasp_lightning.checkpoint_io import LAYOUT
+from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.enters import Enters
+from lastgasp_lightning.kept import KeptTrainer
+from lastgasp_lightning.ranks import connect
+
+log = logging.getLogger("lastgasp")
+
+IN_PLACE: tuple[Recovery, ...] = ("auto", "retry", "replace")
+"""Values of `recovery` with which a fit may be entered again."""
+
+
+def watch_fits(recovery: Recovery) -> None:
+    """From now on each `fit` of a trainer that asks for it may be entered again. Idempotent.
+
+    Which callbacks a trainer has is known when `fit` begins, and a callback is first called within it.
+    """
+    original = Trainer._fit_impl
+    if recovery not in IN_PLACE or hasattr(original, "_lastgasp"):
+        return
+
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = any(isinstance(one, Enters) and one.recovery in IN_PLACE for one in self.callbacks)
+        if not asked or in_progress():
+            return original(self, *args, **kwargs)
+        if why := cannot(self):
+            if os.environ.get("RANK", "0") == "0":
+                log.warning("this fit cannot be entered again: %s. After a fault the job restarts", why)
+            return original(self, *args, **kwargs)
+        kept = KeptTrainer(self, args[0] if args else kwargs["model"])
+
+        def entered() -> Any:
+            entry = current()
+            assert entry is not None
+            entry.objects = kept
+            return original(self, *args, **kwargs)
+
+        return enter(entered, "")
+
+    fit._lastgasp = True  # type: ignore[attr-defined]
+    Trainer._fit_impl = fit  # type: ignore[method-assign]
+
+
+def cannot(trainer: Any) -> str:
+    """Why a fit of this trainer cannot be entered again; empty if it can."""
+    strategy, epoch = trainer.strategy, getattr(trainer.fit_loop, "epoch_loop", None)
+    if type(strategy) is not DDPStrategy or strategy._start_method != "popen":
+        return f"its strategy is {type(strategy).__name__}, and only 'ddp' can make its process group anew"
+    if not launched():
+        return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
+    if dist.is_available() and dist.is_initialized():
+        return "its process group was there before; an earlier fit, validate or test of the script has made it"
+    if threading.current_thread() is not threading.main_thread():
+        return "it is not called on the main thread, where signals arrive"
+    if type(trainer.fit_loop) is not _FitLoop or type(epoch) is not _TrainingEpochLoop:
+        return "its loops are not Lightning's own"
+    if type(trainer.profiler) is not PassThroughProfiler:
+        return f"a profiler is on ({type(trainer.profiler).__name__})"
+    finders = [type(one).__name__ for one in trainer.callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+    return f"{finders[0]} tunes inside of it" if finders else ""
+
+
+def entry_of(trainer: Any) -> Entry | None:
+    """The fit of this trainer that may be entered again, if it is one."""
+    entry = current()
+    kept = entry.objects if entry is not None else None
+    return entry if isinstance(kept, KeptTrainer) and kept.trainer is trainer else None
+
+
+class LightningAgain(AgainHere):
+    """What a `LightningRun` keeps for the next entry, and begins with."""
+
+    layout = LAYOUT
+
+    def objects(self) -> Renewed:
+        """Kept since before the first entry."""
+        found: Renewed = self.run.entry.objects
+        return found
+
+    def target(self, step: int) -> Path:
+        """As of any gasp of this fit."""
+        return gasp_path(self.run.config.directory, step, self.run.fit.number())
+
+    def contact(self, place: Place) -> Any:
+        """Its launcher's controller."""
+        return connect(self.run.trainer, place)
+
+    def let_go(self) -> list[Any]:
+        """Leave the wrapper of Lightning's strategy."""
+        strategy = self.run.trainer.strategy
+        wrapped, strategy.model = strategy.model, strategy.lightning_module
+        return [wrapped] if wrapped is not strategy.model else []
+
+
+def gasp_path(directory: Path, step: int, fit: int) -> Path:
+    """Where the gasp of a step stands."""
+    return directory / f"gasp-{name_of_fit(fit)}step={step:08d}.ckpt"
+
+
+def keep_sigterm(trainer: Any) -> Undo:
+    """A session takes SIGTERM already when Lightning installs its handlers: it keeps that one."""
+
+    def make(register: Callable[[], None]) -> Callable[[], None]:
+        def registered() -> None:
+            ours = signal.getsignal(signal.SIGTERM)
+            register()
+            signal.signal(signal.SIGTERM, ours)
+
+        return registered
+
+    return replace_method(trainer._signal_connector, "register_signal_handlers", make)

@@ -1,0 +1,14 @@
+"""What Lightning's entry point needs to know of recovery in place; imports nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lastgasp.adapter.again import Recovery
+
+
+class Enters:
+    """A callback that protects its trainer's fits; `recovery` as `LastGasp` says it."""
+
+    recovery: Recovery = "restart"

@@ -1,0 +1,129 @@
+"""A trainer and its module between two entries of `fit`: as a new process would have them, but for the weights.
+
+What a new process would not have: counters of loops, wrappers, optimizers, the states of Lightning's callbacks, modes
+of an evaluation, gradients, metrics. All of that is in the checkpoint, or made when `fit` begins. What callbacks and
+modules of the user's keep besides their state is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torchmetrics import Metric
+
+from lastgasp.adapter.again import KeptModules, renew_scaler
+from lastgasp.adapter.torch import rng
+
+log = logging.getLogger("lastgasp")
+
+_BARS = ("_train_progress_bar", "_val_progress_bar")
+
+
+class KeptTrainer:
+    """What is known of a trainer before its `fit` is entered for the first time.
+
+    Attributes:
+        trainer: the Trainer.
+    """
+
+    def __init__(self, trainer: Any, model: Any) -> None:
+        self.trainer, self._module = trainer, model
+        self._modes = KeptModules(model)
+        self._plain = {name: value for name, value in vars(trainer).items() if isinstance(value, _PLAIN)}
+        self._state = vars(trainer.state).copy()
+        self._callbacks = list(trainer.callbacks)
+        owners = [*filter(_is_lightnings, self._callbacks), trainer._logger_connector, trainer._checkpoint_connector]
+        self._attributes = [(owner, _copied(vars(owner))) for owner in owners]
+        self._loops = _loops(trainer.fit_loop)
+        self._random = rng.RngRecorder().snapshot()
+
+    def renew(self, state: object) -> None:
+        """Between two entries: the process group is gone, and nothing of the last entry goes on."""
+        trainer = self.trainer
+        trainer.training = True  # else the loop that was active would be left as it is
+        trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)  # somebody else has it meanwhile
+        trainer._teardown()
+        self._tear_down()
+        strategy = trainer.strategy
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+        strategy._pl_static_graph_delay_done = False
+        if (scaler := getattr(strategy.precision_plugin, "scaler", None)) is not None:
+            renew_scaler(scaler)
+        trainer.callbacks = list(self._callbacks)
+        vars(trainer).update(self._plain)
+        vars(trainer.state).update(self._state)
+        for owner, attributes in (*self._attributes, *self._loops):
+            vars(owner).clear()
+            vars(owner).update(_copied(attributes))
+        self._renew_module()
+        rng.restore(rng.decode(self._random))
+
+    def _tear_down(self) -> None:
+        """Call the hooks, as at the end of `fit`: what `setup` has opened is opened again."""
+        trainer, module = self.trainer, self._module
+        if trainer.datamodule is not None:
+            _guarded(lambda: trainer.datamodule.teardown("fit"))
+        for callback in trainer.callbacks:
+            _guarded(partial(callback.teardown, trainer, module, "fit"))
+            if isinstance(callback, TQDMProgressBar):
+                for bar in filter(None, (vars(callback).get(name) for name in _BARS)):
+                    _guarded(bar.close)
+        _guarded(lambda: module.teardown("fit"))
+
+    def _renew_module(self) -> None:
+        module = self._module
+        self._modes.renew()
+        for parameter in module.parameters():
+            parameter.grad = None
+        module._current_fx_name = None
+        module._param_requires_grad_state = {}
+        for each in module.modules():
+            if isinstance(each, Metric):
+                each.reset()
+
+
+def _is_lightnings(callback: Callback) -> bool:
+    bases = [base for base in type(callback).__mro__ if base not in (Callback, Checkpoint)]
+    return any(base.__module__.startswith("lightning.pytorch.callbacks.") for base in bases)
+
+
+def _loops(loop: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Each loop, and its attributes."""
+    inner = [value for value in vars(loop).values() if isinstance(value, _Loop)]
+    return [(loop, _copied(vars(loop))), *(row for one in inner for row in _loops(one))]
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _copied(value: Any) -> Any:
+    """Another one for what changes in place; all else is the same object."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, _BaseProgress):
+        return copy.deepcopy(value)
+    if type(value) is _ResultCollection:
+        return _ResultCollection(value.training)
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        for key, item in value.items():
+            found[key] = _copied(item)
+        return found
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
+
+
+def _guarded(hook: Callable[[], object]) -> None:
+    try:
+        hook()
+    except Exception:  # the user's; the training goes on without what it would have closed
+        log.exception("a teardown hook raised while the fit was about to be entered again")

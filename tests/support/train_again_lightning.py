@@ -1,0 +1,119 @@
+"""A Lightning job whose `fit` can be entered again: loggers, checkpoints, validation, and what makes a resume hard."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lastgasp_lightning import LastGasp
+from support import again_faults
+from support.again_faults import note
+
+GATE = 5
+"""Completed steps after which the ranks wait for the file `go`: faults come behind it."""
+STEPS = 14
+
+
+class Net(LightningModule):
+    """Draws from all three random generators; wide enough that DDP rebuilds its buckets after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(
+                nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1)
+            )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Squared error on noisy inputs."""
+        x, y = batch
+        noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
+        loss: Tensor = ((self.net(x + noise * torch.randn_like(x)) - y) ** 2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """What ModelCheckpoint and EarlyStopping look at."""
+        x, y = batch
+        self.log("error", ((self.net(x) - y) ** 2).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW and a schedule for each step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 10], 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Diary(Callback):
+    """Notes who trains, and holds the ranks at the gate."""
+
+    def __init__(self, directory: Path, ours: LastGasp) -> None:
+        self._directory, self._ours = directory, ours
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A fit is entered."""
+        note(self._directory, f"entered {os.getpid()} {trainer.global_step}")
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Faults come once the test says so."""
+        run = self._ours._run
+        while run is not None and trainer.global_step >= GATE and not (self._directory / "go").exists():
+            run.progress("data")
+            time.sleep(0.01)
+        again_faults.at("first step")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The fit is over."""
+        note(self._directory, f"ended {os.getpid()} {trainer.global_step}")
+
+
+def callbacks_of(args: argparse.Namespace) -> list[Callback]:
+    """Ours and Lightning's."""
+    ours = LastGasp(args.dir)
+    saves = ModelCheckpoint(monitor="error", save_top_k=2, filename="{step}", save_last=True)
+    found = [Diary(args.dir, ours), ours, saves, LearningRateMonitor()]
+    return [*found, EarlyStopping("error", patience=1, min_delta=10.0)] if args.stop else found
+
+
+def main() -> None:
+    """Fourteen steps, validation every third batch."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="EarlyStopping ends it sooner")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    again_faults.install(args.dir)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seed_everything(7 + 1000 * rank)
+    x = torch.randn(4 * 5 * world * args.accumulate, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    model, logs = Net(), args.dir / "logs"
+    trainer = Trainer(
+        accelerator="cpu", devices=world, strategy="ddp", max_steps=STEPS, max_epochs=-1, val_check_interval=3,
+        accumulate_grad_batches=args.accumulate, log_every_n_steps=1, enable_model_summary=False,
+        default_root_dir=args.dir, logger=[CSVLogger(logs / "table"), TensorBoardLogger(str(logs / "board"))],
+        callbacks=callbacks_of(args),
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))
+    note(args.dir, f"left {os.getpid()} {trainer.global_step}")
+    if trainer.is_global_zero:
+        torch.save({name: value.clone() for name, value in model.state_dict().items()}, args.dir / "final.pt")
+    trainer.validate(model, DataLoader(data, batch_size=8), verbose=False)
+
+
+if __name__ == "__main__":
+    main()
