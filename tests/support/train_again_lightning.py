@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import random
 import time
@@ -80,6 +81,12 @@ class Diary(Callback):
         note(self._directory, f"ended {os.getpid()} {trainer.global_step}")
 
 
+def loggers(folder: Path) -> list[Any]:
+    """Those that can be continued; TensorBoard's where it is installed."""
+    board = importlib.util.find_spec("tensorboard") is not None
+    return [CSVLogger(folder / "table"), *([TensorBoardLogger(str(folder / "board"))] if board else [])]
+
+
 def callbacks_of(args: argparse.Namespace) -> list[Callback]:
     """Ours and Lightning's."""
     ours = LastGasp(args.dir)
@@ -101,11 +108,11 @@ def main() -> None:
     seed_everything(7 + 1000 * rank)
     x = torch.randn(4 * 5 * world * args.accumulate, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    model, logs = Net(), args.dir / "logs"
+    model = Net()
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp", max_steps=STEPS, max_epochs=-1, val_check_interval=3,
         accumulate_grad_batches=args.accumulate, log_every_n_steps=1, enable_model_summary=False,
-        default_root_dir=args.dir, logger=[CSVLogger(logs / "table"), TensorBoardLogger(str(logs / "board"))],
+        default_root_dir=args.dir, logger=loggers(args.dir / "logs"),
         callbacks=callbacks_of(args),
     )  # fmt: skip
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -139,3 +139,10 @@ def keep_sigterm(trainer: Any) -> Undo:
         return registered
 
     return replace_method(trainer._signal_connector, "register_signal_handlers", make)
+
+
+def tell_others(trainer: Any, error: BaseException) -> None:
+    """This process is about to exit because of `error`: tell the callbacks that hear of it before `LastGasp` else."""
+    for callback in trainer.callbacks:
+        if not isinstance(callback, Enters | Checkpoint):
+            callback.on_exception(trainer, trainer.lightning_module, error)

@@ -113,7 +113,7 @@ class LastGasp(Enters, Callback):
         reorder(trainer, self)
         self._run = LightningRun(trainer, self.config, self.marks, self.recovery)
         if self._run.entry is not None:
-            self._run.entry.end = self._failed
+            self._run.entry.end = self._failed_first
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the checkpoint's boundary."""
@@ -170,15 +170,16 @@ class LastGasp(Enters, Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Have the step saved and wait for it. A rank that only saw its peers fail exits from here."""
-        self._failed(exception)
-
-    def _failed(self, exception: BaseException) -> None:
-        """Where the fit may be entered again this comes before Lightning answers the exception."""
-        if isinstance(exception, _TunerExitException):
-            return
         run, self._run = self._run, None
         if run is not None:
             run.life.failed(exception)
+
+    def _failed_first(self, exception: BaseException) -> None:
+        """Where the fit may be entered again, and before Lightning answers the exception."""
+        run = self._run
+        if run is not None and not isinstance(exception, _TunerExitException):
+            run.raised = exception
+            self.on_exception(run.trainer, run.trainer.lightning_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Training ended well: restore everything."""

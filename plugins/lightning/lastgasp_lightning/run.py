@@ -19,7 +19,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.torch import WORKERS, GaspSource, process_groups, save_verified
-from lastgasp_lightning.again import LightningAgain, entry_of, gasp_path, keep_sigterm
+from lastgasp_lightning.again import LightningAgain, entry_of, gasp_path, keep_sigterm, tell_others
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
@@ -43,11 +43,13 @@ class LightningRun(Training):
     Attributes:
         life: connects, begins, ends.
         entry: of this fit, where it may be entered again.
+        raised: what ended it, where Lightning has not told the other callbacks of it yet.
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, marks: MarksConfig, recovery: Recovery) -> None:
         self.trainer, self.config, self.recovery = trainer, config, recovery
         self.entry = entry_of(trainer)
+        self.raised: BaseException | None = None
         held = self.entry.take() if self.entry is not None else None
         self.users_handler = users_handler(held)
         self.fit = ThisFit(trainer, config.directory)
@@ -198,6 +200,8 @@ class LightningRun(Training):
         """As `Training` says."""
         for logger in self.trainer.loggers:
             logger.finalize("failed")
+        if self.raised is not None:
+            tell_others(self.trainer, self.raised)
 
 
 def _nothing(*_: object) -> None:
