@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from lastgasp.checkpoint import candidates
+from lastgasp.exitcodes import SAVED
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
+from lastgasp_lightning.checkpoint_io import LAYOUT
 from support import logged
 from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, until
 
@@ -24,7 +29,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 def job(launcher: Any, ranks: int, directory: Path, *more: str) -> list[str]:
     """Its command line."""
     command: list[str] = launcher(WORKER, "--dir", directory, *more, ranks=ranks)
-    return command
+    return [sys.executable if "--board" in more else command[0], *command[1:]]  # others see no TensorBoard
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +49,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextmanager
-def disturbed(folder: Path, command: list[str], faults: str, warm: bool = True, **more: str) -> Iterator[Running]:
+def disturbed(folder: Path, command: list[str], faults: str, **more: str) -> Iterator[Running]:
     """A job whose faults come once a warm process is ready; it ends well."""
     directory, log = folder / "d", folder / "faults.log"
     directory.mkdir(exist_ok=True)
-    variables = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto" if warm else "off", "LASTGASP_FAULT_LOG": str(log)}
+    variables = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
     variables |= {"LASTGASP_FAULT": faults, "LASTGASP_RECOVERY": "auto"} | more
     with running(folder, command, **variables) as [started]:
-        if warm:
+        if variables["LASTGASP_WARM"] == "auto":
             until(lambda: READY in started.output, "the warm process is ready")
         (directory / "go").touch()
         yield started
@@ -69,7 +74,7 @@ def check_in_place(directory: Path, job: Running, ranks: int, replaced: int | No
     [incident] = incidents(directory)
     rung = "retry" if replaced is None else "replace"
     assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", rung, 0), job.output[-6000:]
-    assert incident.notes == ()
+    assert incident.notes == []
     for rank in range(ranks):
         entered, left = lines(directory, rank, "entered"), lines(directory, rank, "left")
         assert [begun for _, begun in entered] == ["0", str(step)], entered
@@ -107,7 +112,130 @@ def test_a_killed_rank_0_is_replaced_and_each_step_is_logged_once(tmp_path: Path
 def test_a_step_that_failed_is_done_again(tmp_path: Path, undisturbed: Any) -> None:
     directory = tmp_path / "d"
     faults = "kind=exception,rank=1,step=8,phase=backward"
-    with disturbed(tmp_path, job(torchrun, 2, directory), faults, warm=False) as started:
+    with disturbed(tmp_path, job(torchrun, 2, directory), faults, LASTGASP_WARM="off") as started:
         pass
     check_in_place(directory, started, 2, replaced=None)
+    check_same(directory, undisturbed(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "faults", "replaced", "more", "board"),
+    [
+        pytest.param(2, "kind=sigkill,rank=1,step=9,phase=validation", 1, [], True, id="in validation, TensorBoard"),
+        pytest.param(2, "kind=sigkill,rank=0,step=8,phase=forward", 0, [], True, id="rank 0, TensorBoard"),
+        pytest.param(3, "kind=sigkill,rank=1,step=8,phase=backward", 1, [], False, id="one of three"),
+        pytest.param(3, "kind=sigkill,rank=0,step=8,phase=data", 0, ["--accumulate", "2"], False, id="accumulation"),
+        pytest.param(2, "kind=exception,rank=0,step=8,phase=forward", None, ["--stop"], True, id="early stopping"),
+        pytest.param(2, "kind=sigstop,rank=1,step=8,phase=forward", 1, ["--stop"], False, id="hang, early stopping"),
+    ],
+)
+def test_shapes_and_moments(
+    ranks: int, faults: str, replaced: int | None, more: list[str], board: bool, tmp_path: Path, undisturbed: Any
+) -> None:
+    directory, step = tmp_path / "d", 9 if "validation" in faults else 8
+    variables = {"LASTGASP_HANG_TIMEOUT": "8"} if "sigstop" in faults else {}
+    if board and importlib.util.find_spec("tensorboard"):
+        more = [*more, "--board"]
+    with disturbed(tmp_path, job(run, ranks, directory, *more), faults, **variables) as started:
+        pass
+    check_in_place(directory, started, ranks, replaced, step)
+    check_same(directory, undisturbed(ranks, *more))
+
+
+@pytest.mark.full
+def test_several_faults_in_one_job(tmp_path: Path, undisturbed: Any) -> None:
+    """Each fault comes to the processes that the one before has left."""
+    directory = tmp_path / "d"
+    faults = (
+        "kind=sigkill,rank=0,step=6,phase=backward;kind=exception,rank=0,step=8,phase=backward,incarnation=1;"
+        "kind=sigkill,rank=1,step=10,phase=forward,incarnation=2;kind=sigkill,rank=2,step=12,phase=backward,incarnation=3"
+    )
+    with disturbed(tmp_path, job(run, 3, directory), faults) as started:
+        pass
+    found = incidents(directory)
+    assert [one.rung for one in found] == ["replace", "retry", "replace", "replace"], started.output[-6000:]
+    assert [one.steps_lost for one in found] == [0] * 4
+    for rank in range(3):
+        assert [begun for _, begun in lines(directory, rank, "entered")] == ["0", "6", "8", "10", "12"]
+        assert len(lines(directory, rank, "left")) == 1
+    check_same(directory, undisturbed(3))
+
+
+KILL = "kind=sigkill,rank=1,step=8,phase=backward"
+SECOND = "no step was completed since training began, when the fault before was answered in place"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("faults", "more"),
+    [
+        pytest.param(KILL, ["--dies", "1"], id="the new process, at once"),
+        pytest.param(KILL, ["--dies", "0"], id="a survivor, at once"),
+        pytest.param(f"{KILL};kind=sigkill,rank=0,step=8,phase=forward,incarnation=1", [], id="a survivor"),
+        pytest.param(f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], id="an exception"),
+    ],
+)
+def test_a_second_fault_is_answered_by_a_restart(
+    faults: str, more: list[str], tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, *more), faults) as started:
+        pass
+    first, last = incidents(directory)
+    assert (first.rung, last.rung, last.steps_lost) == ("replace", "", 0), started.output[-6000:]
+    assert last.not_in_place.startswith(SECOND)
+    assert [found.step for found in candidates([directory], LAYOUT)] == [8]
+    check_same(directory, undisturbed(2))
+
+
+@pytest.mark.full
+def test_sigterm_before_the_ranks_have_joined_again_has_the_step_saved(tmp_path: Path, undisturbed: Any) -> None:
+    """It comes to both, when no session takes it and no step is on disk."""
+    directory = tmp_path / "d"
+    faults = "kind=exception,rank=1,step=8,phase=forward"
+    with disturbed(tmp_path, job(run, 2, directory, "--stopped"), faults) as started:
+        pass
+    first, last = incidents(directory)
+    assert (first.ending, first.rung) == ("in_place", "retry"), started.output[-6000:]
+    assert {fault.kind for fault in last.faults} == {"sigterm"}, last
+    assert [found.step for found in candidates([directory], LAYOUT)] == [8]
+    check_same(directory, undisturbed(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recovery", "more", "why"),
+    [
+        ("retry", [], "recovery=retry: no rank is replaced"),
+        ("restart", [], ""),
+        ("auto", ["--validate"], ""),
+    ],
+)
+def test_a_fit_that_may_not_or_cannot_restarts_as_ever(
+    recovery: str, more: list[str], why: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, *more), KILL, LASTGASP_RECOVERY=recovery) as started:
+        pass
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.rung) == ("saved", 8, ""), started.output[-6000:]
+    assert incident.not_in_place == why
+    line = "this fit cannot be entered again: its process group was there before"
+    assert (line in started.output) == bool(more)
+    check_same(directory, undisturbed(2))
+
+
+@pytest.mark.full
+def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, undisturbed: Any) -> None:
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    (directory / "go").touch()
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_RECOVERY": "save", "LASTGASP_FAULT_LOG": str(log)}
+    first = finish(job(run, 2, directory), tmp_path, LASTGASP_FAULT=KILL, **variables)
+    assert first.returncode == SAVED, first.output
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.not_in_place) == ("saved", 8, "recovery=save")
+    assert finish(job(run, 2, directory), tmp_path, **variables).ok
+    assert [begun for _, begun in lines(directory, 0, "entered")] == ["0", "8"]
     check_same(directory, undisturbed(2))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,22 @@ class Net(LightningModule):
 
 
 class Diary(Callback):
-    """Notes who trains, and holds the ranks at the gate."""
+    """Notes who trains, holds the ranks at the gate, and brings a second fault where the test wants one."""
 
-    def __init__(self, directory: Path, ours: LastGasp) -> None:
-        self._directory, self._ours = directory, ours
+    def __init__(self, args: argparse.Namespace, ours: LastGasp) -> None:
+        self._directory, self._ours, self._stopped, self._dies = args.dir, ours, args.stopped, args.dies
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The process group is there; ours has not connected yet."""
+        if (os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (self._dies, "1"):
+            note(self._directory, f"died {os.getpid()}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Also between two entries, when no session takes SIGTERM."""
+        first = os.environ["LASTGASP_ATTEMPT"] == "0" and "LASTGASP_INCARNATION" not in os.environ
+        if self._stopped and first and trainer.global_step < STEPS:
+            signal.raise_signal(signal.SIGTERM)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A fit is entered."""
@@ -81,9 +93,8 @@ class Diary(Callback):
         note(self._directory, f"ended {os.getpid()} {trainer.global_step}")
 
 
-def loggers(folder: Path) -> list[Any]:
-    """Those that can be continued; TensorBoard's where it is installed."""
-    board = importlib.util.find_spec("tensorboard") is not None
+def loggers(folder: Path, board: bool) -> list[Any]:
+    """Those that can be continued."""
     return [CSVLogger(folder / "table"), *([TensorBoardLogger(str(folder / "board"))] if board else [])]
 
 
@@ -91,7 +102,7 @@ def callbacks_of(args: argparse.Namespace) -> list[Callback]:
     """Ours and Lightning's."""
     ours = LastGasp(args.dir)
     saves = ModelCheckpoint(monitor="error", save_top_k=2, filename="{step}", save_last=True)
-    found = [Diary(args.dir, ours), ours, saves, LearningRateMonitor()]
+    found: list[Callback] = [Diary(args, ours), ours, saves, LearningRateMonitor()]
     return [*found, EarlyStopping("error", patience=1, min_delta=10.0)] if args.stop else found
 
 
@@ -101,6 +112,10 @@ def main() -> None:
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--stop", action="store_true", help="EarlyStopping ends it sooner")
+    parser.add_argument("--board", action="store_true", help="logs with TensorBoard, too")
+    parser.add_argument("--stopped", action="store_true", help="SIGTERM comes between two entries of fit")
+    parser.add_argument("--dies", default="", help="this rank is killed in setup when fit is entered again")
+    parser.add_argument("--validate", action="store_true", help="before fit, so that it cannot be entered again")
     args = parser.parse_args()
     torch.set_num_threads(1)
     again_faults.install(args.dir)
@@ -112,9 +127,11 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp", max_steps=STEPS, max_epochs=-1, val_check_interval=3,
         accumulate_grad_batches=args.accumulate, log_every_n_steps=1, enable_model_summary=False,
-        default_root_dir=args.dir, logger=loggers(args.dir / "logs"),
+        default_root_dir=args.dir, logger=loggers(args.dir / "logs", args.board),
         callbacks=callbacks_of(args),
     )  # fmt: skip
+    if args.validate:
+        trainer.validate(model, DataLoader(data, batch_size=8), verbose=False)
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))
     note(args.dir, f"left {os.getpid()} {trainer.global_step}")
     if trainer.is_global_zero:
