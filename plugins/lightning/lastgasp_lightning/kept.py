@@ -70,15 +70,15 @@ class KeptTrainer:
 
     def _tear_down(self) -> None:
         """Call the hooks, as at the end of `fit`: what `setup` has opened is opened again."""
-        trainer, module = self.trainer, self._module
+        trainer, module, stage = self.trainer, self._module, self.trainer.state.fn
         if trainer.datamodule is not None:
-            _guarded(lambda: trainer.datamodule.teardown("fit"))
+            _guarded(lambda: trainer.datamodule.teardown(stage=stage))
         for callback in trainer.callbacks:
-            _guarded(partial(callback.teardown, trainer, module, "fit"))
+            _guarded(partial(callback.teardown, trainer, module, stage=stage))
             if isinstance(callback, TQDMProgressBar):
                 for bar in filter(None, (vars(callback).get(name) for name in _BARS)):
                     _guarded(bar.close)
-        _guarded(lambda: module.teardown("fit"))
+        _guarded(lambda: module.teardown(stage=stage))
 
     def _renew_module(self) -> None:
         module = self._module

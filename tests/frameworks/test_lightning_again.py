@@ -1,0 +1,181 @@
+"""A trainer between two entries of `fit`, in one process; and which fits are not entered again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lastgasp_lightning import again
+from lastgasp_lightning.kept import KeptTrainer
+
+
+class Net(LightningModule):
+    """Raises in the validation that follows its second batch, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        self.net[0].bias.requires_grad_(False)
+        self.mean, self.broken, self.hooks = MeanMetric(), False, [""]
+
+    def setup(self, stage: str) -> None:
+        """Draws from the process's random state."""
+        self.hooks.append(f"setup {stage} {random.random()} {torch.rand(1).item()}")
+
+    def teardown(self, stage: str) -> None:
+        """Noted."""
+        self.hooks.append(f"teardown {stage}")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Squared error."""
+        loss: Tensor = ((self.net(batch[0]) - 1) ** 2).mean()
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """In the middle of an evaluation, with gradients that have not been used."""
+        if not self.broken:
+            self.broken = True
+            with torch.enable_grad():
+                self.net(batch[0]).sum().backward()
+            raise RuntimeError("a collective failed")
+        self.log("error", self.net(batch[0]).mean())
+
+    def configure_optimizers(self) -> Any:
+        """Plain."""
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class Own(Callback):
+    """A user's, with no state."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Counts."""
+        self.batches += 1
+
+
+class Stopping(EarlyStopping):
+    """As a user derives it."""
+
+    seen = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Counts, too."""
+        self.seen += 1
+        self.wait_count = self.seen
+
+
+def trainer_of(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    """Six batches in two epochs."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": 2, "val_check_interval": 2, "logger": False,
+        "num_sanity_val_steps": 0, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "default_root_dir": folder, "callbacks": list(callbacks),
+    }  # fmt: skip
+    return Trainer(**settings | options)
+
+
+def data() -> DataLoader[Any]:
+    """Three batches."""
+    return DataLoader(TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(1))), batch_size=4)
+
+
+def look(trainer: Trainer) -> dict[str, Any]:
+    """Counters and flags that a fit leaves."""
+    fit: Any = trainer.fit_loop
+    names = ("_restarting", "_loaded_from_state_dict", "_data_fetcher")
+    found: dict[str, Any] = {name: getattr(fit, name) for name in names}
+    metrics = {name: dict(getattr(trainer, name)) for name in ("callback_metrics", "logged_metrics")}
+    found |= {"loops": dict(fit.state_dict()), "results": dict(fit.epoch_loop._results), "stop": trainer.should_stop}
+    return {**found, **metrics}
+
+
+def test_a_trainer_is_renewed_and_its_next_fit_is_that_of_a_new_one(tmp_path: Path) -> None:
+    own, stopping = Own(), Stopping("error", patience=100)
+    model, trainer = Net(), trainer_of(tmp_path, own, stopping)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.strategy._lightning_module = model
+    before, callbacks = look(trainer), list(trainer.callbacks)  # type: ignore[attr-defined]
+    random.seed(5)
+    torch.manual_seed(5)
+    kept = KeptTrainer(trainer, model)
+    with pytest.raises(RuntimeError, match="a collective failed"):
+        trainer.fit(model, data(), data())
+    trainer.strategy.model = model
+    assert model.net[2].weight.grad is not None and not model.net.training and (stopping.seen, own.batches) == (2, 2)
+    kept.renew(None)
+    assert look(trainer) == before
+    assert trainer.callbacks == callbacks  # type: ignore[attr-defined]
+    assert [p.grad for p in model.parameters()] == [None] * 4
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
+    assert all(module.training for module in model.net.modules())
+    assert not model.mean.update_called
+    assert (stopping.seen, stopping.wait_count, own.batches) == (0, 0, 2)
+    assert (trainer.optimizers, trainer.lr_scheduler_configs) == ([], [])
+
+    model.load_state_dict(weights)
+    trainer.fit(model, data(), data())
+    assert model.hooks[1] == model.hooks[3] and model.hooks[1].startswith(f"setup {TrainerFn.FITTING}")
+    assert model.hooks[2] == model.hooks[4] == f"teardown {TrainerFn.FITTING}"
+    other = Net()
+    other.broken = True
+    random.seed(5)
+    torch.manual_seed(5)
+    trainer_of(tmp_path, Own(), Stopping("error", patience=100)).fit(other, data(), data())
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    assert stopping.seen == 6
+
+
+def test_a_hook_that_raises_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, trainer = Net(), trainer_of(tmp_path)
+    kept = KeptTrainer(trainer, model)
+    with pytest.raises(RuntimeError, match="a collective failed"):
+        trainer.fit(model, data(), data())
+
+    def teardown(stage: str) -> None:
+        raise ValueError("a bug of the user's")
+
+    model.teardown = teardown  # type: ignore[method-assign]
+    trainer.strategy.model = model
+    kept.renew(None)
+    assert "a teardown hook raised" in caplog.text
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "its strategy is SingleDeviceStrategy"),
+        ({"devices": 2, "strategy": "ddp"}, "no launcher of lastgasp's"),
+        ({"devices": 2, "strategy": "ddp", "profiler": "simple"}, "a profiler is on (SimpleProfiler)"),
+        ({"devices": 2, "strategy": "ddp", "callbacks": [LearningRateFinder()]}, "LearningRateFinder tunes"),
+        ({"devices": 2, "strategy": "ddp"}, ""),
+    ],
+)
+def test_what_cannot_be_entered_again_is_told(
+    options: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not why.startswith("no launcher"):
+        monkeypatch.setenv("LASTGASP_LAUNCHER", "1")
+    else:
+        monkeypatch.delenv("LASTGASP_LAUNCHER", raising=False)
+    trainer = trainer_of(tmp_path, **options)
+    assert isinstance(trainer.strategy, DDPStrategy) == ("devices" in options)
+    found = again.cannot(trainer)
+    assert found.startswith(why) and bool(found) == bool(why)
