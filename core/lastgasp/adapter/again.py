@@ -6,7 +6,7 @@ The adapter calls `enter` around its framework's training. In it, its run takes 
 
 from __future__ import annotations
 
-from lastgasp.config import Recovery, recovery_of
+from lastgasp.config import Recovery
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop.again import Entry, Renewed, current, enter, in_progress
 from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
@@ -26,7 +26,6 @@ __all__ = [
     "current",
     "enter",
     "in_progress",
-    "recovery_of",
     "renew_scaler",
     "users_handler",
 ]

@@ -14,10 +14,11 @@ from lastgasp.adapter import (
     HangTimeout,
     MarksConfig,
     check_writable,
+    recovery_of,
     refuse_unknown,
     tell_launcher,
 )
-from lastgasp.adapter.again import Recovery, recovery_of
+from lastgasp.adapter.again import Recovery
 from lastgasp_lightning.again import watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
 from lastgasp_lightning.enters import Enters

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.adapter import switched, tell_launcher
+from lastgasp.adapter import recovery_of, switched, tell_launcher
 from lastgasp_lightning.enters import Enters
 
 
@@ -34,8 +34,6 @@ def _wanted() -> list[Callback]:
 
 
 def _automatic() -> Callback:
-    from lastgasp.adapter.again import recovery_of
-
     from .again import watch_fits
     from .logversions import watch_versions
 

@@ -40,6 +40,7 @@ _SCRIPTS = {
     "slow_job.py": "lightning",
     "train_loop.py": "loop",
     "train_again.py": "loop",
+    "train_again_lightning.py": "lightning",
     "again_faults.py": "loop",
     "train_many_faults.py": "loop",
     "train_shapes.py": "loop",
