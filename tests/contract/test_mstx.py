@@ -104,7 +104,7 @@ def test_the_same_object_each_time(marks: MstxMarks) -> None:
 
 def test_the_switch(npu: Any, marks: MstxMarks) -> None:
     forward = marks.mark("forward")
-    assert marks.switch(0, bits.FORWARD) == bits.ALL & ~bits.FORWARD
+    assert marks.switch(0, bits.FORWARD) == bits.STEP
     with forward:
         marks.switch(bits.FORWARD, 0)  # in the middle of a range that was not begun
     assert npu.rows == []
@@ -113,6 +113,15 @@ def test_the_switch(npu: Any, marks: MstxMarks) -> None:
     assert [row[0] for row in npu.rows] == ["start", "end"]
     with pytest.raises(ConfigError):
         marks.mask = bits.ALL + 1
+
+
+@pytest.mark.parametrize("theirs", [bits.COMM, bits.DATALOADER, bits.SAVE])
+def test_what_the_framework_marks_itself_is_not_acknowledged(marks: MstxMarks, theirs: int) -> None:
+    """Switching it here has no effect: TaskD does."""
+    for on, off in ((theirs, 0), (0, theirs), (theirs | bits.STEP, 0)):
+        with pytest.raises(ConfigError, match="switch-configmap"):
+            marks.switch(on, off)
+    assert marks.switch(0, 0) == bits.STEP | bits.FORWARD
 
 
 def test_threads_and_nesting(npu: Any, marks: MstxMarks) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgasp.cli._ascend import prepared_here
 from lastgasp.errors import ConfigError
 from lastgasp.launch.ascend import PREPARED, Machine, Prepared, look, must_start_anew, prepare, render
 
@@ -182,3 +183,12 @@ def test_a_launcher_starts_again_once() -> None:
     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True)
     assert out.stdout == "True\n"
     assert not must_start_anew(Prepared(), {})
+
+
+def test_a_pod_without_mindclusters_packages_is_told_whose_engine_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LASTGASP_BACKEND", raising=False)
+    monkeypatch.setenv("MINDX_TASK_ID", "job")
+    (note,) = prepared_here().notes
+    assert "lastgasp's own engine leads" in note and "mindio_ttp: not installed" in note
+    monkeypatch.setenv("LASTGASP_BACKEND", "embedded")
+    assert prepared_here().notes == ()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from lastgasp.options import Options
 from lastgasp.steps import bits
 from lastgasp.steps.settings import MarksConfig
 from lastgasp_megatron.args import add_options, around_parse_args, options_of
+from lastgasp_megatron.hooks import Training
+from lastgasp_megatron.lead import leads_itself, take_the_lead
 from lastgasp_megatron.ranks import untried
 from lastgasp_megatron.settings import refuse
 
@@ -81,7 +85,6 @@ def test_a_version_without_a_provider_is_called_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("option", "args"),
     [
-        ("--enable-high-availability", {"enable_high_availability": True}),
         ("--non-persistent-ckpt-type", {"non_persistent_ckpt_type": "global"}),
         ("--ckpt-format", {"ckpt_format": "zarr"}),
         ("--async-save", {"ckpt_format": "torch", "async_save": True}),
@@ -98,6 +101,26 @@ def test_what_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     off: dict[str, Any] = {"num_experts": None, "lora_target_modules": [], "reuse_fp32_param": False}
     for args in ({}, off, {"ckpt_format": "torch_dist", "async_save": True}, {"ckpt_format": "torch"}):
         refuse(Namespace(**args))
+
+
+def test_the_operators_strategies_are_lastgasps_unless_the_user_gave_mindspeeds_flag() -> None:
+    """MindSpeed-LLM 2.2 turns HIGH_AVAILABILITY into its own flag, and its adapter would lead beside lastgasp."""
+    env = {"HIGH_AVAILABILITY": "dump"}
+    assert not take_the_lead(env, ["pretrain_gpt.py", "--enable-high-availability"]) and "HIGH_AVAILABILITY" in env
+    assert take_the_lead(env, ["pretrain_gpt.py"]) and env == {"HIGH_AVAILABILITY_STRATEGY": "dump"}
+    assert not take_the_lead(env, [])
+
+
+def test_where_mindspeeds_adapter_leads_lastgasp_takes_no_part_and_the_job_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert not leads_itself(Namespace()) and not leads_itself(Namespace(enable_high_availability=False))
+    args = Namespace(enable_high_availability=True, reuse_fp32_param=True)
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(get_args=lambda: args))
+    training = Training(lambda: None)
+    assert training._around_setup(lambda *given: given, (1, 2), {}) == (1, 2)
+    assert training._run is None and "MindSpeed-LLM's own adapter of MindIO leads" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["0.12.1", "0.16.1", "0.19.2", "0.19.2+local"])

@@ -29,7 +29,9 @@ def prepared_here() -> Prepared:
     """
     choice = choose_backend()
     if choice.backend == "embedded" and not in_taskd_job(choice, os.environ):
-        return Prepared()
+        if choice.wanted == "embedded" or not os.environ.get("MINDX_TASK_ID"):
+            return Prepared()
+        return Prepared(notes=(f"a job of MindCluster's that lastgasp's own engine leads: {choice.describe()}",))
     return prepare(os.environ, look(os.environ))
 
 

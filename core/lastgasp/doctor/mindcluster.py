@@ -103,7 +103,9 @@ def env_too_late(machine: Machine) -> Iterator[Match]:
 
 @check("watchdog-torch", "error", "job_yaml.md §4", "torch_npu's watchdog is on while processes are to be recovered")
 def watchdog_torch(machine: Machine) -> Iterator[Match]:
-    """It ends the ranks that recovery keeps."""
+    """It ends the ranks that MindIO or TaskD would keep; with lastgasp's own engine such a rank is one that raised."""
+    if machine.wanted == "embedded" or not (machine.mindio or machine.taskd is not None):
+        return
     value = machine.env.get("HCCL_ASYNC_ERROR_HANDLING")
     if machine.recovers and "MS_ENABLE_TFT" not in machine.env and value != "0":
         what = f"HCCL_ASYNC_ERROR_HANDLING is {value or 'unset'}: the watchdog ends ranks that are to be recovered"

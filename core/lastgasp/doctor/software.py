@@ -28,7 +28,7 @@ FRAMEWORKS = {
 }
 """Distributions of what lastgasp has an adapter or a layout for, and their packages."""
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
-_CANN = "/usr/local/Ascend/ascend-toolkit/latest"
+_CANN = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 LOADS_BACKENDS = (2, 5)
 """The torch from which on it loads torch_npu automatically."""
 
@@ -116,7 +116,7 @@ def torch_npu_cann(machine: Machine) -> Iterator[Match]:
     folders = [part for part in machine.env.get("LD_LIBRARY_PATH", "").split(":") if part]
     if any((machine.at(folder) / "libhccl.so").exists() for folder in folders) or _is_cached(machine, "libhccl.so"):
         return
-    homes = [machine.env[name] for name in _TOOLKITS if machine.env.get(name)] + [_CANN]
+    homes = [machine.env[name] for name in _TOOLKITS if machine.env.get(name)] + [*_CANN]
     there = [home for home in homes if (machine.at(home) / "lib64/libhccl.so").exists()]
     fails = "torch" if machine.version("torch")[:2] >= LOADS_BACKENDS else "torch_npu"
     if there:

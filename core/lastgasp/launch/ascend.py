@@ -23,7 +23,8 @@ DEFAULT_TTP_PORT = "8000"
 RETRY = "L0:0, L1:1, L2:1"
 """HCCL_OP_RETRY_ENABLE for the strategy `retry` (docs/facts/job_yaml.md §8)."""
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
-_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
+_TOOLKIT_DEFAULTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+"""Where CANN installs itself: before 8.5, and since."""
 _NEED_MINDIO = ("TTP", "UCE", "ARF", "TSP", "HCCE")
 """Items of MS_ENABLE_TFT that drive MindIO (docs/facts/mindformers.md §3)."""
 _HAND_OVER = (*_NEED_MINDIO, "RSC")
@@ -199,7 +200,7 @@ def look(env: Mapping[str, str]) -> Machine:
 
 
 def _profiler(env: Mapping[str, str]) -> str:
-    homes = [env[name] for name in _TOOLKITS if env.get(name)] + [_TOOLKIT_DEFAULT]
+    homes = [env[name] for name in _TOOLKITS if env.get(name)] + [*_TOOLKIT_DEFAULTS]
     folders = [Path(home, sub) for home in homes for sub in ("lib64", "tools/mspti/lib64")]
     folders += [Path(part) for part in env.get("LD_LIBRARY_PATH", "").split(":") if part]
     return next((str(folder / "libmspti.so") for folder in folders if os.path.isfile(folder / "libmspti.so")), "")

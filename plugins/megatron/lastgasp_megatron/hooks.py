@@ -10,6 +10,7 @@ from lastgasp.adapter import Around, Hook, argument
 from lastgasp.adapter.torch import EnteredFromFiles
 from lastgasp_megatron.again import Pretrain
 from lastgasp_megatron.exits import around_load
+from lastgasp_megatron.lead import leads_itself
 from lastgasp_megatron.own_part import without_gloo
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Training:
         from lastgasp_megatron.run import Run
 
         megatron = get_args()
-        if getattr(megatron, "skip_train", False):
+        if getattr(megatron, "skip_train", False) or leads_itself(megatron):
             return call(*args, **kwargs)
         self._run = run = Run(megatron)
         atexit.register(self._close)

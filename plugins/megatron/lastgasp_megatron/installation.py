@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -21,6 +22,7 @@ import wrapt
 from lastgasp.adapter import Around, Hook, Hooks, MissingExtra, Undo, switched, tell_launcher
 from lastgasp_megatron import mindspeed
 from lastgasp_megatron.args import around_parse_args
+from lastgasp_megatron.lead import take_the_lead
 
 log = logging.getLogger("lastgasp")
 
@@ -61,6 +63,8 @@ def install() -> bool:
     if wanted is False:
         log.warning("lastgasp is off: LASTGASP=0")
         return False
+    if take_the_lead(os.environ, sys.argv):
+        log.info("lastgasp leads the job's recoveries: MindSpeed-LLM does not see the operator's HIGH_AVAILABILITY")
     if _installed is None:
         _installed = Installation()
         _installed.begin()

@@ -37,7 +37,6 @@ _REFUSED: dict[str, tuple[str, str]] = {
     # Others that answer a fault in place of lastgasp.
     "ttp_enabled": ("lastgasp or MindSpeed's own engine, not both", "Leave one out."),
     "inprocess_restart": ("lastgasp or restarts in the process, not both", "Leave one out."),
-    "enable_high_availability": ("lastgasp or mindio_ttp, not both", "Leave one out."),
     "non_persistent_ckpt_type": ("none: Megatron loads these without a check", "Leave it out."),
     "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
 }

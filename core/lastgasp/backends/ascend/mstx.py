@@ -31,6 +31,8 @@ LIBRARY = "libmspti.so"
 LONGEST = 500
 """Bytes of a name; a row of the profiler's has 999 in all (docs/facts/taskd.md §6)."""
 _DOMAIN = "default"
+LEFT_TO_TASKD = bits.COMM | bits.DATALOADER | bits.SAVE
+"""What torch_npu and MindSpore mark by themselves (docs/facts/taskd.md §6): no switch of lastgasp's reaches it."""
 
 
 class Mstx(Protocol):
@@ -185,11 +187,18 @@ class MstxMarks:
         """Turn marks on and off (`bits`), leaving all others as they are; from any thread.
 
         Returns:
-            What is on now.
+            What is on now, of what is switched here.
+
+        Raises:
+            ConfigError: a kind that the framework marks by itself and TaskD switches; nothing is changed.
         """
+        if theirs := (_checked(on) | _checked(off)) & LEFT_TO_TASKD:
+            remedy = "Use `lastgasp job switch-configmap ... | kubectl apply -f -`, or ClusterD's interface."
+            allowed = "step or forward: on Ascend the framework marks the others by itself, and TaskD switches them"
+            raise ConfigError("switch", bits.describe(theirs), allowed, remedy)
         with self._lock:
-            self._mask = (self._mask & ~_checked(off)) | _checked(on)
-            return self._mask
+            self._mask = (self._mask & ~off) | on
+            return self._mask & ~LEFT_TO_TASKD
 
 
 def _checked(mask: int) -> int:
