@@ -18,6 +18,7 @@ WORKER = SUPPORT / "train_again.py"
 pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_answered_by_a_restart_of_all_hosts(tmp_path: Path) -> None:
     calm, directory, log = tmp_path / "calm", tmp_path / "d", tmp_path / "faults.log"
     for place in (calm, directory):

@@ -57,6 +57,8 @@ _SCRIPTS = {
 def image_of(command: Sequence[str]) -> str:
     """The image's name; empty for what is started as ever."""
     program = list(command[2:] if command[1:2] == ["-u"] else command[1:])
+    if program[:2] == ["-m", "lastgasp_megatron.start"]:
+        del program[:2]  # it runs the script that follows
     launcher = program[:3] == ["-m", "lastgasp", "run"] or program[:2] == ["-m", "torch.distributed.run"]
     found = [_SCRIPTS[name] for word in program[: None if launcher else 1] if (name := Path(word).name) in _SCRIPTS]
     return found[0] if found else "launcher" if launcher else ""
