@@ -27,6 +27,7 @@ from lastgasp.session import Session as Engine
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import taskd_reader
+from support.launchers import finish, torchrun
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -64,15 +65,14 @@ def test_a_ddp_script_needs_at_most_five_added_lines() -> None:
 
 @pytest.mark.fault
 def test_those_lines_change_no_number(tmp_path: Path) -> None:
-    finals = []
-    for name in ("loop_before", "loop_after"):
-        finals.append(tmp_path / f"{name}.pt")
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        command = ["env", "-C", str(tmp_path), *ranks, str(SUPPORT / f"{name}.py"), str(finals[-1])]
-        done = run_job(command, tmp_path / "log", timeout=250, environ=environ)
-        assert done.ok, done.output[-3000:]
-    assert differences(*finals) == []
+    before, after = tmp_path / "before.pt", tmp_path / "after.pt"
+    assert finish(torchrun(SUPPORT / "loop_before.py", before), tmp_path).ok
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    cold = ["env", "-C", str(tmp_path), *command, str(SUPPORT / "loop_after.py"), str(after)]
+    done = run_job(cold, tmp_path / "log", timeout=250, environ=environ)
+    assert done.ok, done.output[-3000:]
+    assert differences(before, after) == []
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------
