@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -17,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from frameworks.position_rig import Loop, Ran, Stopped
@@ -117,7 +120,83 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+class OwnRandom(Numbers):
+    """Noise from generators that it holds, one of them in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random, self.others = random.Random(1), [np.random.default_rng(1), np.random.RandomState(1), generator()]
+
+    def __getitem__(self, index: int) -> float:
+        one, two, three = self.others
+        drawn = float(one.random()) + float(two.random_sample()) + float(torch.rand((), generator=three))
+        return float(index) + 0.1 * (self.random.random() + drawn)
+
+
+class Seeded:
+    """A collate function that makes its generator for its first batch, as transformers' masking does."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[float]) -> torch.Tensor:
+        self.generator = self.generator or generator()
+        return torch.tensor(samples) + 0.1 * torch.rand(len(samples), generator=self.generator)
+
+
+class Shuffled(Sampler[int]):
+    """An order from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(4)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(20), 20))
+
+
+class OwnStream(IterableDataset[float]):
+    """Numbers in an order of its own, with noise."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[float]:
+        for number in self.random.permutation(20):
+            yield float(number) + 0.1 * float(self.random.random())
+
+
+class Batches:
+    """No DataLoader at all."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(6)
+
+    def __iter__(self) -> Iterator[list[float]]:
+        return ([self.random.random() for _ in range(4)] for _ in range(5))
+
+
+def closed_over() -> DataLoader[Any]:
+    """A collate function that draws from what it closes over."""
+    held = np.random.default_rng(7)
+    return DataLoader(Numbers(), 4, collate_fn=lambda samples: [sample + 0.1 * held.random() for sample in samples])
+
+
+OWN_RANDOM: dict[str, Callable[[], Any]] = {
+    "own-data-set": lambda: DataLoader(OwnRandom(), 4, shuffle=True),
+    "own-subset": lambda: DataLoader(Subset(OwnRandom(), range(20)), 4),
+    "own-collate": lambda: DataLoader(Numbers(), 4, collate_fn=Seeded()),
+    "own-closure": closed_over,
+    "own-sampler": lambda: DataLoader(OwnRandom(), 4, sampler=Shuffled()),
+    "own-stream": lambda: DataLoader(OwnStream(), 4),
+    "own-batches": Batches,
+}
+"""Random generators that are not those of the process."""
+
 LOADERS: dict[str, Callable[[], Any]] = {
+    **OWN_RANDOM,
     "shuffled": shuffled(),
     "own-generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=generator()),
     "batch-sampler": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(SequentialSampler(range(20)), 4, False)),
@@ -129,6 +208,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "shuffled": shuffled(num_workers=2),
     "persistent": shuffled(num_workers=2, persistent_workers=True),
+    "own-sampler": lambda: DataLoader(Numbers(), 4, sampler=Shuffled(), num_workers=2),
     "iterable": lambda: DataLoader(Stream(), 4, num_workers=2),
 }
 
@@ -353,7 +433,9 @@ class Framework:
 
 @pytest.mark.parametrize(
     ("name", "ahead"),
-    [("shuffled", 0), ("shuffled", 1), ("iterable", 0), ("iterable", 1), ("stateful", 1), ("list", 1)],
+    [("shuffled", 0), ("shuffled", 1), ("iterable", 0), ("iterable", 1), ("stateful", 1), ("list", 1),
+     *[(name, ahead) for name in ("own-data-set", "own-sampler", "own-stream") for ahead in (0, 1)],
+     ("own-collate", 0)],
 )
 def test_a_framework_gets_what_was_due(name: str, ahead: int) -> None:
     framework = Framework(LOADERS[name], ahead)

@@ -20,11 +20,11 @@ VOCABULARY, LENGTH = 50, 8
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Random tokens; changed by three random generators each time that they are read, if `augment` says so."""
+    """Random tokens; changed by four random generators each time that they are read, if `augment` says so."""
 
     def __init__(self, rows: int, augment: bool = False) -> None:
         self._rows = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
-        self._augment = augment
+        self._augment, self._own = augment, np.random.default_rng(2)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -32,7 +32,8 @@ class Tokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self._rows[index]
         if self._augment:
-            row = (row + random.randrange(9) + int(np.random.randint(9)) + int(torch.randint(0, 9, ()))) % VOCABULARY
+            noise = random.randrange(9) + int(np.random.randint(9)) + int(self._own.integers(9))
+            row = (row + noise + int(torch.randint(0, 9, ()))) % VOCABULARY
         return {"input_ids": row, "labels": row}
 
 

@@ -13,7 +13,8 @@ import msgspec
 
 from lastgasp.adapter.hooks import replace_attribute
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.position.loaders import is_map
+from lastgasp.pytorch.position.generators import OWN, OwnGenerators
+from lastgasp.pytorch.position.loaders import is_map, makers
 from lastgasp.pytorch.position.samplers import SamplerStart, SamplerTrack, track_sampler
 
 
@@ -23,10 +24,12 @@ class PrefetchedPosition(msgspec.Struct, frozen=True):
     Args:
         start: how the pass over the data began.
         ahead: random state under which the batch was fetched that waits.
+        own: states of the generators that the data set, its collate function and its sampler hold, then.
     """
 
     start: SamplerStart
     ahead: bytes
+    own: bytes = b""
 
 
 class PrefetchedData:
@@ -43,6 +46,7 @@ class PrefetchedData:
 
     def __init__(self, random: rng.RngRecorder) -> None:
         self._random, self._track, self._ahead, self._resumed = random, SamplerTrack(random), b"", b""
+        self._own, self._own_ahead, self._own_due = OwnGenerators([], {}), b"", b""
         self.followed = False
         self._loader: Any = None
         self._make: Callable[[], Iterator[Any]]
@@ -55,6 +59,7 @@ class PrefetchedData:
         self.followed = is_map(loader)
         if self.followed:
             self._loader, self._track = loader, track_sampler(loader, self._random)
+            self._own = OwnGenerators(makers(loader), self._random.used)
             replace_attribute(loader, "__iter__", self._around_iter)
 
     def _around_iter(self, original: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
@@ -64,7 +69,7 @@ class PrefetchedData:
     @property
     def position(self) -> PrefetchedPosition | None:
         """Where it stands; None before the first batch, and where the loader is not followed."""
-        return PrefetchedPosition(self._track.start, self._ahead) if self._ahead else None
+        return PrefetchedPosition(self._track.start, self._ahead, self._own_ahead) if self._ahead else None
 
     def resume(self, position: PrefetchedPosition, consumed: int, more: bool) -> None:
         """The next pass repeats the one of `position`, without its first `consumed` batches.
@@ -74,7 +79,7 @@ class PrefetchedData:
         """
         self._track.resume(position.start, consumed)
         if more:
-            self._resumed = position.ahead
+            self._resumed, self._own_due = position.ahead, position.own
             return
         kept = self._random.snapshot()
         if self._loader.persistent_workers:  # their start, and the random numbers that it takes, were in that pass
@@ -82,20 +87,24 @@ class PrefetchedData:
         for _ in self._loader._index_sampler:
             pass
         rng.restore(rng.decode(kept))
+        self._own.restore(position.own)
 
     def _batches(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         ahead, self._resumed = self._resumed, b""
         kept = self._random.snapshot() if ahead else b""
+        self._own.look()
         if not ahead:
             self._track.new_epoch()
         batches = make()
         if ahead:
             self._track.settle()
-            if self._track.inexact:
-                self.inexact(self._track.inexact)
+            if not self._loader.num_workers:  # they have drawn ahead
+                self._own.restore(self._own_due)
+            if why := self._track.inexact or (OWN if self._own.lost else ""):
+                self.inexact(why)
             rng.restore(rng.decode(ahead))
         while True:
-            self._ahead = self._random.snapshot()
+            self._ahead, self._own_ahead = self._random.snapshot(), self._own.states()
             self.fetching()
             batch = next(batches, None)
             self.fetched(batch is not None)

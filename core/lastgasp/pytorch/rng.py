@@ -69,6 +69,9 @@ class RngRecorder:
 
     Args:
         devices: accelerators whose generators count; CPU is always captured.
+
+    Attributes:
+        used: generators of the user's objects that this run has used, by id: `position.generators` looks after them.
     """
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
@@ -81,6 +84,7 @@ class RngRecorder:
         self._torch_state = torch.default_generator.get_state
         self._numpy = _NumpyAddresses()
         self._own: _Slot | None = None
+        self.used: dict[int, Any] = {}
 
     @property
     def fast(self) -> tuple[bool, bool]:

@@ -14,7 +14,6 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lastgasp.adapter.torch import (
-    MAP,
     STATEFUL,
     EpochPosition,
     EpochRecord,
@@ -85,7 +84,7 @@ class DataPosition:
         self.record = self._epoch.record
         # Lightning fetches one batch ahead if it cannot know the length
         unsized = any(sized_len(loader) is None for loader in loaders)
-        watching = unsized or any(kind != MAP for kind in self._epoch.kinds)
+        watching = unsized or self._epoch.watching
         combined.__class__ = _tracked_class(type(combined), watching)
         combined.lastgasp_position = self
         if self._pending is not None:

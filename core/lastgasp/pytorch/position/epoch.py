@@ -40,6 +40,7 @@ class EpochPosition:
     Attributes:
         ahead: the framework may fetch batches before those before them are consumed, and draws random numbers for them;
             to be set before the first batch is fetched.
+        watching: `before_fetch` is to be called.
     """
 
     def __init__(self, loaders: Sequence[Any], recorder: rng.RngRecorder, data: str = "") -> None:
@@ -47,8 +48,8 @@ class EpochPosition:
         self.positions: list[LoaderPosition] = [position_of(loader, recorder) for loader in loaders]
         self.kinds = [position.kind for position in self.positions]
         self.ahead = False
-        self._watching = any(kind != MAP for kind in self.kinds)
-        self._live = any(position.live for position in self.positions)
+        self._live = self._any_live()
+        self.watching = self._live or any(kind != MAP for kind in self.kinds)
         self._before: dict[int, tuple[list[bytes], bytes]] = {}
         self._starts, self._encoded, self._fetch = b"", b"", b""
         self._again: list[int] = []
@@ -120,7 +121,10 @@ class EpochPosition:
 
     def _restart(self, consumed: int) -> None:
         self._count, self._before, self._old, self._in_turn = consumed, {}, True, False
-        self._again, self._untouched, self._fetch = [], [], b""
+        self._again, self._untouched, self._fetch, self._looks = [], [], b"", 2
+
+    def _any_live(self) -> bool:
+        return any(position.live for position in self.positions)
 
     def before_fetch(self) -> bool:
         """A batch is about to be fetched.
@@ -128,7 +132,7 @@ class EpochPosition:
         Returns:
             Whether it is the first one of the epoch, and `fetched` wants it.
         """
-        if not (self._watching or self.ahead):
+        if not (self.watching or self.ahead):
             return False
         index = self._count
         self._count += 1
@@ -156,6 +160,8 @@ class EpochPosition:
                 self._old = True
         if self._old:
             self._starts = msgspec.msgpack.encode([position.start for position in self.positions])
+        if self._looks:  # some make their generators for the first batch
+            self._looks, self._live = self._looks - 1, self._any_live()
         dynamic = self.ahead or self._live
         if dynamic and consumed not in self._before:
             self._note(consumed)

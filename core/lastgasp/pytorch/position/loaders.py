@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.generators import OWN, OwnGenerators
 from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, WORKERS, PassStart
-from lastgasp.pytorch.position.samplers import SamplerStart, loader_generators, track_sampler
+from lastgasp.pytorch.position.samplers import SamplerStart, index_sampler, loader_generators, track_sampler
 from lastgasp.pytorch.statedigest import digest, leaves
 
 
@@ -44,11 +45,17 @@ class MapPosition:
     No data is loaded for it. See `lastgasp.pytorch.position.samplers`.
     """
 
-    kind, live = MAP, False
+    kind = MAP
 
     def __init__(self, loader: Any, recorder: rng.RngRecorder) -> None:
         self._loader = loader
         self.track = track_sampler(loader, recorder)
+        self._own = OwnGenerators(makers(loader), recorder.used)
+
+    @property
+    def live(self) -> bool:
+        """Batches are made with generators that the user's objects hold."""
+        return bool(self._own)
 
     @property
     def changed(self) -> bool:
@@ -63,7 +70,7 @@ class MapPosition:
     def inexact(self) -> str:
         """By workers that draw random numbers, and by a sampler that does not repeat itself."""
         workers = getattr(self._loader, "num_workers", 0) > 0
-        return self.track.inexact or (WORKERS if workers else "")
+        return self.track.inexact or (OWN if self._own.lost else WORKERS if workers else "")
 
     @property
     def start(self) -> PassStart:
@@ -72,13 +79,17 @@ class MapPosition:
 
     def begin(self) -> None:
         """A pass begins."""
+        self._own.look()
         self.track.new_epoch()
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """The sampler skips; nothing is drawn from the loader."""
         if over:
+            self._own.restore(state, unused=True)
             return None
         self.track.resume(SamplerStart(**start.start), consumed)
+        if not self._loader.num_workers:  # they have drawn ahead
+            self.track.skipped = lambda: self._own.restore(state)
         return 0
 
     def first(self) -> None:
@@ -92,8 +103,8 @@ class MapPosition:
         self.track.settle()
 
     def state(self) -> bytes:
-        """None."""
-        return b""
+        """Where the generators stand."""
+        return self._own.states()
 
 
 class StreamPosition:
@@ -104,28 +115,36 @@ class StreamPosition:
     """
 
     kind: str = STREAM
-    live = False
 
     def __init__(self, loader: Any, recorder: rng.RngRecorder) -> None:
         self.loader, self._recorder = loader, recorder
         self.start, self.changed = PassStart(), True
         self.differs = self._again = False
+        self._own = OwnGenerators(makers(loader) if type(self) is StreamPosition else [], recorder.used)
+
+    @property
+    def live(self) -> bool:
+        """The loader, or what it makes its batches with, holds random generators."""
+        return bool(self._own)
 
     @property
     def inexact(self) -> str:
         """By workers that live on from pass to pass, and by a loader that does not repeat itself."""
         workers = getattr(self.loader, "num_workers", 0) and getattr(self.loader, "persistent_workers", False)
-        return CHANGED if self.differs else WORKERS if workers else ""
+        return CHANGED if self.differs else OWN if self._own.lost else WORKERS if workers else ""
 
     def begin(self) -> None:
         """Remember the random state."""
+        self._own.look()
         states = [bytes(g.get_state().numpy()) for g in loader_generators(self.loader)]
         self.start, self.changed = PassStart(at_iter=self._recorder.snapshot(), generators=states), True
+        self.start.own = self._own.states()
         self._again = self.differs = False
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """All consumed batches are to be drawn again."""
         if over:
+            self._own.restore(state, unused=True)
             return None
         self.restore(start)
         self._again = consumed > 0
@@ -139,6 +158,7 @@ class StreamPosition:
         generators = loader_generators(self.loader) if start.generators else []
         for generator, raw in zip(generators, start.generators, strict=True):
             generator.set_state(rng.as_tensor(raw))
+        self._own.restore(start.own)
 
     def first(self) -> None:
         """Remember the random state, or restore it for what is drawn again."""
@@ -159,8 +179,8 @@ class StreamPosition:
         self._again = False
 
     def state(self) -> bytes:
-        """None."""
-        return b""
+        """Where the generators stand."""
+        return self._own.states()
 
 
 class StatefulPosition(StreamPosition):
@@ -192,6 +212,14 @@ class StatefulPosition(StreamPosition):
     def state(self) -> bytes:
         """Its state, encoded at once: a loader may give out its live state."""
         return encoded(self.loader.state_dict())
+
+
+def makers(loader: Any) -> list[Any]:
+    """What the batches of `loader` are made with in this process."""
+    if not isinstance(loader, DataLoader):
+        return [loader]
+    ours = [] if loader.num_workers else [loader.dataset, loader.collate_fn]
+    return [index_sampler(loader), loader.generator, *ours]
 
 
 def encoded(state: Any) -> bytes:

@@ -31,6 +31,7 @@ class PassStart(msgspec.Struct, kw_only=True):
         generators: states of the loader's own generators right before it was iterated.
         counters: what else the loader needs to begin this pass again, as its adapter encodes it.
         digest: of the first batch.
+        own: states of random generators that the loader holds, as `OwnGenerators` has them.
     """
 
     start: dict[str, Any] = {}
@@ -39,6 +40,7 @@ class PassStart(msgspec.Struct, kw_only=True):
     generators: list[bytes] = []
     counters: bytes = b""
     digest: bytes = b""
+    own: bytes = b""
 
 
 class LoaderPosition(Protocol):
@@ -65,7 +67,10 @@ class LoaderPosition(Protocol):
 
     kind: str
     changed: bool
-    live: bool
+
+    @property
+    def live(self) -> bool:
+        """See above."""
 
     @property
     def inexact(self) -> str:

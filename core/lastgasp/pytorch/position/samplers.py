@@ -11,7 +11,7 @@ the resumed run begin with their first item, so their random streams differ from
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import wrapt
 import xxhash
 
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.generators import OwnGenerators
 from lastgasp.pytorch.position.protocol import CHANGED, IN_TURN
 
 
@@ -34,6 +35,7 @@ class SamplerStart:
         generators_at_iter: states of the loader's own generators, then.
         generators_at_first: the same at the first batch.
         digest: of the first batch of indices; empty where it is of something else.
+        own_at_iter, own_at_first: states of what other generators the sampler holds, as `OwnGenerators` has them.
     """
 
     base: int = 0
@@ -42,6 +44,8 @@ class SamplerStart:
     generators_at_iter: tuple[bytes, ...] = ()
     generators_at_first: tuple[bytes, ...] = ()
     digest: bytes = b""
+    own_at_iter: bytes = b""
+    own_at_first: bytes = b""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -53,7 +57,8 @@ class SamplerTrack:
 
     Args:
         recorder: captures random state.
-        generators: generators that the sampler draws from besides the global one.
+        generators: generators of torch that the sampler draws from besides the global one.
+        own: all generators that it holds.
 
     Attributes:
         start: how the current iteration began.
@@ -61,15 +66,20 @@ class SamplerTrack:
         yielded: batches of the current iteration so far, those that were skipped included.
         differs: an iteration that was resumed began with another batch than it had begun with.
         in_turn: what was skipped drew from the random state of the process behind its first batch, too.
+        skipped: called when a resumed iteration is where it was.
     """
 
-    def __init__(self, recorder: rng.RngRecorder, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, recorder: rng.RngRecorder, generators: Sequence[torch.Generator] = (), own: OwnGenerators | None = None
+    ) -> None:
         self.start = SamplerStart()
         self.changed = True
         self.yielded = 0
         self.differs = self.in_turn = False
         self._recorder = recorder
         self._generators = list(generators)
+        self._own = own if own is not None else OwnGenerators([], {})
+        self.skipped: Callable[[], None] = lambda: None
         self._pending: tuple[SamplerStart, int] | None = None
         self._resumed: _Resumed | None = None
         self._untouched = False
@@ -110,7 +120,7 @@ class SamplerTrack:
             self._pending = None
             return self._again(sampler, start, skip)
         self.start = SamplerStart(self.start.base + self.yielded, self._recorder.snapshot())
-        self.start.generators_at_iter = self._states()
+        self.start.generators_at_iter, self.start.own_at_iter = self._states(), self._own.states()
         self.yielded, self.changed = 0, True
         return _Tracked(self, iter(sampler))
 
@@ -118,7 +128,7 @@ class SamplerTrack:
         """The first batch of an iteration is about to be drawn."""
         self._untouched = False
         self.start.at_first = self._recorder.snapshot()
-        self.start.generators_at_first = self._states()
+        self.start.generators_at_first, self.start.own_at_first = self._states(), self._own.states()
         self.changed = True
 
     def began_with(self, item: Any) -> None:
@@ -135,6 +145,7 @@ class SamplerTrack:
             # left in place: the loader now draws its workers' base seed, which must be the same too
             rng.restore(rng.decode(start.at_iter))
             self._set(start.generators_at_iter)
+        self._own.restore(start.own_at_iter)
         self._resumed = _Resumed(self, iter(sampler), start, skip)
         return self._resumed
 
@@ -154,6 +165,7 @@ class SamplerTrack:
         if start.at_first:
             rng.restore(rng.decode(start.at_first))
             self._set(start.generators_at_first)
+        self._own.restore(start.own_at_first)
         begun = b""
         for number in range(skip):
             item = next(inner, _END)
@@ -164,6 +176,7 @@ class SamplerTrack:
                 begun = self._recorder.snapshot()
         self.in_turn = skip > 1 and self._recorder.snapshot() != begun
         rng.restore(rng.decode(kept))
+        self.skipped()
 
     def _states(self) -> tuple[bytes, ...]:
         return tuple(bytes(g.get_state().numpy()) for g in self._generators)
@@ -242,7 +255,7 @@ def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
     if type(sampler) is TrackedSampler:
         known: SamplerTrack = sampler._self_track
         return known
-    track = SamplerTrack(recorder, _generators(loader, sampler))
+    track = SamplerTrack(recorder, _generators(loader, sampler), OwnGenerators([sampler], recorder.used))
     # DataLoader refuses plain assignment: it cannot know that the order stays the same
     object.__setattr__(loader, name, TrackedSampler(sampler, track))
     return track
@@ -275,10 +288,15 @@ def _sampler_name(loader: Any) -> str:
 
 def loader_generators(loader: Any) -> list[torch.Generator]:
     """The generators, other than the global one, that `loader` and its samplers draw from."""
+    return _generators(loader, index_sampler(loader))
+
+
+def index_sampler(loader: Any) -> Any:
+    """The user's sampler or batch sampler, without what tracks it; None where there is none."""
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None:  # a sampler may have a length, and the length 0
         sampler = getattr(loader, "sampler", None)
-    return _generators(loader, untracked(sampler))
+    return untracked(sampler)
 
 
 def _generators(loader: Any, sampler: Any) -> list[torch.Generator]:
