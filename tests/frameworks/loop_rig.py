@@ -89,7 +89,8 @@ def net() -> nn.Module:
 def loader(seed: int = 1, **options: Any) -> DataLoader[Any]:
     """Five shuffled batches."""
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True, **options)
+    options = {"shuffle": "sampler" not in options} | options
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, **options)
 
 
 def backward(loss: Tensor) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
 from lastgasp.errors import ConfigError
@@ -182,6 +183,47 @@ def test_buffers_of_an_averaged_model_are_those_of_the_boundary(tmp_path: Path) 
     checkpoint = torch.load(gasp, weights_only=False)
     assert [n for n, b in spoils.right.items() if not torch.equal(checkpoint["state_dict"][n], b)] == []
     assert not torch.equal(checkpoint["current_model_state"]["net.1.running_mean"], spoils.right["net.1.running_mean"])
+
+
+class Freezes(L.Callback):
+    """Once, in the step in which it is due."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
+        if trainer.global_step == 3:
+            module.get_submodule("net.0").requires_grad_(False)
+            module.get_submodule("net.1").eval()
+        if trainer.global_step == 7:
+            module.get_submodule("net.0").requires_grad_(True)
+
+
+class OwnNoise(Dataset[list[Tensor]]):
+    """Draws from a random generator that it holds."""
+
+    def __init__(self) -> None:
+        self._rows, self._random = data(), np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [value + float(self._random.normal()) for value in self._rows[index]]
+
+
+def changing(job: Job, strike: int | None) -> dict[str, Tensor]:
+    job.restart()
+    seed(7)
+    model = Small()
+    fit(job.make(Freezes(), strike=strike), model, DataLoader(OwnNoise(), 4, shuffle=True))
+    return weights(model)
+
+
+@pytest.mark.parametrize("step", [5, 9])
+def test_what_is_frozen_and_the_random_numbers_of_a_data_set_go_on(tmp_path: Path, step: int) -> None:
+    straight = changing(Job(tmp_path / "straight"), None)
+    job = Job(tmp_path / "faulted")
+    changing(job, step)
+    resumed = changing(job, None)
+    assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
 
 
 def swa(job: Job, strike: int | None) -> tuple[dict[str, Tensor], float]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from frameworks.loop_rig import (
     Counting,
@@ -31,6 +33,29 @@ from lastgasp.checkpoint import candidates
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.pytorch.position import WORKERS
+
+
+class OwnNoise:
+    """A collate function with a random generator of its own."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(6)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return [torch.stack(column) + float(self._random.normal()) for column in zip(*rows, strict=True)]
+
+
+class OwnOrder(Sampler[int]):
+    """A sampler with one, which goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(7)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._random.sample(range(20), 20))
 
 
 def plain(s: Session, p: Parts) -> None:
@@ -53,6 +78,20 @@ def per_epoch(s: Session, p: Parts) -> None:
         p.evaluate()
         p.schedules[0].step(p.best["error"])
         p.best["seen"].append(epoch)
+        p.tick()
+
+
+def freezing(s: Session, p: Parts) -> None:
+    """Once, in the epoch in which it is due, as scripts do it."""
+    layer, norm = p.model.get_submodule("0"), p.model.get_submodule("1")
+    for epoch in s.epochs(3):
+        if epoch == 1:
+            layer.requires_grad_(False)
+            norm.eval()
+        if epoch == 2:
+            layer.requires_grad_(True)
+        for batch in s.batches(p.data):
+            p.train(batch)
         p.tick()
 
 
@@ -327,6 +366,7 @@ def bare(p: Parts) -> TorchState:
 SHAPES = {
     "plain": Shape(plain, adam),
     "per-epoch": Shape(per_epoch, momentum),
+    "freezing": Shape(freezing, adam),
     "accumulating": Shape(accumulating, adam),
     "breaking": Shape(breaking, adam),
     "breaking-a-wrapper": Shape(breaking_a_wrapper, adam),
@@ -352,6 +392,7 @@ SHAPES = {
     "workers-that-augment": Shape(replayed, adam, lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2)),
     "own-generator": Shape(plain, adam, lambda: loader(generator=torch.Generator().manual_seed(5))),
     "numbers": Shape(plain, adam, lambda: list(loader())),
+    "own-random-numbers": Shape(plain, adam, lambda: loader(collate_fn=OwnNoise(), sampler=OwnOrder())),
 }
 
 

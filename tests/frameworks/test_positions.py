@@ -125,7 +125,8 @@ class OwnRandom(Numbers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.random, self.others = random.Random(1), [np.random.default_rng(1), np.random.RandomState(1), generator()]
+        self.random = random.Random(1)
+        self.others: list[Any] = [np.random.default_rng(1), np.random.RandomState(1), generator()]
 
     def __getitem__(self, index: int) -> float:
         one, two, three = self.others

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import CheckpointError
-from lastgasp.adapter.torch import WORKERS, AuxState, decode_aux, own_aux, restore_aux
+from lastgasp.adapter.torch import WORKERS, AuxState, Flags, decode_aux, own_aux, restore_aux
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
@@ -121,6 +121,7 @@ class Resume:
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 group.update(saved)  # a scheduler that is made when the epoch starts changes the learning rate
         self._restore_metrics(trainer, record)
+        Flags(trainer.lightning_module).restore(record.get("flags"), tell=False)
         self._state.position.settle()
         if record["batch"] and (reason := self._state.position.inexact):
             workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"

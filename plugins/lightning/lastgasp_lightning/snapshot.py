@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulati
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
-from lastgasp.adapter.torch import values_of
+from lastgasp.adapter.torch import Flags, values_of
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
 
@@ -39,6 +39,7 @@ class Snapshot:
     logging: tuple[bool | None, str | None]
     callbacks: dict[str, Any]
     extra: tuple[Any, dict[str, Any]]
+    flags: tuple[bytes, bytes]
     all_callbacks: bool = False
 
 
@@ -58,7 +59,7 @@ class Snapshotter:
         self._values = values_of()
         self._names: list[tuple[str, ...]] = []
         self._named = -1
-        self.extra = ExtraStates(trainer)
+        self.extra, self.flags = ExtraStates(trainer), Flags(trainer.lightning_module)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
         self._mid_step = [cb for cb in self._stateful if any(_overrides(cb, hook) for hook in hooks)]
@@ -83,6 +84,7 @@ class Snapshotter:
             (logs._first_loop_iter, logs._current_fx),
             _states(self._mid_step) if self._mid_step else {},
             self.extra.take(),
+            self.flags.take(),
         )
 
     def loops(self, snapshot: Snapshot) -> dict[str, Any]:

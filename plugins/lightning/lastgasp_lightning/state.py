@@ -359,6 +359,7 @@ class LightningState:
             "results_rank": self._trainer.global_rank,
             "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
             "logging": snapshot.logging,
+            "flags": self._snapshots.flags.record(snapshot.flags),
             "notes": list(self.notes),
             "fit": msgspec.to_builtins(self.fit.fit),
             "tuned": found_by(self._trainer),

@@ -147,6 +147,7 @@ class Training(adapter.Training):
             "groups": boundary["torch"].groups,
             "schedulers": boundary["torch"].schedulers,
             "buckets": self._buckets.layouts,
+            "flags": self.state.flags.record(boundary["torch"].flags),
         }
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
@@ -191,6 +192,7 @@ class Training(adapter.Training):
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
             group.update(values)
         self._buckets.restore(record["buckets"])
+        self.state.flags.restore(record.get("flags"), tell=False)
         if own is None:
             return None
         aux = shared.decode_aux(own)

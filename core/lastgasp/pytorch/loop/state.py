@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.buffers import persistent_buffers
+from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
@@ -29,6 +30,7 @@ class Snapshot:
     groups: list[list[dict[str, Any]]]
     scaler: dict[str, Any] | None
     extra: dict[str, Any]
+    flags: tuple[bytes, bytes]
     notes: list[str] = field(default_factory=list)
 
 
@@ -81,6 +83,7 @@ class TorchState:
                                   "A number is kept in a dict: best = {'acc': 0.0}.")  # fmt: skip
         self.modules = {name: unwrapped(module) for name, module in self.models.items.items()}
         self.container = nn.ModuleDict(self.modules)
+        self.flags = Flags(self.container)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
 
     # -- what it is ---------------------------------------------------------------------------------------
@@ -149,6 +152,7 @@ class TorchState:
             [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()],
             _scaler_state(self.scaler),
             {name: copy.deepcopy(_state_of(item)) for name, item in self.extra.items()},
+            self.flags.take(),
         )
 
     # -- dump ---------------------------------------------------------------------------------------------
@@ -174,6 +178,7 @@ class TorchState:
             "scheduler": self.schedulers.pack(snapshot.schedulers),
             "scaler": _scaler_dump(self.scaler, snapshot.scaler),
             "extra": snapshot.extra,
+            "flags": self.flags.record(snapshot.flags),
         }
 
     def _places(self, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[Address, Tensor]:
@@ -201,6 +206,7 @@ class TorchState:
         for name, item in self.optimizers.items.items():
             item.load_state_dict(stored["optimizer"][name])  # type: ignore[index]
         self._fill_aux(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
+        self.flags.restore(checkpoint.get("flags"))
 
     def remember(self, checkpoint: Mapping[str, Any]) -> Callable[[], None]:
         """After `load`: a function that restores everything except parameters and optimizer states once more.
@@ -210,6 +216,7 @@ class TorchState:
         kept = {name: value.detach().clone() for name, value in self.container.named_buffers()}
         stored = {role.role: role.unpack(checkpoint.get(role.role)) or {} for role in self._roles()}
         aux = copy.deepcopy((stored["scheduler"], checkpoint["scaler"], checkpoint["extra"]))
+        flags = checkpoint.get("flags")
         groups = [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()]
 
         def fill() -> None:
@@ -219,6 +226,7 @@ class TorchState:
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
                     group.update(values)
             self._fill_aux(*aux)
+            self.flags.restore(flags, tell=False)
 
         return fill
 

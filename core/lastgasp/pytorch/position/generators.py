@@ -105,7 +105,7 @@ def _objects(roots: list[Any]) -> dict[str, Any]:
     """What is found from `roots`, each once, by the way to it; the same in each process of one program."""
     found: dict[str, Any] = {}
     numpys: Any = np.random.mtrand
-    seen = {id(one) for one in (random._inst, numpys._rand, torch.default_generator)}  # type: ignore[attr-defined]
+    seen = {id(one) for one in (getattr(random, "_inst", None), numpys._rand, torch.default_generator)}
     level = [(str(number), root) for number, root in enumerate(roots)]
     kept = []  # so that no id is used again
     for _ in range(_DEEP):
