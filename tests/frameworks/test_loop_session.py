@@ -148,7 +148,7 @@ def test_a_checkpoint_is_an_ordinary_file_of_torch_save(tmp_path: Path) -> None:
     stored = torch.load(path, weights_only=True)
     assert stored["step"] == 12
     Parts(tick=lambda: None).model.load_state_dict(stored["model"])
-    assert set(stored) == {"step", "epoch", "model", "optimizer", "scheduler", "scaler", "extra", "lastgasp"}
+    assert set(stored) == {"step", "epoch", "model", "optimizer", "scheduler", "scaler", "extra", "flags", "lastgasp"}
 
 
 def test_max_steps_is_where_a_resumed_run_stops_too(tmp_path: Path) -> None:

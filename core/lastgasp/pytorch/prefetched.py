@@ -24,11 +24,13 @@ class PrefetchedPosition(msgspec.Struct, frozen=True):
     Args:
         start: how the pass over the data began.
         ahead: random state under which the batch was fetched that waits.
-        own: states of the generators that the data set, its collate function and its sampler hold, then.
+        own_ahead: states of the generators that the data set, its collate function and its sampler hold, then.
+        own: the same at the boundary.
     """
 
     start: SamplerStart
     ahead: bytes
+    own_ahead: bytes = b""
     own: bytes = b""
 
 
@@ -69,7 +71,9 @@ class PrefetchedData:
     @property
     def position(self) -> PrefetchedPosition | None:
         """Where it stands; None before the first batch, and where the loader is not followed."""
-        return PrefetchedPosition(self._track.start, self._ahead, self._own_ahead) if self._ahead else None
+        if not self._ahead:
+            return None
+        return PrefetchedPosition(self._track.start, self._ahead, self._own_ahead, self._own.states())
 
     def resume(self, position: PrefetchedPosition, consumed: int, more: bool) -> None:
         """The next pass repeats the one of `position`, without its first `consumed` batches.
@@ -79,7 +83,7 @@ class PrefetchedData:
         """
         self._track.resume(position.start, consumed)
         if more:
-            self._resumed, self._own_due = position.ahead, position.own
+            self._resumed, self._own_due = position.ahead, position.own_ahead
             return
         kept = self._random.snapshot()
         if self._loader.persistent_workers:  # their start, and the random numbers that it takes, were in that pass
