@@ -29,8 +29,12 @@ _LOOP = (
     "lastgasp.pytorch.loop.session",
 )
 _LIGHTNING = (*_LOOP, "lightning.pytorch.callbacks", "lastgasp_lightning.entry", "lastgasp_lightning.testing")
+_TRANSFORMERS = (*_LOOP, "support.train_transformers")  # which sets a variable before it imports them
 
-MODULES = {"bare": ("json", "random", "multiprocessing"), "launcher": _LAUNCHER, "loop": _LOOP, "lightning": _LIGHTNING}
+MODULES = {
+    "bare": ("json", "random", "multiprocessing"), "launcher": _LAUNCHER, "loop": _LOOP, "lightning": _LIGHTNING,
+    "transformers": _TRANSFORMERS,
+}  # fmt: skip
 
 _SCRIPTS = {
     "prefork_child.py": "bare",
@@ -49,6 +53,7 @@ _SCRIPTS = {
     "buckets_worker.py": "loop",
     "sharded_checks.py": "loop",
     "train_gpt.py": "loop",
+    "train_transformers.py": "transformers",
     "train_reused.py": "loop",
 }
 """What each imports at its top, or does not go without. Ranks that import no torch must not find it imported."""
