@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from ruamel.yaml import YAML
 
 from lastgasp.cli import main
+from lastgasp.jobs.acjob.check import check_source, source_of
 from lastgasp.testing.jobs import run_job
 from support import lean
-from support.acjob import bare
+from support.acjob import NAME, bare, ready
 from support.pages import DOCS, ROOT, SHOWN, blocks, shell_lines
 from support.switch_job import job_here
 
@@ -200,6 +203,37 @@ def test_nothing_that_is_shown_is_left_out() -> None:
         assert (ROOT / path).is_file() and f"def {test}" in (ROOT / path).read_text(), name
     shown = [text for page in SHOWN for text in blocks(page, "python")]
     assert all(any(text.lstrip().startswith(begin) for text in shown) for begin in CODE_ELSEWHERE)
+
+
+GUIDES = sorted(path for path in (DOCS / "guides").glob("*.md") if not path.name.endswith(".zh-CN.md"))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guides_chinese_page_keeps_pace(page: Path) -> None:
+    """The same commands and YAML, and a row for each row."""
+    chinese = page.with_suffix(".zh-CN.md")
+    for language in ("sh", "yaml"):
+        assert blocks(chinese, language) == blocks(page, language)
+    widths = [
+        [line.replace("\\|", "").count("|") for line in path.read_text().splitlines() if line.startswith("|")]
+        for path in (page, chinese)
+    ]
+    assert widths[0] == widths[1] and len(widths[0]) > 4
+    assert f"({chinese.name})" in page.read_text() and f"({page.name})" in chinese.read_text()
+
+
+def test_the_mounts_that_are_shown_are_right() -> None:
+    """In every replica type of a job that is ready otherwise, MindCluster's rules find nothing in them."""
+    (shown,) = blocks(DOCS / "guides/slow-nodes.md", "yaml")
+    mounts, job = YAML(typ="safe").load(shown), YAML(typ="safe").load(ready())
+    for replica in job["spec"]["replicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        pod["containers"][0].setdefault("volumeMounts", []).extend(mounts["volumeMounts"])
+        pod.setdefault("volumes", []).extend(mounts["volumes"])
+    text = io.StringIO()
+    YAML(typ="safe").dump(job, text)
+    found = [one for one in check_source(source_of(NAME, text.getvalue().encode())) if "mount" in one.what]
+    assert [one.what for one in found if one.severity == "error"] == []
 
 
 def test_what_the_code_finds_is_for_pages_that_show_code() -> None:

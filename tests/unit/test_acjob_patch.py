@@ -184,6 +184,14 @@ def test_a_variable_from_the_pods_fields_gets_no_value_beside_that() -> None:
     assert result.after == text and "ttp-port" in {one.rule for one in errors(result.diagnoses)}
 
 
+def test_what_a_strategy_does_not_do_is_noted() -> None:
+    (note,) = patched(bare(), "elastic-training").notes
+    assert "Name dump as well" in note
+    assert patched(bare(), "elastic-training,dump").notes == ()
+    (note,) = patched(bare("tensorflow"), "pod-rescheduling").notes
+    assert "job-level rescheduling alone for TensorFlow" in note
+
+
 def test_elastic_training_waits_for_mindx_unless_recover_is_tried_before() -> None:
     assert patched(bare(), "elastic-training").after.count("MINDIO_WAIT_MINDX_TIME") == 2
     assert patched(bare(), "elastic-training,recover-in-place").after.count("MINDIO_WAIT_MINDX_TIME") == 2

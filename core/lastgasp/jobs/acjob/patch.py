@@ -90,7 +90,7 @@ def patch(source: Source, goals: Sequence[str], name: str | None = None) -> Patc
     for job in jobs:
         _refuse(job, goals)
         _Patch(job, goals, edits).gather()
-    notes = tuple(_notes(jobs))
+    notes = (*_notes(jobs), *_notes_of_goals(jobs, goals))
     text, documents = edits.apply() if edits else (source.text, source.documents)
     after = Source(source.path, text, source.bom, documents)
     return Patched(source.text, text, check_source(after), notes)
@@ -116,6 +116,20 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
         for job in jobs
         if job.root.string("metadata", "namespace") is None and job.replicas
     ]
+
+
+def _notes_of_goals(jobs: Sequence[Job], goals: Sequence[str]) -> list[str]:
+    """What a strategy does not do with lastgasp, or in MindCluster's guides."""
+    notes = []
+    if "elastic-training" in goals and "dump" not in goals:
+        notes.append(
+            "elastic-training: no adapter of lastgasp's can shrink a job (MindSpeed-LLM's own, with "
+            "--enable-elastic-training, can). Name dump as well, so that the step is saved where that fails"
+        )
+    if "pod-rescheduling" in goals:
+        names = [job.name for job in jobs if job.framework == "tensorflow"]
+        notes += [f"{name}: MindCluster's guides have job-level rescheduling alone for TensorFlow" for name in names]
+    return notes
 
 
 class _Patch:
