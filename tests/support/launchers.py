@@ -82,11 +82,11 @@ def running(folder: Path, *commands: list[str], **variables: str) -> Iterator[li
             job.process.wait()
 
 
-def until(condition: Any, what: str) -> None:
+def until(condition: Any, what: str, patience: float = PATIENCE) -> None:
     """Wait for what another process does."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
+        assert time.monotonic() < deadline, f"waited {patience:g} s for: {what}"
         time.sleep(0.02)
 
 

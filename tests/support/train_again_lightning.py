@@ -58,11 +58,22 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def held() -> list[int]:
+    """Descriptors and threads of this process."""
+    return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
+
+
+def held_more(before: list[int]) -> bool:
+    """Whether there are more than `before`, if that is known."""
+    return any(now > then for then, now in zip(before, held(), strict=False))
+
+
 class Diary(Callback):
     """Notes who trains, holds the ranks at the gate, and brings a second fault where the test wants one."""
 
     def __init__(self, args: argparse.Namespace, ours: LastGasp) -> None:
         self._directory, self._ours, self._stopped, self._dies = args.dir, ours, args.stopped, args.dies
+        self._held: list[int] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there; ours has not connected yet."""
@@ -77,7 +88,13 @@ class Diary(Callback):
             signal.raise_signal(signal.SIGTERM)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A fit is entered."""
+        """A fit is entered; what is held then must not grow with the entries after the first recovery."""
+        deadline = time.monotonic() + again_faults.PATIENCE
+        while (more := held_more(self._held)) and time.monotonic() < deadline:  # a thread may be ending
+            time.sleep(0.05)
+        if os.environ.get("LASTGASP_INCARNATION"):
+            self._held = self._held or held()
+            note(self._directory, f"more {more}")
         note(self._directory, f"entered {os.getpid()} {trainer.global_step}")
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:

@@ -150,3 +150,13 @@ def test_sigstop_stops_the_process_until_it_is_continued() -> None:
         assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
         process.send_signal(signal.SIGCONT)
         assert process.wait(30) == 0
+
+
+def test_a_training_that_is_entered_again_gets_the_faults_of_that_incarnation() -> None:
+    seen: list[int] = []
+    text = "kind=exception,phase=data;kind=exception,phase=data,incarnation=1"
+    kit = FaultKit(parse_faults(text), act=lambda spec: seen.append(spec.incarnation))
+    for environ in ({}, {}, {"LASTGASP_INCARNATION": "1"}, {"LASTGASP_INCARNATION": "1"}):
+        kit.entered(environ)
+        kit.fire_at("data", 0)
+    assert seen == [0, 1]

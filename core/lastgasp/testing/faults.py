@@ -183,8 +183,16 @@ class FaultKit:
         incarnation: int = 0,
     ) -> None:
         self.rank, self.attempt = rank, attempt
+        self._specs, self._incarnation = specs, incarnation
         self._pending = [spec for spec in specs if spec.incarnation == incarnation]
         self._log, self._act = log, act
+
+    def entered(self, environ: Mapping[str, str] = os.environ) -> None:
+        """A training begins: where it was entered again in this process, its faults are those of this incarnation."""
+        incarnation = int(environ.get("LASTGASP_INCARNATION") or 0)
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self._pending = [spec for spec in self._specs if spec.incarnation == incarnation]
 
     def due(self, phase: str, step: int) -> bool:
         """Whether `fire_at` with the same arguments would do something."""

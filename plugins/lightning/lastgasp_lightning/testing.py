@@ -47,6 +47,7 @@ class FaultCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all hooks; the optimizers exist and Lightning has not asked for a batch yet."""
         self._kit.rank, self._step = trainer.global_rank, trainer.global_step
+        self._kit.entered()
         install(self._kit)
         self._hook_data(trainer)
         hook_model(self._undo, pl_module, self._fire)
