@@ -120,11 +120,19 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+class Closed:
+    """A handle that raises whatever it is asked."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 class OwnRandom(Numbers):
     """Noise from generators that it holds, one of them in a list."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.handle = Closed()
         self.random = random.Random(1)
         self.others: list[Any] = [np.random.default_rng(1), np.random.RandomState(1), generator()]
 

@@ -6,6 +6,7 @@ resumed run that began with fresh ones would train on other data.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import types
@@ -31,7 +32,7 @@ _MAKERS = ("__getitem__", "__getitems__", "__iter__", "__call__")
 _NEW: dict[str, Callable[[], Any]] = {
     "Random": random.Random,
     "RandomState": np.random.RandomState,
-    "Generator": torch.Generator,
+    "Generator/cpu": torch.Generator,
     "Generator/PCG64": np.random.default_rng,
 }
 
@@ -111,20 +112,24 @@ def _objects(roots: list[Any]) -> dict[str, Any]:
     for _ in range(_DEEP):
         deeper: list[tuple[str, Any]] = []
         for where, one in level:
-            if isinstance(one, _LEAVES) or id(one) in seen or len(found) > _MANY:
+            if id(one) in seen or len(found) > _MANY:
                 continue
             seen.add(id(one))
             kept.append(one)
-            found[where] = one
-            if not _is_generator(one):
-                deeper += [(f"{where}/{name}", part) for name, part in _parts(one)]
+            try:
+                if isinstance(one, _LEAVES):
+                    continue
+                deeper += [] if _is_generator(one) else [(f"{where}/{name}", part) for name, part in _parts(one)]
+                found[where] = one
+            except Exception:  # a user's object may raise whatever it is asked, such as a handle that is closed
+                continue
         level = deeper
     return found
 
 
 def _is_generator(one: Any) -> bool:
     if isinstance(one, random.Random):
-        return not isinstance(one, random.SystemRandom)
+        return type(one).getstate is random.Random.getstate  # SystemRandom has no state
     return isinstance(one, np.random.Generator | np.random.RandomState | torch.Generator)
 
 
@@ -139,7 +144,8 @@ def _parts(one: Any) -> Iterator[tuple[str, Any]]:
         yield from _named(one)
     else:
         yield from vars(one).items() if hasattr(one, "__dict__") else ()
-        yield from ((name, getattr(one, name, None)) for name in ("func", "args", "keywords"))  # functools.partial
+        if isinstance(one, functools.partial):
+            yield from (("func", one.func), ("args", one.args), ("keywords", one.keywords))
         for kind in type(one).__mro__:
             yield from ((name, vars(kind)[name]) for name in _MAKERS if name in vars(kind))
 
@@ -158,6 +164,8 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _kind(one: Any) -> str:
     name = type(one).__name__
+    if isinstance(one, torch.Generator):
+        return f"{name}/{one.device.type}"
     return f"{name}/{type(one.bit_generator).__name__}" if isinstance(one, np.random.Generator) else name
 
 
