@@ -107,7 +107,7 @@ def framework_of_taskd(modules: Mapping[str, object]) -> Literal["pt", "ms"]:
 
 
 def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Probe, ...]:
-    attempts = [_package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")]
+    attempts = [_mindio(find)]
     if not attempts[0].found:
         return (*attempts, _taskd(find))  # the usual case costs only three look-ups
     if env.get("MINDIO_FOR_MINDSPORE", "").lower() in ("true", "1"):
@@ -122,6 +122,18 @@ def _look(env: Mapping[str, str], find: Find, devices: bool) -> tuple[Probe, ...
 def _package(name: str, find: Find, what: str) -> Probe:
     place = find(name)
     return Probe(name, True, f"in {place}") if place is not None else Probe(name, False, f"not installed ({what})")
+
+
+def is_drop_in(place: Path) -> bool:
+    """Whether a package `mindio_ttp` is lastgasp's own (lastgasp-mindio), which runs on the embedded engine."""
+    return place.parent.parent.name == "lastgasp_mindio"
+
+
+def _mindio(find: Find) -> Probe:
+    place = find("mindio_ttp")
+    if place is not None and is_drop_in(place):
+        return Probe("mindio_ttp", False, f"lastgasp's own drop-in (in {place})")
+    return _package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")
 
 
 def _npu() -> Probe:

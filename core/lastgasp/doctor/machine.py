@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from lastgasp.backends import VARIABLE, choose_backend, in_taskd_job
+from lastgasp.backends import VARIABLE, choose_backend, in_taskd_job, is_drop_in
 from lastgasp.errors import ConfigError
 from lastgasp.launch.ascend import Machine as Found
 from lastgasp.launch.ascend import prepare
@@ -122,8 +122,9 @@ class Machine:
 
     @property
     def mindio(self) -> bool:
-        """Whether MindIO TFT is installed."""
-        return "mindio_ttp" in self.places
+        """Whether MindIO TFT is installed, and not lastgasp's drop-in of its name."""
+        place = self.places.get("mindio_ttp")
+        return place is not None and not is_drop_in(place)
 
     @property
     def wanted(self) -> str:

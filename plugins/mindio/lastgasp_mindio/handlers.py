@@ -1,0 +1,79 @@
+"""The handlers that a job has registered, and how they are called (docs/facts/mindio_tft.md §6)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lastgasp.adapter import NotSaveable
+
+log = logging.getLogger("lastgasp")
+
+
+@dataclass
+class Handlers:
+    """One slot for each; the last one registered counts.
+
+    Attributes:
+        args: what handlers are given: the arguments of the decorated function, or of `tft_set_step_args`.
+        inside: whether this thread runs one of them.
+    """
+
+    args: Any = None
+    _slots: dict[str, tuple[Callable[..., Any], Any]] = field(default_factory=dict)
+    _thread: threading.local = field(default_factory=threading.local)
+
+    def register(self, name: str, func: Callable[..., Any], ctx: Any) -> None:
+        """Take a handler."""
+        self._slots[name] = (func, ctx)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    @property
+    def inside(self) -> str:
+        """The handler that runs on this thread; empty for none."""
+        found: str = getattr(self._thread, "name", "")
+        return found
+
+    def save(self, step: int, info: list[dict[str, Any]]) -> None:
+        """Have this rank's part of the dump written. Raises what the handler raises, NotSaveable without one."""
+        self._call("save_ckpt", step, info, self.args, ctx=True)
+
+    def rename(self, step: int) -> None:
+        """All have saved. Without a handler there is nothing to do, as with MindIO; it gets no ctx there, either."""
+        if "rename" in self:
+            self._call("rename", step, self.args, ctx=False)
+
+    def stop(self) -> None:
+        """Have the device's work aborted. As `save`."""
+        self._call("stop", self.args, ctx=True)
+
+    def clean(self, memory_error: bool) -> None:
+        """Have the device's state cleared.
+
+        Raises:
+            NotSaveable: there is no handler, or the device is not good after it.
+        """
+        result = self._call("clean", memory_error, self.args, ctx=True)
+        if result not in (0, 2):
+            raise NotSaveable(f"the clean handler has returned {result!r}")
+
+    def _call(self, name: str, *given: Any, ctx: bool) -> Any:
+        if name not in self._slots:
+            raise NotSaveable(f"no {name} handler is registered")
+        func, own = self._slots[name]
+        with self._marked(name):
+            return func(*given, own) if ctx else func(*given)
+
+    @contextmanager
+    def _marked(self, name: str) -> Iterator[None]:
+        self._thread.name = name
+        try:
+            yield
+        finally:
+            self._thread.name = ""

@@ -1,0 +1,204 @@
+"""What belongs to this process: the states of MindIO's processor, and the training that is protected.
+
+MindIO's own states are kept only as far as calls are refused in them (docs/facts/mindio_tft.md §7.2).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from lastgasp.adapter import ConfigError
+from lastgasp_mindio import device
+from lastgasp_mindio.classify import Classifier
+from lastgasp_mindio.enums import Action, ReportState
+from lastgasp_mindio.handlers import Handlers
+from lastgasp_mindio.notices import say
+from lastgasp_mindio.shards import Info
+from lastgasp_mindio.training import Protection
+
+log = logging.getLogger("lastgasp")
+
+
+class NotRunning(Exception):
+    """The processor has not been started, or has left."""
+
+
+@dataclass
+class Processor:
+    """One per process; the functions of `framework_ttp` are its methods.
+
+    Attributes:
+        before_update, completed: the hot path; other functions before the first step, and where nothing is protected.
+        framework: of `set_mindio_export_version`.
+        copies: local copies were asked for.
+    """
+
+    rank: int = -1
+    world_size: int = 0
+    started: bool = False
+    info: Info | None = None
+    handlers: Handlers = field(default_factory=Handlers)
+    faults: Classifier = field(default_factory=Classifier)
+    framework: str = ""
+    copies: bool = False
+    _protection: Protection | None = None
+    _inside: bool = False
+
+    def __post_init__(self) -> None:
+        self.before_update: Callable[[], None] = self._first_update
+        self.completed: Callable[[int], None] = self._first_completed
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def init(self, rank: int, world_size: int) -> None:
+        """Who this process is. A second time is refused, as by MindIO."""
+        if self.rank >= 0:
+            raise ConfigError("tft_init_processor", rank, "one call in a process", "Call it once.")
+        self.rank, self.world_size = rank, world_size
+
+    def start(self) -> None:
+        """The processor runs, though nothing is connected: the engine is, once the training function is called."""
+        if self.rank < 0:
+            raise NotRunning("tft_start_processor before tft_init_processor")
+        self.started = True
+
+    def require_running(self, what: str) -> None:
+        """Raises NotRunning."""
+        if not self.started:
+            raise NotRunning(f"{what}: tft_init_processor and tft_start_processor come first")
+
+    def close(self) -> None:
+        """Training ended well on this rank. Idempotent."""
+        protection, self._protection = self._protection, None
+        self.before_update, self.completed, self._inside = self._first_update, self._first_completed, False
+        if protection is not None:
+            protection.close()
+
+    @property
+    def protection(self) -> Protection | None:
+        """Of the training that is under way; None where nothing is protected."""
+        return self._protection
+
+    # -- the training function --------------------------------------------------------------------
+
+    def decorate(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """`tft_exception_handler`."""
+
+        @wraps(func)
+        def protected(*args: Any, **options: Any) -> Any:
+            self.handlers.args = given = args if self.framework else list(args)
+            self._connect()
+            try:
+                result = func(*given, **options)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self.close()
+            return result
+
+        return protected
+
+    def _connect(self) -> None:
+        """Reach the controller, all ranks together. Where MindIO would save nothing, the job runs unprotected."""
+        if self._protection is not None:
+            return
+        if not self.started:
+            say("training is not protected: tft_init_processor and tft_start_processor were not called", self.rank)
+            self._unprotected()
+            return
+        device.remember()
+        try:
+            self._protection = Protection(self.rank, self.world_size, self.info, self.handlers, self.faults)
+        except ValueError as error:
+            say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
+            self._unprotected()
+
+    def _unprotected(self) -> None:
+        self.before_update, self.completed = _nothing, _nothing_completed
+
+    def _failed(self, error: BaseException) -> None:
+        protection, self._protection = self._protection, None
+        if protection is not None:
+            protection.failed(error)
+
+    # -- the hot path -----------------------------------------------------------------------------
+
+    def _first_update(self) -> None:
+        """Before the first update of this run: without the decorator, connect."""
+        if self.handlers.inside:
+            raise RuntimeError(f"tft_start_updating_os inside the {self.handlers.inside} handler")
+        if self._protection is None:
+            self._connect()
+        self._inside = True
+
+    def _first_completed(self, step: int) -> None:
+        """After the first update: only now is the step known from which training began."""
+        protection = self._protection
+        if not self._inside or protection is None:
+            self._ignored(step)
+            return
+        protection.begin(step - 1)
+        session = protection.run.session
+        status = session.status
+        session.before_update()
+        session.step_completed(step)
+
+        def completed(number: int) -> None:
+            if status.inside:
+                session.step_completed(number)
+            else:
+                self._ignored(number)
+
+        self.before_update, self.completed = session.before_update, completed
+
+    def _ignored(self, step: int) -> None:
+        say(f"tft_end_updating_os({step}) without tft_start_updating_os before it is ignored, as by MindIO", self.rank)
+
+    # -- without the decorator --------------------------------------------------------------------
+
+    def report(self, state: ReportState, code: str) -> None:
+        """`tft_report_error`; returns when the recovery is over. Raises NotRunning where there is nothing to save."""
+        protection = self._protection
+        if protection is None or not protection.run.begun:
+            raise NotRunning(f"tft_report_error({state.name}): no step was completed")
+        if state in (ReportState.RS_INIT_FINISH, ReportState.RS_PREREPAIR_FINISH, ReportState.RS_STEP_FINISH):
+            raise NotRunning(f"tft_report_error({state.name}): this engine lets no new process into a running job")
+        protection.reported(state, code)
+
+    def wait(self) -> int:
+        """The end of the recovery. Raises NotRunning where there is none."""
+        protection = self._protection
+        if protection is None or not protection.run.session.status.held:
+            raise NotRunning("there is no recovery to wait for")
+        config = protection.run.config
+        protection.run.session.status.wait_over(config.finish_timeout + 2 * config.save_timeout + 5)
+        return int(Action.EXIT.value)
+
+    def dump(self) -> bool:
+        """Have the healthy job saved, and ended; whether that was begun."""
+        protection = self._protection
+        if protection is None or not protection.run.begun:
+            return False
+        session = protection.run.session
+        thread = threading.Thread(
+            target=session.fault, args=("sigterm", "a dump was asked for"), name="lastgasp-dump", daemon=True
+        )
+        thread.start()
+        return True
+
+
+def _nothing() -> None:
+    """Nothing is protected."""
+
+
+def _nothing_completed(step: int) -> None:
+    """Nothing is protected."""
+
+
+PROCESSOR = Processor()
+"""This process's."""

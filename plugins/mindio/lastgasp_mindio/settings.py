@@ -1,0 +1,67 @@
+"""Where a job's checkpoints lie, and its settings: variables of MindIO's and of lastgasp's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from lastgasp.adapter import GaspConfig, Layout
+from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile
+
+log = logging.getLogger("lastgasp")
+
+FORMAT = "mindio"
+LAYOUT = "LASTGASP_MINDIO_LAYOUT"
+"""Names of the checkpoints: a pattern of directories, or a suffix of files."""
+DEFAULT_LAYOUT = "iter_*"
+STOP_CLEAN = "TTP_STOP_CLEAN_BEFORE_DUMP"
+LIMIT = "TTP_NORMAL_ACTION_TIME_LIMIT"
+_LIMITS = (30, 1800)
+_NEVER = 1e9
+"""Seconds: MindIO knows no hangs, and nobody tells this engine of evaluations and long saves."""
+
+
+def directory() -> tuple[Path, bool]:
+    """Where checkpoints and incidents lie, and whether somebody has said so."""
+    given = os.environ.get("LASTGASP_DIR") or _megatrons()
+    return (Path(given).absolute(), True) if given else (Path("lastgasp").absolute(), False)
+
+
+def _megatrons() -> str:
+    """Megatron's `--save`, where it is loaded and has read its arguments."""
+    module = sys.modules.get("megatron.training.global_vars")
+    try:
+        return str(getattr(module.get_args(), "save", None) or "") if module is not None else ""
+    except Exception:  # its own assertion: it has read none
+        return ""
+
+
+def config() -> GaspConfig:
+    """The engine's settings.
+
+    Raises:
+        ConfigError: a variable has a value that is not allowed.
+    """
+    env = os.environ
+    hang = None if env.get("LASTGASP_HANG_TIMEOUT") else _NEVER
+    return GaspConfig.resolve(directory()[0], hang_timeout=hang, save_timeout=_limit())
+
+
+def _limit() -> float | None:
+    """MindIO's limit for a dump, where the user has set one; out of its range it does not count, as there."""
+    text = os.environ.get(LIMIT, "")
+    given = int(text) if text.isdigit() and not os.environ.get("LASTGASP_SAVE_TIMEOUT") else 0
+    return float(given) if _LIMITS[0] <= given <= _LIMITS[1] else None
+
+
+def layout() -> Layout:
+    """How the checkpoints lie in the directory. Raises ConfigError."""
+    name = os.environ.get(LAYOUT) or DEFAULT_LAYOUT
+    return SingleFile(name) if name.startswith(".") else DirectoryLayout(name)
+
+
+def stop_before_dump() -> bool:
+    """Whether stop and clean are called before a dump."""
+    return os.environ.get(STOP_CLEAN) == "1"

@@ -1,0 +1,145 @@
+"""How a dump is written: MindIO's handlers as the engine's source (`ports.StateSource`, `ports.SavesTogether`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, NotSaveable, RankStatus, SaveResult, clock
+from lastgasp.adapter.testing import faults
+from lastgasp_mindio import device, manifests, settings
+from lastgasp_mindio.handlers import Handlers
+from lastgasp_mindio.shards import Group, together_of
+
+log = logging.getLogger("lastgasp")
+
+LOOK = 0.001
+"""Seconds between two looks at a training thread that must leave its collective."""
+
+
+@dataclass
+class Dump:
+    """ports.SaveResult: this rank's part of a dump. Its files are the save handler's own."""
+
+    step: int
+    path: str
+    first_byte_ns: int
+    nbytes: int = 0
+    part: bytes = b""
+
+
+@dataclass
+class Saver:
+    """Called by the engine's threads while the training thread waits at the gate, is stuck, or has raised.
+
+    Args:
+        rank: this one; groups: of the whole job.
+        config: limits and directory; layout: how dumps lie there; writer: names who writes their manifests.
+        status: of this rank.
+
+    Attributes:
+        parked: the training thread has left the training function, and waits for the end of the recovery.
+        stopped: a stop was ordered here, so that the training thread raises.
+    """
+
+    rank: int
+    groups: tuple[Group, ...]
+    handlers: Handlers
+    config: GaspConfig
+    layout: Layout
+    writer: ManifestWriter
+    status: RankStatus
+    parked: threading.Event = field(default_factory=threading.Event)
+    stopped: bool = False
+    buffer_fd: int = -1
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def capture(self, step: int) -> bytes:
+        """Nothing: random state and data position are the save handler's business."""
+        return b""
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """The shards of each group that this rank is in."""
+        return tuple(together_of(self.groups, self.rank).values())
+
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> Dump:
+        """Without a controller: this rank saves all shards, or could not be asked."""
+        return self.save_together(step, tuple((self.rank,) * len(part) for part in self.together), reason)
+
+    def save_together(self, step: int, savers: tuple[tuple[int, ...], ...], reason: str) -> Dump:
+        """Have the save handler called, at the same time as on the other savers.
+
+        Raises:
+            NotSaveable: a handler is missing, or the device is not good. And what the save handler raises.
+        """
+        info = self._info(savers)
+        with device.current():
+            if self._turn.locked() and self.stopped:
+                self.handlers.stop()  # an earlier call hangs in a collective with a saver that was lost
+            if not self._turn.acquire(timeout=self.config.save_timeout):
+                raise NotSaveable("the save handler has not returned from its last call")
+            try:
+                self._stop()
+                faults.fire_at("gasp_save", step)
+                begun = clock.wall_ns()
+                self.handlers.save(step, info)
+            finally:
+                self._turn.release()
+        where = manifests.expected(self.config.directory, self.layout, step)
+        return Dump(step=step, path=str(where), first_byte_ns=begun)
+
+    def _info(self, savers: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
+        """MindIO's `save_info`: the groups that this rank saves in, each with one rank a shard."""
+        numbers = together_of(self.groups, self.rank)
+        parts = zip(numbers, savers, strict=True)
+        found = [{"type": self.groups[n].kind, "ranks": list(ranks)} for n, ranks in parts if self.rank in ranks]
+        if not found:
+            raise NotSaveable(f"rank {self.rank} was ordered to save in no group")
+        return found
+
+    def _stop(self) -> None:
+        """Stop and clean, where the job wants them before a dump: handlers enter collectives of their own."""
+        if self.stopped or not settings.stop_before_dump():
+            return
+        self.stopped = True
+        self.handlers.stop()
+        if not self._left():
+            log.warning("rank %d: the training thread has not left its collective in %g s after the stop; the save "
+                        "handler is called nevertheless", self.rank, self.config.finish_timeout)  # fmt: skip
+        self.handlers.clean(False)
+
+    def _left(self) -> bool:
+        """Wait until the training thread waits for the end of the recovery."""
+        deadline = clock.monotonic() + self.config.finish_timeout
+        while not self.status.at_gate and not self.parked.wait(LOOK):
+            if clock.monotonic() > deadline:
+                return False
+        return True
+
+    # -- publishing -------------------------------------------------------------------------------
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
+        """On one rank, when all have saved: the rename handler, then the manifest."""
+        assert isinstance(result, Dump)
+        directory, (_, said) = Path(self.config.directory), settings.directory()
+        with device.current():
+            self.handlers.rename(result.step)
+        if not said:
+            return (
+                f"the dump of step {result.step} has no manifest: set LASTGASP_DIR to the directory of checkpoints, so "
+                "that they are verified before they are loaded"
+            )
+        path, problem = manifests.seal(directory, self.layout, result.step, self.writer)
+        if path is not None:
+            result.path = str(path)
+        return problem
+
+    def discard(self, result: SaveResult) -> None:
+        """Nothing: what a save handler leaves under a temporary name is written anew by the next one."""

@@ -1,0 +1,121 @@
+"""An adapter of MindSpeed-LLM's shape on the drop-in `mindio_ttp`: real jobs, real faults, no step lost, bit-equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lastgasp.checkpoint import DirectoryLayout, candidates, verify
+from lastgasp.events import Incident, decode_incident
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.weights import differences
+from support.matrix import References
+from support.mindio.job import DropInJob, Note
+
+LAYOUT = DirectoryLayout("iter_*")
+References_ = References[int, Path]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References_:
+    """What uninterrupted jobs end with, by their number of ranks."""
+    folder = tmp_path_factory.mktemp("reference")
+
+    def make(world: int) -> Path:
+        job = DropInJob(folder / str(world), world)
+        done = job.run()
+        assert done.ok, done.output[-4000:]
+        return job.final
+
+    return References(make)
+
+
+def fault(kind: str, rank: int, step: int, phase: str, attempt: int = 0) -> str:
+    """One fault of the job's LASTGASP_FAULT."""
+    return f"kind={kind},rank={rank},step={step},phase={phase},attempt={attempt}"
+
+
+def incidents(job: DropInJob) -> list[Incident]:
+    """The records, oldest first."""
+    found = [decode_incident(path.read_bytes()) for path in (job.checkpoints / "incidents").glob("*.json")]
+    return sorted(found, key=lambda one: one.id)
+
+
+def check_job(job: DropInJob, faults: list[str], expected: Path) -> list[Incident]:
+    """Run into all faults and to the end: each costs no step, and the numbers are those of the undisturbed job."""
+    done = job.run(";".join(faults))
+    where = done.output[-6000:]
+    assert len(read_log(job.folder / "fired")) == len(faults), where
+    assert done.ok, where
+    found = incidents(job)
+    assert [(one.ending, one.steps_lost) for one in found] == [("saved", 0)] * len(found), where
+    assert differences(expected, job.final) == [], where
+    dumps = {one.step_saved for one in found}
+    saved = {one.step: one for one in candidates([job.checkpoints], LAYOUT)}
+    assert dumps <= saved.keys()
+    for step in dumps:  # the manifests of what the save handlers have written
+        assert saved[step].manifest is not None and verify(saved[step].path, LAYOUT).ok
+    assert not list(job.checkpoints.glob("*.tmp")), "a dump was not renamed"
+    return found
+
+
+def dump(job: DropInJob, attempt: int) -> list[Note]:
+    """What was called in one attempt, without its beginning."""
+    return [note for note in job.notes() if note.attempt == attempt and note.what != "begin"]
+
+
+def check_order(notes: list[Note], step: int) -> list[int]:
+    """Stop, clean and save on the chosen ranks alone, at the same time; rename on one, when all have saved.
+
+    Returns:
+        The chosen ranks, by shard.
+    """
+    [info] = {note.more for note in notes if note.what == "save"}
+    said, _, text = info.partition(" ")
+    [entry] = json.loads(text.replace("'", '"'))
+    assert (int(said), entry["type"]) == (step, 0)
+    ranks: list[int] = entry["ranks"]
+    for rank in ranks:
+        assert [note.what for note in notes if note.rank == rank][:3] == ["stop", "clean", "save"]
+    [renamed] = [note for note in notes if note.what == "rename"]
+    assert notes[-1] == renamed and renamed.rank in ranks
+    assert {note.rank for note in notes} == set(ranks)
+    return ranks
+
+
+def test_covering(tmp_path: Path, reference: References_) -> None:
+    """Halves on four ranks: rank 0 is killed, then another one raises."""
+    job = DropInJob(tmp_path)
+    faults = [fault("sigkill", 0, 2, "backward"), fault("exception", 3, 5, "forward", 1)]
+    found = check_job(job, faults, reference[4])
+    assert [one.step_saved for one in found] == [2, 5]
+    assert [one.faults[0].kind for one in found] == ["killed", "exception"]
+    assert check_order(dump(job, 0), 2) == [2, 1]  # as MindIO chooses them
+    assert check_order(dump(job, 1), 5) == [0, 1]
+
+
+CASES = [
+    (4, [fault("sigkill", 3, 2, "before_update"), fault("sigterm", 2, 6, "data", 1)]),
+    (4, [fault("sigkill", 1, 5, "update"), fault("exception", 0, 8, "backward", 1)]),
+    (4, [fault("sigkill", 2, 3, "after_update"), fault("exit3", 1, 7, "data", 1)]),
+    (2, [fault("sigkill", 0, 2, "backward"), fault("exception", 1, 5, "forward", 1)]),
+    (2, [fault("sigterm", 0, 3, "forward"), fault("sigkill", 1, 8, "update", 1)]),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "faults"), CASES, ids=lambda value: str(value)[:60])
+def test_rest_of_the_matrix(world: int, faults: list[str], tmp_path: Path, reference: References_) -> None:
+    check_job(DropInJob(tmp_path, world), faults, reference[world])
+
+
+@pytest.mark.full
+def test_a_saver_that_dies_in_the_dump_is_replaced_by_its_replica(tmp_path: Path, reference: References_) -> None:
+    """Its peer's save handler fails in its collective, and is called again with the other holder of that shard."""
+    job = DropInJob(tmp_path)
+    faults = [fault("sigkill", 0, 5, "backward"), "kind=sigkill,rank=1,phase=gasp_save,step=5"]
+    [incident] = check_job(job, faults, reference[4])
+    assert incident.savers == [2, 3]

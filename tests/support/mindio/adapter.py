@@ -1,0 +1,198 @@
+"""A high-availability adapter for MindIO, of the shape that MindSpeed-LLM's has; written from notes on its calls.
+
+Nothing here knows lastgasp, but for `cut_connections`, which stands in for a device that can be stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mindio_ttp.framework_ttp import (  # type: ignore[import-not-found, unused-ignore]
+    tft_end_updating_os,
+    tft_exception_handler,
+    tft_init_controller,
+    tft_init_processor,
+    tft_is_reboot_node,
+    tft_pause_train,
+    tft_register_clean_handler,
+    tft_register_exception_handler,
+    tft_register_rebuild_group_handler,
+    tft_register_rename_handler,
+    tft_register_repair_handler,
+    tft_register_rollback_handler,
+    tft_register_save_ckpt_handler,
+    tft_register_stop_handler,
+    tft_register_stream_sync_handler,
+    tft_set_optimizer_replica,
+    tft_start_controller,
+    tft_start_processor,
+    tft_start_updating_os,
+)
+from mindio_ttp.framework_ttp.ttp_decorator import (  # type: ignore[import-not-found, unused-ignore]
+    set_mindio_export_version,
+    tft_set_dp_group_info,
+)
+
+from lastgasp.pytorch.cut import cut_connections
+from support.mindio.replicated import ReplicatedOptimizer
+
+__all__ = ["start", "tft_end_updating_os", "tft_pause_train", "tft_start_updating_os"]
+MODEL, OPTIMIZER, SCHEDULER, DATA = 1, 2, 3, 4
+"""Positions in the arguments of `train`."""
+_pids: list[int] = []
+
+
+def start(rank: int, world: int) -> None:
+    """Before the process group."""
+    host, port = os.environ.get("TTP_ADDR", "127.0.0.1"), 8000
+    if rank == 0 and "MINDX_TASK_ID" not in os.environ:
+        tft_init_controller(rank, world, False, False, False)
+        tft_start_controller(host, port, False, "")
+    tft_init_processor(rank, world, False, False, "", False, False, False)
+    tft_start_processor(host, port)
+    tft_is_reboot_node()
+
+
+def register(rank: int, world: int, optimizer: ReplicatedOptimizer) -> None:
+    """After the process group, before `train`."""
+    replicas = world // optimizer.parts
+    everybody = list(range(world))
+    tft_set_optimizer_replica(rank, [{"rank_list": everybody, "replica_cnt": replicas, "replica_shift": 0}])
+    tft_set_dp_group_info(rank, everybody)
+    tft_register_save_ckpt_handler(save)
+    tft_register_rename_handler(rename)
+    tft_register_stop_handler(stop)
+    tft_register_clean_handler(clean)
+    tft_register_repair_handler(lambda *_: None)
+    tft_register_rollback_handler(lambda *_: None)
+    tft_register_rebuild_group_handler(lambda *_: None)
+    tft_register_stream_sync_handler(lambda: None)
+    tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "RS_RETRY")
+    if world > 1:
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, os.getpid())
+        _pids[:] = found
+
+
+def protected(train: Callable[..., Any]) -> Callable[..., Any]:
+    """As MindSpeed-LLM: the version is set inside, so that the arguments are a list that can be changed."""
+
+    def train_with_version(*args: Any) -> Any:
+        set_mindio_export_version("MindSpeed-LLM")
+        return train(*args)
+
+    decorated: Callable[..., Any] = tft_exception_handler(train_with_version)
+    return decorated
+
+
+# -- handlers ----------------------------------------------------------------------------------------
+
+
+def save(step: int, save_info: list[dict[str, Any]], train_args: Any, ctx: Any) -> None:
+    """On all chosen ranks at once, off the main thread: the first of a list writes, the others send it their part."""
+    assert threading.current_thread() is not threading.main_thread()
+    note("save", step, save_info)
+    optimizer, scheduler = train_args[OPTIMIZER], train_args[SCHEDULER]
+    for info in save_info:
+        ranks = info["ranks"]
+        parts = _gathered(ranks, optimizer.state())
+        if parts is not None:
+            folder = temporary(step)
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder, step, parts, scheduler)
+
+
+def _gathered(ranks: list[int], own: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
+    """On `ranks[0]` the parts of all; in a group of its own, as the old ones may be broken."""
+    if len(ranks) == 1:
+        return [own]
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    me = dist.get_rank()
+    names = sorted(own)
+    packed = torch.stack([own[name] for name in names])
+    if me != ranks[0]:
+        dist.send(packed, ranks[0], group=group)
+        return None
+    parts = [own]
+    for other in ranks[1:]:
+        received = torch.empty_like(packed)
+        dist.recv(received, other, group=group)
+        parts.append(dict(zip(names, received, strict=True)))
+    return parts
+
+
+def rename(step: int, train_args: Any) -> None:
+    """On one rank, when all have saved."""
+    note("rename", step)
+    temporary(step).rename(final(step))
+    track(step)
+
+
+def stop(train_args: Any, ctx: Any) -> None:
+    """`stop_device`, on a CPU: collectives that hang raise."""
+    note("stop")
+    cut_connections(_pids)
+
+
+def clean(is_uce_error: bool, train_args: Any, ctx: Any) -> int:
+    """Nothing is left over on a CPU."""
+    note("clean", is_uce_error)
+    return 0
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def directory() -> Path:
+    """Where checkpoints lie (Megatron's --save)."""
+    return Path(os.environ["JOB_SAVE"])
+
+
+def final(step: int) -> Path:
+    """The checkpoint of a step."""
+    return directory() / f"iter_{step:07d}"
+
+
+def temporary(step: int) -> Path:
+    """The same before it is renamed."""
+    return directory() / f"iter_{step:07d}.tmp"
+
+
+def write(folder: Path, step: int, parts: list[dict[str, torch.Tensor]], scheduler: Any) -> None:
+    """Plain torch.save, as ever."""
+    torch.save({"parts": parts, "step": step, "rate": scheduler.rate_after(step)}, folder / "model_optim_rng.pt")
+
+
+def track(step: int) -> None:
+    """The tracker names it."""
+    (directory() / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def load(optimizer: ReplicatedOptimizer, scheduler: Any) -> int:
+    """What the tracker names; 0 where there is nothing."""
+    tracker = directory() / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return 0
+    step = int(tracker.read_text())
+    found = torch.load(final(step) / "model_optim_rng.pt", weights_only=True)
+    optimizer.load(found["parts"], found["step"])
+    scheduler.step_to(step)
+    assert scheduler.rate == found["rate"]
+    return step
+
+
+def note(what: str, *more: Any) -> None:
+    """For the test, and for the benchmark: what was called when, one line each."""
+    path, env = os.environ.get("JOB_NOTES"), os.environ
+    line = " ".join(map(str, (time.time_ns(), env.get("LASTGASP_ATTEMPT", 0), env.get("RANK", 0), what, *more)))
+    if path:
+        number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(number, (line + "\n").encode())
+        os.close(number)

@@ -1,0 +1,121 @@
+"""A training of MindSpeed-LLM's shape on CPUs: `train` is decorated, its arguments are a list, saves are collective."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lastgasp.testing.faults import install, kit_from_env
+from support.mindio import adapter
+from support.mindio.replicated import Net, ReplicatedOptimizer
+
+
+class Scheduler:
+    """A rate that follows from the step alone."""
+
+    def __init__(self) -> None:
+        self.rate = self.rate_after(0)
+
+    @staticmethod
+    def rate_after(step: int) -> float:
+        """The rate of the update behind `step`."""
+        return 0.01 / (1 + step)
+
+    def step_to(self, step: int) -> None:
+        """So many updates are done."""
+        self.rate = self.rate_after(step)
+
+
+def batches(rank: int, step: int) -> Iterator[Tensor]:
+    """Each step and rank has its own."""
+    while True:
+        yield torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+        step += 1
+
+
+def train(
+    forward_step: Any, net: Net, optimizer: ReplicatedOptimizer, scheduler: Scheduler, data: Any, end: int
+) -> None:
+    """The loop."""
+    kit = _kit
+
+    def faults(phase: str) -> None:
+        if kit is not None:
+            kit.fire_at(phase, step)
+
+    while (step := optimizer.step_count) < end:
+        faults("data")
+        batch = next(data)
+        net.grads.zero_()
+        faults("forward")
+        loss = forward_step(net, batch)
+        faults("backward")
+        loss.backward()
+        optimizer.inner.param_groups[0]["lr"] = scheduler.rate
+        optimizer.step(faults)
+        scheduler.step_to(optimizer.step_count)
+        faults("step_end")
+        if optimizer.step_count % EVERY == 0:
+            save_checkpoint(optimizer, scheduler)
+        adapter.tft_pause_train(optimizer.step_count)
+
+
+EVERY = 4
+
+
+def save_checkpoint(optimizer: ReplicatedOptimizer, scheduler: Scheduler) -> None:
+    """The framework's own periodic save, with collectives."""
+    step, world = optimizer.step_count, dist.get_world_size()
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, optimizer.state())
+    if dist.get_rank() == 0:
+        folder = adapter.final(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        adapter.write(folder, step, found[: optimizer.parts], scheduler)
+        adapter.track(step)
+    dist.barrier()
+
+
+def forward(net: Net, batch: Tensor) -> Tensor:
+    """The loss."""
+    loss: Tensor = (net.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
+def main() -> None:
+    """Train to the end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--final", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    adapter.start(rank, world)
+    dist.init_process_group("gloo")
+    net = Net()
+    optimizer = ReplicatedOptimizer(net, rank, world, adapter.tft_start_updating_os, adapter.tft_end_updating_os)
+    optimizer.make_groups(world)
+    scheduler = Scheduler()
+    step = adapter.load(optimizer, scheduler)
+    adapter.register(rank, world, optimizer)
+    adapter.note("begin", step)
+    adapter.protected(train)(forward, net, optimizer, scheduler, batches(rank, step), args.steps)
+    if args.final and rank == 0:
+        moments = optimizer.state()
+        torch.save({"flat": net.flat, "step": torch.tensor(optimizer.step_count), **moments}, args.final)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+_kit = kit_from_env()
+if __name__ == "__main__":
+    install(_kit)
+    main()
