@@ -30,6 +30,7 @@ ELSEWHERE = {
     ),
     "pip install -e '.[lightning,cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
     "pip install -e '.[mindformers]' -e plugins/mindformers": "tests/unit/test_build_hook.py",
+    "pip install -e '.[pytorch]' -e plugins/mindio": "tests/unit/test_mindio_names.py",
     "pip install -e . -e plugins/taskd": "tests/unit/test_build_hook.py",
     "pip install 'lastgasp[cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
     "LASTGASP=1 LASTGASP_DIR=ckpts python train.py": "tests/e2e/test_resume.py",

@@ -124,15 +124,10 @@ def _package(name: str, find: Find, what: str) -> Probe:
     return Probe(name, True, f"in {place}") if place is not None else Probe(name, False, f"not installed ({what})")
 
 
-def is_drop_in(place: Path) -> bool:
-    """Whether a package `mindio_ttp` is lastgasp's own (lastgasp-mindio), which runs on the embedded engine."""
-    return place.parent.parent.name == "lastgasp_mindio"
-
-
 def _mindio(find: Find) -> Probe:
     place = find("mindio_ttp")
     if place is not None and is_drop_in(place):
-        return Probe("mindio_ttp", False, f"lastgasp's own drop-in (in {place})")
+        return Probe("mindio_ttp", False, f"in {place} are its names on lastgasp (lastgasp-mindio), not MindCluster's")
     return _package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")
 
 
@@ -156,9 +151,9 @@ def _taskd(find: Find) -> Probe:
     return Probe("taskd", True, f"in {place}")
 
 
-def is_drop_in(taskd: Path) -> bool:
-    """Whether this package `taskd` is lastgasp-taskd's, which needs nothing of MindCluster's."""
-    return (taskd / "served-by-lastgasp").is_file() and not (taskd / "python" / "cython_api").is_dir()
+def is_drop_in(place: Path) -> bool:
+    """Whether this package is lastgasp-taskd's or lastgasp-mindio's, which need nothing of MindCluster's."""
+    return (place / "served-by-lastgasp").is_file() and not (place / "python" / "cython_api").is_dir()
 
 
 def _installed(name: str) -> Path | None:

@@ -242,13 +242,13 @@ class Machine:
             return []
         self._saved[member.rank] = message
         self._unsaved.discard(member.rank)
-        assert self._current is not None
-        if self._unsaved:
+        if self._unsaved or self._current is None:
             return []
-        self.state, self._deadline = "committing", now + self.finish_timeout
+        publisher = self.members[self._current.savers[0]]
+        self.state, self._deadline = "committing", now + publisher.to_commit(self.finish_timeout, self.save_timeout)
         parts = {rank: saved.part for rank, saved in self._saved.items()}
         order = m.Commit(recovery=self.recovery, plan=self.plan, parts=parts)
-        return [RecordPhase(phase="saved"), Send(rank=self._current.savers[0], message=order)]
+        return [RecordPhase(phase="saved"), Send(rank=publisher.rank, message=order)]
 
     def _on_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.SaveFailed)
@@ -432,9 +432,9 @@ class Machine:
         saving = self.state == "saving"
         late = set(self._current.savers) - set(self._saved) if saving else {self._current.savers[0]}
         for rank in late:
-            limit = self.save_timeout if saving else self.finish_timeout
-            self.members[rank].failed = f"not {'written' if saving else 'published'} in {limit:g} s"
-            self.members[rank].failures = SAVE_TRIES
+            member = self.members[rank]
+            limit = self.save_timeout if saving else member.to_commit(self.finish_timeout, self.save_timeout)
+            member.failed, member.failures = f"not {'written' if saving else 'published'} in {limit:g} s", SAVE_TRIES
         return self._plan_again(now)
 
     def _end(self, ending: Ending, reason: str) -> list[Action]:

@@ -38,6 +38,10 @@ class Member:
         self.begun, self.together = True, message.together
         self.step, self.durable = message.step, message.durable
 
+    def to_commit(self, finish: float, save: float) -> float:
+        """Seconds to publish a checkpoint: as many as for a save where its files are read back for their manifest."""
+        return save if self.together else finish
+
     def reached(self, step: int, durable: int) -> None:
         """Record the steps that the rank reports itself."""
         if self.begun or step > 0:

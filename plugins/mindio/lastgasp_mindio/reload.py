@@ -18,7 +18,6 @@ from lastgasp_mindio.notices import say
 log = logging.getLogger("lastgasp")
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_THREADS = 4
 
 
 def verify_newest() -> None:
@@ -61,9 +60,7 @@ def _judged(candidate: Candidate, layout: Layout) -> str | None:
     why, proven = [candidate.problem] if candidate.problem else [], candidate.proven
     if candidate.manifest is not None and not why:
         with progress_bar(f"verifying {candidate.path.name}") as progress:
-            verdict = verify(
-                candidate.path, layout, manifest=candidate.manifest, progress=progress, threads=_THREADS
-            )  # fmt: skip
+            verdict = verify(candidate.path, layout, manifest=candidate.manifest, progress=progress)
         why, proven = verdict.reasons, verdict.proven
     quarantine(candidate, why, proven=proven, layout=layout)
     return "; ".join(why)

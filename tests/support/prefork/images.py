@@ -55,6 +55,7 @@ _SCRIPTS = {
     "train_gpt.py": "loop",
     "train_transformers.py": "transformers",
     "train_reused.py": "loop",
+    "train_replicated.py": "loop",
 }
 """What each imports at its top, or does not go without. Ranks that import no torch must not find it imported."""
 

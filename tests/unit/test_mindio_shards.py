@@ -1,0 +1,159 @@
+"""The drop-in's decisions: which shards there are, what an exception means, what is refused, what is loaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.adapter import ConfigError, ManifestWriter, NoGoodCheckpoint, Place, data_parallel
+from lastgasp.adapter.checkpoint import DirectoryLayout, has_manifest
+from lastgasp.testing.corrupt import flip_bit
+from lastgasp_mindio import checks, manifests, reload
+from lastgasp_mindio.classify import Classifier
+from lastgasp_mindio.enums import ReportState
+from lastgasp_mindio.shards import groups_of, replicas_of, together_of
+
+LAYOUT = DirectoryLayout("iter_*")
+
+
+def entry(ranks: list[int], count: int) -> dict[str, Any]:
+    """One type's, as a rank reports it."""
+    return {"rank_list": ranks, "replica_cnt": count, "replica_shift": 0}
+
+
+def test_halves_of_a_data_parallel_group() -> None:
+    """Position p and p + G/R hold the same shard (mindio_tft.md §8)."""
+    groups = groups_of([[entry([3, 1, 0, 2], 2)]] * 4)
+    assert replicas_of(groups) == ((0, 2), (1, 3))
+    assert together_of(groups, 3) == {0: (0, 1)}
+
+
+def test_groups_of_two_types() -> None:
+    """Tensor parallel 2 for dense layers, experts over all: each rank is in one group of each type."""
+    dense = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
+    infos = [[entry(dense[rank], 2), entry([0, 1, 2, 3], 2)] for rank in range(4)]
+    groups = groups_of(infos)
+    assert [(group.kind, group.shards) for group in groups] == [
+        (0, ((0, 2),)), (0, ((1, 3),)), (1, ((0, 2), (1, 3))),
+    ]  # fmt: skip
+    assert together_of(groups, 3) == {1: (1,), 2: (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("infos", "why"),
+    [
+        ([[entry([0, 1], 2)], None], "was not called on rank 1"),
+        ([[entry([0, 1], 2)], [entry([0, 1], 1)]], "different numbers of replicas"),
+        ([[entry([0], 1)], [entry([0, 1], 2)]], "do not hold each rank once"),
+        ([[entry([0, 1], 2)], [entry([0, 1], 2)] * 2], "different numbers of optimizer types"),
+    ],
+)
+def test_reports_that_contradict_one_another(infos: list[Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        groups_of(infos)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("FORCE STOP. again", "RS_NORMAL"),
+        ("UCE ERROR before FORCE STOP", "RS_UCE"),
+        ("HBM MULTI BIT ECC, time us=5", "RS_UCE_CORRUPTED"),
+        ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED"),
+        ("PRECISION ERROR in step 4", "RS_RETRY"),
+        ("NONSENSE", "RS_UNKNOWN"),
+        ("anything else", "RS_UNKNOWN"),
+    ],
+)
+def test_what_an_exception_means(text: str, state: str) -> None:
+    classifier = Classifier([("PRECISION", "RS_RETRY", lambda _: "RS_RETRY"), ("NONSENSE", "?", lambda _: "?")])
+    assert classifier.state_of(RuntimeError(text)).name == state
+    assert classifier.state_of(ValueError(text)) is ReportState.RS_UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        [], {}, [{}], [entry([], 1)], [entry([1], 1)], [entry([0, 1], 3)], [entry([0, 1, 2], 2)], [entry([0, 0], 1)],
+    ],
+)  # fmt: skip
+def test_replica_information_that_is_refused(info: Any) -> None:
+    with pytest.raises(ConfigError):
+        checks.replica_info(0, info)
+
+
+def test_types_are_those_of_the_binding() -> None:
+    checks.strict(number=(True, int))
+    for value, kind in ((1, bool), (1.0, int), (ReportState.RS_UCE, int), (b"", str)):
+        with pytest.raises(TypeError, match="is a"):
+            checks.strict(value=(value, kind))
+
+
+# -- what is loaded ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with dumps of steps 3 and 5, and a periodic save of step 4 without a manifest."""
+    monkeypatch.setenv("LASTGASP_DIR", str(tmp_path))
+    writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
+    for step in (3, 4, 5):
+        dump(tmp_path, step)
+        if step != 4:
+            assert manifests.seal(tmp_path, LAYOUT, step, writer) == (tmp_path / f"iter_000000{step}", "")
+    (tmp_path / reload.TRACKER).write_text("5")
+    return tmp_path
+
+
+def dump(folder: Path, step: int, ending: str = "") -> Path:
+    """What a save handler leaves."""
+    path = folder / f"iter_{step:07d}{ending}"
+    path.mkdir()
+    (path / "model.pt").write_bytes(bytes(range(256)) * step)
+    return path
+
+
+def test_what_is_good_stays(folder: Path) -> None:
+    reload.verify_newest()
+    assert (folder / reload.TRACKER).read_text() == "5"
+    assert (folder / "iter_0000005").is_dir()
+
+
+def test_what_is_damaged_is_moved_away_and_the_tracker_names_another(folder: Path) -> None:
+    flip_bit(folder / "iter_0000005/model.pt", 100)
+    reload.verify_newest()
+    assert (folder / "iter_0000005.corrupt").is_dir()
+    assert (folder / reload.TRACKER).read_text() == "4"
+
+
+def test_where_all_are_damaged_the_job_does_not_start(folder: Path) -> None:
+    for step in (3, 5):
+        flip_bit(folder / f"iter_000000{step}/model.pt", 100)
+    with pytest.raises(NoGoodCheckpoint, match="iter_0000003"):
+        reload.verify_newest()
+
+
+def test_with_resume_never_nothing_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_RESUME", "never")
+    flip_bit(folder / "iter_0000005/model.pt", 100)
+    reload.verify_newest()
+    assert (folder / "iter_0000005").is_dir()
+
+
+def test_a_dump_that_fits_no_layout_is_said(tmp_path: Path) -> None:
+    writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
+    path, why = manifests.seal(tmp_path, LAYOUT, 7, writer)
+    assert path is None
+    assert "nothing in" in why and "iter_*" in why
+
+
+def test_a_name_with_an_ending_is_not_the_checkpoint(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dump(folder, 5, ".tmp")
+    assert manifests.found(folder, LAYOUT, 5) == folder / "iter_0000005"
+    with caplog.at_level(logging.INFO, "lastgasp"):
+        reload.verify_newest()
+    assert "iter_0000005 is verified" in caplog.text
+    assert not has_manifest(folder / "iter_0000005.tmp", LAYOUT)
