@@ -13,7 +13,7 @@ from benchmarks.harness import Options, run, write
 
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "warm", "in_place", "marks", "flush", "marks_step", "slow",
-    "megatron", "mindspore", "report", "scale", "sizes",
+    "megatron", "mindspore", "mindio_drop_in", "report", "scale", "sizes",
 )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | No
     """Measure NAMES (all by default).
 
     They are: detect, callback, checkpoint, restart, warm, in_place, marks, flush, marks_step, slow, megatron,
-    mindspore, report, scale, sizes.
+    mindspore, mindio_drop_in, report, scale, sizes.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "warm", "in_place", "marks", "flush", "marks_step", "slow",
-    "report", "megatron", "mindspore", "scale", "sizes",
+    "report", "megatron", "mindspore", "mindio_drop_in", "scale", "sizes",
 )  # fmt: skip
 """In the order of the tables."""
 HEADLINES = (

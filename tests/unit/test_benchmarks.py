@@ -27,13 +27,14 @@ TARGETS: dict[str, set[float]] = {
     "report": {30.0, 400.0},
     "megatron": {0.5, 1.0, 1.3},
     "mindspore": {1.0, 1.3},
+    "mindio_drop_in": {50.0, 2.0},
     "scale": {200.0, 5.0},
     "sizes": set(),
 }
 """The targets that each benchmark judges."""
 LONG = (
-    "callback", "checkpoint", "detect", "flush", "in_place", "marks_step", "megatron", "mindspore", "restart", "slow",
-    "warm",
+    "callback", "checkpoint", "detect", "flush", "in_place", "marks_step", "megatron", "mindio_drop_in", "mindspore",
+    "restart", "slow", "warm",
 )  # fmt: skip
 """They start complete jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]

@@ -34,6 +34,7 @@ class DropInJob:
 
     folder: Path
     world: int = 4
+    steps: int = 10
 
     @property
     def checkpoints(self) -> Path:
@@ -51,7 +52,8 @@ class DropInJob:
         command = [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(self.world), str(SCRIPT)]
         own = {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(self.folder / "fired")} if faults else {}
         environ = os.environ | environment(self.checkpoints, self.folder / "notes") | own | variables
-        return run_job([*command, "--final", str(self.final)], self.folder / "log", timeout=LIMIT, environ=environ)
+        command += ["--final", str(self.final), "--steps", str(self.steps)]
+        return run_job(command, self.folder / "log", timeout=LIMIT, environ=environ)
 
     def notes(self) -> list[Note]:
         """What its ranks have noted, in order."""

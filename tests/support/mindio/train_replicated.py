@@ -111,7 +111,6 @@ def main() -> None:
     if args.final and rank == 0:
         moments = optimizer.state()
         torch.save({"flat": net.flat, "step": torch.tensor(optimizer.step_count), **moments}, args.final)
-    dist.barrier()
     dist.destroy_process_group()
 
 
