@@ -262,7 +262,11 @@ class Session:
         if self.place.world_size == 1:
             return [payload]
         if not self._has_controller:
-            return gather_without_controller(tag, payload)
+            if "torch" not in sys.modules:
+                raise ControlError(f"the ranks cannot agree on {tag!r}: the job has no controller")
+            from lastgasp.pytorch.together import all_gather
+
+            return all_gather(tag, payload)
         whole = self._processor.gather(tag, payload, GATHER_TIMEOUT + 30)
         if whole is None and not self._processor.led:
             raise ControlError(f"the controller was lost while the ranks agreed on {tag!r}")
@@ -350,16 +354,20 @@ class Session:
         its end will be no fault.
         """
         if goodbye:
-            self._keep_process()
             self._registry.deregister()
-            self._processor.tell(self._processor.status())  # the last step may be newer than the last heartbeat
-            self._backend.goodbye()
-            if self.status.outcome is None:
+            if self.goodbye() is None:
                 self._sign(left=True)
         if self.recorder is not None:
             self.recorder.close()
         self._backend.close()
         self._processor.close(goodbye)
+
+    def goodbye(self) -> m.Release | None:
+        """Say that training ended well; `close` follows. Returns how a recovery ended that came before, if one did."""
+        self._keep_process()
+        self._processor.tell(self._processor.status())  # the last step may be newer than the last heartbeat
+        self._backend.goodbye()
+        return self.status.outcome
 
     def _leave(self, code: int) -> None:
         with self._leaving:  # `close` may have been called meanwhile
@@ -371,19 +379,6 @@ class Session:
             self._ended = True
             if self._leave_timer is not None:
                 self._leave_timer.cancel()
-
-
-def gather_without_controller(tag: str, payload: bytes) -> list[bytes]:
-    """Gather by the framework's own collective, on the training thread of a healthy job; only torch is supported.
-
-    Raises:
-        ControlError: there is no process group of torch's.
-    """
-    if "torch" not in sys.modules:
-        raise ControlError(f"the ranks cannot agree on {tag!r}: the job has no controller")
-    from lastgasp.pytorch.together import all_gather
-
-    return all_gather(tag, payload)
 
 
 def describe(outcome: m.Release) -> str:

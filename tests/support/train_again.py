@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState, train
+from lastgasp.pytorch.loop import again_here
 from support import again_faults
 from support.again_faults import note
 from support.train_loop import evaluate
@@ -57,11 +58,14 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="train the same objects when entered again")
     parser.add_argument("--trick", default="none", choices=sorted(TRICKS))
     parser.add_argument("--outside", action="store_true", help="the process group is made outside of the function")
+    parser.add_argument("--full", action="store_true", help="the host has no memory left for copies of the state")
     parser.add_argument("--stopped", action="store_true", help="SIGTERM comes between two calls of the function")
     parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
     args = parser.parse_args()
     torch.set_num_threads(1)
     again_faults.install(args.dir)
+    if args.full:
+        vars(again_here)["available"] = lambda: 1000
     if args.outside:
         dist.init_process_group("gloo")
     train(stopped if args.stopped else training, args)
@@ -116,6 +120,8 @@ def training(args: argparse.Namespace) -> None:
                 note(args.dir, f"trained {os.getpid()} {s.step}")
                 again_faults.at("first update")
             errors["all"].append(evaluate(net, x))
+        if args.trick == "ends":
+            ends(args, s)
         note(args.dir, f"ended {os.getpid()} {s.step}")
     if args.final and rank == 0:
         torch.save({**net.state_dict(), "errors": torch.tensor(errors["all"])}, args.final)
@@ -152,6 +158,30 @@ def behind(args: argparse.Namespace, s: Session) -> None:
         (args.dir / "ahead").touch()
 
 
+def ends(args: argparse.Namespace, s: Session) -> None:
+    """Behind its loop rank 1 raises, once rank 0 is about to say that its training has ended.
+
+    Rank 0 says so when it has heard of a fault, and not yet what follows from it.
+    """
+    engine, ended = s._run.engine, args.dir / "ends"
+    if os.environ.get("LASTGASP_INCARNATION"):
+        return
+    if os.environ["RANK"] == "1":
+        while not ended.exists():
+            s.alive()
+            time.sleep(0.001)
+        raise RuntimeError("a rank fails behind its last step")
+    said = engine._backend.goodbye
+
+    def goodbye() -> None:
+        ended.touch()
+        while not engine.status.held:
+            time.sleep(0.001)
+        said()
+
+    vars(engine._backend)["goodbye"] = goodbye
+
+
 def wait_for_rank_0(args: argparse.Namespace, s: Session) -> None:
     """Before its update rank 1 waits until rank 0 has completed that step."""
     while s.step == 8 and os.environ["RANK"] == "1" and not (args.dir / "ahead").exists():
@@ -163,6 +193,7 @@ TRICKS: dict[str, Trick] = {
     "none": lambda args, s: None,
     "behind": behind,
     "bug": bug,
+    "ends": lambda args, s: None,
     "stubborn": stubborn,
 }
 

@@ -16,8 +16,9 @@ from lastgasp.gasp.again import Again
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch import TorchState, train
 from lastgasp.pytorch.handover import cloned
-from lastgasp.pytorch.loop import again
+from lastgasp.pytorch.loop import again, again_here
 from lastgasp.pytorch.loop.again import Entry
+from lastgasp.pytorch.loop.again_here import LoopAgain
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import Held
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
@@ -152,3 +153,20 @@ def test_sigterm_between_two_calls_is_answered_by_the_next_session(where: str) -
         assert got == ([] if where == "not at all" else [signal.SIGTERM])
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(None, True), (799, False), (800, True)])
+def test_copies_are_made_only_where_the_host_has_room_for_those_of_all_its_ranks(
+    free: int | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of 100 bytes for each of four ranks; a host that does not say has room."""
+    net = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    here = LoopAgain.__new__(LoopAgain)
+    here._bytes = TorchState(net, optimizer).nbytes() - 28
+    assert here._bytes == 100
+    monkeypatch.setattr(again_here, "available", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (here._no_room() == "") == fits

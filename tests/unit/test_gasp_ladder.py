@@ -96,6 +96,17 @@ def test_a_hung_rank_is_killed_and_replaced() -> None:
     assert set(orders(actions)) == {0, 2}
 
 
+def test_a_rank_that_has_no_room_for_a_copy_of_the_state_is_not_entered_again() -> None:
+    """It can be saved nevertheless."""
+    job = Job()
+    job.die(1)
+    job.answer(0)
+    no_room = m.Prepared(recovery=1, step=STEP, durable=START, usable=True, why="no room")
+    actions = job.machine.said(2, no_room, 1.0)
+    assert [type(action.message) for action in actions if isinstance(action, Send)] == [m.Save]
+    assert (job.machine.again, job.machine.not_in_place) == (None, "rank 2: no room")
+
+
 def test_the_only_copy_of_a_step_is_saved_first() -> None:
     """Here by a rank that stands one step behind, and takes the newer one."""
     job = Job()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -16,7 +17,7 @@ from lastgasp.events import Fault, Incident, decode_incident
 from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import RecordPhase
-from lastgasp.gasp.again import Again
+from lastgasp.gasp.again import Again, Offer
 from lastgasp.gasp.incidents import Incidents
 from lastgasp.gasp.keeper import BufferKeeper, states
 from lastgasp.gasp.ladder import Ladder
@@ -27,7 +28,9 @@ from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel, host_identity
 from support.fake_controller import TOKEN, FakeController, FakeSource
 from support.switch_job import hello
-from support.waiting import until
+from support.waiting import PATIENCE, until
+
+T = TypeVar("T", bound=m.Message)
 
 
 class Ranks:
@@ -315,3 +318,63 @@ def test_once_training_has_begun_nothing_is_reported(tmp_path: Path) -> None:
         while not isinstance(said[-1], m.Noted):
             said.append(controller.next())
         assert not [message for message in said if isinstance(message, m.Report)]
+
+
+def test_a_recovery_in_place_that_has_failed_says_what_it_has_cost(tmp_path: Path) -> None:
+    """Nobody was left who held the step in memory: the launcher's next attempt begins with what is on disk."""
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        first = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
+        assert isinstance(first.machine, Ladder)
+        incidents.phase(RecordPhase(phase="detected"))
+        first.machine.again = Again(incarnation=1, step=8, source=0, takers=(1,), lost=(1,), port=1)
+        first.machine.outcome.ending, first.machine.outcome.step, first.machine.outcome.lost = "in_place", 8, 0
+        incidents.phase(RecordPhase(phase="released"))
+        incidents.begin(hello(0, 2, attempt=0, incarnation=1, directory=str(tmp_path)))
+        incidents.resumed(8)
+        assert first.incident is not None and first.incident.steps_lost == 0
+        incidents.begin(hello(0, 2, attempt=1, directory=str(tmp_path)))
+        for _ in range(2):
+            incidents.resumed(5)
+        assert first.incident.steps_lost == 3
+        assert first.incident.notes == [
+            "step 8 was held in memory alone, and went with the processes: the job went on from step 5"
+        ]
+
+
+def test_a_rank_that_gets_no_new_process_is_known_to_the_next_incarnation_at_once(tmp_path: Path) -> None:
+    """The launcher says so before anybody has joined that; otherwise the rank would be waited for."""
+    with ExitStack() as stack:
+        controller = ControllerThread(new_token())
+        stack.callback(controller.stop)
+        end = controller.endpoint
+
+        def joins(rank: int, incarnation: int) -> Link:
+            one = hello(rank, 3, directory=str(tmp_path), incarnation=incarnation)
+            link = stack.enter_context(closing(Link(end.address, end.token, one)))
+            link.send(m.Begin(step=3, durable=3, buffer_fd=-1, recovery="auto", entered=not incarnation))
+            return link
+
+        links = [joins(rank, 0) for rank in range(3)]
+        until(lambda: controller.may_enter_again(0) == 1, "the ranks to have begun")
+        controller.offer(Offer(attempt=0, incarnation=1, port=1))
+        links.pop().close()
+        for link in links:
+            order = heard(link, m.Prepare)
+            link.send(m.Prepared(recovery=order.recovery, step=4, durable=3, usable=True))
+        released = heard(links[0], m.Release)
+        assert released.again is not None and released.again.lost == (2,)
+        controller.report_exit(2, "could not be replaced: the script has changed")
+        again = heard(joins(0, 1), m.Prepare)
+        assert [(fault.rank, fault.cause) for fault in again.faults] == [
+            (2, "could not be replaced: the script has changed")
+        ]
+
+
+def heard(link: Link, kind: type[T]) -> T:
+    """The next message of this kind."""
+    link._socket.settimeout(PATIENCE)
+    while True:
+        for message in link.receive():
+            if isinstance(message, kind):
+                return message

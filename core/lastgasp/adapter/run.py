@@ -134,7 +134,8 @@ class AdapterRun:
         *,
         backend: BackendChoice | None = None,
     ) -> None:
-        check_writable(config.directory)
+        if not place.incarnation:  # where the training is entered again, it is known to be
+            check_writable(config.directory)
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
         self.begun, self.alike, self.alike_before = False, True, False
@@ -272,6 +273,17 @@ class AdapterRun:
         if self._training is not None:
             _guarded(self._training.before_exit)
         leave(outcome, because)
+
+    def finish(self) -> None:
+        """Training ended well: say so, before `close`, where the training may be entered again.
+
+        Raises:
+            Released: it is, since a rank had failed before that was known. All ranks are needed for it.
+        """
+        if self.before_again is not None and self.begun:
+            outcome = self.session.goodbye()
+            if outcome is not None and outcome.again is not None:
+                raise Released(outcome)
 
     def close(self, *, completed: bool) -> None:
         """Undo everything. Idempotent; never raises.

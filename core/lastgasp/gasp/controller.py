@@ -85,6 +85,7 @@ class Controller:
         self._service = Service(lambda: self.attempt, self._send, self._started_s)
         self._announcement: Announcement | None = None
         self._replaced: set[int] = set()
+        self._not_replaced: dict[int, str] = {}
 
     async def start(self) -> int:
         """Start listening, with TLS if the environment names the files.
@@ -167,6 +168,8 @@ class Controller:
         if pid in self._replaced and (before := self.incidents.previous) is not None:
             self.incidents.add_cause(before, rank, how)
         elif self.attempt is not None:
+            if not pid and self.attempt.again is not None and rank in self.attempt.again.lost:
+                self._not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
             self._spawn(self._ended(rank, how))
 
     async def _ended(self, rank: int, how: str) -> None:
@@ -270,6 +273,9 @@ class Controller:
             self._drop(rank)
         self.arenas.clear()
         self.incidents.begin(hello, self._buffers).machine.arenas = self.arenas
+        for rank, how in self._not_replaced.items() if hello.incarnation else ():
+            self._spawn(self._ended(rank, how))
+        self._not_replaced = {}
         self._service.roster.begin()
         self.keepers.begin()
         self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
@@ -310,6 +316,7 @@ class Controller:
             return
         if isinstance(message, m.Begin):
             self._keep(rank, message)
+            self.incidents.resumed(message.step)
         if isinstance(message, m.Begin | m.Status | m.Prepared):
             attempt.heard_step(rank, message)
             self.incidents.reached(message.step)

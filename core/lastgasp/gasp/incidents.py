@@ -46,10 +46,14 @@ class Incidents:
         self.tally = Tally()
         self._unexplained = set[int]()
         self._changed: dict[str, tuple[Incident, Path]] = {}
+        self._in_memory: Attempt | None = None
+        """Whose step was last held in memory alone, until the launcher's next attempt has begun to train."""
 
     def begin(self, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Start another attempt; called when its first rank joins."""
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
+        if self.previous is not None and self.previous.again is not None:
+            self._in_memory = self.previous
         if self.previous is not None and self.previous.hello.attempt == hello.attempt:
             self.current.progressed_before = self.previous.progressed
             lost = self.previous.again.lost if self.previous.again is not None else ()
@@ -92,6 +96,23 @@ class Incidents:
             previous.incident.phases.first_step = _clock.wall_ns()
             self.tally.went_on(previous.incident)
             self._write(previous)
+
+    def resumed(self, step: int) -> None:
+        """A rank begins with `step`. After a recovery in place that failed, the first one shows what that has cost."""
+        held, current, previous = self._in_memory, self.current, self.previous
+        if held is None or held.incident is None or current is None or current.hello.attempt == held.hello.attempt:
+            return
+        self._in_memory = None
+        later = previous.incident.steps_lost or 0 if previous not in (None, held) and previous.incident else 0
+        missing = (held.machine.outcome.step or 0) - step - later
+        if missing > 0:
+            out = held.machine.outcome
+            out.lost = (out.lost or 0) + missing
+            kept = add_note(held.notes, f"step {out.step} was held in memory alone, and went with the processes: "
+                                        f"the job went on from step {step}")  # fmt: skip
+            log.warning("note: %s", kept)
+            self._again(held)
+            self.flush()
 
     def note(self, text: str) -> None:
         """Add a rank's note to the incident that it belongs to.

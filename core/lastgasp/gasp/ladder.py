@@ -169,6 +169,9 @@ class Ladder(Machine):
             return f"no rank holds step {step} in memory"
         if len(holders) < self.world_size and len(self.replicas) != 1 and not self._from_files:
             return "the ranks do not all hold the same state"
+        answers = {rank: self.members[rank].prepared for rank in holders}
+        if unable := [f"rank {rank}: {found.why}" for rank, found in answers.items() if found and found.why]:
+            return unable[0]
         if self.offer is None:
             return "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"
         return self.offer.no_process if lost else ""

@@ -164,7 +164,10 @@ class Entered(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """Rank: I hold `step` and can write it, or cannot, and why. `target` is copied from the order answered."""
+    """Rank: I hold `step` and can write it, or cannot, and why. `target` is copied from the order answered.
+
+    Where it is usable, `why` says why the rank's training cannot be entered again in place.
+    """
 
     recovery: int
     step: int

@@ -181,8 +181,10 @@ class Processor:
         """
         if self._left or self._closed:
             return
-        if self._status.held:  # a peer failed after the last step, and this rank may be its saver
-            self._status.wait_over(self._finish + 2 * self._save_limit)
+        # Where a peer failed after the last step this rank may be its saver; and it may have to enter that step again.
+        outcome = self._status.wait_over(self._finish + 2 * self._save_limit) if self._status.held else None
+        if outcome is not None and outcome.again is not None:
+            return
         self._left = True
         if not self._try_send(m.Goodbye()) or threading.current_thread() is self._thread:
             return
@@ -338,14 +340,10 @@ class Processor:
         aux = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, status.step)
         answer = m.Prepared(
             recovery=recovery,
-            step=status.step,
-            durable=status.durable,
-            usable=not why,
-            why=why,
-            aux=aux,
-            target=self._target,
-            arena=arena_files.steps_of(self._source),
-        )
+            step=status.step, durable=status.durable, usable=not why,
+            why=why or status.why_not_again(),
+            aux=aux, target=self._target, arena=arena_files.steps_of(self._source),
+        )  # fmt: skip
         try:
             self._try_send(answer)
         except Exception as error:  # too large to send; but a rank that does not answer counts as hung and is killed
@@ -356,7 +354,7 @@ class Processor:
         return self._link is not None and self._link.shares_host
 
     def _beat(self) -> None:
-        now, _status = _clock.monotonic(), self._status
+        now = _clock.monotonic()
         if self._link is None or now < self._next_beat:
             return
         self._next_beat = now + HEARTBEAT

@@ -51,6 +51,7 @@ class RankStatus:
         phase, ticks: for the hang watchdog.
         look: called by the control thread before it reads `step` and `consistent` in a recovery. An adapter whose steps
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
+        cannot_again: called by the control thread in a recovery: why the training cannot be entered again, or empty.
         all_run: set by `hold`: no rank has stopped, so the training thread will reach the gate normally.
         since: monotonic time of the last call of `hold`.
         recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
@@ -70,6 +71,7 @@ class RankStatus:
         self.ticks = 0
         self.outcome: Release | None = None
         self.look: Callable[[], None] = _up_to_date
+        self.cannot_again: Callable[[], str] = str
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
@@ -137,6 +139,13 @@ class RankStatus:
         except BaseException as error:  # raised by the adapter; the calling threads must survive it
             return f"its state could not be looked at: {one_line(error)}"
         return ""
+
+    def why_not_again(self) -> str:
+        """Why its training cannot be entered again now; empty where it can, or may not in any case."""
+        try:
+            return self.cannot_again()
+        except Exception as error:  # raised by the adapter; the calling threads must survive it
+            return f"it is not known whether it can be entered again: {one_line(error)}"
 
     @property
     def consistent(self) -> bool:

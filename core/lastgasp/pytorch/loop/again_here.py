@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.adapter.run import AdapterRun
+from lastgasp.arena import available
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
@@ -28,6 +30,9 @@ from lastgasp.pytorch.loop.record import KEY
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 from lastgasp.topology import Place
 
+COPIES = 2
+"""Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
+state has as many at a time."""
 MEMORY = Path("memory")
 """Stands for the path of a checkpoint, in what is logged."""
 
@@ -176,6 +181,27 @@ class AgainHere:
 
 class LoopAgain(AgainHere):
     """Of a custom loop's run."""
+
+    _bytes = -1
+
+    def __init__(self, run: Any, *args: Any) -> None:
+        super().__init__(run, *args)
+        if run.life.before_again is not None:
+            run.life.session.status.cannot_again = self._no_room
+
+    def forget(self) -> None:
+        """A step is complete."""
+        super().forget()
+        if self._bytes < 0:  # optimizers make their state in their first step
+            self._bytes = self.run.state.nbytes()
+
+    def _no_room(self) -> str:
+        """Why no copies of the state can be made, or empty. For all ranks of this host: they make theirs at once."""
+        needed, free = COPIES * max(self._bytes, 0) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available()
+        if free is None or needed <= free:
+            return ""
+        return (f"copies of the state would take {needed / 1e9:.3g} GB of this host's memory, "
+                f"{free / 1e9:.3g} GB are available")  # fmt: skip
 
     def fill(self) -> bool:
         """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""

@@ -84,7 +84,8 @@ class Run:
         self.rank, self.step = self.place.rank, 0
         self.resumed: Path | None = None
         state.require_supported(self.place.world_size)
-        check_writable(config.directory)
+        if not self.place.incarnation:
+            check_writable(config.directory)
         self.entry = again.current()
         held = self.entry.take() if self.entry is not None else None
         self.fit = held.fit if held is not None and held.fit is not None else this_fit(state, config.directory)
@@ -128,7 +129,7 @@ class Run:
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
         )  # fmt: skip
         self._periodic = Periodic(self.engine, writer, config, self.fit.number)
-        self._again_here = LoopAgain(self, make, writer, held)
+        self._again_here = LoopAgain(self, partial(make, backend=self.engine.backend), writer, held)
         try:
             self._start()
         except BaseException as error:
@@ -176,8 +177,7 @@ class Run:
             FITS.resumed_unnumbered(config.directory, found.path)
 
     def _load(self, path: Path) -> None:
-        checkpoint = checkpoint_at(path)
-        self.fill(checkpoint, path)
+        self.fill(checkpoint_at(path), path)
 
     def fill(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well."""

@@ -229,6 +229,7 @@ class Session:
         """Training ended well. Idempotent; leaving the `with` block does it."""
         if not self._closed:
             self._run.body_over()
+            self._run.life.finish()
             self._closed = True
             self._run.life.close(completed=True)
 
