@@ -122,7 +122,9 @@ def test_more_of_them(
     flags: str, ranks: int, faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
 ) -> None:
     job = job_in(tmp_path, flags, ranks)
-    with disturbed(job, faults, LASTGASP_HANG_TIMEOUT="8") as started:
+    # Longer than the wait for the warm process, in which no rank makes progress.
+    hang = {"LASTGASP_HANG_TIMEOUT": "90"} if "sigstop" in faults else {}
+    with disturbed(job, faults, **hang) as started:
         pass
     check(job, started, expected(flags, ranks), *lost)
 
