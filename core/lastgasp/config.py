@@ -153,6 +153,27 @@ def _recovery(field: str, value: object) -> Recovery:
     raise ConfigError(field, value, f"one of {', '.join(get_args(Recovery))}", "Leave it out for the default.")
 
 
+def arena_of(given: object) -> int | Literal["auto"]:
+    """The argument `arena`, else `LASTGASP_ARENA`, else "auto"; steps between two copies, 0 for none.
+
+    Raises:
+        ConfigError: it is none of "auto", "off", "every N".
+    """
+    found = pick("arena", given, os.environ, _arena)
+    return "auto" if found is None else found
+
+
+def _arena(field: str, value: object) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if value == "off":
+        return 0
+    word, _, number = str(value).partition(" ")
+    if word == "every" and number.isascii() and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise ConfigError(field, value, "'auto', 'off' or 'every N' with N of at least 1", "Leave it out for auto.")
+
+
 def flag(field: str, value: object) -> bool:
     """The value as a switch. Raises ConfigError."""
     known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}

@@ -29,7 +29,7 @@ UNUSED_KEPT = 1000
 """At most so many ranks that did not save are named in an incident."""
 GROUPS_SHOWN = 64
 """At most so many ranks of differing replica groups are named in an error."""
-FROM_ARENAS = "saved from the arena of rank {}, a copy that its launcher kept in memory"
+FROM_ARENAS = "saved from arenas, copies that launchers keep in memory: those of ranks {}"
 GATHER_TIMEOUT = 300.0
 """Seconds within which all ranks must join a gather, including the start-up of the slowest one."""
 

@@ -27,11 +27,17 @@ def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) 
 
 
 def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
-    """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model."""
+    """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model.
+
+    Parameters of `fully_shard` get no gradient of their own in the backward pass: there it is the module's output.
+    """
+    sharded = any(hasattr(p, "device_mesh") for p in module.parameters())
 
     def in_forward(inner: torch.nn.Module, inputs: object, output: object) -> None:
         if inner.training:
             fire("forward")
+        if sharded and isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: fire("backward"))  # type: ignore[no-untyped-call]
 
     inner = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
     undo.callback(inner[len(inner) // 2].register_forward_hook(in_forward).remove)

@@ -30,7 +30,7 @@ ENV_LOG = "LASTGASP_FAULT_LOG"
 
 KINDS = ("sigkill", "sigstop", "sigterm", "exception", "exit3", "sleep")
 STEP_PHASES = ("data", "forward", "backward", "before_update", "update", "after_update", "step_end")
-LATER_PHASES = ("periodic_save", "gasp_save", "validation")
+LATER_PHASES = ("periodic_save", "gasp_save", "validation", "arena_copy")
 """Phases that not every step has: a fault fires at the first occurrence at or after its step."""
 PHASES = STEP_PHASES + LATER_PHASES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,20 +12,23 @@ import torch.distributed as dist
 from lastgasp.connect import contact_of, place_in_job
 from lastgasp.errors import ConfigError
 from lastgasp.session import Contact
-from lastgasp.topology import Place, data_parallel
+from lastgasp.topology import Place, ReplicaGroups, data_parallel
 
 T = TypeVar("T")
 
 
-def place_of() -> Place:
+def place_of(groups: Callable[[int], ReplicaGroups] = data_parallel) -> Place:
     """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0.
+
+    Args:
+        groups: which ranks of a job of that size should hold the same.
 
     Raises:
         ConfigError: there are several processes and no process group yet.
     """
     if _grouped():
         size = dist.get_world_size()
-        return place_in_job(dist.get_rank(), size, data_parallel(size), from_rank_0)
+        return place_in_job(dist.get_rank(), size, groups(size), from_rank_0)
     size = int(os.environ.get("WORLD_SIZE") or 1)
     if size > 1:
         raise ConfigError("WORLD_SIZE", size, "1 if torch.distributed is not initialised",

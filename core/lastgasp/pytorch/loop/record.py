@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastgasp.checkpoint import DirectoryLayout
 from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.errors import CheckpointError, CheckpointMismatch
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, own_aux, without_buffers
@@ -26,6 +27,8 @@ from lastgasp.topology import Place
 log = logging.getLogger("lastgasp")
 
 KEY = "lastgasp"
+SHARDED_FILE = "lastgasp.pt"
+"""In the directory of a sharded checkpoint: what a loop holds besides tensors. Plain `dcp.load` does not look at it."""
 VERSION = 1
 _MISSING = "no random state of rank {} was available: unless that rank adds it, a resume will not be bit-equal"
 
@@ -37,13 +40,15 @@ def checkpoint_at(path: Path) -> dict[str, Any]:
         CheckpointMismatch: no session has written it.
     """
     # Not weights_only: it is our own file, verified, and holds states of the user's objects.
-    if has_manifest(path, LAYOUT):
+    if path.is_dir():
+        checkpoint = torch.load(path / SHARDED_FILE, map_location="cpu", weights_only=False)
+    elif has_manifest(path, LAYOUT):
         checkpoint = load_verified(path, LAYOUT, map_location="cpu", weights_only=False)
     else:  # resume=<path> of one that the user trusts
         checkpoint = torch.load(path, map_location="cpu", weights_only=False)
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise CheckpointMismatch(str(path), ["it was not written by a Session"])
-    with_added(checkpoint[KEY], path, LAYOUT)
+    with_added(checkpoint[KEY], path, DirectoryLayout("*") if path.is_dir() else LAYOUT)
     return checkpoint
 
 

@@ -25,26 +25,19 @@ from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import again, files
 from lastgasp.pytorch.loop.again_here import LoopAgain, users_handler
+from lastgasp.pytorch.loop.arena_filling import ArenaMode
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
+from lastgasp.pytorch.loop.dump import dump
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.inexact import Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
-from lastgasp.pytorch.loop.memory import FromMemory
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
-from lastgasp.pytorch.loop.record import (
-    KEY,
-    Buckets,
-    aux_of,
-    buffers_of,
-    checkpoint_at,
-    notes_on,
-    position_of,
-    record_of,
-)  # fmt: skip
+from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
+from lastgasp.pytorch.loop.sharding import sharded_loop
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.processgroups import process_groups
@@ -68,19 +61,21 @@ class Run:
         state: the user's.
         config: the engine's settings; marks: what is marked.
         every: steps between periodic checkpoints; 0 makes none.
-        recovery: how a fault may be answered in place.
+        how: a fault may be answered in place, and which steps of a sharded model are copied.
 
     Attributes:
         step: completed steps.
+        shards: what there is to do about a sharded model; None for any other.
         resumed: the checkpoint that was loaded; None at a start from scratch.
         life: connects, begins, ends; engine: its session.
     """
 
     def __init__(
-        self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int, recovery: Recovery
+        self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int, how: tuple[Recovery, ArenaMode]
     ) -> None:
-        self.state, self.config, self._every, self.recovery = state, config, every, recovery
-        self.place = place_of()
+        self.state, self.config, self._every = state, config, every
+        self.recovery: Recovery = "restart" if state.sharded else how[0]
+        self.place = place_of(state.groups)
         self.rank, self.step = self.place.rank, 0
         self.resumed: Path | None = None
         state.require_supported(self.place.world_size)
@@ -91,12 +86,12 @@ class Run:
         self.fit = held.fit if held is not None and held.fit is not None else this_fit(state, config.directory)
         own = state.per_rank_buffers(self.place.world_size)
         # DDP broadcasts rank 0's in the next forward pass; until then an evaluation sees each rank's own.
-        self._per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
-        self._buffer_rank = self.rank if own else 0
-        owner = state.container if self._per_rank or self._buffer_rank == self.rank else None
+        self.per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
+        self.buffer_rank = self.rank if own else 0
+        owner = state.container if self.per_rank or self.buffer_rank == self.rank else None
         self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
         self._schedules = ScheduleWatch(state.schedulers.values())
-        self._buckets = Buckets(state)
+        self.buckets = Buckets(state)
         self._aux: AuxState | None = None
         self._returning = self._gradients = False
         self._idle = 0
@@ -107,8 +102,7 @@ class Run:
         framework = Framework(
             name=f"pytorch {torch.__version__}", kind_of=_kind_of, device=local(self.place)[0], versions=versions()
         )
-        fit = self.fit
-        writer = ManifestWriter(files.FORMAT, self.place, lambda: fit)
+        writer = ManifestWriter(state.layout.FORMAT, self.place, lambda: self.fit)
         self.recorder = AuxRecorder(state.devices(), owner)
         make = partial(AdapterRun, framework, config, marks)
         try:
@@ -123,7 +117,8 @@ class Run:
         self.life.on_close(self.recorder.close, last=True)
         self.life.on_close(self.book.close)
         self.life.on_completed(lambda: FITS.end(config.directory))
-        self.source: GaspSource | FromMemory = GaspSource(
+        self.shards = sharded_loop(self, writer, how[1])
+        self.source: Any = self.shards or GaspSource(
             lambda staged, step, aux: save_verified(self.dump(step, aux), staged),
             lambda step: files.gasp_path(config.directory, step, self.fit.number), files.LAYOUT,
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
@@ -141,8 +136,10 @@ class Run:
     def _start(self) -> None:
         state, life = self.state, self.life
         self._begin_with()
+        if self.shards is not None:
+            self.shards.started()
         # MindIO counts updates itself, so that a step cannot be left between its updates.
-        useful = self.engine.backend.backend == "embedded"
+        useful = self.engine.backend.backend == "embedded" and self.shards is None
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
         self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
@@ -168,8 +165,8 @@ class Run:
         """Fill the state from memory where the training was entered again, else from the newest checkpoint."""
         if self._again_here.fill():
             return
-        config = self.config
-        policy = SelectionPolicy(config, self.place, [config.directory], files.LAYOUT, local(self.place), fit=self.fit)
+        config, layout = self.config, self.state.layout.LAYOUT
+        policy = SelectionPolicy(config, self.place, [config.directory], layout, local(self.place), fit=self.fit)
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         found = selector.load(lambda candidate: self._load(candidate.path))
         self.source.present = selector.present
@@ -186,7 +183,7 @@ class Run:
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"])
-        self._buckets.restore(checkpoint[KEY]["buckets"])
+        self.buckets.restore(checkpoint[KEY]["buckets"])
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
@@ -235,7 +232,7 @@ class Run:
         The update itself uses none of it. In a job of one rank nobody would be left.
         """
         if self.place.world_size > 1:
-            self._capture_aux(self.step + 1, settled=False)
+            self.capture_aux(self.step + 1, settled=False)
 
     def _safe(self) -> None:
         """A copy of the state before the update is complete: it can be saved whatever happens in this step."""
@@ -269,9 +266,13 @@ class Run:
             self.save()
 
     def _capture(self, step: int) -> None:
-        drew = self._capture_aux(step, settled=True)
-        self._snapshot = self.state.snapshot(step, self.book.epoch)
-        self._buckets.look()
+        if self.shards is None:
+            drew = self.capture_aux(step, settled=True)
+            self._snapshot = self.state.snapshot(step, self.book.epoch)
+        else:
+            self._snapshot = self.state.snapshot(step, self.book.epoch)
+            drew = self.shards.complete(self._snapshot)
+        self.buckets.look()
         self.step = step
         self._schedules.closes()
         self._gradients = False
@@ -279,10 +280,13 @@ class Run:
         self.engine.step_completed(step)
         self._again_here.forget()
 
-    def _capture_aux(self, step: int, settled: bool) -> bool:
-        """Returns whether random numbers were drawn since the last capture."""
-        extra = self.state.extra_digest() if settled and self.place.world_size > 1 else b""
-        self.recorder.extra = self.book.record(not settled and self.update.more_to_come, extra)
+    def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> bool:
+        """Record the auxiliary state; `at_end`: not settled, but nothing of the step is to come any more.
+
+        Returns whether random numbers were drawn since the last capture.
+        """
+        extra = self.state.extra_digest() if (settled or at_end) and self.place.world_size > 1 else b""
+        self.recorder.extra = self.book.record(not settled and not at_end and self.update.more_to_come, extra)
         self.recorder.capture(step, settled)
         return settled and self.place.world_size > 1 and self.recorder.drew()
 
@@ -357,35 +361,19 @@ class Run:
         self._wanted = False
         step, own = self.step, self.recorder.read(self.step)
         with self.marks.saving():
+            if self.shards is not None:
+                self.shards.save_periodic(step)
+                return
             self._periodic.save(step, own or b"", lambda aux_states: self.dump(step, aux_states))
 
     # -- dump ---------------------------------------------------------------------------------------------
 
     def dump(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
-        """The checkpoint of `step`. Enters no collective; callable from any thread while the gate is closed.
+        """As `loop.dump.dump`."""
+        return dump(self, step, aux)
 
-        Raises:
-            NotSaveable: this rank's state is not that of `step`.
-        """
-        snapshot, has_copy = self._require(step), self.update.has_copy
-        own = self.recorder.read(step)
-        aux_states = dict(aux) if own is None else {self.rank: own, **aux}
-        buffers = buffers_of(step, aux_states, self.recorder, [self._buffer_rank, self.rank])
-        notes = list(snapshot.notes)
-        if not self.life.alike:
-            notes.append(f"the ranks did not hold the same when training began; this is what rank {self.rank} held")
-        if self._buffer_rank not in aux_states and any(True for _ in self.state.container.buffers()):
-            notes.append(f"buffers are those of rank {self.rank}, because those of rank {self._buffer_rank} were lost")
-        notes += notes_on(aux_states, self.place)
-        checkpoint = self.state.dump(snapshot, buffers, self.update.copies if has_copy else None)
-        if self._require(step) is not snapshot or self.update.has_copy != has_copy:
-            raise NotSaveable(f"step {step} ended while it was being dumped")
-        for note in notes:
-            self.engine.note(note)
-        checkpoint[KEY] = record_of(aux_states, self.place, self._per_rank, self._buckets.layouts, notes)
-        return checkpoint
-
-    def _require(self, step: int) -> Snapshot:
+    def require(self, step: int) -> Snapshot:
+        """What was captured at the end of `step`. Raises NotSaveable: this rank's state is not that of `step`."""
         snapshot = self._snapshot
         if snapshot is None or snapshot.step != step:
             raise NotSaveable(f"this rank is at step {self.step if snapshot is None else snapshot.step}, "
@@ -398,7 +386,7 @@ class Run:
 
     def digests(self) -> Digests:
         """Digests of what all ranks have in common."""
-        return self.state.digests()
+        return self.state.digests() if self.shards is None else self.shards.shards.digests()
 
     def settle(self, cause: str) -> str:
         """The loop raised: complete the step if only the rest of the loop's body is missing."""
@@ -431,11 +419,13 @@ class Run:
         except Exception:  # a user's scheduler; the state is then unknown
             log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
             return False
-        self._capture_aux(self.step + 1, settled=True)
+        self.capture_aux(self.step + 1, settled=True)
         snapshot = self.state.snapshot(self.step + 1, self.book.epoch)
         snapshot.notes.append(f"the loop's body of step {snapshot.step} was cut short after its update by {cause}; "
                               "what follows the update there was not repeated")  # fmt: skip
         self._snapshot, self.step = snapshot, snapshot.step
+        if self.shards is not None:
+            self.shards.keep(snapshot)
         update.close(False)
         self.engine.step_completed(snapshot.step)
         return True

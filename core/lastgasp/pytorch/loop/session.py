@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
-from lastgasp.config import GaspConfig, HangTimeout, Recovery, integer, recovery_of
+from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, integer, recovery_of
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_position import DataPass
 from lastgasp.pytorch.loop.run import Run
@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
         recovery: inside of `lastgasp.pytorch.train`: how a fault may be answered without a restart. "auto" (default),
             "retry" (no rank is replaced), "replace" (no step is done again for an exception), "restart" (never), "save"
             (never, and the launcher does not restart the job either).
+        arena: of a model sharded by fully_shard: which steps are copied into memory that outlives the rank. "auto"
+            (default) takes each N-th step, so that copying costs 1 % at most; "every N"; "off". docs/sharded.md
     """
 
     every: int
@@ -56,6 +58,7 @@ class Options(TypedDict, total=False):
     profiling_dir: str | os.PathLike[str]
     profiling_limit_mb: int
     recovery: Recovery
+    arena: str
 
 
 class Session:
@@ -92,7 +95,8 @@ class Session:
             options: see `Options`.
 
         Raises:
-            ConfigError: a value that is not allowed, a sharded model, a directory that cannot be written.
+            ConfigError: a value that is not allowed, a model whose shards cannot be saved, a directory that cannot be
+                written.
             NoGoodCheckpoint: there are checkpoints, and none can be trusted.
             CheckpointMismatch: the checkpoint is of another model, optimizer or loop; nothing was loaded.
             ControlError: the controller refused this rank, or cannot be reached.
@@ -101,6 +105,7 @@ class Session:
         tell_launcher()
         given: dict[str, Any] = dict(options)
         every = integer("every", given.pop("every", 0), 0, "Use 0 for gasps alone.")
+        arena = arena_of(given.pop("arena", None))
         limit, recovery = given.pop("max_steps", None), recovery_of(given.pop("recovery", None))
         most = None if limit is None else integer("max_steps", limit, 1, "Leave it out for no limit.")
         marks = [given.pop(name, None) for name in ("marks", "profiling_dir", "profiling_limit_mb")]
@@ -110,7 +115,7 @@ class Session:
         other = cls._now() if cls._now is not None else None
         if other is not None and not other._closed:
             raise UsageError("another session is open in this process: leave its `with` block first")
-        session = cls(Run(state, config, MarksConfig.resolve(*marks), every, recovery), most)
+        session = cls(Run(state, config, MarksConfig.resolve(*marks), every, (recovery, arena)), most)
         if (entry := session._run.entry) is not None:
             entry.end = lambda error: session.__exit__(type(error), error, None)
         cls._now = weakref.ref(session)

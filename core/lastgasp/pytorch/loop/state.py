@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.flags import Flags
+from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
+from lastgasp.topology import ReplicaGroups, data_parallel
 
-_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineModule")
+_SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule")
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class TorchState:
         self.container = nn.ModuleDict(self.modules)
         self.flags = Flags(self.container)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
+        self.sharded = any(hasattr(p, "device_mesh") for p in self.container.parameters())
 
     # -- what it is ---------------------------------------------------------------------------------------
 
@@ -94,14 +98,18 @@ class TorchState:
         Raises:
             ConfigError: a sharded or an unwrapped model, an optimizer that gathers its state from other ranks.
         """
-        remedy = "Use DistributedDataParallel, or Lightning's or Megatron's plugin of lastgasp where it fits."
-        for name, module in [*self.models.items.items(), *self.modules.items()]:
+        if self.sharded:
+            from lastgasp.pytorch.sharded import unsupported
+
+            if (found := unsupported(self.modules, self.optimizers.items)) is not None:
+                raise ConfigError("model", *found)
+            return
+        remedy = "Use fully_shard (FSDP2) or DistributedDataParallel, or lastgasp's Lightning or Megatron plugin."
+        for module in [*self.models.values(), *self.modules.values()]:
             kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
-            inner = [kind for kind in _SHARDED if kind in kinds]
-            spread = [n for n, p in module.named_parameters() if hasattr(p, "device_mesh")]
-            if inner or spread:
-                value = inner[0] if inner else f"{name}.{spread[0]} is a DTensor"
-                raise ConfigError("model", value, "a model that each rank holds completely (DDP)", remedy)
+            if inner := [kind for kind in _SHARDED if kind in kinds]:
+                allowed = "a model that each rank holds completely (DDP), or fully_shard"
+                raise ConfigError("model", inner[0], allowed, remedy)
         for optimizer in self.optimizers.values():
             if hasattr(optimizer, "consolidate_state_dict"):
                 allowed = "an optimizer that each rank holds completely"
@@ -111,6 +119,28 @@ class TorchState:
                               "a DistributedDataParallel model, since this job has several ranks",
                               "Wrap it before the session is opened; or say TorchState(..., replicated=True) if your "
                               "loop itself keeps all ranks equal.")  # fmt: skip
+
+    def groups(self, world_size: int) -> ReplicaGroups:
+        """Which ranks should hold the same. All ranks call it together: a sharded model gathers a few bytes.
+
+        Raises:
+            ConfigError: as `require_supported`.
+        """
+        if not self.sharded:
+            return data_parallel(world_size)
+        self.require_supported(world_size)
+        from lastgasp.pytorch.sharded import replica_groups
+
+        return replica_groups(self.modules, world_size)
+
+    @property
+    def layout(self) -> Any:
+        """The module that names this state's checkpoints: FORMAT, LAYOUT, gasp_path, periodic_path."""
+        if not self.sharded:
+            return files
+        from lastgasp.pytorch.sharded import layout
+
+        return layout
 
     def devices(self) -> list[torch.device]:
         """The accelerators that hold the model."""
@@ -176,11 +206,16 @@ class TorchState:
         for state, groups in zip(live, snapshot.groups, strict=True):
             for group, values in zip(state["param_groups"], groups, strict=True):
                 group.update(values)
+        return self.dump_small(snapshot) | {
+            "model": self.models.pack(models),
+            "optimizer": self.optimizers.pack(live),
+        }
+
+    def dump_small(self, snapshot: Snapshot) -> dict[str, Any]:
+        """The same without models and optimizers."""
         return {
             "step": snapshot.step,
             "epoch": snapshot.epoch,
-            "model": self.models.pack(models),
-            "optimizer": self.optimizers.pack(live),
             "scheduler": self.schedulers.pack(snapshot.schedulers),
             "scaler": _scaler_dump(self.scaler, snapshot.scaler),
             "extra": snapshot.extra,
@@ -207,12 +242,21 @@ class TorchState:
         problems = self._problems(checkpoint, stored)
         if problems:
             raise CheckpointMismatch(path, problems)
-        for name, module in self.modules.items():
-            module.load_state_dict(stored["model"][name])  # type: ignore[index]
-        for name, item in self.optimizers.items.items():
-            item.load_state_dict(stored["optimizer"][name])  # type: ignore[index]
+        if self.sharded:
+            self._load_shards(Path(path))
+        else:
+            for name, module in self.modules.items():
+                module.load_state_dict(stored["model"][name])  # type: ignore[index]
+            for name, item in self.optimizers.items.items():
+                item.load_state_dict(stored["optimizer"][name])  # type: ignore[index]
         self._fill_aux(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
         self.flags.restore(checkpoint.get("flags"))
+
+    def _load_shards(self, path: Path) -> None:
+        from lastgasp.pytorch import sharded
+
+        single = {"single_model": self.models.single, "single_optimizer": self.optimizers.single}
+        sharded.load(path, self.modules, self.optimizers.items, **single)
 
     def remember(self, checkpoint: Mapping[str, Any]) -> Callable[[], None]:
         """After `load`: a function that restores everything except parameters and optimizer states once more.
@@ -245,7 +289,7 @@ class TorchState:
             _fill(item, extra[name])
 
     def _roles(self) -> tuple[Parts, ...]:
-        return self.models, self.optimizers, self.schedulers
+        return (self.schedulers,) if self.sharded else (self.models, self.optimizers, self.schedulers)
 
     def _problems(self, checkpoint: Mapping[str, Any], stored: Mapping[str, dict[str, Any] | None]) -> list[str]:
         problems = [
@@ -258,11 +302,11 @@ class TorchState:
         missing = sorted(set(self.extra) ^ set(checkpoint.get("extra", {})))
         problems += [f"extra[{name!r}]: only one of the checkpoint and this loop has it" for name in missing]
         for name, module in self.modules.items():
-            if stored["model"]:
-                problems += _model_problems(name, module, stored["model"][name])
+            if own := stored.get("model"):
+                problems += _model_problems(name, module, own[name])
         for name, optimizer in self.optimizers.items.items():
-            if stored["optimizer"]:
-                problems += _optimizer_problems(name, optimizer, stored["optimizer"][name])
+            if own := stored.get("optimizer"):
+                problems += _optimizer_problems(name, optimizer, own[name])
         return problems
 
 

@@ -1,0 +1,141 @@
+"""When a step's shards are copied into the arena: every step, every N-th one, or none."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp import arena as arenas
+from lastgasp.arena import Arena
+from lastgasp.errors import LastgaspError
+from lastgasp.ports import Gather
+from lastgasp.testing import faults
+from lastgasp.topology import host_identity
+
+log = logging.getLogger("lastgasp")
+
+ArenaMode = int | Literal["auto"]
+"""Steps between two copies; 0 copies none; auto chooses."""
+BUDGET = 0.01
+"""The part of a step's time that copies may take where N is chosen."""
+WARM_UP, MEASURED = 2, 8
+"""Copies that are not measured, and those that are before N is chosen."""
+ROOM = 1 << 16
+"""Bytes by which a payload may grow (names, counters) before the arena must."""
+
+
+class _Memory(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    needed: int
+    available: int | None
+
+
+class Filling:
+    """Fills this rank's arena. All methods are called on the training thread, by all ranks at the same steps.
+
+    Args:
+        arena: this rank's.
+        mode: which steps are copied.
+        gather: among all ranks; note: tells people.
+
+    Attributes:
+        every: steps between two copies; 0 copies none.
+    """
+
+    def __init__(self, arena: Arena, mode: ArenaMode, gather: Gather, note: Callable[[str], None], rank: int) -> None:
+        self._arena, self._gather, self._note, self._rank = arena, gather, note, rank
+        self.every = 1 if mode == "auto" else mode
+        self._choosing = mode == "auto"
+        self._checked = False
+        self._copies: list[float] = []
+        self._steps: list[float] = []
+        self._began = _clock.monotonic()
+
+    def fill(self, step: int, pieces: Callable[[], Sequence[bytes | memoryview]]) -> None:
+        """Copy the state of `step`, if it is one of those that are copied. Never raises: training goes on without.
+
+        Args:
+            pieces: returns the payload.
+        """
+        if not self.every:
+            return
+        began = _clock.monotonic()
+        try:
+            if step % self.every == 0:
+                self._copy(step, pieces())
+        except (OSError, ValueError, MemoryError) as error:
+            self._off(f"the arena of rank {self._rank} cannot be filled ({error})")
+            return
+        now = _clock.monotonic()
+        self._copies.append(now - began)
+        self._steps.append(began - self._began)
+        self._began = now
+        if self._choosing and len(self._copies) == WARM_UP + MEASURED:
+            self._choose(step)
+
+    def _copy(self, step: int, payload: Sequence[bytes | memoryview]) -> None:
+        size = sum(memoryview(piece).nbytes for piece in payload)
+        if not self._checked:
+            self._checked = True
+            if why := self._too_little(step, size + ROOM):
+                self._off(why)
+                return
+        if size > self._arena.capacity:
+            self._arena.reserve(size + ROOM)
+        self._arena.copy(step, _with_fault(payload, step))
+
+    def _too_little(self, step: int, size: int) -> str:
+        """Why the arenas of this host cannot be had; empty if they can. Asked of all ranks before any takes its own."""
+        own = _Memory(host_identity(), arenas.needed(size), arenas.available())
+        try:
+            parts = self._gather(f"loop/arena/{step}", msgspec.json.encode(own))
+        except LastgaspError as error:
+            return f"the ranks could not compare their memory ({error})"
+        here = [one for part in parts if (one := msgspec.json.decode(part, type=_Memory)).host == own.host]
+        total, known = sum(one.needed for one in here), [one.available for one in here if one.available is not None]
+        if self._rank == 0:
+            log.info("arenas: %.0f MB of memory on each host with as many ranks as this one, so that a killed rank's "
+                     "shard outlives it", total / 1e6)  # fmt: skip
+        if known and total > arenas.SHARE * min(known):
+            needs, has = f"{total / 1e6:.0f} MB", f"{min(known) / 1e6:.0f} MB"
+            return f"the arenas of this host's {len(here)} ranks need {needs}, and {has} of memory are available"
+        return ""
+
+    def _off(self, why: str) -> None:
+        self.every = 0
+        self._arena.forget()
+        self._note(f"{why}: if a rank there is killed, training resumes from the last checkpoint before")
+
+    def _choose(self, step: int) -> None:
+        """Choose N by the slowest copy of all ranks, as a part of its steps."""
+        self._choosing = False
+        own = median(self._copies[WARM_UP:]) / max(median(self._steps[WARM_UP:]), 1e-9)
+        try:
+            parts = self._gather(f"loop/arena/every/{step}", repr(own).encode())
+        except LastgaspError as error:
+            log.debug("how often arenas are filled was not agreed on: %s", error)
+            return
+        worst = max(map(float, parts))
+        self.every = every_of(worst)
+        if self._rank == 0:
+            which = "each step" if self.every == 1 else f"every {self.every}th step"
+            log.info("arenas: a copy takes %.2g %% of a step, so %s is copied; a killed rank costs at most %d "
+                     "completed steps", 100 * worst, which, self.every - 1)  # fmt: skip
+
+
+def every_of(part: float) -> int:
+    """N, by the part of a step that one copy takes."""
+    return max(1, math.ceil(part / BUDGET - 1e-9))
+
+
+def _with_fault(payload: Sequence[bytes | memoryview], step: int) -> Iterator[bytes | memoryview]:
+    half = (len(payload) + 1) // 2
+    yield from payload[:half]
+    faults.fire_at("arena_copy", step - 1)
+    yield from payload[half:]

@@ -1,0 +1,37 @@
+"""The checkpoint of a step from one rank's live state, where each rank holds all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lastgasp.errors import NotSaveable
+from lastgasp.pytorch.loop.record import KEY, buffers_of, notes_on, record_of
+
+
+def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
+    """The checkpoint of `step`. Enters no collective; callable from any thread while the gate is closed.
+
+    Args:
+        run: the `loop.run.Run`; aux: auxiliary states by rank.
+
+    Raises:
+        NotSaveable: this rank's state is not that of `step`.
+    """
+    snapshot, has_copy = run.require(step), run.update.has_copy
+    own = run.recorder.read(step)
+    aux_states = dict(aux) if own is None else {run.rank: own, **aux}
+    buffers = buffers_of(step, aux_states, run.recorder, [run.buffer_rank, run.rank])
+    notes = list(snapshot.notes)
+    if not run.life.alike:
+        notes.append(f"the ranks did not hold the same when training began; this is what rank {run.rank} held")
+    if run.buffer_rank not in aux_states and any(True for _ in run.state.container.buffers()):
+        notes.append(f"buffers are those of rank {run.rank}, because those of rank {run.buffer_rank} were lost")
+    notes += notes_on(aux_states, run.place)
+    checkpoint: dict[str, Any] = run.state.dump(snapshot, buffers, run.update.copies if has_copy else None)
+    if run.require(step) is not snapshot or run.update.has_copy != has_copy:
+        raise NotSaveable(f"step {step} ended while it was being dumped")
+    for note in notes:
+        run.engine.note(note)
+    checkpoint[KEY] = record_of(aux_states, run.place, run.per_rank, run.buckets.layouts, notes)
+    return checkpoint

@@ -1,0 +1,70 @@
+"""What one rank has written of a sharded checkpoint, and how the parts of all savers become one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from lastgasp.checkpoint import Staged
+from lastgasp.checkpoint.manifest import FileEntry
+from lastgasp.pytorch.loop.record import SHARDED_FILE
+from lastgasp.pytorch.sharded import metadata
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What the rank that publishes must know of another's files.
+
+    Attributes:
+        folder, entries: as `Staged.sealed` returns them.
+        shards: descriptions of the written files, for `.metadata`.
+        aux: auxiliary states, by rank, of the same step.
+    """
+
+    folder: str
+    entries: tuple[FileEntry, ...]
+    shards: tuple[bytes, ...]
+    aux: dict[int, bytes] = {}
+
+
+_DECODER = msgspec.msgpack.Decoder(Part)
+
+
+def part_of(staged: Staged, shards: list[bytes], aux: Mapping[int, bytes]) -> bytes:
+    """Seal the files and describe them. Raises OSError."""
+    folder, entries = staged.sealed()
+    return msgspec.msgpack.encode(Part(str(folder), entries, tuple(shards), dict(aux)))
+
+
+def aux_of_parts(parts: Mapping[int, bytes]) -> dict[int, bytes]:
+    """The auxiliary states that came with the shards."""
+    found: dict[int, bytes] = {}
+    for data in parts.values():
+        found |= _DECODER.decode(data).aux
+    return found
+
+
+def merge(staged: Staged, own: bytes, parts: Mapping[int, bytes], loop: Mapping[str, Any]) -> None:
+    """Bring the files of all savers together, with `.metadata` and the loop's own file.
+
+    Args:
+        staged: of the rank that publishes; own: its part.
+        loop: what goes into the loop's file.
+
+    Raises:
+        CheckpointError: shards are missing.
+        OSError: the disk refused.
+    """
+    decoded = {rank: _DECODER.decode(data) for rank, data in sorted(parts.items())}
+    content = metadata([each for part in decoded.values() for each in part.shards])
+    for rank, part in decoded.items():
+        if parts[rank] != own:
+            staged.adopt(Path(part.folder), part.entries)
+    name, buffer = staged.target.name, io.BytesIO()
+    torch.save(dict(loop), buffer)
+    staged.open(f"{name}/{SHARDED_FILE}").write(buffer.getbuffer())
+    staged.open(f"{name}/.metadata").write(content)

@@ -1,0 +1,127 @@
+"""Real jobs of a loop with `fully_shard`, real faults: a shard that one rank held is not lost with it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lastgasp.checkpoint import verify
+from lastgasp.gasp.attempt import FROM_ARENAS
+from lastgasp.pytorch.sharded import LAYOUT
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.jobs import run_job
+from lastgasp.testing.weights import differences
+from support import lean
+from support.matrix import LIMIT, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
+Reference = References[tuple[int, str], Path]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class ShardedCase(Case):
+    """One job with one fault."""
+
+    shape: str = "plain"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-{self.shape}"
+
+    @property
+    def should_give_up(self) -> bool:
+        """Of two ranks nobody is left who could write the other's shard."""
+        return self.world == 2 and self.moment == "gasp_save" and self.kind in ("sigkill", "sigstop")
+
+    @property
+    def exact_step(self) -> int | None:
+        """A killed rank's shard is that of the last boundary; what the others did beyond it nobody could train on."""
+        if self.moment in ("update", "after_update", "arena_copy"):
+            return STEP if self.kind == "sigkill" else None
+        return super().exact_step
+
+    def command(self, directory: Path, final: Path) -> list[str]:
+        """The job's command line."""
+        script = [str(SCRIPT), "--dir", str(directory), "--final", str(final), "--shape", self.shape]
+        return [lean.python(), "-m", "lastgasp", "run", "--nproc-per-node", str(self.world), *script]
+
+
+COVERING = (
+    ShardedCase("sigkill", "arena_copy", "last", "run"),
+    ShardedCase("sigkill", "backward", "first", "run"),
+)
+MOMENTS = ("data", "forward", "backward", "update", "after_update", "arena_copy", "periodic_save", "gasp_save")
+REST = (
+    *(ShardedCase("sigkill", moment, rank, "run") for moment, rank in itertools.product(MOMENTS, ("first", "last"))),
+    *(ShardedCase(kind, moment, "last", "run") for kind, moment in itertools.product(
+        ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))),
+    *(ShardedCase("sigkill", moment, "last", "run", 4, shape)
+      for shape in ("hybrid", "accumulated", "half") for moment in ("backward", "update")),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Final weights of uninterrupted jobs, by world size and shape."""
+    folder = tmp_path_factory.mktemp("reference")
+    return References(
+        lambda key: undisturbed(ShardedCase("none", "none", "first", "run", *key), folder / "-".join(map(str, key)))
+    )
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_sharded_covering(case: ShardedCase, tmp_path: Path, reference: Reference) -> None:
+    check(case, tmp_path, reference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in REST if case not in COVERING], ids=str)
+def test_sharded_rest_of_the_matrix(case: ShardedCase, tmp_path: Path, reference: Reference) -> None:
+    check(case, tmp_path, reference)
+
+
+def check(case: ShardedCase, folder: Path, reference: Reference) -> None:
+    """One case: no step lost, bit-equal, everything verified."""
+    fired = folder / "fired"
+    done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
+    assert len(read_log(fired)) >= case.fired, done.output[-4000:]
+    assert done.returncode == 0, done.output[-4000:]
+    check_saved(case, folder / "ckpts", done, LAYOUT, "step=00000004.dcp")
+    assert differences(reference[case.world, case.shape], folder / "final.pt") == [], done.output[-4000:]
+    if case == COVERING[0]:
+        assert FROM_ARENAS.format("0, 1") in first_incident(folder / "ckpts").notes
+
+
+def test_plain_torch_reads_the_directory(reference: Reference) -> None:
+    """Without lastgasp, without process groups, by an unsharded model of the same names."""
+    final = reference[2, "plain"]
+    newest = final.parent / "ckpts" / "step=00000012.dcp"
+    assert verify(newest, LAYOUT).ok
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 33), nn.LayerNorm(33), nn.Linear(33, 1)
+    )
+    state = {"model": model.state_dict()}
+    load(state, storage_reader=FileSystemReader(newest), no_dist=True)
+    wanted = torch.load(final)
+    assert all(torch.equal(value, wanted[name]) for name, value in state["model"].items())
+
+
+@pytest.mark.full
+def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
+    case = ShardedCase("none", "none", "first", "run", 2)
+    first = run_job(
+        [*case.command(tmp_path / "ckpts", tmp_path / "8.pt"), "--steps", "8"], tmp_path / "log", timeout=LIMIT
+    )
+    assert first.ok, first.output[-4000:]
+    more = ShardedCase("none", "none", "first", "run", 3)
+    second = run_job(more.command(tmp_path / "ckpts", tmp_path / "12.pt"), tmp_path / "log-2", timeout=LIMIT)
+    assert second.ok, second.output[-4000:]
+    assert "step=00000008.dcp: step 8" in second.output
+    assert int(torch.load(tmp_path / "12.pt")["count"]) == 12

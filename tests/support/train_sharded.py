@@ -1,0 +1,86 @@
+"""A loop with `fully_shard`: Adam in shards, a schedule, dropout, shuffling, gradient accumulation on request."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lastgasp.pytorch import Session, TorchState
+
+BATCHES = 5
+
+
+def main() -> None:
+    """Twelve steps: two epochs of five and a bit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--final", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--arena", default="every 1")
+    parser.add_argument("--shape", default="plain", choices=("plain", "hybrid", "accumulated", "half"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(7)
+    model = sharded(args.shape, world)
+    torch.manual_seed(7 + 1000 * rank)  # other random numbers on each rank
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    x = torch.randn(4 * BATCHES * 2 * world, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    losses: dict[str, Any] = {"count": 0}
+    state = TorchState(model, optimizer, schedule, sampler=sampler, extra={"losses": losses})
+    with Session.open(args.dir, state=state, every=args.every, max_steps=args.steps, arena=args.arena, keep=9) as s:
+        for _ in s.epochs(1000):
+            for inputs, wanted in s.batches(loader):
+                optimizer.zero_grad()
+                parts = 2 if args.shape == "accumulated" else 1
+                for i, (a, b) in enumerate(zip(inputs.chunk(parts), wanted.chunk(parts), strict=True)):
+                    if parts > 1:
+                        model.set_requires_gradient_sync(i == parts - 1)  # type: ignore[operator]
+                    loss = ((model(a + 0.1 * torch.randn_like(a)) - b) ** 2).mean()
+                    loss.backward()
+                optimizer.step()
+                schedule.step()
+                losses["count"] += 1
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if args.final and rank == 0:
+        torch.save({**whole, "count": torch.tensor(losses["count"])}, args.final)
+    dist.destroy_process_group()
+
+
+def sharded(shape: str, world: int) -> nn.Module:
+    """The same model on any number of ranks."""
+    layers = [nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 33), nn.LayerNorm(33), nn.Linear(33, 1)]
+    model = nn.Sequential(*layers)
+    policy: dict[str, Any] = {}
+    if shape == "half":
+        policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if shape == "hybrid":
+        policy["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        policy["mesh"] = init_device_mesh("cpu", (world,))
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **policy)
+    fully_shard(model, **policy)
+    return model
+
+
+if __name__ == "__main__":
+    assert "RANK" in os.environ, "start it with torchrun or lastgasp run"
+    main()
