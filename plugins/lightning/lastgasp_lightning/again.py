@@ -107,9 +107,10 @@ class LightningAgain(AgainHere):
         found: Renewed = self.run.entry.objects
         return found
 
-    def target(self, step: int) -> Path:
+    def target(self) -> Callable[[int], Path]:
         """As of any gasp of this fit."""
-        return gasp_path(self.run.config.directory, step, self.run.fit.number())
+        directory, number = self.run.config.directory, self.run.fit.number()
+        return lambda step: gasp_path(directory, step, number)
 
     def contact(self, place: Place) -> Any:
         """Its launcher's controller."""

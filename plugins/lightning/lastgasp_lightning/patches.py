@@ -35,7 +35,9 @@ def hold_observer(session: Session) -> Undo:
     _ChildProcessObserver._terminate_all = held  # type: ignore[method-assign]
 
     def undo() -> None:
-        if session.status.outcome is None and _ChildProcessObserver._terminate_all is held:
+        outcome = session.status.outcome
+        goes_on = outcome is None or outcome.again is not None  # else this process is about to exit
+        if goes_on and _ChildProcessObserver._terminate_all is held:
             _ChildProcessObserver._terminate_all = original  # type: ignore[method-assign]
 
     return undo

@@ -59,7 +59,8 @@ class LightningRun(Training):
         framework = Framework(
             name=f"lightning {versions()['lightning']}", kind_of=kind_of, device=trainer.local_rank, versions=versions()
         )
-        self._writer = ManifestWriter("lightning", place, lambda: self.fit.fit)
+        fit = self.fit
+        self._writer = ManifestWriter("lightning", place, lambda: fit.fit)
         make = partial(AdapterRun, framework, config, marks)
         joined = held.life if held is not None else None
         self.life = joined or make(place, connect(trainer, place))

@@ -69,8 +69,8 @@ class AgainHere:
         """What goes on with the next entry; asked for in the first one."""
         raise NotImplementedError
 
-    def target(self, step: int) -> Path:
-        """Where the gasp of a step would stand."""
+    def target(self) -> Callable[[int], Path]:
+        """Where the gasp of a step would stand; outlives the run, and must not keep it alive."""
         raise NotImplementedError
 
     def contact(self, place: Place) -> Any:
@@ -168,7 +168,7 @@ class AgainHere:
         own = memory.checkpoint[KEY]["small"].get(self.run.place.rank)
         found = GaspSource(
             partial(_write, memory),
-            self.target,
+            self.target(),
             self.layout,
             recorder=RecorderOfMemory(memory.step, own),
             writer=self._writer,
@@ -214,9 +214,10 @@ class LoopAgain(AgainHere):
         """What the user has made outside of the function."""
         return KeptObjects(self.run.state)
 
-    def target(self, step: int) -> Path:
+    def target(self) -> Callable[[int], Path]:
         """As of any gasp of the loop."""
-        return files.gasp_path(self.run.config.directory, step, self.run.fit.number)
+        directory, number = self.run.config.directory, self.run.fit.number
+        return lambda step: files.gasp_path(directory, step, number)
 
     def contact(self, place: Place) -> Any:
         """Its launcher's controller."""

@@ -87,8 +87,10 @@ class FromMemory:
         self.present = held.present
 
     def forget(self) -> None:
-        """Another step is complete."""
+        """Another step is complete: let go of the held one, and of the run that held it."""
         self._step = -1
+        if self.live is not None:
+            self._held = self.live
 
     def _at(self, step: int) -> StateSource:
         return self._held if self.live is None or step == self._step else self.live
