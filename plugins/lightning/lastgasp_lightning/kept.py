@@ -8,6 +8,7 @@ modules of the user's keep besides their state is left alone.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class KeptTrainer:
             vars(owner).clear()
             vars(owner).update(_copied(attributes))
         self._renew_module()
+        gc.collect()  # runs and optimizers are in cycles, and hold descriptors and memory
         rng.restore(rng.decode(self._random))
 
     def _tear_down(self) -> None:
