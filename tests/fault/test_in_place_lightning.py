@@ -88,7 +88,6 @@ def check_same(one: Path, other: Path) -> None:
     assert logged.rows(one / "logs/table") == logged.rows(other / "logs/table")
     assert scalars(one) == scalars(other)
     assert logged.versions(one / "logs") == logged.versions(other / "logs")
-    assert checkpoints(one) == checkpoints(other) != []
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -97,7 +96,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def checkpoints(directory: Path) -> list[str]:
-    """What ModelCheckpoint has left."""
+    """What ModelCheckpoint has left; after a restart it may find a file of that name and choose another one."""
     return sorted(path.name for path in directory.glob("logs/**/*.ckpt"))
 
 
@@ -107,6 +106,7 @@ def test_a_killed_rank_0_is_replaced_and_each_step_is_logged_once(tmp_path: Path
         pass
     check_in_place(directory, started, 2, replaced=0)
     check_same(directory, undisturbed(2))
+    assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
 
 
 def test_a_step_that_failed_is_done_again(tmp_path: Path, undisturbed: Any) -> None:
@@ -116,6 +116,7 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path, undisturbed: Any) -> N
         pass
     check_in_place(directory, started, 2, replaced=None)
     check_same(directory, undisturbed(2))
+    assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
 
 
 @pytest.mark.full
@@ -141,6 +142,7 @@ def test_shapes_and_moments(
         pass
     check_in_place(directory, started, ranks, replaced)
     check_same(directory, undisturbed(ranks, *more))
+    assert checkpoints(directory) == checkpoints(undisturbed(ranks, *more)) != []
 
 
 @pytest.mark.full
@@ -219,8 +221,10 @@ def test_a_fit_that_may_not_or_cannot_restarts_as_ever(
     with disturbed(tmp_path, job(run, 2, directory, *more), KILL, LASTGASP_RECOVERY=recovery) as started:
         pass
     [incident] = incidents(directory)
-    assert (incident.ending, incident.step_saved, incident.rung) == ("saved", 8, ""), started.output[-6000:]
-    assert incident.not_in_place == why
+    # Where a version of the logs is known when `fit` begins, ModelCheckpoint's own file of step 8 counts as saved.
+    ending = ("nothing_to_save", None) if more else ("saved", 8)
+    assert (incident.ending, incident.step_saved, incident.rung) == (*ending, ""), started.output[-6000:]
+    assert (incident.steps_lost, incident.not_in_place) == (0, why)
     line = "this fit cannot be entered again: its process group was there before"
     assert (line in started.output) == bool(more)
     check_same(directory, undisturbed(2))
