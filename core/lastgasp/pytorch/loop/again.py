@@ -18,6 +18,7 @@ from lastgasp.errors import UsageError
 from lastgasp.gasp.again import ORDER, Again
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
+from lastgasp.pytorch.drop_groups import drop_groups
 from lastgasp.pytorch.handover import hand_over
 from lastgasp.pytorch.loop.memory import Held, Memory
 
@@ -174,12 +175,7 @@ def _enter_again(entry: Entry) -> None:
     try:
         drain()
         cut_connections(held.again.pids)
-        for wrapped in held.wrapped:
-            for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it lives
-                vars(wrapped).pop(name, None)
-        held.wrapped.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        drop_groups(held.wrapped)
         if entry.objects is not None:
             entry.objects.renew(held.state)
             held.state = None
