@@ -13,8 +13,6 @@ import os
 import traceback
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from lastgasp import exitcodes
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.config import Recovery
@@ -22,6 +20,7 @@ from lastgasp.gasp.again import ORDER, Again
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
+from lastgasp.pytorch.drop_groups import drop_groups
 
 log = logging.getLogger("lastgasp")
 
@@ -73,8 +72,7 @@ class EnteredFromFiles:
         cut_connections(again.pids)
         _forget(error)
         reset()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        drop_groups([])
         gc.collect()
         os.environ.update(again.environment)
         log.info("the training is entered again in this process, from step %d on disk", again.step)
