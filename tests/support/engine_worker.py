@@ -67,6 +67,7 @@ class ToySource:
         self.rank, self.directory = rank, directory
         self.save_seconds, self.fail = options.get("save_seconds", 0.0), rank in options.get("failing", [])
         self.until = Path(options["save_until"]) if "save_until" in options else None
+        self._saves = 0
         self._buffer = CrashSafeBuffer(64)
         self.buffer_fd = self._buffer.fd
 
@@ -89,7 +90,8 @@ class ToySource:
         deadline = time.monotonic() + PATIENCE
         while self.until is not None and not self.until.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        temp = self.directory / f".step-{step}.{self.rank}.tmp"
+        self._saves += 1  # two plans may write at once, and the void one removes its own
+        temp = self.directory / f".step-{step}.{self.rank}.{self._saves}.tmp"
         temp.write_text(str(step))
         return Result(str(self.directory / f"step-{step}.toy"), temp, temp.stat().st_size, time.time_ns())
 
