@@ -350,7 +350,9 @@ def _with_best() -> TorchState:
     return TorchState((m := nn.Linear(4, 3)), SGD(m.parameters()), extra={"best": {}})
 
 
-def test_a_checkpoint_that_does_not_fit_is_set_aside_when_an_older_one_does(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_set_aside_when_an_older_one_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _stepped(tmp_path / "own", _with_best(), 1)
     _stepped(tmp_path / "other", TorchState((m := nn.Linear(4, 3)), SGD(m.parameters())), 2)
     for name in ("step=00000002.pt", "step=00000002.pt.manifest.json"):
@@ -359,6 +361,8 @@ def test_a_checkpoint_that_does_not_fit_is_set_aside_when_an_older_one_does(tmp_
         assert (s.step, s.resumed) == (1, True)
     assert (tmp_path / "own/step=00000002.pt.unfit").is_file()
     assert "extra['best']" in (tmp_path / "own/step=00000002.pt.unfit.reason.json").read_text()
+    noted = [text for text in caplog.messages if text.startswith("rank 0: ")]  # where a note goes without a controller
+    assert len(noted) == 1 and noted[0].endswith("; step 1 was resumed from, and 1 step is trained again")
 
 
 def test_where_none_fits_nothing_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

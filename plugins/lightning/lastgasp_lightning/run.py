@@ -75,6 +75,7 @@ class LightningRun(Training):
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
+        self.selector.note = session.note
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
         self._again_here = LightningAgain(self, make, self._writer, held)
         if recovery == "save":

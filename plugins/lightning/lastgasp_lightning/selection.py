@@ -43,6 +43,7 @@ class LightningSelector:
         present: the manifests that were there before (`CheckpointSelector.present`).
         same_run: and the user did not name it, so that it is the same run that resumes.
         loaded: called on all ranks once it is loaded.
+        note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
     """
 
@@ -50,6 +51,7 @@ class LightningSelector:
         self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
         self.resumed = self.same_run = False
         self.loaded: Callable[[], None] = lambda: None
+        self.note: Callable[[str], None] = log.warning
         self.present: frozenset[str] | None = None
         self.memory: Callable[[], Memory] | None = None
 
@@ -94,6 +96,7 @@ class LightningSelector:
             self._load_memory(self.memory(), load)
             return True
         policy = SelectionPolicy(config, self._place, folders, LAYOUT, local, fit=fit, instead=bool(given))
+        policy.note = self.note
         selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
 
         def restore(candidate: Candidate) -> None:

@@ -166,7 +166,9 @@ class Run:
         if self._again_here.fill():
             return
         config, layout = self.config, self.state.layout.LAYOUT
-        policy = SelectionPolicy(config, self.place, [config.directory], layout, local(self.place), fit=self.fit)
+        policy = SelectionPolicy(
+            config, self.place, [config.directory], layout, local(self.place), fit=self.fit, note=self.engine.note
+        )
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         found = selector.load(lambda candidate: self._load(candidate.path))
         self.source.present = selector.present

@@ -99,7 +99,7 @@ class Shards:
         return self._table
 
     def look(self) -> bool:
-        """At the end of a step: follow what has moved. Takes about half a microsecond per tensor.
+        """At the end of a step: follow what has moved.
 
         Returns:
             Whether the table is another one: optimizers make their state in their first update, or later.
