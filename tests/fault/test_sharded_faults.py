@@ -96,7 +96,8 @@ def check(case: ShardedCase, folder: Path, reference: Reference) -> None:
     check_saved(case, folder / "ckpts", done, LAYOUT, "step=00000004.dcp")
     assert differences(reference[case.world, case.shape], folder / "final.pt") == [], done.output[-4000:]
     if case == COVERING[0]:
-        assert FROM_ARENAS.format("0, 1") in first_incident(folder / "ckpts").notes
+        noted = first_incident(folder / "ckpts").notes  # the survivor may still hold that step itself
+        assert {FROM_ARENAS.format("0, 1"), FROM_ARENAS.format("1")} & set(noted), noted
 
 
 def test_plain_torch_reads_the_directory(reference: Reference) -> None:
