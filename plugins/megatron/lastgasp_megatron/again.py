@@ -31,17 +31,19 @@ class Pretrain:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: bool) -> None:
         self.given = args, kwargs
-        self._global, self._module = _global_args(), _own_globals()
+        self._global: Namespace | None = None
+        self._module: dict[str, Any] = {}
         self._kept: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any] | None] | None = None
         self.why = "" if first else "it is not the first training of its script"
         try:
             from megatron.training.training import destroy_global_state  # noqa: F401
 
+            self._global, self._module = _global_args(), _own_globals()
             self._kept = self._copies(args, kwargs, None if self._global is None else vars(self._global))
         except ImportError:
             self.why = "this version of Megatron cannot drop the state of a training"
         except Exception as error:
-            self.why = f"the arguments of pretrain() cannot be copied ({cause_of(error)})"
+            self.why = f"what pretrain() was started with cannot be copied ({cause_of(error)})"
 
     @staticmethod
     def _copies(*values: Any) -> Any:

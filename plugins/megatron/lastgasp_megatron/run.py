@@ -48,6 +48,7 @@ class Run:
     def __init__(self, args: Any) -> None:
         refuse(args)
         self.args, self._options, found = args, options_of(args), versions()
+        self._recovery = recovery_of(getattr(args, "lastgasp_recovery", None), "restart")
         rank, world = distributed.get_rank(), distributed.get_world_size()
         self._place = place = place_in_job(rank, world, replicas_of(args), from_rank_0)
         if place.rank == 0 and (warning := untried(found["megatron-core"])):
@@ -103,7 +104,7 @@ class Run:
         """
         if again is not None:
             again.why = again.why or not_again(self.args)
-            again.offer(self.life, recovery_of(getattr(self.args, "lastgasp_recovery", None), "restart"))
+            again.offer(self.life, self._recovery)
         step = self.state.steps.step
         if self.marks is not None:
             self.marks.place()

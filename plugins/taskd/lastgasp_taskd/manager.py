@@ -19,6 +19,7 @@ class Manager:
 
     def __init__(self) -> None:
         self._config: dict[str, object] | None = None
+        self._parent = os.getppid()  # now: it may end before the manager is started
 
     def init_taskd_manager(self, config: dict[str, object]) -> bool:
         """Check the config and complete it in place, as the real one does (docs/facts/taskd.md §1)."""
@@ -49,8 +50,7 @@ class Manager:
         over = threading.Event()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, lambda number, frame: over.set())
-        parent = os.getppid()
-        while os.getppid() == parent and not over.wait(LOOK):
+        while os.getppid() == self._parent and not over.wait(LOOK):
             pass
         return False
 
