@@ -53,6 +53,7 @@ class Filling:
         self.every = 1 if mode == "auto" else mode
         self._choosing = mode == "auto"
         self._checked = False
+        self._fills = 0
         self._copies: list[float] = []
         self._steps: list[float] = []
         self._began = _clock.monotonic()
@@ -63,20 +64,20 @@ class Filling:
         Args:
             pieces: returns the payload.
         """
-        if not self.every:
-            return
+        self._fills += 1
         began = _clock.monotonic()
         try:
-            if step % self.every == 0:
+            if self.every and step % self.every == 0:
                 self._copy(step, pieces())
         except (OSError, ValueError, MemoryError) as error:
             self._off(f"the arena of rank {self._rank} cannot be filled ({error})")
+        if not self._choosing:
             return
         now = _clock.monotonic()
         self._copies.append(now - began)
         self._steps.append(began - self._began)
         self._began = now
-        if self._choosing and len(self._copies) == WARM_UP + MEASURED:
+        if self._fills == WARM_UP + MEASURED:
             self._choose(step)
 
     def _copy(self, step: int, payload: Sequence[bytes | memoryview]) -> None:
@@ -113,13 +114,15 @@ class Filling:
         self._note(f"{why}: if a rank there is killed, training resumes from the last checkpoint before")
 
     def _choose(self, step: int) -> None:
-        """Choose N by the slowest copy of all ranks, as a part of its steps."""
+        """Choose N by the slowest copy of all ranks, as a part of its steps; who copies nothing is asked, too."""
         self._choosing = False
-        own = median(self._copies[WARM_UP:]) / max(median(self._steps[WARM_UP:]), 1e-9)
+        own = median(self._copies[WARM_UP:]) / max(median(self._steps[WARM_UP:]), 1e-9) if self.every else 0.0
         try:
             parts = self._gather(f"loop/arena/every/{step}", repr(own).encode())
         except LastgaspError as error:
             log.debug("how often arenas are filled was not agreed on: %s", error)
+            return
+        if not self.every:
             return
         worst = max(map(float, parts))
         self.every = every_of(worst)

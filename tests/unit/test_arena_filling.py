@@ -1,0 +1,60 @@
+"""Which steps are copied into the arenas, and that a rank without one keeps nobody waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from lastgasp import _clock, arena
+from lastgasp.arena import Arena, steps
+from lastgasp.pytorch.loop.arena_filling import MEASURED, WARM_UP, ArenaMode, Filling, every_of
+
+LAST = WARM_UP + MEASURED
+
+
+class Ranks:
+    """Stands for the other ranks: what this one says comes back, with what a slow one says of its copies."""
+
+    def __init__(self, slow: str = "0.025") -> None:
+        self.slow, self.asked, self.notes = slow.encode(), list[str](), list[str]()
+
+    def gather(self, tag: str, payload: bytes) -> list[bytes]:
+        """As `ports.Gather`."""
+        self.asked.append(tag)
+        return [payload, self.slow] if "every" in tag else [payload, payload]
+
+    def filling(self, arena: Arena, mode: ArenaMode) -> Filling:
+        """That of rank 0."""
+        return Filling(arena, mode, self.gather, self.notes.append, 0)
+
+
+@pytest.mark.parametrize("mode", ["auto", 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_rank_is_asked_the_same(mode: ArenaMode, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_clock, "monotonic", lambda: 7.0)  # this rank's copies take no time
+    own, ranks = Arena(), Ranks()
+    filling = ranks.filling(own, mode)
+    if fails:
+        monkeypatch.setattr(own, "reserve", lambda size: (_ for _ in ()).throw(OSError("no such memory")))
+    for step in range(1, LAST + 3):
+        filling.fill(step, lambda: [b"state"])
+    assert ranks.asked == ["loop/arena/1", *([f"loop/arena/every/{LAST}"] if mode == "auto" else [])]
+    assert filling.every == (0 if fails else 3 if mode == "auto" else 1)
+    assert [note.partition(":")[0] for note in ranks.notes] == (
+        ["the arena of rank 0 cannot be filled (no such memory)"] if fails else []
+    )
+    assert steps(own.fd, own.identity) == (() if fails else (12, 10) if mode == "auto" else (12, 11))
+    own.close()
+
+
+def test_too_little_memory_is_told_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "available", lambda: 100_000)
+    own, ranks = Arena(), Ranks()
+    filling = ranks.filling(own, 1)
+    filling.fill(1, lambda: [bytes(1_000_000)])
+    assert (filling.every, own.capacity) == (0, 0)
+    assert len(ranks.notes) == 1 and "this host's 2 ranks need 4 MB, and 0 MB of memory are available" in ranks.notes[0]
+    own.close()
+
+
+def test_n_keeps_copies_within_the_budget() -> None:
+    assert [every_of(part) for part in (0.0, 0.01, 0.011, 0.02, 0.5)] == [1, 1, 2, 2, 50]
