@@ -6,7 +6,7 @@ import pytest
 
 from lastgasp import _clock, arena
 from lastgasp.arena import Arena, steps
-from lastgasp.pytorch.loop.arena_filling import MEASURED, WARM_UP, ArenaMode, Filling, every_of
+from lastgasp.arena_filling import MEASURED, WARM_UP, ArenaMode, Filling, every_of
 
 LAST = WARM_UP + MEASURED
 

@@ -1,7 +1,7 @@
 """The public seam: what an adapter of a framework is built on (docs/writing-an-adapter.md).
 
-Imports no framework. By subject: `adapter.checkpoint`, `adapter.files`, `adapter.marks`, `adapter.torch`,
-`adapter.mindspore`, `adapter.testing`.
+Imports no framework. By subject: `adapter.arenas`, `adapter.checkpoint`, `adapter.files`, `adapter.marks`,
+`adapter.torch`, `adapter.mindspore`, `adapter.testing`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from lastgasp.adapter.policy import SelectionPolicy
 from lastgasp.adapter.run import AdapterRun, Framework
 from lastgasp.adapter.selection import CheckpointSelector
+from lastgasp.arena_filling import ArenaMode
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, Recovery, check_writable
 from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable, UsageError
@@ -25,7 +26,6 @@ from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import again, files
 from lastgasp.pytorch.loop.again_here import LoopAgain, users_handler
-from lastgasp.pytorch.loop.arena_filling import ArenaMode
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.dump import dump

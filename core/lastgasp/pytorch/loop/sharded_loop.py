@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.arena import Arena
+from lastgasp.arena_filling import ArenaMode, Filling
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError, ConfigError, LastgaspError, NotSaveable
 from lastgasp.ports import SaveResult, Wanted
-from lastgasp.pytorch.loop.arena_filling import ArenaMode, Filling
 from lastgasp.pytorch.loop.record import KEY, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.sharded_parts import aux_of_parts, merge, part_of
 from lastgasp.pytorch.loop.state import Snapshot

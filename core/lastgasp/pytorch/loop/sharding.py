@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lastgasp.arena_filling import ArenaMode
     from lastgasp.checkpoint.writer import ManifestWriter
-    from lastgasp.pytorch.loop.arena_filling import ArenaMode
     from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 
 

@@ -1,0 +1,14 @@
+"""State that only one rank holds: a source says what it is, and an arena keeps it when the rank is killed.
+
+A state source with such state is a `ShardSource` too. Its `arena` is filled by a `Filling` at the end of each step, on
+the training thread, by all ranks at the same steps; docs/sharded.md says what that costs and saves.
+"""
+
+from __future__ import annotations
+
+from lastgasp.arena import Arena
+from lastgasp.arena_filling import ArenaMode, Filling
+from lastgasp.config import arena_of
+from lastgasp.ports import ShardSource, Wanted
+
+__all__ = ["Arena", "ArenaMode", "Filling", "ShardSource", "Wanted", "arena_of"]
