@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from lastgasp.checkpoint import HashingWriter, Staged
+from lastgasp.checkpoint import Staged
 from lastgasp.errors import NotSaveable
 from lastgasp.pytorch.sharded import values
 from lastgasp.pytorch.sharded.records import around, stored
@@ -18,6 +18,14 @@ from lastgasp.pytorch.sharded.table import Entry, Group, Image, Path, Table, byt
 
 PIECE = 32 << 20
 """Bytes that are brought from a device at once."""
+
+Rename = Callable[[Path], Path]
+"""The place in the checkpoint's state dictionary of what has another one in the table (`names`)."""
+
+
+def same(path: Path) -> Path:
+    """The names of `names`."""
+    return path
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -51,6 +59,7 @@ def write_live(
     plain: bool,
     groups: values.Groups,
     buffers: Mapping[str, Tensor] | None = None,
+    rename: Rename = same,
 ) -> bytes:
     """Write the file of this rank from its live tensors.
 
@@ -59,6 +68,7 @@ def write_live(
         plain: whether also what all ranks hold alike is written: exactly one saver does.
         groups: values of the parameter groups at the end of the step, used where `plain`.
         buffers: key in the container's `state_dict` -> value at the end of the step; the live ones by default.
+        rename: for a framework that names things otherwise.
 
     Returns:
         The description that `metadata` needs.
@@ -70,10 +80,13 @@ def write_live(
     pairs = []
     for (entry, tensor), leaf in zip(shards.tensors(), found.tensors, strict=True):
         pairs.append((entry, _like(entry, instead[leaf.buffer]) if leaf.buffer in instead else tensor))
-    return _write(staged, found.table, pairs, shards.objects() if plain else (), groups if plain else None)
+    file = _File(staged, found.table.rank, rename)
+    return _write(file, found.table, pairs, shards.objects() if plain else (), groups if plain else None)
 
 
-def write_arena(staged: Staged, payload: Any, *, plain: bool, groups: values.Groups | None = None) -> bytes:
+def write_arena(
+    staged: Staged, payload: Any, *, plain: bool, groups: values.Groups | None = None, rename: Rename = same
+) -> bytes:
     """Write the file of another rank from its image. The rest is as for `write_live`.
 
     Args:
@@ -90,7 +103,8 @@ def write_arena(staged: Staged, payload: Any, *, plain: bool, groups: values.Gro
     if plain and groups is None:
         raise NotSaveable("the values of the optimizers' parameter groups are not known")
     pairs = [(entry, image) for entry in image.table.entries]
-    return _write(staged, image.table, pairs, known.objects if plain else (), groups if plain else None)
+    file = _File(staged, image.table.rank, rename)
+    return _write(file, image.table, pairs, known.objects if plain else (), groups if plain else None)
 
 
 def file_name(rank: int) -> str:
@@ -98,55 +112,72 @@ def file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+class _File:
+    """The file of one rank while it is written, and what is in it."""
+
+    def __init__(self, staged: Staged, rank: int, rename: Rename) -> None:
+        self.name, self._rename = file_name(rank), rename
+        self.writer = staged.open(f"{staged.target.name}/{self.name}")
+        self.rows: list[Row] = []
+
+    def named(self, path: Path) -> str:
+        """The name in the checkpoint."""
+        return ".".join(map(str, self._rename(path)))
+
+    def add_tensor(self, entry: Entry, source: Tensor | Image) -> None:
+        """One tensor, from where it lies."""
+        before, after = around(entry.torch_dtype, entry.sizes, entry.strides)
+        begin = self.writer.tell()
+        self.writer.write(before)
+        if entry.nbytes:
+            if isinstance(source, Image):
+                self.writer.write(source.raw(entry))
+            else:
+                flat = bytes_of(source)
+                for start in range(0, flat.numel(), PIECE):
+                    self.writer.write(flat[start : start + PIECE].cpu().numpy().data)
+        self.writer.write(after)
+        self._row(entry.path, (entry.dtype, entry.shape, entry.offsets, entry.sizes), begin)
+
+    def add_value(self, path: Path, value: Any) -> None:
+        """Any value."""
+        begin = self.writer.tell()
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().clone()
+        self.writer.write(stored(value))
+        if isinstance(value, Tensor):
+            shape = tuple(value.shape)
+            about = str(value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape
+        else:
+            about = "", (), (), ()
+        self._row(path, about, begin)
+
+    def _row(self, path: Path, about: tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], at: int) -> None:
+        self.rows.append(Row(self._rename(path), *about, at, self.writer.tell() - at))
+
+
 def _write(
-    staged: Staged,
+    file: _File,
     table: Table,
     pairs: Iterable[tuple[Entry, Tensor | Image]],
     objects: values.Objects,
     groups: values.Groups | None,
 ) -> bytes:
     """`groups` is None where only this rank's own parts are written."""
-    name, rows, elsewhere = file_name(table.rank), list[Row](), list[str]()
-    writer = staged.open(f"{staged.target.name}/{name}")
+    elsewhere = list[str]()
     if groups is not None:
         for path, value in (*objects, *groups_of(table.groups, groups)):
-            rows.append(_put_value(writer, path, value))
+            file.add_value(path, value)
     for entry, source in pairs:
         if entry.plain and groups is None:
-            elsewhere.append(entry.name)
+            elsewhere.append(file.named(entry.path))
         elif 0 not in entry.sizes or entry.sizes == entry.shape:
-            rows.append(_put_tensor(writer, entry, source))
+            file.add_tensor(entry, source)
     if groups is None:
-        elsewhere += [".".join(map(str, (*group.path, "params"))) for group in table.groups]
-    if not rows:
-        writer.write(b"\0")  # a rank without any part: an empty file would be taken for a lost one
-    return msgspec.msgpack.encode(Description(name, table.rank, tuple(rows), tuple(elsewhere)))
-
-
-def _put_tensor(writer: HashingWriter, entry: Entry, source: Tensor | Image) -> Row:
-    before, after = around(entry.torch_dtype, entry.sizes, entry.strides)
-    begin = writer.tell()
-    writer.write(before)
-    if entry.nbytes:
-        if isinstance(source, Image):
-            writer.write(source.raw(entry))
-        else:
-            flat = bytes_of(source)
-            for start in range(0, flat.numel(), PIECE):
-                writer.write(flat[start : start + PIECE].cpu().numpy().data)
-    writer.write(after)
-    return Row(entry.path, entry.dtype, entry.shape, entry.offsets, entry.sizes, begin, writer.tell() - begin)
-
-
-def _put_value(writer: HashingWriter, path: Path, value: Any) -> Row:
-    begin = writer.tell()
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().clone()
-        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
-        writer.write(stored(value))
-        return Row(path, dtype, shape, (0,) * len(shape), shape, begin, writer.tell() - begin)
-    writer.write(stored(value))
-    return Row(path, "", (), (), (), begin, writer.tell() - begin)
+        elsewhere += [file.named((*group.path, "params")) for group in table.groups]
+    if not file.rows:
+        file.writer.write(b"\0")  # a rank without any part: an empty file would be taken for a lost one
+    return msgspec.msgpack.encode(Description(file.name, table.rank, tuple(file.rows), tuple(elsewhere)))
 
 
 def groups_of(groups: tuple[Group, ...], given: values.Groups) -> Iterator[tuple[Path, Any]]:

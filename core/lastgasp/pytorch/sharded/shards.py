@@ -90,7 +90,7 @@ class Shards:
             self._walk()
             self._require_names(get_model_state_dict(self.root))
         except Undescribable as error:
-            raise ConfigError("model", str(error), _DENSE, "See docs/plain-loop.md.") from error
+            raise ConfigError("model", str(error), _DENSE, "See docs/sharded.md.") from error
 
     # -- the table ----------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Shards:
         try:
             self._walk()
         except Undescribable as error:
-            raise ConfigError("model", str(error), _DENSE, "See docs/plain-loop.md.") from error
+            raise ConfigError("model", str(error), _DENSE, "See docs/sharded.md.") from error
         return self._table != before
 
     def _walk(self) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.manifest import FileEntry
-from lastgasp.pytorch.loop.record import SHARDED_FILE
 from lastgasp.pytorch.sharded import metadata
 
 
@@ -48,12 +47,12 @@ def aux_of_parts(parts: Mapping[int, bytes]) -> dict[int, bytes]:
     return found
 
 
-def merge(staged: Staged, own: bytes, parts: Mapping[int, bytes], loop: Mapping[str, Any]) -> None:
-    """Bring the files of all savers together, with `.metadata` and the loop's own file.
+def merge(staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:
+    """Bring the files of all savers together, with `.metadata` and the framework's own files.
 
     Args:
         staged: of the rank that publishes; own: its part.
-        loop: what goes into the loop's file.
+        beside: name of a further file -> what `torch.save` writes there.
 
     Raises:
         CheckpointError: shards are missing.
@@ -64,7 +63,9 @@ def merge(staged: Staged, own: bytes, parts: Mapping[int, bytes], loop: Mapping[
     for rank, part in decoded.items():
         if parts[rank] != own:
             staged.adopt(Path(part.folder), part.entries)
-    name, buffer = staged.target.name, io.BytesIO()
-    torch.save(dict(loop), buffer)
-    staged.open(f"{name}/{SHARDED_FILE}").write(buffer.getbuffer())
+    name = staged.target.name
+    for file, value in beside.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        staged.open(f"{name}/{file}").write(buffer.getbuffer())
     staged.open(f"{name}/.metadata").write(content)

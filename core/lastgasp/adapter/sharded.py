@@ -1,0 +1,13 @@
+"""Torch state of which each rank holds a part (`torch.distributed.fsdp.fully_shard`): docs/sharded.md.
+
+A `ShardedSource` writes checkpoints of `torch.distributed.checkpoint` from live ranks and from arenas; a subclass says
+what else is in them. Imports torch.distributed.checkpoint, so an adapter imports it once its model is known to be
+sharded.
+"""
+
+from __future__ import annotations
+
+from lastgasp.pytorch.sharded import Shards, is_sharded, unsupported
+from lastgasp.pytorch.sharded_source import ShardedGasp, ShardedSource, SmallState
+
+__all__ = ["ShardedGasp", "ShardedSource", "Shards", "SmallState", "is_sharded", "unsupported"]
