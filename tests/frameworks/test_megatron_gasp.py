@@ -68,15 +68,16 @@ def file_differences(job: GptJob, one: Path, other: Path) -> list[str]:
 def test_a_gasp_is_what_megatron_would_have_saved_and_loads_without_lastgasp(
     flags: str, phase: str, tmp_path: Path
 ) -> None:
-    step = FAULT + (phase == "after_update")
-    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=step)
-    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
     once = (*FLAGS, "--max-restarts", "0")
     broken = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=once)
     done = broken.run(fault("sigkill", 1, phase, tmp_path), timeout=LIMIT)
     assert done.returncode == exitcodes.SAVED, done.output[-4000:]
     assert len(read_log(tmp_path / "fired")) == 1
-    assert incident_of(broken).step_saved == step
+    step = incident_of(broken).step_saved or 0
+    # A rank that is killed after its update may have been the only one to which all gradients came.
+    assert step in ((FAULT, FAULT + 1) if phase == "after_update" else (FAULT,))
+    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=step)
+    assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
     checkpoint = broken.checkpoints / f"iter_{step:07d}"
     assert verify(checkpoint, LAYOUT).ok
     files = sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*.pt"))
