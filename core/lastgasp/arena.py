@@ -75,11 +75,7 @@ class Arena:
         total = _PAGE + SLOTS * size
         self._file[0] = 0  # readers find nothing until the new slots are in place
         os.posix_fallocate(self.fd, 0, total)  # a host without the memory says so here, not by SIGBUS in the copy
-        memory = memoryview(mmap.mmap(self.fd, total, mmap.MAP_SHARED))
-        starts = [_PAGE + size * i for i in range(SLOTS)]
-        self._headers = [memory[at : at + _SLOT.size].cast("q") for at in starts]
-        self._payloads = [memory[at + _PAGE : at + size] for at in starts]
-        self._file = memory[: _FILE.size].cast("q")
+        memory = self._map(mmap.mmap(self.fd, total, mmap.MAP_SHARED), size)
         for header in self._headers:
             header[_BEGIN], header[_END] = -1, 0
         for at in range(0, total, _PAGE):
@@ -87,6 +83,38 @@ class Arena:
         _FILE.pack_into(memory, 0, 0, size, self.identity)
         self._file[0] = _MAGIC
         self.capacity = size - _PAGE
+
+    def _map(self, mapped: mmap.mmap, size: int) -> memoryview:
+        memory = memoryview(mapped)
+        starts = [_PAGE + size * i for i in range(SLOTS)]
+        self._headers = [memory[at : at + _SLOT.size].cast("q") for at in starts]
+        self._payloads = [memory[at + _PAGE : at + size] for at in starts]
+        self._file = memory[: _FILE.size].cast("q")
+        return memory
+
+    def adopt(self, fd: int, identity: bytes, step: int) -> None:
+        """Go on with the memory of another arena, that of this rank's predecessor; it keeps `step` and nothing else.
+
+        What else it holds is of steps that will be done again.
+
+        Args:
+            fd: opened for writing, and from here on this arena's. The caller has verified that it holds `step`.
+
+        Raises:
+            DamagedArena: it does not; this arena is as it was.
+            OSError: it cannot be mapped.
+        """
+        starts = _starts(fd, identity)
+        found = [_slot(fd, at) for at in starts]
+        kept = next((i for i, slot in enumerate(found) if slot.complete and slot.step == step), -1)
+        if kept < 0:
+            raise DamagedArena(f"the arena does not hold step {step}")
+        size = starts[1] - starts[0]
+        self._map(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), size)
+        self._next, self._seq = 1 - kept, found[kept].begin
+        self._headers[self._next][_END] = -1
+        os.close(self.fd)
+        self.fd, self.identity, self.capacity = fd, identity, size - _PAGE
 
     def copy(self, step: int, pieces: Iterable[memoryview | bytes]) -> None:
         """Copy the state of `step` over the older slot.

@@ -13,8 +13,9 @@ FaultKind = Literal["killed", "exception", "exit", "sigterm", "interrupt", "hang
 """killed: the process was killed. exit: it ended with an exit code, by SystemExit in user code or as observed from
 outside. lost: its host or link is silent. peer: a collective failed and no rank has reported the cause."""
 
-Ending = Literal["saved", "nothing_to_save", "gave_up", "in_place", "open"]
-"""in_place: the step is held in the memory of the ranks, which enter their training again."""
+Ending = Literal["saved", "nothing_to_save", "gave_up", "in_place", "in_arenas", "open"]
+"""in_place: the step is held in the memory of the ranks, which enter their training again. in_arenas: no rank was left
+that could save it, and the next attempt has begun with it: launchers had kept it in memory."""
 
 INCIDENT_VERSION = 1
 

@@ -73,6 +73,8 @@ def _outcome(incident: Incident) -> str:
         then = {"retry": "that step is done again", "replace": "a new process takes its place"}[incident.rung]
         where = "on disk" if incident.from_files else "held in memory"
         return f"step {incident.step_saved} is {where}{lost}; {then}, all other processes stay"
+    if incident.ending == "in_arenas":
+        return f"step {incident.step_saved} was left in arenas, and training went on with it{lost}"
     if incident.ending == "nothing_to_save":
         return incident.reason or "nothing to save"
     if incident.ending == "gave_up":

@@ -92,6 +92,7 @@ class Session:
         mark: returns the mark of a name (`steps.marks.Marks.mark`).
         step: ends the previous step and begins the one of this number (`steps.marks.Marks.step`).
         recorder: the step marks of this rank; None where nothing is marked.
+        has_controller: this rank reaches one, or did when it started.
         started_s: when the job's controller started, unix seconds; the same for all ranks and attempts (without a
             controller: when this Session was made).
 
@@ -117,7 +118,7 @@ class Session:
         self._leaving, self._ended = threading.Lock(), False
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, hello_of(config, place)) if contact else None
-        self._has_controller = contact is not None
+        self.has_controller = contact is not None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.status, source, link, self.save_alone, limits, self._schedule_leaving)
         self._sign()
@@ -261,7 +262,7 @@ class Session:
         """
         if self.place.world_size == 1:
             return [payload]
-        if not self._has_controller:
+        if not self.has_controller:
             if "torch" not in sys.modules:
                 raise ControlError(f"the ranks cannot agree on {tag!r}: the job has no controller")
             from lastgasp.pytorch.together import all_gather
@@ -275,6 +276,17 @@ class Session:
         if whole.missing:
             raise ControlError(f"the ranks could not agree on {tag!r}: {whole.missing}")
         return list(whole.parts)
+
+    def left(self) -> m.Left | None:
+        """What the ranks of the attempt before have left in their arenas, as far as this one's goes; None: not known.
+
+        Before `training_started`; `adapter.arenas.taken_over` uses it.
+        """
+        return self._processor.left(GATHER_TIMEOUT)
+
+    def drop_left(self) -> None:
+        """Not all ranks can use it: have it freed."""
+        self._processor.tell(m.DropLeft())
 
     def note(self, text: str) -> None:
         """Note what people must know about a recovery, such as what could not be restored exactly.
@@ -323,7 +335,7 @@ class Session:
 
     def save_alone(self, fault: Fault) -> m.Release:
         """Save what this rank holds, by the uncoordinated rule; waits for it."""
-        known = Known(self._notes, self.started_s if self._has_controller else None)
+        known = Known(self._notes, self.started_s if self.has_controller else None)
         hello = hello_of(self.config, self.place)
         return recover_uncoordinated(self.status, self._source, self.place, hello, fault, known)
 

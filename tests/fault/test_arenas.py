@@ -12,6 +12,7 @@ import pytest
 from lastgasp import exitcodes
 from lastgasp.gasp.attempt import FROM_ARENAS
 from support.engine_job import ToyJob
+from support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.fault
 ALONE = [[0], [1], [2]]
@@ -118,3 +119,68 @@ def test_all_told_to_stop_save_what_they_hold(tmp_path: Path) -> None:
         job.ranks[1].signal(signal.SIGTERM)
         assert [rank.code() for rank in job.ranks] == [exitcodes.SAVED] * 3
     assert shards(tmp_path, 1) == {str(rank): live(rank, 1) for rank in range(3)}
+
+
+# -- nobody is left -----------------------------------------------------------------------------------
+
+
+def kill_all(job: ToyJob) -> None:
+    for rank in job.ranks:
+        rank.signal(signal.SIGKILL)
+    for rank in job.ranks:
+        rank.code()
+    until(lambda: job.attempt.machine.state == "over", "the controller knows that nobody is left")
+
+
+def next_attempt(job: ToyJob, attempt: int = 1) -> list[dict[str, Any]]:
+    """Start all ranks again; what each has found in its arena."""
+    for rank in job.ranks:
+        rank.end()
+    job.ranks = [job.start(rank, attempt=attempt) for rank in range(job.world)]
+    for each in job.ranks:
+        each.wait_for("ready")
+    until(lambda: len(job.attempt.begun) == job.world, "the controller has heard that each rank has begun")
+    job.attempt.machine.finish_timeout = PATIENCE
+    return [event for rank in job.ranks for event in rank.events if event["event"] == "left"]
+
+
+def test_the_ranks_after_those_that_all_were_killed_go_on_with_their_arenas(tmp_path: Path) -> None:
+    with job_of_shards(tmp_path) as job:
+        for step in (1, 2, 3):
+            job.step(step)
+        job.ranks[2].tell("half 4")
+        job.ranks[2].wait_for("copying")
+        job.ranks[0].tell("step 4")
+        job.ranks[0].wait_for("stepped")
+        kill_all(job)
+        assert job.incident().ending == "gave_up"
+        found = next_attempt(job)
+        assert [(one["step"], one["durable"], one["text"]) for one in found] == [(3, 0, kept(r, 3)) for r in range(3)]
+        incident = job.incident()
+        assert (incident.ending, incident.step_saved, incident.steps_lost) == ("in_arenas", 3, 0)
+        job.stuck(0, 1)  # before their first step: what they hold is what is in the arenas
+        job.ranks[2].signal(signal.SIGKILL)
+        assert [rank.code() for rank in job.ranks[:2]] == [exitcodes.SAVED] * 2
+        assert shards(tmp_path, 3) == {"0": live(0, 3), "1": live(1, 3), "2": kept(2, 3)}
+        assert [one["step"] for one in next_attempt(job, 2)] == [3] * 3
+        job.step(4)
+        kill_all(job)
+        assert [one["text"] for one in next_attempt(job, 3)] == [kept(rank, 4) for rank in range(3)]
+
+
+@pytest.mark.parametrize("why", ["damaged", pytest.param("newer", marks=pytest.mark.full)])
+def test_what_was_left_is_not_gone_on_with(tmp_path: Path, why: str) -> None:
+    with job_of_shards(tmp_path) as job:
+        for step in (1, 2):
+            job.step(step)
+        if why == "damaged":
+            job.ranks[1].tell("spoil")
+            job.ranks[1].wait_for("spoiled")
+        else:
+            job.attempt.machine.members[0].durable = 3
+        kill_all(job)
+        assert next_attempt(job) == []
+        job.step(1)
+        incident = job.incident()
+    assert incident.ending == ("gave_up" if why == "damaged" else "nothing_to_save")
+    assert [note for note in incident.notes if "does not match its digest" in note] if why == "damaged" else True

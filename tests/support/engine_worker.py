@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from lastgasp import __version__
 from lastgasp.arena import Arena
+from lastgasp.arena_taking import taken_over
 from lastgasp.backends.ascend.mindio import backend
 from lastgasp.config import GaspConfig
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
@@ -178,7 +179,7 @@ def main() -> None:
     session.take_sigterm()
     if "holds" in options:  # what each rank says that it holds
         say("compared", alike=session.compare_replicas(lambda: {"model": options["holds"][rank].encode()}))
-    session.training_started(0, 0)
+    begin(session, source)
     say("ready", pid=os.getpid())
     try:
         for line in sys.stdin:
@@ -187,6 +188,20 @@ def main() -> None:
         leave(released.outcome)
     except RuntimeError as error:  # FORCE STOP: out of the loop, as an adapter sees it
         leave(session.fault("exception", f"RuntimeError: {error}"))
+
+
+def begin(session: Session, source: ToySource) -> None:
+    """With what was left in arenas, if anything was."""
+    step = durable = 0
+    with taken_over(session, getattr(source, "arena", None), _not_of_toys) as taken:
+        if taken is not None:
+            step, durable = taken.step, taken.durable
+            say("left", step=step, durable=durable, text=bytes(taken.payload).decode().strip())
+    session.training_started(step, durable)
+
+
+def _not_of_toys(payload: memoryview) -> str:
+    return "" if bytes(payload[:5]) == b"shard" else "it is no shard of a toy"
 
 
 def marking(options: dict[str, Any]) -> Marking | None:

@@ -129,6 +129,22 @@ def test_a_writer_that_goes_on_is_noticed_at_the_end(arena: Arena) -> None:
         reading.__exit__(None, None, None)
 
 
+@pytest.mark.parametrize("left", [1, 2])
+def test_the_next_process_goes_on_with_the_memory_and_one_step_of_it(arena: Arena, left: int) -> None:
+    data = {step: fill(arena, step) for step in (1, 2)}
+    successor = Arena()
+    with pytest.raises(DamagedArena, match="does not hold step 3"):
+        successor.adopt(arena.fd, arena.identity, 3)
+    fill(successor, 9, 5000)
+    successor.adopt(os.dup(arena.fd), arena.identity, left)
+    assert (successor.identity, successor.capacity) == (arena.identity, arena.capacity)
+    assert steps(arena.fd, arena.identity) == (left,) and read(successor, left) == data[left]
+    for step in (left + 1, left + 2):  # done again, it may have other numbers
+        again = fill(successor, step)
+        assert steps(successor.fd, successor.identity) == (step, step - 1) and read(arena, step) == again
+    successor.close()
+
+
 KILLED = """
 import os, signal, sys
 from lastgasp.arena import Arena

@@ -96,6 +96,33 @@ def test_a_save_is_ordered_once_other_hosts_have_reported() -> None:
     assert orders(machine.tick(1.3, 1, frozenset()), m.Save) == {}, "once"
 
 
+def test_what_an_arena_holds_of_a_dead_rank_is_not_lost() -> None:
+    """Every 5th step is copied: by step 8 the buffer of the dead rank has no state of step 5 any more."""
+
+    class Arenas:
+        awaited = False
+
+        def steps(self) -> dict[int, tuple[int, ...]]:
+            return dict.fromkeys(range(WORLD), (5, 0))
+
+        def hosts(self) -> dict[int, str]:
+            return dict.fromkeys(range(WORLD), "a")
+
+        def reference(self, rank: int) -> m.ArenaRef:
+            return m.ArenaRef(rank=rank)
+
+    machine = job(Buffers({0: STEP, 1: STEP}, {}))
+    machine.replicas, machine.arenas = ((0,), (1,), (2,)), Arenas()
+    for member in machine.members.values():
+        member.durable = 0
+    machine.gone(1, "killed", "killed", 1, 1.0)
+    for rank in (0, 2):
+        saves = machine.said(rank, m.Prepared(recovery=1, step=STEP, durable=0, usable=True, arena=(5, 0)), 1.0)
+    assert {order.step for order in orders(saves, m.Save).values()} == {5}
+    assert [ref.rank for order in orders(saves, m.Save).values() for ref in order.arenas] == [0, 1, 2]
+    assert remarks(saves) == []
+
+
 def test_a_plan_that_became_void_before_its_order_was_sent_is_never_ordered() -> None:
     buffers = Buffers({}, {})
     buffers.awaited = True

@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v4.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v5.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -88,6 +88,9 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Keeper(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, host="boot:1"),
     m.Keep(rank=3, pid=77, buffer_fd=9, arena_fd=11, arena_id=b"id"),
     m.AskKept(rank=3),
+    m.AskLeft(),
+    m.Left(step=7, durable=4, arena=m.ArenaRef(rank=1, pid=70, fd=12, identity=b"id")),
+    m.DropLeft(),
     m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next"), arena=(4, 3), arena_pid=70, arena_fd=12),
     m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
 )  # fmt: skip

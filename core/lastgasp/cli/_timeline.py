@@ -178,6 +178,8 @@ def outcome(incident: Incident) -> str:
     if incident.ending == "in_place":
         where = "on disk" if incident.from_files else "held in memory"
         return f"step {incident.step_saved} {where}{lost}, answered in place ({incident.rung})"
+    if incident.ending == "in_arenas":
+        return f"step {incident.step_saved} left in arenas, and gone on with{lost}"
     if incident.ending == "nothing_to_save" and incident.reason:
         return f"nothing to save, {incident.reason}"
     words = {"nothing_to_save": "nothing to save", "gave_up": "gave up", "open": "not ended"}

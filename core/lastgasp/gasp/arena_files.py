@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from lastgasp.arena import Arena, DamagedArena, steps, verified
 from lastgasp.ports import SaveResult, ShardSource, StateSource, Wanted, own_source
@@ -75,15 +75,34 @@ def save(source: StateSource, order: m.Save) -> SaveResult:
     return result
 
 
-@contextlib.contextmanager
-def _opened(ref: m.ArenaRef, source: ShardSource, step: int) -> Iterator[memoryview]:
-    """Raises BadArena, at the end too."""
+def _opened(ref: m.ArenaRef, source: ShardSource, step: int) -> AbstractContextManager[memoryview]:
     own = source.arena
-    mine = own is not None and own.identity == ref.identity
+    return read(ref, step, own.fd if own is not None and own.identity == ref.identity else -1)
+
+
+def open_arena(ref: m.ArenaRef, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of another rank's arena.
+
+    Raises:
+        BadArena: it cannot be opened.
+    """
     try:
-        fd = os.dup(own.fd) if own is not None and mine else os.open(_PATH.format(ref.pid, ref.fd), os.O_RDONLY)
+        return os.open(_PATH.format(ref.pid, ref.fd), flags | os.O_CLOEXEC)
     except OSError as error:
         raise BadArena(ref.rank, f"cannot be opened: {error}") from error
+
+
+@contextlib.contextmanager
+def read(ref: m.ArenaRef, step: int, own: int = -1) -> Iterator[memoryview]:
+    """The payload of `step`, verified.
+
+    Args:
+        own: descriptor of that arena, where it is this rank's.
+
+    Raises:
+        BadArena: there is none, or not any more; at the end too.
+    """
+    fd = os.dup(own) if own >= 0 else open_arena(ref)
     try:
         reading = verified(fd, ref.identity, step)
         try:

@@ -14,6 +14,9 @@ from .arena_decision import Steps
 from .keeper import open_buffer
 from .keepers import Keepers
 
+TRIES = 2
+"""Attempts in a row that are given what was left without one of them having begun to train."""
+
 
 @dataclass
 class _Kept:
@@ -23,10 +26,20 @@ class _Kept:
     identity: bytes
 
 
+@dataclass(frozen=True)
+class _Left:
+    """The arena of a rank of the attempt before, with the process that has it open."""
+
+    kept: _Kept
+    steps: tuple[int, ...]
+    reference: m.ArenaRef
+
+
 class Arenas:
     """All methods run on the controller's event loop. Implements `arena_decision.ArenaLook`.
 
-    An arena is freed when its rank's successor has one, when another attempt begins, and at the end of this process.
+    When another attempt begins, the arenas of the one before are kept until its ranks have begun to train: with what
+    was left there, which they then go on with, or with arenas of their own. All are freed at the end of this process.
 
     Args:
         keepers: of the arenas on other hosts.
@@ -36,18 +49,28 @@ class Arenas:
         self._keepers = keepers
         self._host = host_identity()
         self._kept: dict[int, _Kept] = {}
+        self._left: dict[int, _Left] = {}
+        self._durable = self._tries = 0
 
-    def keep(self, rank: int, host: str, pid: int, begin: m.Begin) -> None:
-        """Open a rank's arena, if it has one; on another host its launcher does."""
+    def keep(self, rank: int, host: str, pid: int, begin: m.Begin) -> bool:
+        """Open a rank's arena, if it has one; on another host its launcher does.
+
+        Returns:
+            Whether it goes on with what was left there.
+        """
+        left = self._left.get(rank)
+        again = left is not None and left.kept.identity == begin.arena_id
+        if not again:
+            self.drop_left()
         if begin.arena_fd < 0:
-            return
-        self.drop(rank)
+            return False
+        self._drop(rank)
         fd = open_buffer(pid, begin.arena_fd) if host == self._host else -1
         if fd >= 0 or host != self._host:
             self._kept[rank] = _Kept(host, fd, begin.arena_id)
+        return again
 
-    def drop(self, rank: int) -> None:
-        """Free a rank's arena."""
+    def _drop(self, rank: int) -> None:
         kept = self._kept.pop(rank, None)
         if kept is not None and kept.fd >= 0:
             os.close(kept.fd)
@@ -55,7 +78,47 @@ class Arenas:
     def clear(self) -> None:
         """Free all."""
         for rank in list(self._kept):
-            self.drop(rank)
+            self._drop(rank)
+        self.drop_left()
+
+    # -- from attempt to attempt --------------------------------------------------------------------------
+
+    def begin(self, durable: int) -> None:
+        """Another attempt begins. Those that have begun with what was left, but not all, leave it as it was.
+
+        Args:
+            durable: the newest step on disk, as far as the attempt before knew.
+        """
+        if self._left and self._kept.keys() != self._left.keys():
+            for rank in list(self._kept):
+                self._drop(rank)
+            self._durable, self._tries = max(self._durable, durable), self._tries + 1
+            return
+        self.drop_left()
+        found, self._kept = self._kept, {}
+        self._left = {rank: self._leave(rank, kept) for rank, kept in found.items()}
+        self._durable, self._tries = durable, 1
+
+    def _leave(self, rank: int, kept: _Kept) -> _Left:
+        return _Left(kept, self._steps(rank, kept), self._reference(rank, kept))
+
+    def left(self, rank: int, host: str, world_size: int) -> m.Left:
+        """What a rank's predecessor has left, if all have left one step, and nothing newer is on disk."""
+        mine, whole = self._left.get(rank), self._left.keys() == {*range(world_size)}
+        begun = bool(self._kept)  # what the next training of the same script begins with is something else
+        if mine is None or mine.kept.host != host or not whole or begun or self._tries > TRIES:
+            return m.Left()
+        step = max(set.intersection(*(set(left.steps) for left in self._left.values())), default=-1)
+        return m.Left(step=step, durable=self._durable, arena=mine.reference) if step >= self._durable else m.Left()
+
+    def drop_left(self) -> None:
+        """Free what was left: training begins with something else."""
+        for left in self._left.values():
+            if left.kept.fd >= 0:
+                os.close(left.kept.fd)
+        self._left = {}
+
+    # -- a fault ------------------------------------------------------------------------------------------
 
     def ask(self, ranks: Mapping[int, object]) -> None:
         """Have the launchers of other hosts say what they keep of these ranks."""
@@ -85,8 +148,9 @@ class Arenas:
     def reference(self, rank: int) -> m.ArenaRef:
         """As `ArenaLook` says."""
         kept = self._kept.get(rank)
-        if kept is None:
-            return m.ArenaRef(rank=rank)
+        return m.ArenaRef(rank=rank) if kept is None else self._reference(rank, kept)
+
+    def _reference(self, rank: int, kept: _Kept) -> m.ArenaRef:
         pid, fd, found = os.getpid(), kept.fd, self._keepers.arena(rank)
         if fd < 0 and found is not None:
             pid, fd = found.arena_pid, found.arena_fd

@@ -255,7 +255,7 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.not_in_place = machine.not_in_place
         incident.rung = machine.again.rung if machine.again is not None else ""
         incident.from_files = machine.again is not None and machine.again.from_files
-    if out.ending not in ("saved", "in_place"):
+    if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None
     if out.arenas and (text := FROM_ARENAS.format(", ".join(map(str, out.arenas)))) not in incident.notes:
         incident.notes.append(text)

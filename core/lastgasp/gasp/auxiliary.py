@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from .actions import Remark
@@ -50,9 +50,12 @@ class NoBuffers:
 
 
 def auxiliary_states(
-    step: int, members: Mapping[int, Member], buffers: RankBuffers
+    step: int, members: Mapping[int, Member], buffers: RankBuffers, written: Collection[int] = ()
 ) -> tuple[dict[int, bytes], list[Remark]]:
     """The states of all ranks at `step`, dead ones included: from their buffers, or as they sent them.
+
+    Args:
+        written: ranks whose arena is saved, which has their state.
 
     Returns:
         Them by rank, and remarks on those that were lost.
@@ -65,6 +68,6 @@ def auxiliary_states(
             state = prepared.aux or None
         if state is not None:
             found[rank] = state
-        elif member.gone and buffers.exists(rank):
+        elif member.gone and rank not in written and buffers.exists(rank):
             lost.append(Remark(text=LOST_STATE.format(rank=rank, step=step)))
     return found, lost

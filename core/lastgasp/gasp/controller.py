@@ -271,7 +271,7 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        self.arenas.clear()
+        self.arenas.begin(self.attempt.newest_held if self.attempt is not None else 0)
         self.incidents.begin(hello, self._buffers).machine.arenas = self.arenas
         for rank, how in self._not_replaced.items() if hello.incarnation else ():
             self._spawn(self._ended(rank, how))
@@ -314,9 +314,11 @@ class Controller:
         if isinstance(message, m.Led):
             attempt.led_by(message.by)
             return
+        if isinstance(message, m.AskLeft | m.DropLeft):
+            self._tell_left(rank, message)
+            return
         if isinstance(message, m.Begin):
-            self._keep(rank, message)
-            self.incidents.resumed(message.step)
+            self.incidents.resumed(message.step, from_arena=self._keep(rank, message))
         if isinstance(message, m.Begin | m.Status | m.Prepared):
             attempt.heard_step(rank, message)
             self.incidents.reached(message.step)
@@ -324,11 +326,18 @@ class Controller:
         if isinstance(message, m.Goodbye):
             self._send(rank, m.Farewell())
 
-    def _keep(self, rank: int, begin: m.Begin) -> None:
-        """Open what must outlive the rank; on another host its launcher does."""
+    def _tell_left(self, rank: int, message: m.AskLeft | m.DropLeft) -> None:
+        if isinstance(message, m.DropLeft):
+            self.arenas.drop_left()
+        elif (peer := self._peers.get(rank)) is not None and self.attempt is not None:
+            host = peer.elsewhere[0] if peer.elsewhere is not None else self._identity
+            self._send(rank, self.arenas.left(rank, host, self.attempt.hello.world_size))
+
+    def _keep(self, rank: int, begin: m.Begin) -> bool:
+        """Open what must outlive the rank; on another host its launcher does. Returns as `Arenas.keep`."""
         peer = self._peers.get(rank)
         if peer is None:
-            return
+            return False
         host, pid = peer.elsewhere or (self._identity, peer.pid or 0)
         if peer.pid is not None and peer.buffer_fd < 0:
             peer.buffer_fd = open_buffer(peer.pid, begin.buffer_fd)
@@ -337,7 +346,7 @@ class Controller:
             self.keepers.keep(
                 host, m.Keep(rank=rank, pid=pid, buffer_fd=fds[0], arena_fd=fds[1], arena_id=begin.arena_id)
             )
-        self.arenas.keep(rank, host, pid, begin)
+        return self.arenas.keep(rank, host, pid, begin)
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None

@@ -48,12 +48,20 @@ class Incidents:
         self._changed: dict[str, tuple[Incident, Path]] = {}
         self._in_memory: Attempt | None = None
         """Whose step was last held in memory alone, until the launcher's next attempt has begun to train."""
+        self._unsaved: Attempt | None = None
+        """Whose step could not be saved, until an attempt has begun to train: it may begin with it, from arenas."""
+        self._in_arenas: Attempt | None = None
+        """Whose step the current attempt has begun with so."""
 
     def begin(self, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Start another attempt; called when its first rank joins."""
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None and self.previous.again is not None:
             self._in_memory = self.previous
+        if self._in_arenas is not None:
+            self._in_memory, self._in_arenas = self._in_arenas, None
+        if self.previous is not None and self.previous.machine.outcome.ending == "gave_up" and self.previous.begun:
+            self._unsaved = self.previous
         if self.previous is not None and self.previous.hello.attempt == hello.attempt:
             self.current.progressed_before = self.previous.progressed
             lost = self.previous.again.lost if self.previous.again is not None else ()
@@ -97,8 +105,15 @@ class Incidents:
             self.tally.went_on(previous.incident)
             self._write(previous)
 
-    def resumed(self, step: int) -> None:
-        """A rank begins with `step`. After a recovery in place that failed, the first one shows what that has cost."""
+    def resumed(self, step: int, from_arena: bool = False) -> None:
+        """A rank begins with `step`. After a recovery in place that failed, the first one shows what that has cost.
+
+        Args:
+            from_arena: with what was left in its arena.
+        """
+        unsaved, self._unsaved = self._unsaved, None
+        if from_arena and unsaved is not None:
+            self._found_in_arenas(unsaved, step)
         held, current, previous = self._in_memory, self.current, self.previous
         if held is None or held.incident is None or current is None or current.hello.attempt == held.hello.attempt:
             return
@@ -113,6 +128,15 @@ class Incidents:
             log.warning("note: %s", kept)
             self._again(held)
             self.flush()
+
+    def _found_in_arenas(self, unsaved: Attempt, step: int) -> None:
+        """What nobody was left to save has not been lost with its ranks."""
+        out = unsaved.machine.outcome
+        out.ending, out.lost = "in_arenas", max(0, unsaved.newest_held + (out.lost or 0) - step)
+        out.step, self._in_arenas = step, unsaved
+        log.warning("step %d was left in arenas, in memory that launchers keep: training goes on with it", step)
+        self._again(unsaved)
+        self.flush()
 
     def note(self, text: str) -> None:
         """Add a rank's note to the incident that it belongs to.

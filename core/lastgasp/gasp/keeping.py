@@ -16,6 +16,25 @@ class ArenaRef(msgspec.Struct, frozen=True, kw_only=True):
     identity: bytes = b""
 
 
+class AskLeft(Message, frozen=True, kw_only=True):
+    """Rank, before it chooses a checkpoint: what have the ranks of the attempt before left in their arenas?"""
+
+
+class Left(Message, frozen=True, kw_only=True):
+    """Controller: this rank's predecessor has left `step` in its arena, and so has that of every other rank.
+
+    -1: some have not, or it is older than what is on disk. `durable` is the newest step that is.
+    """
+
+    step: int = -1
+    durable: int = 0
+    arena: ArenaRef = ArenaRef(rank=-1)
+
+
+class DropLeft(Message, frozen=True, kw_only=True):
+    """Rank: not all ranks can use what was left; free it."""
+
+
 class Keep(Message, frozen=True, kw_only=True):
     """Controller, to the keeper of a rank's host: open its buffer and its arena now, so that they outlive it."""
 

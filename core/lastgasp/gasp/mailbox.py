@@ -10,6 +10,17 @@ Key = tuple[str, str | int]
 """The kind of answer, and what it answers."""
 
 
+def key_of(message: m.Message) -> Key | None:
+    """What a message answers; None if no thread waits for it."""
+    if isinstance(message, m.Gathered):
+        return "gathered", message.tag
+    if isinstance(message, m.Consulted):
+        return "consulted", message.step
+    if isinstance(message, m.Farewell):
+        return "farewell", 0
+    return ("left", 0) if isinstance(message, m.Left) else None
+
+
 class Mailbox:
     """Filled by the control thread. Closing it (the controller is lost) ends all waits."""
 

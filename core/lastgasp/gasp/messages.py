@@ -23,8 +23,11 @@ from .asks import SwitchDone as SwitchDone
 from .cards import WorkerCard
 from .keeping import ArenaRef as ArenaRef
 from .keeping import AskKept as AskKept
+from .keeping import AskLeft as AskLeft
+from .keeping import DropLeft as DropLeft
 from .keeping import Keep as Keep
 from .keeping import Kept as Kept
+from .keeping import Left as Left
 from .wire import HEADER as HEADER
 from .wire import Message as Message
 from .wire import Role as Role
@@ -35,7 +38,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -354,11 +357,11 @@ class Keeper(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched | Led | Consult | Ended | Entered | Noted | Regroup
+    | Switched | Led | Consult | Ended | Entered | Noted | Regroup | AskLeft | DropLeft
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted | Farewell | Keep | AskKept
+    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 FromKeeper = Keeper | Kept

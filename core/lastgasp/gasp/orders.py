@@ -31,7 +31,7 @@ def save_orders(
         numbers: of the recovery and of the plan.
         faults: that led to it.
     """
-    aux, remarks = auxiliary_states(plan.step, members, buffers)
+    aux, remarks = auxiliary_states(plan.step, members, buffers, plan.arenas)
     order = m.Save(
         recovery=numbers[0], plan=numbers[1], step=plan.step, aux=aux, reason=causes(faults), common=plan.common
     )

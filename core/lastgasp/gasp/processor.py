@@ -24,7 +24,7 @@ from .cards import WorkerCard
 from .guard import Guard
 from .hostloss import HostLoss, vanished
 from .link import Link
-from .mailbox import Mailbox
+from .mailbox import Mailbox, key_of
 from .rank_status import RankStatus, given_up
 from .saver import Saver, together
 from .signals import TermSignal
@@ -174,6 +174,11 @@ class Processor:
         answer = self._mail.take(("consulted", step), seconds)
         return answer if isinstance(answer, m.Consulted) else None
 
+    def left(self, seconds: float) -> m.Left | None:
+        """Ask what this rank's predecessor has left in its arena; None if the controller does not answer in time."""
+        answer = self._mail.take(("left", 0), seconds) if self._try_send(m.AskLeft()) else None
+        return answer if isinstance(answer, m.Left) else None
+
     def goodbye(self) -> None:
         """Report, once, that training ended, so that this process's exit is not a fault.
 
@@ -266,12 +271,8 @@ class Processor:
                 self._obey(message)
 
     def _obey(self, message: m.FromController) -> None:
-        if isinstance(message, m.Gathered):
-            self._mail.put(("gathered", message.tag), message)
-        elif isinstance(message, m.Consulted):
-            self._mail.put(("consulted", message.step), message)
-        elif isinstance(message, m.Farewell):
-            self._mail.put(("farewell", 0), message)
+        if (key := key_of(message)) is not None:
+            self._mail.put(key, message)
         elif isinstance(message, m.Prepare):
             self._hold(message)
             self._prepare(message.recovery, message.target)

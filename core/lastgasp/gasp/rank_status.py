@@ -20,6 +20,7 @@ _CODES: dict[Ending, int] = {
     "nothing_to_save": exitcodes.NOTHING_TO_SAVE,
     "gave_up": exitcodes.GAVE_UP,
     "in_place": exitcodes.GAVE_UP,
+    "in_arenas": exitcodes.GAVE_UP,
     "open": exitcodes.GAVE_UP,
 }
 
