@@ -64,7 +64,7 @@ def check_job(job: DropInJob, faults: list[str], expected: Path) -> list[Inciden
 
 def dump(job: DropInJob, attempt: int) -> list[Note]:
     """What was called in one attempt, without its beginning."""
-    return [note for note in job.notes() if note.attempt == attempt and note.what != "begin"]
+    return [note for note in job.notes() if note.attempt == attempt and note.what not in ("begin", "entered")]
 
 
 def check_order(notes: list[Note], step: int, faulty: int) -> None:
@@ -87,14 +87,15 @@ def check_order(notes: list[Note], step: int, faulty: int) -> None:
 
 @pytest.mark.full
 def test_covering(tmp_path: Path, reference: References_) -> None:
-    """Halves on four ranks: rank 0 is killed, then another one raises."""
+    """Halves on four ranks: rank 0 is killed, then another one raises, where a checkpoint of that step exists."""
     job = DropInJob(tmp_path)
-    faults = [fault("sigkill", 0, 2, "backward"), fault("exception", 3, 5, "forward", 1)]
+    faults = [fault("sigkill", 0, 2, "backward"), fault("exception", 3, 4, "data", 1)]
     found = check_job(job, faults, reference[4])
-    assert [one.step_saved for one in found] == [2, 5]
+    assert [one.step_saved for one in found] == [2, 4]
     assert [one.faults[0].kind for one in found] == ["killed", "exception"]
     check_order(dump(job, 0), 2, faulty=0)
-    check_order(dump(job, 1), 5, faulty=3)
+    check_order(dump(job, 1), 4, faulty=3)
+    assert [path.name for path in job.checkpoints.glob(".*.aside-*")] == [".iter_0000004.aside-1"]
 
 
 CASES = [
@@ -110,3 +111,69 @@ CASES = [
 @pytest.mark.parametrize(("world", "faults"), CASES, ids=lambda value: str(value)[:60])
 def test_rest_of_the_matrix(world: int, faults: list[str], tmp_path: Path, reference: References_) -> None:
     check_job(DropInJob(tmp_path, world), faults, reference[world])
+
+
+# -- in place ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("faults", "recover", "replaced"),
+    [
+        ([fault("exception", 3, 5, "forward")], "retry", None),
+        ([fault("sigkill", 0, 5, "backward")], "retry,recover", 0),
+        pytest.param([fault("exception", 1, 6, "update")], "retry", None, marks=pytest.mark.full),
+        pytest.param([fault("sigkill", 3, 6, "after_update")], "recover", 3, marks=pytest.mark.full),
+    ],
+)
+def test_in_place(
+    faults: list[str], recover: str, replaced: int | None, tmp_path: Path, reference: References_
+) -> None:
+    """No survivor ends; MindIO's handlers are called in its order, and the numbers are those of the undisturbed job."""
+    job = DropInJob(tmp_path)
+    with job.running(";".join(faults), recover) as started:
+        assert started.code() == 0, started.output[-6000:]
+    where = started.output[-6000:]
+    assert len(read_log(tmp_path / "fired")) == 1, where
+    [found] = incidents(job)
+    rung = "retry" if replaced is None else "replace"
+    assert (found.ending, found.rung, found.steps_lost) == ("in_place", rung, 0), where
+    assert differences(reference[4], job.final) == [], where
+    notes = job.notes()
+    pids = {rank: [note.more.split()[0] for note in notes if (note.rank, note.what) == (rank, "entered")]
+            for rank in range(4)}  # fmt: skip
+    assert all(len(set(of)) == 1 + (rank == replaced) for rank, of in pids.items()), pids
+    takes = replaced if replaced is not None else 1 if "update" in faults[0] else None
+    for rank in range(4):
+        called = [note.what for note in notes if note.rank == rank and note.what not in ("begin", "entered")]
+        dumped = ["save"] * (called.count("save")) + ["rename"] * called.count("rename")
+        expected = [] if rank == replaced else ["stop", "clean", *dumped]
+        expected += ["rebuild"] if replaced is not None else []
+        expected += ["repair"] if takes is not None and rank % 2 == takes % 2 else []
+        assert called == [*expected, "rollback"], (rank, called)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("faults", "dies"),
+    [
+        ([fault("sigkill", 0, 5, "backward")], "1 rebuild"),
+        pytest.param([fault("sigkill", 0, 5, "backward")], "2 repair", marks=pytest.mark.full),
+        pytest.param([fault("sigkill", 0, 5, "backward")], "0 rollback", marks=pytest.mark.full),
+        pytest.param([fault("exception", 3, 5, "forward")], "2 clean", marks=pytest.mark.full),
+        pytest.param([fault("exception", 3, 5, "forward")], "3 stop", marks=pytest.mark.full),
+    ],
+)
+def test_a_second_fault_during_the_recovery(
+    faults: list[str], dies: str, tmp_path: Path, reference: References_
+) -> None:
+    """Whoever is killed in whatever handler: the step is dumped, or was, and the job restarts with it."""
+    job = DropInJob(tmp_path)
+    with job.running(";".join(faults), "retry,recover", dies) as started:
+        assert started.code() == 0, started.output[-6000:]
+    where = started.output[-8000:]
+    found = incidents(job)
+    assert [one.ending for one in found][:1] == ["in_place"], where
+    assert all(one.steps_lost == 0 for one in found), where
+    assert differences(reference[4], job.final) == [], where
+    assert [note.more for note in job.notes() if note.what == "begin" and note.attempt == 1] == ["5"] * 4, where

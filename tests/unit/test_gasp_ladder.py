@@ -19,19 +19,31 @@ OFFER = Offer(attempt=0, incarnation=1, port=77)
 
 
 class Job:
-    """Three ranks that began with step 4 and have completed step 8."""
+    """Three ranks that began with step 4 and have completed step 8.
+
+    Args:
+        together: of each rank, in a job whose ranks save and hand over their shards together.
+    """
 
     def __init__(
-        self, *, recovery: str = "auto", offer: Offer | None = OFFER, replicas: Any = None, from_files: bool = False
+        self,
+        *,
+        recovery: str = "auto",
+        offer: Offer | None = OFFER,
+        replicas: Any = None,
+        from_files: bool = False,
+        together: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         groups = replicas or data_parallel(WORLD)
+        world = len({rank for group in groups for rank in group})
         self.machine = Ladder(
-            replicas=groups, world_size=WORLD, finish_timeout=5, save_timeout=50, progress=Progress(limit=20)
+            replicas=groups, world_size=world, finish_timeout=5, save_timeout=50, progress=Progress(limit=20)
         )
         self.machine.offer = offer
-        for rank in range(WORLD):
+        for rank in range(world):
             self.machine.joined(rank, 0.0)
-            begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery, from_files=from_files)
+            begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery, from_files=from_files,
+                            together=together)  # fmt: skip
             self.machine.said(rank, begin, 0.0)
             self.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="forward"), 0.0)
 
@@ -119,6 +131,41 @@ def test_the_only_copy_of_a_step_is_saved_first() -> None:
     again = Again(incarnation=1, step=STEP, source=2, takers=(0, 1), lost=(1,), port=77, saved=True)
     assert orders(actions) == {0: again, 2: again}
     assert (job.machine.outcome.ending, job.machine.outcome.path) == ("in_place", "/ckpts/8")
+
+
+def test_shards_that_ranks_hand_over_themselves() -> None:
+    """Thirds of six ranks: a dead one's shard is held by another. That one is the last, so it is saved first."""
+    job = Job(replicas=((0, 3), (1, 4), (2, 5)), together=((0, 1, 2),))
+    job.report(0, "exception")
+    for rank in range(6):
+        actions = job.answer(rank)
+    assert (job.again().takers, set(orders(actions))) == ((), set(range(6)))
+    job = Job(replicas=((0, 2, 4), (1, 3, 5)), together=((0, 1),))
+    job.die(4)
+    for rank in (0, 1, 2, 3, 5):
+        actions = job.answer(rank)
+    assert (job.again().takers, job.again().lost, set(orders(actions))) == ((4,), (4,), {0, 1, 2, 3, 5})
+    job = Job(replicas=((0, 2), (1, 3)), together=((0, 1),))
+    job.die(0)
+    for rank in (1, 2, 3):
+        actions = job.answer(rank)
+    assert {action.rank for action in actions if isinstance(action, Send)} == {1, 2}
+    for rank in (1, 2):
+        actions = job.machine.said(rank, m.Saved(recovery=1, plan=1, path="p", nbytes=1, first_byte_ns=1), 1.0)
+    actions = job.machine.said(2, m.Committed(recovery=1, plan=1), 1.0)
+    assert (job.again().saved, job.again().takers, set(orders(actions))) == (True, (0,), {1, 2, 3})
+
+
+def test_a_shard_that_nobody_holds_is_not_handed_over() -> None:
+    """The step is on disk, though."""
+    job = Job(replicas=((0, 2), (1, 3)), together=((0, 1),))
+    for rank in range(4):
+        job.machine.said(rank, m.Status(step=STEP, durable=STEP, tick=9, phase="forward"), 0.0)
+    job.die(0)
+    job.die(2)
+    for rank in (1, 3):
+        job.answer(rank)
+    assert (job.machine.again, job.machine.not_in_place) == (None, f"not every shard of step {STEP} is held in memory")
 
 
 def test_a_rank_that_is_lost_while_the_only_copy_is_saved_ends_the_recovery_in_place() -> None:

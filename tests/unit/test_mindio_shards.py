@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
-from lastgasp.adapter import ConfigError, ManifestWriter, NoGoodCheckpoint, Place, data_parallel
+from lastgasp.adapter import (
+    ConfigError,
+    GaspConfig,
+    ManifestWriter,
+    NoGoodCheckpoint,
+    NotSaveable,
+    Place,
+    RankStatus,
+    data_parallel,
+)
 from lastgasp.adapter.checkpoint import DirectoryLayout, has_manifest
 from lastgasp.testing.corrupt import flip_bit
-from lastgasp_mindio import checks, manifests, reload
+from lastgasp_mindio import checks, manifests, reload, settings
+from lastgasp_mindio.again import info_of, pairs_of
+from lastgasp_mindio.callgroups import CallGroups
 from lastgasp_mindio.classify import Classifier
-from lastgasp_mindio.enums import ReportState
+from lastgasp_mindio.enums import RepairType, ReportState
+from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.shards import groups_of, replicas_of, together_of
+from lastgasp_mindio.source import Saver
 
 LAYOUT = DirectoryLayout("iter_*")
 
@@ -157,3 +176,85 @@ def test_a_name_with_an_ending_is_not_the_checkpoint(folder: Path, caplog: pytes
         reload.verify_newest()
     assert "iter_0000005 is verified" in caplog.text
     assert not has_manifest(folder / "iter_0000005.tmp", LAYOUT)
+
+
+# -- a dump that is made again ------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_the_same_step_makes_room(folder: Path) -> None:
+    """Only for a dump that lies beside it; and it comes back where the rename handler fails."""
+    with manifests.room_for(folder, LAYOUT, 4):
+        assert (folder / "iter_0000004").is_dir()
+    dump(folder, 4, ".tmp")
+    with pytest.raises(OSError), manifests.room_for(folder, LAYOUT, 4):  # noqa: PT012
+        assert not (folder / "iter_0000004").exists()
+        raise OSError("the handler")
+    assert (folder / "iter_0000004").is_dir()
+    with manifests.room_for(folder, LAYOUT, 4):
+        (folder / "iter_0000004.tmp").rename(folder / "iter_0000004")
+    assert sorted(path.name for path in folder.glob("*iter_0000004*")) == [".iter_0000004.aside-1", "iter_0000004"]
+
+
+def test_each_call_for_the_same_ranks_has_a_name_of_its_own() -> None:
+    """The first one has torch's own; other ranks count by themselves."""
+    groups, found = CallGroups(), []
+    for savers in (((0, 1),), ((2, 1),), ((0, 1),)):
+        with groups.calling(groups.ordered(savers)):
+            found.append(distributed_c10d._process_group_name([0, 1], use_hashed_name=True))
+    assert found[0] == found[1] and found[2] == f"{found[0]}-call1"
+
+
+def test_a_call_that_waits_for_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """Its thread is inside of torch's rendezvous, which no stop ends: another holder is to save, and soon."""
+    store, inside = HashStore(), threading.Event()
+
+    def save(*_: Any) -> None:
+        inside.set()
+        with contextlib.suppress(Exception):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=4))
+
+    handlers, stops = Handlers(), []
+    handlers.register("save_ckpt", save, None)
+    handlers.register("stop", lambda *_: stops.append(1), None)
+    config = GaspConfig.resolve(tmp_path, finish_timeout=0.5, save_timeout=60)
+    writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
+    saver = Saver(0, groups_of([[entry([0], 1)]]), handlers, config, LAYOUT, writer, RankStatus())
+    saver.stopped = True
+    first = threading.Thread(target=saver.save_together, args=(1, ((0,),), ""))
+    first.start()
+    assert inside.wait(30)
+    with pytest.raises(NotSaveable, match="waits for a rank that is gone"):
+        saver.save_together(1, ((0,),), "")
+    first.join()
+    assert stops == [1]
+
+
+# -- in place ------------------------------------------------------------------------------------------
+
+
+def test_who_sends_a_shard_to_whom() -> None:
+    """The next holder that has it, round the group; and each rank is told of its own pairs alone."""
+    groups = groups_of([[entry([0, 1, 2, 3, 4, 5], 3), entry([n - n % 2, n - n % 2 + 1], 2)] for n in range(6)])
+    pairs = pairs_of(groups, (2, 5))
+    assert pairs == [(0, 4, 2), (0, 1, 5), (1, 3, 2), (1, 4, 5)]
+    assert info_of(4, pairs, RepairType.RT_SEND) == {
+        "type": [0, 1], "repair_type": 0, "src": [4, 4], "dst": [2, 5], "rank_list": [1, 2, 3, 4, 5]
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="no rank holds the shard of rank 0"):
+        pairs_of(groups, (0, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("retry", "recover", "asked", "found"),
+    [
+        (True, True, "", "auto"), (True, False, "", "retry"), (False, True, "", "replace"), (False, False, "", ""),
+        (False, False, "auto", ""), (True, True, "restart", "restart"), (True, True, "retry", "retry"),
+        (False, True, "retry", ""), (False, False, "save", "save"),
+    ],
+)  # fmt: skip
+def test_what_may_be_answered_in_place(
+    retry: bool, recover: bool, asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTGASP_RECOVERY", asked)
+    assert settings.recovery(retry, recover, first=True) == found
+    assert settings.recovery(retry, recover, first=False) == {"auto": "later", "replace": ""}.get(found, found)

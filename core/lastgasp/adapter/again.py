@@ -7,14 +7,18 @@ The adapter calls `enter` around its framework's training. In it, its run takes 
 from __future__ import annotations
 
 from lastgasp.config import Recovery
+from lastgasp.gasp.again import Again, order_of_this_process
 from lastgasp.pytorch.handover import cloned
-from lastgasp.pytorch.loop.again import Entry, Renewed, current, enter, in_progress
+from lastgasp.pytorch.loop.again import LATER, Entry, Renewed, current, enter, in_progress
 from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
 from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
 from lastgasp.pytorch.loop.memory import Held, Memory
+from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 
 __all__ = [
+    "LATER",
     "MEMORY",
+    "Again",
     "AgainHere",
     "Entry",
     "Held",
@@ -22,10 +26,12 @@ __all__ = [
     "Memory",
     "Recovery",
     "Renewed",
+    "SigtermBetween",
     "cloned",
     "current",
     "enter",
     "in_progress",
+    "order_of_this_process",
     "renew_scaler",
     "users_handler",
 ]

@@ -22,7 +22,7 @@ from lastgasp.checkpoint.layout import is_moved_away, next_path
 from lastgasp.checkpoint.manifest import Fit, Kind, Manifest
 from lastgasp.checkpoint.manifest import read as read_manifest
 from lastgasp.checkpoint.manifest_lookup import has_manifest
-from lastgasp.checkpoint.moving import put_back
+from lastgasp.checkpoint.moving import put_back, set_aside
 from lastgasp.checkpoint.part import SavedPart, part_of
 from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
 from lastgasp.checkpoint.reader import VerifiedFile
@@ -67,6 +67,7 @@ __all__ = [
     "read_files",
     "read_manifest",
     "remove_orphans",
+    "set_aside",
     "set_aside_unfit",
     "trained_again",
     "unknown",

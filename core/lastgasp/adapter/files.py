@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lastgasp._fs import (
     DISK,
+    locked,
     make_directory,
     read_bounded,
     remove_stale_temps,
@@ -13,6 +14,7 @@ from lastgasp._fs import (
 
 __all__ = [
     "DISK",
+    "locked",
     "make_directory",
     "read_bounded",
     "remove_stale_temps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import msgspec
@@ -68,3 +69,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     port: int
     no_process: str = ""
+
+
+def order_of_this_process() -> Again | None:
+    """What the launcher has told a process that takes the place of a dead rank; only the first call returns it."""
+    order = os.environ.pop(ORDER, "")
+    return msgspec.json.decode(order, type=Again) if order else None

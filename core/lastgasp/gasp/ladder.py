@@ -69,6 +69,8 @@ class Ladder(Machine):
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
+        if message.together and not message.entered:  # it hands its state over itself, which takes as long as a save
+            self.enter_by = max(self.enter_by, now + self.finish_timeout + self.save_timeout)
         self._recovery[member.rank] = message.recovery
         self._from_files = self._from_files or message.from_files
         self.began_at = max(self.began_at, message.step)
@@ -99,7 +101,7 @@ class Ladder(Machine):
             chosen = self._choose(decision)
             if isinstance(chosen, str):
                 self.not_in_place = chosen
-            elif len(chosen.takers) < self.world_size - 1 or not isinstance(decision, SavePlan):
+            elif not self._only_copy(chosen) or not isinstance(decision, SavePlan):
                 return self._enter_again(chosen, getattr(decision, "lost", 0))
             else:  # from files; or the only copy: were that rank to die during the recovery, the step would be gone
                 self._once_saved = msgspec.structs.replace(chosen, saved=True)
@@ -129,6 +131,12 @@ class Ladder(Machine):
         return Again(
             incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost, port=self.offer.port
         )
+
+    def _only_copy(self, again: Again) -> bool:
+        """Whether a holder is left without another one of its shard."""
+        if len(self.replicas) == 1 or self._from_files:
+            return len(again.takers) >= self.world_size - 1
+        return bool(again.takers) and min(len(set(shard) - set(again.takers)) for shard in self.replicas) < 2
 
     def _is_lost(self, rank: int) -> bool:
         member = self.members.get(rank)
@@ -168,7 +176,10 @@ class Ladder(Machine):
         if not holders and not self._from_files:
             return f"no rank holds step {step} in memory"
         if len(holders) < self.world_size and len(self.replicas) != 1 and not self._from_files:
-            return "the ranks do not all hold the same state"
+            if not all(self.members[rank].together for rank in holders):
+                return "the ranks do not all hold the same state"
+            if not all(set(shard) & set(holders) for shard in self.replicas):
+                return f"not every shard of step {step} is held in memory"
         answers = {rank: self.members[rank].prepared for rank in holders}
         if unable := [f"rank {rank}: {found.why}" for rank, found in answers.items() if found and found.why]:
             return unable[0]

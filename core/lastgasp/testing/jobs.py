@@ -7,6 +7,7 @@ the processes of a job inherit an environment variable by which they are found i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 from lastgasp import _clock
 
 MARK = "LASTGASP_JOB_MARK"
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl  # looked up before any fork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ def run_job(
 ) -> Finished:
     """Run `command` to its end, or to `timeout`; afterwards no process of it is left.
 
+    Where this process is killed meanwhile, `command` gets SIGTERM, and so has its time to end what it has started.
+
     Args:
         command: program and arguments.
         log: where its output goes; overwritten.
@@ -66,7 +71,9 @@ def run_job(
     mark, begun = uuid.uuid4().hex, _clock.monotonic()
     environ = {**(os.environ if environ is None else environ), MARK: mark}
     with log.open("wb") as file:
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=_ends_with_its_parent
+        )
         try:
             returncode = _wait(process, timeout)
             seconds = _clock.monotonic() - begun
@@ -106,6 +113,10 @@ def kill_marked(name: str, value: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _ends_with_its_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:

@@ -56,9 +56,8 @@ def tft_init_processor(
     checks.within("world_size", world_size, 1, checks.MOST_RANKS)
     checks.within("rank", rank, 0, world_size - 1)
     PROCESSOR.init(rank, world_size)
-    controller.say_refused(rank, enable_local_copy, enable_arf, enable_zit)
-    if enable_uce:
-        say("a step is not done again in the same process (enable_uce): it is dumped, and the job restarts", rank)
+    PROCESSOR.retry, PROCESSOR.recover = enable_uce, enable_arf
+    controller.say_refused(rank, enable_local_copy, enable_zit)
     if enable_tls:
         controller.say_tls()
 
@@ -73,7 +72,7 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
     checks.strict(master_ip=(master_ip, str), port=(port, int), local_ip=(local_ip, str))
     checks.address(master_ip, port)
     PROCESSOR.start()
-    if PROCESSOR.rank == 0:
+    if PROCESSOR.rank == 0 and PROCESSOR.order is None:
         controller.say_address(master_ip, port)
         reload.verify_newest()
 
@@ -84,13 +83,14 @@ def tft_destroy_processor() -> None:
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process joins a running job: never, as a restarted job is a new one."""
+    """Whether this process takes the place of a dead rank in a running job (ARF), and so must enter no collective
+    before the rebuild_group handler. Call it once, right after start. In a restarted job no process does."""
     PROCESSOR.require_running("tft_is_reboot_node")
-    return False
+    return PROCESSOR.order is not None
 
 
 def tft_get_reboot_type() -> str:
-    """As MindIO where nothing was rebooted."""
+    """Hot switches are not made here, so it is always the other."""
     return "arf"
 
 
@@ -231,23 +231,25 @@ def tft_wait_next_action() -> int:
 
 
 def tft_wait_repair_action() -> int:
-    """As `tft_wait_next_action`: nothing is repaired in the same process."""
+    """As `tft_wait_next_action`: only a decorated training function is entered again in the same process."""
     return PROCESSOR.wait()
 
 
 def tft_get_repair_step() -> int:
-    """0: no step was repaired."""
-    return 0
+    """The step of the newest recovery in place; 0 where there was none."""
+    return 0 if PROCESSOR.repaired is None else PROCESSOR.repaired.step
 
 
 def tft_get_repair_type() -> str:
-    """`dump` once a recovery has begun, before that `unknow` (sic)."""
-    protection = PROCESSOR.protection
-    return "dump" if protection is not None and protection.run.session.status.held else "unknow"
+    """`dump` once a recovery has begun; in and after one in place `retry` or `recover`; else `unknow` (sic)."""
+    protection, repaired = PROCESSOR.protection, PROCESSOR.repaired
+    if protection is not None and protection.run.session.status.held:
+        return "dump"
+    return "unknow" if repaired is None else "recover" if repaired.lost else "retry"
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
-    """Checked; a repair handler would call it, and none is called here. Raises TypeError, ConfigError."""
+    """Checked; no repair handler is asked to load a checkpoint here. Raises TypeError, ConfigError."""
     checks.strict(step=(step, int))
     checks.within("step", step, 1, _MOST_STEPS)
 
@@ -281,17 +283,17 @@ def tft_register_exit_handler(func: Handler, ctx: Any = None) -> None:
 
 
 def tft_register_repair_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: nothing is repaired in the same process."""
+    """`func(step, need_rebuild, error_ranks, repair_info, args, ctx)` sends or receives the shards of `step`."""
     _register("repair", func, ctx)
 
 
 def tft_register_rollback_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: nothing is repaired in the same process."""
+    """`func(step, args, ctx)` puts loop, data and scheduler to `step`, on all ranks; then training is entered again."""
     _register("rollback", func, ctx)
 
 
 def tft_register_rebuild_group_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: no process joins a running job."""
+    """`func(fault_ranks, args, ctx)` makes the process groups anew, on all ranks, the new processes among them."""
     _register("rebuild_group", func, ctx)
 
 

@@ -53,8 +53,8 @@ class Handlers:
         """Have the device's work aborted. As `save`."""
         self._call("stop", self.args, ctx=True)
 
-    def clean(self, memory_error: bool) -> None:
-        """Have the device's state cleared.
+    def clean(self, memory_error: bool) -> int:
+        """Have the device's state cleared. Returns 0, or 2: its memory is good although it reported an error.
 
         Raises:
             NotSaveable: there is no handler, or the device is not good after it.
@@ -62,6 +62,19 @@ class Handlers:
         result = self._call("clean", memory_error, self.args, ctx=True)
         if result not in (0, 2):
             raise NotSaveable(f"the clean handler has returned {result!r}")
+        return int(result)
+
+    def rebuild_group(self, ranks: list[int]) -> None:
+        """Have the process groups made anew with the new processes of `ranks`. As `save`."""
+        self._call("rebuild_group", ranks, self.args, ctx=True)
+
+    def repair(self, step: int, need_rebuild: bool, error_ranks: list[int], info: dict[str, Any]) -> None:
+        """Have this rank's shard of `step` sent or received. As `save`."""
+        self._call("repair", step, need_rebuild, error_ranks, info, self.args, ctx=True)
+
+    def rollback(self, step: int) -> None:
+        """Have loop, data and scheduler put to `step`. As `save`."""
+        self._call("rollback", step, self.args, ctx=True)
 
     def _call(self, name: str, *given: Any, ctx: bool) -> Any:
         if name not in self._slots:

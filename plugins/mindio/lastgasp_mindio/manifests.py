@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lastgasp.adapter import CheckpointError, Layout, ManifestWriter
-from lastgasp.adapter.checkpoint import read_entries, remove_orphans, write_manifest
+from lastgasp.adapter.checkpoint import next_path, put_back, read_entries, remove_orphans, set_aside, write_manifest
+from lastgasp.adapter.files import locked
 
 log = logging.getLogger("lastgasp")
 
@@ -18,8 +21,34 @@ def expected(directory: Path, layout: Layout, step: int) -> Path:
 
 def found(directory: Path, layout: Layout, step: int) -> Path | None:
     """The checkpoint of `step`; where names with an ending fit as well (`iter_0000012.tmp`), the shortest one."""
-    fitting = [path for path in layout.discover(directory) if layout.step(path) == step and layout.parts(path)]
-    return min(fitting, key=lambda path: (len(path.name), path.name), default=None)
+    return next(iter(_fitting(directory, layout, step)), None)
+
+
+def _fitting(directory: Path, layout: Layout, step: int) -> list[Path]:
+    found = [path for path in layout.discover(directory) if layout.step(path) == step and layout.parts(path)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+@contextmanager
+def room_for(directory: Path, layout: Layout, step: int) -> Iterator[None]:
+    """Around the rename handler: a checkpoint of that step that is there already, such as a periodic one, is set aside.
+
+    A rename into a directory that is not empty fails, and a move goes into it. What was set aside comes back where the
+    handler has put nothing into its place, also where this process is killed meanwhile (`put_back`).
+    """
+    fitting = _fitting(directory, layout, step)
+    if len(fitting) < 2:  # the dump alone, under whatever name
+        yield
+        return
+    announced = next_path(layout.manifest_path(fitting[0]))
+    with locked(directory):
+        announced.touch()
+        set_aside(fitting[0], layout)
+    try:
+        yield
+    finally:
+        put_back(directory, layout)
+        announced.unlink(missing_ok=True)
 
 
 def seal(directory: Path, layout: Layout, step: int, writer: ManifestWriter) -> tuple[Path | None, str]:

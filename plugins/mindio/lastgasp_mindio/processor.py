@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 from lastgasp.adapter import ConfigError
-from lastgasp_mindio import device
+from lastgasp.adapter.again import Again, order_of_this_process
+from lastgasp_mindio import device, settings
 from lastgasp_mindio.classify import Classifier
 from lastgasp_mindio.enums import Action, ReportState
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.notices import say
 from lastgasp_mindio.shards import Info
-from lastgasp_mindio.training import Protection
+from lastgasp_mindio.training import Protection, protect
 
 log = logging.getLogger("lastgasp")
 
@@ -36,6 +38,9 @@ class Processor:
         before_update, completed: the hot path; other functions before the first step, and where nothing is protected.
         framework: of `set_mindio_export_version`.
         copies: local copies were asked for.
+        retry, recover: what may be answered in place (`enable_uce`, `enable_arf`).
+        order: in the new process of a rank that was lost, until it has joined the others.
+        repaired: the newest recovery in place.
     """
 
     rank: int = -1
@@ -46,6 +51,11 @@ class Processor:
     faults: Classifier = field(default_factory=Classifier)
     framework: str = ""
     copies: bool = False
+    retry: bool = False
+    recover: bool = False
+    order: Again | None = None
+    repaired: Again | None = None
+    _trainings: int = 0
     _protection: Protection | None = None
     _inside: bool = False
 
@@ -59,7 +69,7 @@ class Processor:
         """Who this process is. A second time is refused, as by MindIO."""
         if self.rank >= 0:
             raise ConfigError("tft_init_processor", rank, "one call in a process", "Call it once.")
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.order = rank, world_size, order_of_this_process()
 
     def start(self) -> None:
         """The processor runs, though nothing is connected: the engine is, once the training function is called."""
@@ -91,19 +101,27 @@ class Processor:
 
         @wraps(func)
         def protected(*args: Any, **options: Any) -> Any:
-            self.handlers.args = given = args if self.framework else list(args)
-            self._connect()
-            try:
-                result = func(*given, **options)
-            except BaseException as error:
-                self._failed(error)
-                raise
-            self.close()
-            return result
+            self.handlers.args = args if self.framework else list(args)
+            if self.order is None:
+                self._connect(decorated=True)
+            while True:
+                try:
+                    result = func(*self.handlers.args, **options)
+                    if self._protection is not None:
+                        self._protection.run.finish()
+                except BaseException as error:
+                    again = self._answered(error)
+                    if again is None:
+                        raise
+                    traceback.clear_frames(error.__traceback__)
+                else:
+                    self.close()
+                    return result
+                self._enter_again(again)
 
         return protected
 
-    def _connect(self) -> None:
+    def _connect(self, decorated: bool = False) -> None:
         """Reach the controller, all ranks together. Where MindIO would save nothing, the job runs unprotected."""
         if self._protection is not None:
             return
@@ -112,19 +130,54 @@ class Processor:
             self._unprotected()
             return
         device.remember()
+        self._trainings += 1
+        recovery = self._recovery() if decorated else ""
         try:
-            self._protection = Protection(self.rank, self.world_size, self.info, self.handlers, self.faults)
+            self._protection = protect((self.rank, self.world_size), self.info, self.handlers, self.faults, recovery)
         except ValueError as error:
             say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
             self._unprotected()
 
+    def _recovery(self) -> str:
+        """Which faults may be answered in place, as `RankStatus.recovery` says it."""
+        needed = ("stop", "clean", "repair", "rollback", "rebuild_group")
+        missing = [name for name in needed if name not in self.handlers]
+        if missing and (self.retry or self.recover):
+            say(f"no {missing[0]} handler is registered: after a fault the job restarts", self.rank)
+        main = threading.current_thread() is threading.main_thread()
+        return "" if missing or not main else settings.recovery(self.retry, self.recover, first=self._trainings == 1)
+
+    # -- recovery in place ------------------------------------------------------------------------
+
+    def _answered(self, error: BaseException) -> Again | None:
+        """What was agreed where the training function is to be called again; else None, and the error propagates."""
+        order, self.order = self.order, None
+        if order is not None:  # a new process: the adapter leaves the function where all others have state to give
+            return order if self.faults.state_of(error) is ReportState.RS_PREREPAIR_FINISH else None
+        protection = self._protection
+        if protection is None:
+            return None
+        protection.failed(error)
+        if protection.again is None:
+            self._protection = None
+        return protection.again
+
+    def _enter_again(self, again: Again) -> None:
+        """Join the next incarnation of the job, and have the state brought to the step that was agreed on."""
+        protection, self._protection = self._protection, None
+        self.repaired, self._inside = again, False
+        if protection is not None:
+            found = protection.entered_again()
+        else:
+            self._trainings += 1
+            found = Protection.in_place_of_a_dead_rank(
+                again, (self.rank, self.world_size), self.handlers, self.faults, self._recovery()
+            )
+        self._protection = found
+        self._count(found)
+
     def _unprotected(self) -> None:
         self.before_update, self.completed = _nothing, _nothing_completed
-
-    def _failed(self, error: BaseException) -> None:
-        protection, self._protection = self._protection, None
-        if protection is not None:
-            protection.failed(error)
 
     # -- the hot path -----------------------------------------------------------------------------
 
@@ -132,6 +185,8 @@ class Processor:
         """Before the first update of this run: without the decorator, connect."""
         if self.handlers.inside:
             raise RuntimeError(f"tft_start_updating_os inside the {self.handlers.inside} handler")
+        if self.order is not None:
+            raise RuntimeError("ARF FINISH: this process has to get its state from the others before it trains")
         if self._protection is None:
             self._connect()
         self._inside = True
@@ -144,9 +199,14 @@ class Processor:
             return
         protection.begin(step - 1)
         session = protection.run.session
-        status = session.status
         session.before_update()
         session.step_completed(step)
+        self._count(protection)
+
+    def _count(self, protection: Protection) -> None:
+        """From now on the engine is told of each update."""
+        session = protection.run.session
+        status = session.status
 
         def completed(number: int) -> None:
             if status.inside:

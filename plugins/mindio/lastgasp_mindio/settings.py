@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from lastgasp.adapter import GaspConfig, Layout
+from lastgasp.adapter import GaspConfig, Layout, recovery_of
+from lastgasp.adapter.again import LATER
 from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile
 
 log = logging.getLogger("lastgasp")
@@ -65,3 +66,21 @@ def layout() -> Layout:
 def stop_before_dump() -> bool:
     """Whether stop and clean are called before a dump."""
     return os.environ.get(STOP_CLEAN) == "1"
+
+
+def recovery(retry: bool, recover: bool, first: bool) -> str:
+    """Which faults may be answered in place, as `RankStatus.recovery` says it.
+
+    Args:
+        retry, recover: MindIO's switches, `enable_uce` and `enable_arf`; LASTGASP_RECOVERY takes away from them.
+        first: it is the first training of its script; no rank is replaced in a later one.
+
+    Raises:
+        ConfigError: LASTGASP_RECOVERY has another value.
+    """
+    asked = recovery_of(None, "auto")
+    switched = {(True, True): "auto", (True, False): "retry", (False, True): "replace"}.get((retry, recover), "")
+    if asked in ("restart", "save"):
+        return asked
+    both = switched if asked == "auto" else asked if switched in ("auto", asked) else ""
+    return both if first else LATER.get(both, both)

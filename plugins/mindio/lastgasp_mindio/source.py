@@ -12,6 +12,7 @@ from typing import Any
 from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, NotSaveable, RankStatus, SaveResult, clock
 from lastgasp.adapter.testing import faults
 from lastgasp_mindio import device, manifests, settings
+from lastgasp_mindio.callgroups import CallGroups, Savers, this_thread, waits_for_others
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.shards import Group, together_of
 
@@ -44,6 +45,8 @@ class Saver:
     Attributes:
         parked: the training thread has left the training function, and waits for the end of the recovery.
         stopped: a stop was ordered here, so that the training thread raises.
+        cleaned: what the clean handler has returned.
+        call_groups: process groups that the save handler has made.
     """
 
     rank: int
@@ -55,8 +58,11 @@ class Saver:
     status: RankStatus
     parked: threading.Event = field(default_factory=threading.Event)
     stopped: bool = False
+    cleaned: int = 0
     buffer_fd: int = -1
+    call_groups: CallGroups = field(default_factory=CallGroups)
     _turn: threading.Lock = field(default_factory=threading.Lock)
+    _saves_on: int = 0
 
     def capture(self, step: int) -> bytes:
         """Nothing: random state and data position are the save handler's business."""
@@ -73,29 +79,41 @@ class Saver:
         """Without a controller: this rank saves all shards, or could not be asked."""
         return self.save_together(step, tuple((self.rank,) * len(part) for part in self.together), reason)
 
-    def save_together(self, step: int, savers: tuple[tuple[int, ...], ...], reason: str) -> Dump:
+    def save_together(self, step: int, savers: Savers, reason: str) -> Dump:
         """Have the save handler called, at the same time as on the other savers.
 
         Raises:
-            NotSaveable: a handler is missing, or the device is not good. And what the save handler raises.
+            NotSaveable: a handler is missing, the device is not good, or an earlier call cannot end. And what the save
+                handler raises.
         """
-        info = self._info(savers)
+        info, number = self._info(savers), self.call_groups.ordered(savers)
         with device.current():
-            if self._turn.locked() and self.stopped:
-                self.handlers.stop()  # an earlier call hangs in a collective with a saver that was lost
-            if not self._turn.acquire(timeout=self.config.save_timeout):
-                raise NotSaveable("the save handler has not returned from its last call")
+            self._take_turn()
             try:
-                self._stop()
+                if settings.stop_before_dump():
+                    self.stop_and_clean(False)
                 faults.fire_at("gasp_save", step)
                 begun = clock.wall_ns()
-                self.handlers.save(step, info)
+                with self.call_groups.calling(number):
+                    self.handlers.save(step, info)
             finally:
                 self._turn.release()
         where = manifests.expected(self.config.directory, self.layout, step)
         return Dump(step=step, path=str(where), first_byte_ns=begun)
 
-    def _info(self, savers: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
+    def _take_turn(self) -> None:
+        """Wait until an earlier call of the save handler has returned."""
+        if not self._turn.acquire(blocking=False):
+            if self.stopped:
+                self.handlers.stop()  # it may hang in a collective with a saver that was lost
+            if not self._turn.acquire(timeout=self.config.finish_timeout):
+                if waits_for_others(self._saves_on):  # not even the stop has ended that; the others can save without us
+                    raise NotSaveable("the save handler's last call waits for a rank that is gone")
+                if not self._turn.acquire(timeout=self.config.save_timeout):
+                    raise NotSaveable("the save handler has not returned from its last call")
+        self._saves_on = this_thread()
+
+    def _info(self, savers: Savers) -> list[dict[str, Any]]:
         """MindIO's `save_info`: the groups that this rank saves in, each with one rank a shard."""
         numbers = together_of(self.groups, self.rank)
         parts = zip(numbers, savers, strict=True)
@@ -104,16 +122,16 @@ class Saver:
             raise NotSaveable(f"rank {self.rank} was ordered to save in no group")
         return found
 
-    def _stop(self) -> None:
-        """Stop and clean, where the job wants them before a dump: handlers enter collectives of their own."""
-        if self.stopped or not settings.stop_before_dump():
+    def stop_and_clean(self, memory_failed: bool) -> None:
+        """Have the training thread leave its collective, then the device cleared; once. As `save_together`."""
+        if self.stopped:
             return
         self.stopped = True
         self.handlers.stop()
         if not self._left():
-            log.warning("rank %d: the training thread has not left its collective in %g s after the stop; the save "
+            log.warning("rank %d: the training thread has not left its collective in %g s after the stop; the next "
                         "handler is called nevertheless", self.rank, self.config.finish_timeout)  # fmt: skip
-        self.handlers.clean(False)
+        self.cleaned = self.handlers.clean(memory_failed)
 
     def _left(self) -> bool:
         """Wait until the training thread waits for the end of the recovery."""
@@ -129,7 +147,7 @@ class Saver:
         """On one rank, when all have saved: the rename handler, then the manifest."""
         assert isinstance(result, Dump)
         directory, (_, said) = Path(self.config.directory), settings.directory()
-        with device.current():
+        with device.current(), manifests.room_for(directory, self.layout, result.step):
             self.handlers.rename(result.step)
         if not said:
             return (

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,20 +15,26 @@ import torch.distributed as dist
 from lastgasp.adapter import (
     AdapterRun,
     BackendChoice,
+    ControlError,
+    DeadlineExceeded,
     Digests,
     FaultKind,
     Framework,
     ManifestWriter,
     MarksConfig,
+    NotSaveable,
+    Place,
     StateSource,
     Verdict,
     cause_of,
     place_in_job,
 )
 from lastgasp.adapter import torch as shared
+from lastgasp.adapter.again import Again, SigtermBetween
 from lastgasp_mindio import settings
+from lastgasp_mindio.again import Repair, Stopper, tell_replacements, told
 from lastgasp_mindio.classify import BAD_DATA, FORCE_STOP, Classifier
-from lastgasp_mindio.enums import ReportState
+from lastgasp_mindio.enums import RepairType, ReportState
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.shards import Info, groups_of, replicas_of
 from lastgasp_mindio.source import Saver
@@ -36,32 +46,44 @@ PRECISION = 1
 
 
 class Protection:
-    """adapter.Training, and the run that it belongs to. All ranks make it together, after their process group.
+    """adapter.Training, and the run that it belongs to. All ranks make it together.
 
     Args:
-        rank, world_size: of `tft_init_processor`; info: of `tft_set_optimizer_replica` on this rank.
+        place: who this rank is; infos: what all ranks have handed to `tft_set_optimizer_replica`.
+        recovery: which faults may be answered in place (`RankStatus.recovery`).
+
+    Attributes:
+        again: what was agreed on where its training is entered again in this process.
 
     Raises:
-        ValueError: MindIO would save nothing of this job, with the reason.
         ControlError and its kin: the controller is not there.
     """
 
-    def __init__(self, rank: int, world_size: int, info: Info | None, handlers: Handlers, faults: Classifier) -> None:
-        groups = groups_of(_of_all_ranks(info, world_size))
+    def __init__(
+        self, place: Place, infos: Sequence[Info | None], handlers: Handlers, faults: Classifier, recovery: str
+    ) -> None:
         config, layout = settings.config(), settings.layout()
-        place = place_in_job(rank, world_size, replicas_of(groups), shared.from_rank_0)
         framework = Framework(
             name=f"mindio_ttp on torch {torch.__version__}", kind_of=self._kind_of, verdict_of=self._verdict_of,
             versions={"torch": str(torch.__version__)},
         )  # fmt: skip
-        self._classifier, self._state = faults, ReportState.RS_NORMAL
+        self._infos, self._handlers, self._classifier, self._state = infos, handlers, faults, ReportState.RS_NORMAL
+        self.again: Again | None = None
+        self._users_handler: Any = None
+        self._between: SigtermBetween | None = None
         self.run = AdapterRun(
             framework, config, MarksConfig.resolve(False), place, shared.connect(place),
             backend=BackendChoice("embedded", "embedded"),
         )  # fmt: skip
+        self.run.alike_before = place.incarnation > 0
         writer = ManifestWriter(settings.FORMAT, place, sha256=config.sha256)
-        self.saver = Saver(rank, groups, handlers, config, layout, writer, self.run.session.status)
+        self.saver = Saver(place.rank, groups_of(infos), handlers, config, layout, writer, self.run.session.status)
         self.run.bind(self)
+        self._stopper: Stopper | None = None
+        if recovery:
+            self.run.session.status.recovery, self.run.before_again = recovery, self._agreed
+            wait = self.run.session.status.wait_over
+            self._stopper = Stopper(self.saver, wait, lambda: self._state in BAD_DATA)
 
     # -- adapter.Training -------------------------------------------------------------------------
 
@@ -89,10 +111,16 @@ class Protection:
 
     # -- the training thread ----------------------------------------------------------------------
 
-    def begin(self, step: int) -> None:
-        """The first step of this run is complete but for this call; training began with `step` of them."""
-        users = signal.getsignal(signal.SIGTERM)
-        if not self.run.begin(step, durable=step, users_handler=users if callable(users) else None):
+    def begin(self, step: int, durable: int | None = None) -> None:
+        """Training begins, or began, with `step` complete, or with the same in this incarnation.
+
+        Args:
+            durable: the newest step on disk; None: that step.
+        """
+        durable = step if durable is None else durable
+        if self._users_handler is None:
+            self._users_handler = _users_handler()
+        if not self.run.begin(step, durable=durable, users_handler=self._users_handler):
             self.saver.groups = ()  # their numbers are no longer those of the shards
             log.error("nothing can be saved: the ranks could not be asked when training began")
 
@@ -116,11 +144,15 @@ class Protection:
     def close(self) -> None:
         """Training ended well."""
         self.run.close(completed=True)
+        if self._stopper is not None:
+            self._stopper.close()
 
     # -- what an exception says -------------------------------------------------------------------
 
     def _kind_of(self, error: BaseException) -> FaultKind:
         """After a stop the training thread raises because of that, whatever its collective says."""
+        if isinstance(error, ControlError | DeadlineExceeded):  # in the recovery: another rank is lost
+            return "peer"
         kind = shared.kind_of(error)
         stopped = self.saver.stopped or FORCE_STOP in str(error)
         return "peer" if kind == "exception" and stopped and isinstance(error, RuntimeError) else kind
@@ -130,6 +162,101 @@ class Protection:
         if self._classifier.state_of(error) is not ReportState.RS_RETRY:
             return None
         return Verdict(PRECISION, f"the values are wrong on all ranks, and are not saved ({cause_of(error)})")
+
+
+    # -- recovery in place -----------------------------------------------------------------------
+
+    def _agreed(self, again: Again) -> None:
+        """AdapterRun.before_again: this run is about to be closed."""
+        self.again = again
+        self._between = SigtermBetween(self.run.session.status, self._users_handler)
+
+    def entered_again(self) -> Protection:
+        """Stop and clean are over; join the next incarnation, and go through the recovery with all ranks.
+
+        Returns:
+            Of that incarnation, whose training has begun.
+
+        Raises:
+            BaseException: it failed, which all others know; the step was saved, where that was possible.
+        """
+        again, before, status = self.again, self.run, self.run.session.status
+        assert again is not None and self._stopper is not None
+        place, taken = replace(before.place, incarnation=again.incarnation), before.place.rank in again.takers
+        limit = before.config.finish_timeout + before.config.save_timeout
+        problem, memory = self._stopper.wait_stopped(limit), self._state in BAD_DATA
+        self.saver.call_groups.drop()  # only savers have these: a group of the repair handler would have two names
+        try:
+            if again.lost:
+                tell_replacements(self._infos)
+            found = Protection(place, self._infos, self._handlers, self._classifier, status.recovery)
+            durable = again.step if again.saved else status.durable
+            found._users_handler = self._users_handler
+            if self._between is not None:
+                self._between.step_aside()
+            if not taken:
+                found.run.enter_again(found, again.step, durable, self._users_handler)
+        except BaseException as error:  # the launcher has died, so that no other rank can join, either
+            if not taken:
+                before.save_alone(error)
+            raise
+        finally:
+            if self._between is not None:
+                self._between.over()
+        kind = RepairType.RT_UCE_HIGHLEVEL if memory else RepairType.RT_RECV_REPAIR
+        found._repair(again, RepairType.RT_UCE_LOWLEVEL if memory and self.saver.cleaned else kind, durable, problem)
+        return found
+
+    @classmethod
+    def in_place_of_a_dead_rank(
+        cls, again: Again, place: tuple[int, int], handlers: Handlers, faults: Classifier, recovery: str
+    ) -> Protection:
+        """As `entered_again`, in the new process of a rank that was lost."""
+        infos = told()
+        known = place_in_job(*place, replicas_of(groups_of(infos)), shared.from_rank_0)
+        found = cls(known, infos, handlers, faults, recovery)
+        found._repair(again, RepairType.RT_RECV_REPAIR, 0, "")
+        return found
+
+    def _repair(self, again: Again, kind: RepairType, durable: int, problem: str) -> None:
+        status, session, saver = self.run.session.status, self.run.session, self.saver
+        if saver.rank in again.takers:
+            status.broken = f"this rank has not got its shard of step {again.step} yet"
+        saver.parked.set()
+        try:
+            if problem:
+                raise NotSaveable(problem)
+            Repair(again, saver, self._handlers, session.gather, kind).run()
+            status.broken = ""
+            saver.parked.clear()
+            self.begin(again.step, durable)
+        except BaseException as error:
+            saver.parked.set()
+            self.run.failed(error)
+            raise
+
+
+def protect(
+    place: tuple[int, int], info: Info | None, handlers: Handlers, faults: Classifier, recovery: str
+) -> Protection:
+    """Of a training that begins. All ranks call it together, after their process group.
+
+    Args:
+        place: rank and size, of `tft_init_processor`; info: of `tft_set_optimizer_replica` on this rank.
+        recovery: as of `Protection`.
+
+    Raises:
+        ValueError: MindIO would save nothing of this job, with the reason.
+        ControlError and its kin: the controller is not there.
+    """
+    infos = _of_all_ranks(info, place[1])
+    known = place_in_job(*place, replicas_of(groups_of(infos)), shared.from_rank_0)
+    return Protection(known, infos, handlers, faults, recovery)
+
+
+def _users_handler() -> Any:
+    users = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    return users if callable(users) else None
 
 
 def _of_all_ranks(info: Info | None, world_size: int) -> list[Info | None]:

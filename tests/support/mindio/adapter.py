@@ -1,11 +1,13 @@
 """A high-availability adapter for MindIO, of the shape that MindSpeed-LLM's has; written from notes on its calls.
 
-Nothing here knows lastgasp, but for `cut_connections`, which stands in for a device that can be stopped.
+Nothing here knows lastgasp, but for `cut_connections`, which stands in for a device that can be stopped, and
+`drop_groups`, which is destroy_process_group() where gloo is stuck.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -41,26 +43,30 @@ from mindio_ttp.framework_ttp.ttp_decorator import (  # type: ignore[import-not-
 )
 
 from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.drop_groups import drop_groups
 from support.mindio.replicated import ReplicatedOptimizer
 
 __all__ = ["start", "tft_end_updating_os", "tft_pause_train", "tft_start_updating_os"]
 MODEL, OPTIMIZER, SCHEDULER, DATA = 1, 2, 3, 4
 """Positions in the arguments of `train`."""
 _pids: list[int] = []
+_rebuilt = False
+"""The process groups are those of this recovery."""
 
 
-def start(rank: int, world: int) -> None:
-    """Before the process group."""
+def start(rank: int, world: int) -> bool:
+    """Before the process group. Whether this process takes the place of a dead rank: no collective before `rebuild`."""
+    retry, recover = ("retry" in os.environ.get("JOB_RECOVER", ""), "recover" in os.environ.get("JOB_RECOVER", ""))
     host, port = os.environ.get("TTP_ADDR", "127.0.0.1"), 8000
     if rank == 0 and "MINDX_TASK_ID" not in os.environ:
-        tft_init_controller(rank, world, False, False, False)
+        tft_init_controller(rank, world, False, recover, False)
         tft_start_controller(host, port, False, "")
-    tft_init_processor(rank, world, False, False, "", False, False, False)
+    tft_init_processor(rank, world, False, False, "", retry, recover, False)
     tft_start_processor(host, port)
-    tft_is_reboot_node()
+    return bool(tft_is_reboot_node())
 
 
-def register(rank: int, world: int, optimizer: ReplicatedOptimizer) -> None:
+def register(rank: int, world: int, optimizer: ReplicatedOptimizer, reboot: bool) -> None:
     """After the process group, before `train`."""
     replicas = world // optimizer.parts
     everybody = list(range(world))
@@ -70,15 +76,19 @@ def register(rank: int, world: int, optimizer: ReplicatedOptimizer) -> None:
     tft_register_rename_handler(rename)
     tft_register_stop_handler(stop)
     tft_register_clean_handler(clean)
-    tft_register_repair_handler(lambda *_: None)
-    tft_register_rollback_handler(lambda *_: None)
-    tft_register_rebuild_group_handler(lambda *_: None)
+    tft_register_repair_handler(repair)
+    tft_register_rollback_handler(rollback)
+    tft_register_rebuild_group_handler(rebuild)
     tft_register_stream_sync_handler(lambda: None)
     tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "RS_RETRY")
-    if world > 1:
-        found: list[Any] = [None] * world
-        dist.all_gather_object(found, os.getpid())
-        _pids[:] = found
+    if world > 1 and not reboot:
+        _gather_pids()
+
+
+def _gather_pids() -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    _pids[:] = found
 
 
 def protected(train: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,6 +157,54 @@ def clean(is_uce_error: bool, train_args: Any, ctx: Any) -> int:
     return 0
 
 
+def rebuild(fault_ranks: list[int], train_args: Any, ctx: Any) -> None:
+    """With the new processes: all groups anew."""
+    assert threading.current_thread() is not threading.main_thread()
+    note("rebuild", fault_ranks)
+    _reinit(train_args)
+
+
+def _reinit(train_args: Any) -> None:
+    """torch_npu's reinit_process_group, which MindSpeed-LLM calls in its clean handler, as it needs no other rank."""
+    global _rebuilt
+    drop_groups([])
+    dist.init_process_group("gloo")
+    train_args[OPTIMIZER].make_groups(dist.get_world_size())
+    _gather_pids()
+    _rebuilt = True
+
+
+def repair(step: int, need_rebuild: bool, error_ranks: list[int], info: Any, train_args: Any, ctx: Any) -> None:
+    """On who sends and who takes, at the same time, in a group of theirs."""
+    assert threading.current_thread() is not threading.main_thread()
+    note("repair", step, need_rebuild, error_ranks, info)
+    group = dist.new_group(info["rank_list"], use_local_synchronization=True)
+    optimizer, me = train_args[OPTIMIZER], dist.get_rank()
+    own = optimizer.state()
+    names = sorted(own)
+    for source, target in zip(info["src"], info["dst"], strict=True):
+        packed = torch.stack([own[name] for name in names])
+        if me == source:
+            dist.send(packed, target, group=group)
+        elif me == target:
+            dist.recv(packed, source, group=group)
+            optimizer.take(dict(zip(names, packed, strict=True)), step)
+
+
+def rollback(step: int, train_args: Any, ctx: Any) -> None:
+    """On all ranks: data, scheduler, weights."""
+    global _rebuilt
+    note("rollback", step)
+    if not _rebuilt:
+        _reinit(train_args)
+    _rebuilt = False
+    optimizer = train_args[OPTIMIZER]
+    assert optimizer.step_count == step, (optimizer.step_count, step)
+    train_args[SCHEDULER].step_to(step)
+    train_args[DATA] = train_args[DATA].at(step)
+    optimizer.gather_weights()
+
+
 # -- files -------------------------------------------------------------------------------------------
 
 
@@ -188,11 +246,44 @@ def load(optimizer: ReplicatedOptimizer, scheduler: Any) -> int:
     return step
 
 
+def reduced(step: int) -> None:
+    """This rank has the gradients of all: it can complete the step without anybody else."""
+    env = os.environ
+    (directory().parent / f"reduced-{env.get('LASTGASP_ATTEMPT', 0)}-{env['RANK']}").write_text(str(step))
+
+
+def wait_until_all_have_reduced(step: int) -> None:
+    """For a rank that is about to be killed: gloo may fail on the others, though the victim has sent its part.
+
+    They would be a step behind, and with halves of the state nobody could complete it.
+    """
+    env = os.environ
+    names = [f"reduced-{env.get('LASTGASP_ATTEMPT', 0)}-{rank}" for rank in range(int(env["WORLD_SIZE"]))]
+    deadline = time.monotonic() + 60
+    while min(_number(directory().parent / name) for name in names) < step and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def wait_for_go(step: int) -> None:
+    """Where faults are to come only once a warm process is ready, the job waits for a file."""
+    go = directory().parent / "go"
+    while os.environ.get("JOB_WAITS") and step >= 2 and not go.exists():
+        time.sleep(0.01)
+
+
+def _number(path: Path) -> int:
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text else -1
+
+
 def note(what: str, *more: Any) -> None:
     """For the test, and for the benchmark: what was called when, one line each."""
     path, env = os.environ.get("JOB_NOTES"), os.environ
+    dies = env.get("JOB_DIES") == f"{env.get('RANK', 0)} {what}" and env.get("LASTGASP_ATTEMPT", "0") == "0"
     line = " ".join(map(str, (time.time_ns(), env.get("LASTGASP_ATTEMPT", 0), env.get("RANK", 0), what, *more)))
     if path:
         number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.write(number, (line + "\n").encode())
         os.close(number)
+    if dies:  # in a handler
+        os.kill(os.getpid(), signal.SIGKILL)

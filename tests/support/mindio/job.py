@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lastgasp.testing.jobs import Finished, run_job
+from support.launchers import Running, running, until
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = ROOT / "plugins/mindio"
 PATHS = (ROOT / "tests", PLUGIN, PLUGIN / "lastgasp_mindio/dropin")
 SCRIPT = Path(__file__).with_name("train_replicated.py")
+READY = "a restart will fork its ranks from a warm process"
 LIMIT = 500.0
 """Seconds for one job with its restarts, on a loaded machine."""
 
@@ -48,12 +52,32 @@ class DropInJob:
 
     def run(self, faults: str = "", **variables: str) -> Finished:
         """Run it under `lastgasp run`, to its end."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        environ = os.environ | self._environment(faults) | variables
+        return run_job(self._command(), self.folder / "log", timeout=LIMIT, environ=environ)
+
+    @contextmanager
+    def running(self, faults: str, recover: str, dies: str = "") -> Iterator[Running]:
+        """The same, while the test does something; its faults come once dead ranks can be replaced.
+
+        Args:
+            recover: MindIO's switches, `retry` and `recover`.
+            dies: a rank and the handler in which it is killed in the first attempt.
+        """
+        more = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "JOB_WAITS": "1", "JOB_RECOVER": recover,
+                "JOB_DIES": dies}  # fmt: skip
+        with running(self.folder, self._command(), **self._environment(faults), **more) as [started]:
+            until(lambda: READY in started.output, "the warm process is ready")
+            (self.folder / "go").touch()
+            yield started
+
+    def _command(self) -> list[str]:
         command = [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(self.world), str(SCRIPT)]
+        return [*command, "--final", str(self.final), "--steps", str(self.steps)]
+
+    def _environment(self, faults: str) -> dict[str, str]:
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
         own = {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(self.folder / "fired")} if faults else {}
-        environ = os.environ | environment(self.checkpoints, self.folder / "notes") | own | variables
-        command += ["--final", str(self.final), "--steps", str(self.steps)]
-        return run_job(command, self.folder / "log", timeout=LIMIT, environ=environ)
+        return environment(self.checkpoints, self.folder / "notes") | own
 
     def notes(self) -> list[Note]:
         """What its ranks have noted, in order."""

@@ -64,6 +64,7 @@ class ReplicatedOptimizer:
 
     def make_groups(self, world: int) -> None:
         """Collective: the groups in which weights are gathered."""
+        self.groups.clear()
         for first in range(0, world, self.parts):
             ranks = list(range(first, first + self.parts))
             self.groups[tuple(ranks)] = dist.new_group(ranks)
@@ -104,7 +105,12 @@ class ReplicatedOptimizer:
 
     def load(self, parts: list[dict[str, Tensor]], step: int) -> None:
         """Take this rank's part, and all weights."""
-        own, length = parts[self.part], self.main.numel()
+        self.take(parts[self.part], step)
+        self.net.flat.copy_(torch.cat([part["main"] for part in parts])[: self.net.flat.numel()])
+
+    def take(self, own: dict[str, Tensor], step: int) -> None:
+        """Take this rank's part."""
+        length = self.main.numel()
         self.main.data.copy_(own["main"][:length])
         self.inner.state[self.main] = {
             "step": torch.tensor(float(step)),
@@ -112,7 +118,6 @@ class ReplicatedOptimizer:
             "exp_avg_sq": own["exp_avg_sq"][:length].clone(),
         }
         self.step_count = step
-        self.net.flat.copy_(torch.cat([part["main"] for part in parts])[: self.net.flat.numel()])
 
 
 def _padded(value: Tensor, size: int) -> Tensor:

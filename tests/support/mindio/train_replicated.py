@@ -33,11 +33,19 @@ class Scheduler:
         self.rate = self.rate_after(step)
 
 
-def batches(rank: int, step: int) -> Iterator[Tensor]:
+class Batches(Iterator[Tensor]):
     """Each step and rank has its own."""
-    while True:
-        yield torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-        step += 1
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def at(self, step: int) -> Batches:
+        """Those from this step on."""
+        return Batches(self.rank, step)
+
+    def __next__(self) -> Tensor:
+        self.step += 1
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * (self.step - 1) + self.rank))
 
 
 def train(
@@ -45,12 +53,23 @@ def train(
 ) -> None:
     """The loop."""
     kit = _kit
+    if kit is not None:
+        kit.entered()
+    if _reboot:
+        _reboot.clear()
+        raise RuntimeError("ARF FINISH")
+    adapter.note("entered", os.getpid(), optimizer.step_count)
 
     def faults(phase: str) -> None:
         if kit is not None:
+            if phase == "before_update":
+                adapter.reduced(step)
+            if kit.due(phase, step):
+                adapter.wait_until_all_have_reduced(step if phase in BEHIND_GRADIENTS else step - 1)
             kit.fire_at(phase, step)
 
     while (step := optimizer.step_count) < end:
+        adapter.wait_for_go(step)
         faults("data")
         batch = next(data)
         net.grads.zero_()
@@ -68,6 +87,7 @@ def train(
 
 
 EVERY = 4
+BEHIND_GRADIENTS = ("before_update", "update", "after_update", "step_end")
 
 
 def save_checkpoint(optimizer: ReplicatedOptimizer, scheduler: Scheduler) -> None:
@@ -98,16 +118,20 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    adapter.start(rank, world)
-    dist.init_process_group("gloo")
+    if adapter.start(rank, world):
+        _reboot.append(True)
+    else:
+        dist.init_process_group("gloo")
     net = Net()
     optimizer = ReplicatedOptimizer(net, rank, world, adapter.tft_start_updating_os, adapter.tft_end_updating_os)
-    optimizer.make_groups(world)
-    scheduler = Scheduler()
-    step = adapter.load(optimizer, scheduler)
-    adapter.register(rank, world, optimizer)
-    adapter.note("begin", step)
-    adapter.protected(train)(forward, net, optimizer, scheduler, batches(rank, step), args.steps)
+    scheduler, step = Scheduler(), 0
+    if not _reboot:
+        optimizer.make_groups(world)
+        step = adapter.load(optimizer, scheduler)
+        adapter.note("begin", step)
+        adapter.reduced(step - 1)
+    adapter.register(rank, world, optimizer, bool(_reboot))
+    adapter.protected(train)(forward, net, optimizer, scheduler, Batches(rank, step), args.steps)
     if args.final and rank == 0:
         moments = optimizer.state()
         torch.save({"flat": net.flat, "step": torch.tensor(optimizer.step_count), **moments}, args.final)
@@ -115,6 +139,8 @@ def main() -> None:
 
 
 _kit = kit_from_env()
+_reboot: list[bool] = []
+"""Not empty in the new process of a dead rank, until it has left `train` for the first time."""
 if __name__ == "__main__":
     install(_kit)
     main()

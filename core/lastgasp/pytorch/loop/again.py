@@ -11,11 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import msgspec
 import torch.distributed as dist
 
 from lastgasp.errors import UsageError
-from lastgasp.gasp.again import ORDER, Again
+from lastgasp.gasp.again import order_of_this_process
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups
@@ -154,8 +153,8 @@ def _cannot() -> str:
 
 def _as_replacement() -> Held | None:
     """What the launcher has told a process that takes the place of a dead rank."""
-    order = os.environ.pop(ORDER, "")
-    return Held(msgspec.json.decode(order, type=Again)) if order else None
+    order = order_of_this_process()
+    return Held(order) if order is not None else None
 
 
 def _goes_on(entry: Entry, error: BaseException | None) -> bool:
