@@ -93,7 +93,8 @@ class Filling:
 
     def _too_little(self, step: int, size: int) -> str:
         """Why the arenas of this host cannot be had; empty if they can. Asked of all ranks before any takes its own."""
-        own = _Memory(host_identity(), arenas.needed(size), arenas.available())
+        needed = arenas.needed(size) if size - ROOM > self._arena.capacity else 0
+        own = _Memory(host_identity(), needed, arenas.available())
         try:
             parts = self._gather(f"loop/arena/{step}", msgspec.json.encode(own))
         except LastgaspError as error:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +41,17 @@ class ShardedCase(Case):
         return f"{super().__str__()}-{self.shape}"
 
     @property
+    def faults(self) -> str:
+        """As of any case; or all ranks stop there, and are then killed together, so that nobody is left to save."""
+        everybody = f"kind=sigstop,rank=all,step={STEP},phase={self.moment}"
+        return everybody if self.rank == "all" else super().faults
+
+    @property
+    def fired(self) -> int:
+        """All, or as of any case."""
+        return self.world if self.rank == "all" else super().fired
+
+    @property
     def should_give_up(self) -> bool:
         """Of two ranks nobody is left who could write the other's shard."""
         return self.world == 2 and self.moment == "gasp_save" and self.kind in ("sigkill", "sigstop")
@@ -55,11 +71,12 @@ class ShardedCase(Case):
 
 COVERING = (
     ShardedCase("sigkill", "arena_copy", "last", "run"),
-    ShardedCase("sigkill", "backward", "first", "run"),
+    ShardedCase("killed-together", "arena_copy", "all", "run"),
 )
 MOMENTS = ("data", "forward", "backward", "update", "after_update", "arena_copy", "periodic_save", "gasp_save")
 REST = (
     *(ShardedCase("sigkill", moment, rank, "run") for moment, rank in itertools.product(MOMENTS, ("first", "last"))),
+    *(ShardedCase("killed-together", "data", "all", "run", 4, shape) for shape in ("plain", "hybrid")),
     *(ShardedCase(kind, moment, "last", "run") for kind, moment in itertools.product(
         ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))),
     *(ShardedCase("sigkill", moment, "last", "run", 4, shape)
@@ -87,13 +104,40 @@ def test_sharded_rest_of_the_matrix(case: ShardedCase, tmp_path: Path, reference
     check(case, tmp_path, reference)
 
 
+@contextmanager
+def killed_together(fired: Path, count: int) -> Iterator[None]:
+    """Once so many ranks have stopped, kill them all."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while len(stopped := read_log(fired)) < count:
+            if over.wait(0.05):
+                return
+        for one in stopped if count else ():
+            os.kill(int(str(one["pid"])), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def check(case: ShardedCase, folder: Path, reference: Reference) -> None:
     """One case: no step lost, bit-equal, everything verified."""
     fired = folder / "fired"
-    done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
+    with killed_together(fired, case.world if case.rank == "all" else 0):
+        done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
     assert len(read_log(fired)) >= case.fired, done.output[-4000:]
     assert done.returncode == 0, done.output[-4000:]
-    check_saved(case, folder / "ckpts", done, LAYOUT, "step=00000004.dcp")
+    if case.rank == "all":
+        found = first_incident(folder / "ckpts")
+        assert (found.ending, found.step_saved, found.steps_lost) == ("in_arenas", STEP, 0), done.output[-4000:]
+        assert not list((folder / "ckpts").glob("gasp-*")), done.output[-4000:]
+    else:
+        check_saved(case, folder / "ckpts", done, LAYOUT, "step=00000004.dcp")
     assert differences(reference[case.world, case.shape], folder / "final.pt") == [], done.output[-4000:]
     if case == COVERING[0]:
         noted = first_incident(folder / "ckpts").notes  # the survivor may still hold that step itself

@@ -86,17 +86,29 @@ class CheckpointSelector:
         """
         policy = self._policy
         self.named = False
-        if not self._tidied:
-            self._tidied = True
-            require_shared(policy.config.directory, policy.place, self._gather)
-            if policy.place.rank == 0:
-                policy.tidy()
-            self._gather("select/tidied", b"")  # all ranks must list the same
+        self._tidy()
         selected = self._select(refused)
         if selected is not None:
             policy.selected(selected, self.named)
         self._gather("select/ready", b"")  # rank 0 may have repaired what all are about to read
         return selected
+
+    def pass_over(self) -> None:
+        """Training begins with something else, which this job has held in memory: tidy up, and know what is there."""
+        self._tidy()
+        self._know(self._policy.candidates(own=False))
+
+    def _tidy(self) -> None:
+        if self._tidied:
+            return
+        self._tidied, policy = True, self._policy
+        require_shared(policy.config.directory, policy.place, self._gather)
+        if policy.place.rank == 0:
+            policy.tidy()
+        self._gather("select/tidied", b"")  # all ranks must list the same
+
+    def _know(self, found: list[Candidate]) -> None:
+        self.present |= {c.manifest.self_digest for c in found if c.manifest is not None}
 
     def _select(self, refused: Collection[Path]) -> Candidate | None:
         policy = self._policy
@@ -133,7 +145,7 @@ class CheckpointSelector:
 
     def _agree(self, found: list[Candidate], refused: Collection[Path]) -> Agreement:
         policy = self._policy
-        self.present |= {c.manifest.self_digest for c in found if c.manifest is not None}
+        self._know(found)
         found = policy.shortlist([c for c in found if c.path not in refused])
         agreement = agree(found, policy.verify, self._gather, policy.place.rank, policy.place.world_size)
         if policy.place.rank == 0:

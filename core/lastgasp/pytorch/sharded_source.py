@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,8 +12,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lastgasp.adapter.run import AdapterRun
-from lastgasp.arena import Arena
+from lastgasp.arena import Arena, DamagedArena, verified
 from lastgasp.arena_filling import ArenaMode, Filling
+from lastgasp.arena_taking import Taken, taken_over
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
@@ -21,12 +23,11 @@ from lastgasp.ports import Layout, SaveResult, Wanted
 from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.sharded import Shards, write_arena, write_live
 from lastgasp.pytorch.sharded.files import Rename, same
+from lastgasp.pytorch.sharded_image import Payload, head_of
 from lastgasp.pytorch.sharded_parts import aux_of_parts, merge, part_of
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish
 from lastgasp.replicas import require_alike
 from lastgasp.testing import faults
-
-_HEAD = struct.Struct("<qq")  # bytes of the auxiliary state, where the image of the shards begins
 
 
 class SmallState(Protocol):
@@ -63,6 +64,7 @@ class ShardedSource:
         arena: this rank's; None where nothing is copied.
         shards: once `describe` was called.
         present: the manifests that were there when training began.
+        durable: the newest step on disk, where training begins with what was left in arenas; else None.
         layout, rename: how checkpoints lie, and what the framework calls what is in them.
 
     Raises:
@@ -74,8 +76,11 @@ class ShardedSource:
 
     def __init__(self, life: AdapterRun, writer: ManifestWriter, config: GaspConfig, mode: ArenaMode) -> None:
         self.life, self._writer, self.config = life, writer, config
-        self.rank, self.present = writer.place.rank, None
+        self.rank = writer.place.rank
+        self.present: frozenset[str] | None = None
         self._kept: dict[int, Any] = {}
+        self.durable: int | None = None
+        self._completed = False
         session = life.session
         if session.backend.backend != "embedded":
             raise ConfigError("LASTGASP_BACKEND", session.backend.backend, "embedded for a sharded model",
@@ -99,6 +104,28 @@ class ShardedSource:
             raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
                               "Initialise them with the same seed, or shard them with fully_shard.")  # fmt: skip
 
+    def take_over(self, why_not: Callable[[Payload], str], take: Callable[[Taken, Payload], SmallState]) -> bool:
+        """Begin with what the ranks before have left in their arenas; False where that cannot be.
+
+        Before `describe`; all ranks call it together.
+
+        Args:
+            why_not: says why a payload is none for this training; empty if it is one. take: fills the state with it.
+
+        Raises:
+            LastgaspError: as `taken_over`, and what `take` raises.
+        """
+        def refused(payload: memoryview) -> str:
+            found = Payload(payload)
+            return found.why_not(self.rank, self._writer.place.world_size) or why_not(found)
+
+        with taken_over(self.life.session, self.arena, refused) as taken:
+            if taken is None:
+                return False
+            self._kept[taken.step] = take(taken, Payload(taken.payload))
+            self.durable = taken.durable
+        return True
+
     # -- what a subclass says -----------------------------------------------------------------------------
 
     @property
@@ -117,6 +144,14 @@ class ShardedSource:
     def buffers(self, step: int, own: bytes) -> Mapping[str, Tensor]:
         """This rank's buffers at the end of `step`, as `write_live` wants them; own: its auxiliary state of then."""
         raise NotImplementedError
+
+    def more(self, kept: Any) -> bytes:
+        """What goes into the arena besides, so that a restart can begin with it; by default it cannot.
+
+        Raises:
+            ValueError: it cannot be had.
+        """
+        return b""
 
     def dump_small(self, kept: Any) -> Any:
         """What the checkpoint has of the step besides shards, dumped while the step is saved.
@@ -142,16 +177,20 @@ class ShardedSource:
             for step in [s for s in self._kept if s % held]:
                 del self._kept[step]
         self._kept[small.step] = small
+        self._completed = True
 
     def fill(self, step: int) -> None:
         """Copy the parts into the arena, with the auxiliary state that was just captured. Never raises."""
         if self._filling is not None:
-            self._filling.fill(step, lambda: self._payload(self.capture(step)))
+            self._filling.fill(step, lambda: self._payload(step))
 
-    def _payload(self, aux: bytes) -> list[bytes | memoryview]:
-        begin = -(-(_HEAD.size + len(aux)) // 64) * 64
-        head = (_HEAD.pack(len(aux), begin) + aux).ljust(begin, b"\0")
-        return [head, *self.shards.payload()]
+    def _payload(self, step: int) -> list[bytes | memoryview]:
+        kept = self.kept(step)
+        more = self.more(kept)
+        try:
+            return [head_of(self.capture(step), more), *self.shards.payload(kept.groups if more else None)]
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ValueError(f"values of the optimizer or the model cannot be pickled: {error}") from error
 
     # -- a save -------------------------------------------------------------------------------------------
 
@@ -188,19 +227,36 @@ class ShardedSource:
 
     def _write(self, staged: Staged, step: int, wanted: Wanted) -> bytes:
         aux, found, groups = dict[int, bytes](), list[bytes](), self.kept(step).groups
-        if wanted.own:
-            self.require(step)
-            aux[self.rank] = own = self.capture(step)
-            plain, buffers = wanted.common == self.rank, self.buffers(step, own)
-            found.append(self.write_own(staged, step, plain=plain, buffers=buffers))
-            self.require(step)
-        for owner, payload in wanted.arenas.items():
-            length, begin = _HEAD.unpack_from(payload)
-            aux[owner] = bytes(payload[_HEAD.size : _HEAD.size + length])
-            plain = wanted.common == owner
-            found.append(write_arena(staged, payload[begin:], plain=plain, groups=groups, rename=self.rename))
+        arenas = dict(wanted.arenas)
+        with ExitStack() as stack:
+            if wanted.own and self.durable is not None and not self._completed:
+                arenas[self.rank] = stack.enter_context(self._own_arena(step))
+            elif wanted.own:
+                self.require(step)
+                aux[self.rank] = own = self.capture(step)
+                plain, buffers = wanted.common == self.rank, self.buffers(step, own)
+                found.append(self.write_own(staged, step, plain=plain, buffers=buffers))
+                self.require(step)
+            for owner, payload in arenas.items():
+                there, plain = Payload(payload), wanted.common == owner
+                aux[owner] = there.aux
+                found.append(write_arena(staged, there.shards, plain=plain, groups=groups, rename=self.rename))
         faults.fire_at("gasp_save")
         return part_of(staged, found, {rank: data for rank, data in aux.items() if data})
+
+    @contextmanager
+    def _own_arena(self, step: int) -> Iterator[memoryview]:
+        """What this training began with: until its first step the live state may lag behind (random states).
+
+        Raises:
+            NotSaveable: it is not of that step, or damaged.
+        """
+        assert self.arena is not None
+        try:
+            with verified(self.arena.fd, self.arena.identity, step) as payload:
+                yield payload
+        except DamagedArena as error:
+            raise NotSaveable(str(error)) from error
 
     def write_own(
         self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None

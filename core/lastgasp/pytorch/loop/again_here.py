@@ -210,6 +210,11 @@ class LoopAgain(AgainHere):
         self.run.fill(cloned(self.received().checkpoint), MEMORY)  # optimizers train the very tensors they are given
         return True
 
+    def durable(self, step: int) -> int:
+        """As in the base; and where training begins with what was left in arenas."""
+        shards = self.run.shards
+        return super().durable(step) if shards is None or shards.durable is None else int(shards.durable)
+
     def objects(self) -> Renewed:
         """What the user has made outside of the function."""
         return KeptObjects(self.run.state)

@@ -170,6 +170,8 @@ class Run:
             config, self.place, [config.directory], layout, local(self.place), fit=self.fit, note=self.engine.note
         )
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
+        if self.shards is not None and self.shards.begin_with(selector):
+            return
         found = selector.load(lambda candidate: self._load(candidate.path))
         self.source.present = selector.present
         if found is not None and policy.unnumbered:
@@ -178,9 +180,12 @@ class Run:
     def _load(self, path: Path) -> None:
         self.fill(checkpoint_at(path), path)
 
-    def fill(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well."""
-        self.state.load(checkpoint, str(path))
+    def fill(self, checkpoint: dict[str, Any], path: Path, shards: Callable[[], None] | None = None) -> None:
+        """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well.
+
+        `shards` fills those of a sharded model; by default from `path`.
+        """
+        self.state.load(checkpoint, str(path), shards)
         self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path

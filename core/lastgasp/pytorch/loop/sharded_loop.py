@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.arena_filling import ArenaMode
+from lastgasp.arena_taking import Taken
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
@@ -17,12 +21,16 @@ from lastgasp.errors import CheckpointError, LastgaspError
 from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
-from lastgasp.pytorch.sharded import LAYOUT, Shards, gasp_path, periodic_path
+from lastgasp.pytorch.sharded import LAYOUT, Shards, fill, gasp_path, periodic_path
+from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_parts import merge, part_of
 from lastgasp.pytorch.sharded_source import ShardedSource
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
+
+MEMORY = Path("memory (arenas)")
+"""Stands for the path of a checkpoint, in what is logged."""
 
 
 class ShardedLoop(ShardedSource):
@@ -60,6 +68,50 @@ class ShardedLoop(ShardedSource):
         self.fill(snapshot.step)
         self._run.capture_aux(snapshot.step, settled=True)
         return drew
+
+    # -- from what was left in arenas -----------------------------------------------------------------------
+
+    def begin_with(self, selector: CheckpointSelector) -> bool:
+        """Fill the state with it; False where there is nothing. All ranks call it together.
+
+        Raises:
+            CheckpointMismatch: it is of another model or optimizer.
+            LastgaspError: as `take_over`.
+        """
+        if not self.take_over(self._why_not, self._take):
+            return False
+        selector.pass_over()
+        self.present = selector.present
+        return True
+
+    def more(self, kept: Snapshot) -> bytes:
+        """All that a loop's checkpoint has besides tensors; and of which training it is."""
+        try:
+            return pickle.dumps((self._about(), self.dump_small(kept)), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # of the user's objects
+            raise ValueError(f"schedules, scaler or extra cannot be pickled: {error}") from error
+
+    def _about(self) -> str:
+        return f"training {self._run.fit.number} in {self.config.directory}"
+
+    def _why_not(self, payload: Payload) -> str:
+        found, here = pickle.loads(payload.more)[0], self._about()
+        return "" if found == here else f"it is of {found}, and this is {here}"
+
+    def _take(self, taken: Taken, payload: Payload) -> Snapshot:
+        run, loop = self._run, pickle.loads(payload.more)[1]
+        small = {self.rank: payload.aux} if payload.aux else {}
+        record = record_of(small, run.place, True, {}, [])
+        run.fill(loop | {KEY: record}, MEMORY, partial(self._fill, payload.shards))
+        snapshot: Snapshot = run.state.snapshot(taken.step, loop["epoch"])
+        return snapshot
+
+    def _fill(self, shards: memoryview) -> None:
+        state, place = self._run.state, self._run.place
+        fill(
+            shards, state.modules, state.optimizers.items, rank=self.rank, world_size=place.world_size,
+            single_model=state.models.single, single_optimizer=state.optimizers.single,
+        )  # fmt: skip
 
     # -- what a loop's checkpoint has -----------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,11 @@ class TorchState:
 
     # -- load ---------------------------------------------------------------------------------------------
 
-    def load(self, checkpoint: Mapping[str, Any], path: str) -> None:
+    def load(self, checkpoint: Mapping[str, Any], path: str, shards: Callable[[], None] | None = None) -> None:
         """Restore everything from a checkpoint; nothing is changed before all of it has been compared.
+
+        Args:
+            shards: fills those of a sharded model; by default from `path`.
 
         Raises:
             CheckpointMismatch: it is of another model, optimizer, ...; lists every difference.
@@ -243,7 +247,7 @@ class TorchState:
         if problems:
             raise CheckpointMismatch(path, problems)
         if self.sharded:
-            self._load_shards(Path(path))
+            (shards or partial(self._load_shards, Path(path)))()
         else:
             for name, module in self.modules.items():
                 module.load_state_dict(stored["model"][name])  # type: ignore[index]
