@@ -70,6 +70,9 @@ class Filling:
             if self.every and step % self.every == 0:
                 self._copy(step, pieces())
         except (OSError, ValueError, MemoryError) as error:
+            if not self._checked:  # the other ranks wait for this one's answer
+                self._checked = True
+                self._too_little(step, 0)
             self._off(f"the arena of rank {self._rank} cannot be filled ({error})")
         if not self._choosing:
             return

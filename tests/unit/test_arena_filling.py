@@ -46,6 +46,20 @@ def test_every_rank_is_asked_the_same(mode: ArenaMode, fails: bool, monkeypatch:
     own.close()
 
 
+def test_a_rank_that_has_no_payload_keeps_nobody_waiting() -> None:
+    own, ranks = Arena(), Ranks()
+    filling = ranks.filling(own, 1)
+
+    def nothing() -> list[bytes]:
+        raise ValueError("it is unsound")
+
+    for step in (1, 2):
+        filling.fill(step, nothing)
+    assert ranks.asked == ["loop/arena/1"] and filling.every == 0
+    assert ["it is unsound" in note for note in ranks.notes] == [True]
+    own.close()
+
+
 def test_too_little_memory_is_told_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "available", lambda: 100_000)
     own, ranks = Arena(), Ranks()

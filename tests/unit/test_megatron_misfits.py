@@ -16,10 +16,10 @@ from lastgasp.ports import Gather
 from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import NotLoaded, around_load, is_about_content
-from lastgasp_megatron.merge import merged
+from lastgasp_megatron.merge import layout_of, merged
 from lastgasp_megatron.own_part import load_own_part, without_gloo
 from lastgasp_megatron.reload import MegatronSelector
-from lastgasp_megatron.shards import slice_of
+from lastgasp_megatron.shards import copied, held_of
 from lastgasp_megatron.tracker import read_tracker
 from support.checkpoint_kit import FOLDERS, as_ranks, provenance
 from support.megatron.slices import optimizers
@@ -225,8 +225,8 @@ def _setter(optimizer: Any) -> Callable[[Any, Any], None]:
 def test_each_rank_reads_its_own_part(parts: int, tmp_path: Path) -> None:
     _, _, found = optimizers(parts)
     path = tmp_path / "distrib_optim.pt"
-    expected = [slice_of(one, parts) for one in found]
-    torch.save(merged(found[0], expected), path)
+    expected = [copied(held_of(one, parts)) for one in found]
+    torch.save(merged(layout_of(found[0]), expected), path)
     for part, one in enumerate(found):
         for main, state in one.optimizer.state.items():
             for tensor in (main, *state.values()):
@@ -238,7 +238,7 @@ def test_each_rank_reads_its_own_part(parts: int, tmp_path: Path) -> None:
         one.load_parameter_state(str(path), update_legacy_format=False)
         undo()
         assert one.load_parameter_state is pytest.fail
-        (kinds,), (wanted,) = slice_of(one, parts), expected[part]
+        (kinds,), (wanted,) = copied(held_of(one, parts)), expected[part]
         for kind, buckets in kinds.items():
             for bucket, other in zip(buckets, wanted[kind], strict=True):
                 assert all(torch.equal(bucket[key], other[key]) for key in bucket)
@@ -246,7 +246,7 @@ def test_each_rank_reads_its_own_part(parts: int, tmp_path: Path) -> None:
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     _, _, (one,) = optimizers(1)
-    state = merged(one, [slice_of(one, 1)])
+    state = merged(layout_of(one), [copied(held_of(one, 1))])
     torch.save(state, tmp_path / "distrib_optim.pt")
     one.buffers[0].numel_unpadded = 99
     with pytest.raises(CheckpointError, match="holds 15 elements of buffer 0, and the model has 99"):

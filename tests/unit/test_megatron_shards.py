@@ -11,9 +11,9 @@ import torch
 
 from lastgasp.errors import ConfigError, DeadlineExceeded, NotSaveable
 from lastgasp.topology import Place
-from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
+from lastgasp_megatron.merge import layout_of, merged, weights_of_masters, weights_of_merged
 from lastgasp_megatron.settings import refuse
-from lastgasp_megatron.shards import Exchange, slice_of
+from lastgasp_megatron.shards import Exchange, copied, held_of
 from lastgasp_megatron.topology import Shard, advice
 from support.megatron.slices import KIND, SIZES, optimizers
 
@@ -21,21 +21,21 @@ from support.megatron.slices import KIND, SIZES, optimizers
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_slices_become_complete_tensors(parts: int) -> None:
     params, weights, found = optimizers(parts)
-    state = merged(found[0], [slice_of(one, parts) for one in found])
+    state = merged(layout_of(found[0]), [copied(held_of(one, parts)) for one in found])
     world = state[0][KIND]
     assert state["buckets_coalesced"] is True and world["numel_unpadded"] == 15
     for key, expected in (("param", weights), ("exp_avg", weights * 2), ("exp_avg_sq", weights.square() * 3)):
         assert torch.equal(world[key], expected), key
-    values = weights_of_merged(found[0], state)
+    values = weights_of_merged(found[0])
     for param, value in zip(params, torch.split(weights.to(torch.bfloat16), list(SIZES)), strict=True):
-        assert torch.equal(values[id(param)], value)
+        assert torch.equal(values[id(param)].value(state), value)
 
 
 def test_an_optimizer_that_made_no_update_has_moments_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), 7.0, **options))
     _, weights, (one,) = optimizers(1)
     one.optimizer.state.clear()
-    world = merged(one, [slice_of(one, 1)])[0][KIND]
+    world = merged(layout_of(one), [copied(held_of(one, 1))])[0][KIND]
     assert torch.equal(world["param"], weights)
     assert not world["exp_avg"].any() and not world["exp_avg_sq"].any()
 
@@ -44,7 +44,7 @@ def test_an_optimizer_that_lacks_a_part_of_its_state_is_not_saved() -> None:
     _, _, (one,) = optimizers(1)
     next(iter(one.optimizer.state.values())).pop("exp_avg")
     with pytest.raises(NotSaveable, match="no 'exp_avg' of one parameter"):
-        slice_of(one, 1)
+        held_of(one, 1)
 
 
 def test_an_optimizer_that_holds_more_than_the_file_has_place_for_is_not_saved() -> None:
@@ -52,13 +52,13 @@ def test_an_optimizer_that_holds_more_than_the_file_has_place_for_is_not_saved()
     main, state = next(iter(one.optimizer.state.items()))
     state |= {"step": torch.tensor(3), "ema": main.clone()}
     with pytest.raises(NotSaveable, match="holds 'ema'"):
-        slice_of(one, 1)
+        held_of(one, 1)
 
 
 def test_padding_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), 7.0, **options))
     _, weights, found = optimizers(2)
-    buckets = [bucket for one in found for bucket in slice_of(one, 2)[0][KIND]]
+    buckets = [bucket for one in found for bucket in copied(held_of(one, 2))[0][KIND]]
     rows = torch.cat([buckets[0]["param"], buckets[2]["param"], buckets[1]["param"], buckets[3]["param"]])
     assert torch.equal(rows, torch.cat([weights[:11], torch.zeros(1), weights[11:]]))
 
@@ -66,39 +66,44 @@ def test_padding_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_come_from_their_fp32_copy() -> None:
     model, main = torch.zeros(3, dtype=torch.bfloat16), torch.tensor([1.001, -2.3, 0.1])
     optimizer = SimpleNamespace(float16_groups=[[model]], fp32_from_float16_groups=[[main]])
-    assert torch.equal(weights_of_masters(optimizer)[id(model)], main.to(torch.bfloat16))
+    assert torch.equal(weights_of_masters(optimizer)[id(model)].value({}), main.to(torch.bfloat16))
     assert weights_of_masters(SimpleNamespace()) == {}, "fp32 weights are the truth themselves"
 
 
-def exchange(directory: Path, part: int = 0, attempt: int = 0, seconds: float = 20.0) -> Exchange:
-    place = Place(rank=part, world_size=2, replicas=((0,), (1,)), attempt=attempt, job="a/b c")
-    shard = Shard(tensor=0, pipeline=0, part=part, parts=2, data_ranks=(0, 1))
-    return Exchange(directory, place, shard, seconds)
+SHARD = Shard(tensor=0, pipeline=0, part=0, parts=2, data_ranks=(0, 1))
+FIRST, SECOND = SHARD.names
+
+
+def exchange(directory: Path, rank: int = 0, attempt: int = 0, seconds: float = 20.0) -> Exchange:
+    place = Place(rank=rank, world_size=2, replicas=((0,), (1,)), attempt=attempt, job="a/b c")
+    return Exchange(directory, place, seconds)
 
 
 def test_a_slice_that_comes_later_is_waited_for(tmp_path: Path) -> None:
-    mine, other = exchange(tmp_path), exchange(tmp_path, part=1)
+    mine, other = exchange(tmp_path), exchange(tmp_path, rank=1)
     found = [{KIND: [{"param": torch.arange(3.0)}]}]
-    thread = threading.Timer(0.05, other.put, (7, found))
+    thread = threading.Timer(0.05, other.put, (7, SECOND, found))
     thread.start()
-    taken = mine.take(7, 1, lambda: False)
+    taken = mine.take(7, SECOND, lambda: False)
     thread.join()
     assert torch.equal(taken[0][KIND][0]["param"], torch.arange(3.0))
+    mine.drop(7)
+    assert other.folder(7).is_dir(), "it is another rank's"
     other.drop(7)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_wait_has_an_end(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match=r"part-1\.pt of step 7"):
-        exchange(tmp_path, seconds=0.01).take(7, 1, lambda: False)
+        exchange(tmp_path, seconds=0.01).take(7, SECOND, lambda: False)
     with pytest.raises(NotSaveable, match="called off"):
-        exchange(tmp_path).take(7, 1, lambda: True)
+        exchange(tmp_path).take(7, SECOND, lambda: True)
 
 
 def test_what_older_attempts_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     found = [{KIND: [{"param": torch.zeros(1)}]}]
     for attempt in (0, 1):
-        exchange(tmp_path, attempt=attempt).put(7, found)
+        exchange(tmp_path, attempt=attempt).put(7, FIRST, found)
     (tmp_path / "iter_0000007").mkdir()
     exchange(tmp_path, attempt=1).clear_older()
     assert sorted(p.name for p in tmp_path.iterdir()) == [exchange(tmp_path, attempt=1).folder(7).name, "iter_0000007"]

@@ -23,6 +23,8 @@ _HELP = {
     "finish_timeout": "seconds that a rank inside its update gets to finish it; default 10",
     "recovery": "which faults are answered without a restart: auto, retry, replace; restart (default): none; save: the "
     "job ends after the save",
+    "arena": "which steps' shards that only one rank holds are copied into memory that outlives it: auto (default), "
+    "every N, off",
     "marks": "what is marked in each step, for `lastgasp report`: 1 (default) for all but the collectives, 0 for "
     "nothing, all, none (until `lastgasp switch`), or names out of step, forward, dataloader, save, comm, with commas",
     "profiling_dir": "where the marks' files go; default: MindCluster's directory where there is one, else "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lastgasp.adapter import NotSaveable
 from lastgasp_megatron.aux_state import native
+from lastgasp_megatron.merge import Weight
 from lastgasp_megatron.steps import Boundary, Built, is_stub, only
 from lastgasp_megatron.topology import Shard
 
@@ -22,24 +23,20 @@ class Composer:
     """Builds the state of one rank's part of the model.
 
     Args:
-        built: Megatron's; shard: what this rank holds; rank: this rank.
+        built: Megatron's; shard: what this rank holds.
     """
 
-    def __init__(self, built: Built, shard: Shard, rank: int) -> None:
+    def __init__(self, built: Built, shard: Shard) -> None:
         self._args, self._model, self.optimizer, _ = built
-        self.shard, self._rank = shard, rank
+        self.shard = shard
         self._begun = int(getattr(built.args, "iteration", 0) or 0)
 
-    def compose(self, boundary: Boundary, weights: Mapping[int, Tensor], aux: Mapping[int, bytes]) -> dict[str, Any]:
-        """The complete content.
+    def compose(self, boundary: Boundary, weights: Mapping[int, Weight]) -> dict[str, Any]:
+        """The complete content but random states, with `weights` in place of parameters whose live values may be of
+        another step.
 
         Args:
-            boundary: the step.
-            weights: id of a parameter -> its value, where the live one may be of another step.
-            aux: random states by rank.
-
-        Raises:
-            NotSaveable: this rank's random state of the step is not known.
+            boundary: the step; weights: by the id of a parameter.
         """
         state: dict[str, Any] = {"args": self._arguments(boundary), "checkpoint_version": 3.0}
         state["iteration"] = boundary.step
@@ -50,8 +47,6 @@ class Composer:
             state["optimizer"] = self._optimizer_state(boundary)
         if boundary.scheduler is not None:
             state["opt_param_scheduler"] = boundary.scheduler
-        if not getattr(self._args, "no_save_rng", False):
-            state["rng_state"] = self._random(aux)
         state["num_floating_point_operations_so_far"] = self._operations(boundary.step)
         return state
 
@@ -69,18 +64,6 @@ class Composer:
             target = found[0] if isinstance(found, list) else found
             target["grad_scaler"] = boundary.scaler
         return found
-
-    def _random(self, aux: Mapping[int, bytes]) -> list[dict[str, Any]]:
-        """One element, or one per data parallel rank where each has its own (--data-parallel-random-init)."""
-        own = aux.get(self._rank)
-        if not own:
-            raise NotSaveable(f"the random state of rank {self._rank} is not known for this step")
-        if not getattr(self._args, "data_parallel_random_init", False):
-            return [native(own)]
-        missing = [rank for rank in self.shard.data_ranks if not aux.get(rank)]
-        if missing:
-            log.warning("the random state of ranks %s was out of reach: they get that of rank %d", missing, self._rank)
-        return [native(aux.get(rank) or own) for rank in self.shard.data_ranks]
 
     def _operations(self, step: int) -> float:
         """What Megatron counts for its log; it keeps the number in a local variable."""
@@ -105,8 +88,32 @@ def _before_any_update(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _weights(state: Mapping[str, Any], weights: Mapping[int, Tensor]) -> dict[str, Any]:
-    """A model's state with the given values in place of live parameters."""
+def with_random(content: dict[str, Any], rank: int, shard: Shard, aux: Mapping[int, bytes]) -> dict[str, Any]:
+    """The content with Megatron's list of random states: one element, or one per data parallel rank where each has its
+    own (--data-parallel-random-init).
+
+    Args:
+        rank, shard: whose content it is; aux: random states by rank.
+
+    Raises:
+        NotSaveable: this rank's random state of the step is not known.
+    """
+    args = content["args"]
+    if getattr(args, "no_save_rng", False):
+        return content
+    own = aux.get(rank)
+    if not own:
+        raise NotSaveable(f"the random state of rank {rank} is not known for this step")
+    if not getattr(args, "data_parallel_random_init", False):
+        return content | {"rng_state": [native(own)]}
+    missing = [rank for rank in shard.data_ranks if not aux.get(rank)]
+    if missing:
+        log.warning("the random state of ranks %s was out of reach: they get that of rank %d", missing, rank)
+    return content | {"rng_state": [native(aux.get(rank) or own) for rank in shard.data_ranks]}
+
+
+def _weights(state: Mapping[str, Any], weights: Mapping[int, Weight]) -> dict[str, Any]:
+    """A model's state with what stands for some of its parameters."""
     return {
         key: weights.get(id(value), value.detach()) if isinstance(value, Tensor) else value
         for key, value in state.items()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Device:
@@ -53,3 +54,17 @@ class Device:
             stream.wait_event(self._event)
             yield
             stream.synchronize()
+
+
+class HostCopies:
+    """Pinned memory of the host for tensors of a device, kept for the next time. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def __call__(self, number: int, flat: Tensor) -> Tensor:
+        """The bytes `flat` on the host; waits for the device, whose work so far waits for no other rank."""
+        kept = self._kept.get(number)
+        if kept is None or kept.shape != flat.shape:
+            kept = self._kept[number] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        return kept.copy_(flat)

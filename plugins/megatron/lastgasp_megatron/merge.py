@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,30 +12,57 @@ from torch import Tensor
 from lastgasp_megatron.shards import Slice, state_keys
 
 
-def merged(optimizer: Any, slices: list[Slice]) -> dict[Any, Any]:
+@dataclass(frozen=True)
+class Layout:
+    """How the slices of an optimizer become whole rows.
+
+    Args:
+        keys: names of the tensors.
+        buffers: of each buffer its elements without padding, and those of its buckets.
+    """
+
+    keys: tuple[str, ...]
+    buffers: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def layout_of(optimizer: Any) -> Layout:
+    """That of a DistributedOptimizer."""
+    return Layout(
+        state_keys(optimizer),
+        tuple(
+            (buffer.numel_unpadded, tuple(bucket.numel_unpadded for bucket in buffer.buckets))
+            for buffer in optimizer.buffers
+        ),
+    )
+
+
+def merged(layout: Layout, slices: list[Slice]) -> dict[Any, Any]:
     """The content of `distrib_optim.pt`, as DistributedOptimizer.get_parameter_state_dp_zero returns it.
 
     Args:
-        optimizer: a DistributedOptimizer whose buffers have the layout of the slices.
         slices: of all parts, in order.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, buffer in enumerate(optimizer.buffers):
+    for number, (size, buckets) in enumerate(layout.buffers):
         kinds = slices[0][number]
-        state[number] = {kind: _world(optimizer, buffer, [one[number][kind] for one in slices]) for kind in kinds}
+        state[number] = {
+            kind: _world(layout.keys, size, buckets, [one[number][kind] for one in slices]) for kind in kinds
+        }
     return state
 
 
-def _world(optimizer: Any, buffer: Any, parts: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
+def _world(
+    keys: tuple[str, ...], size: int, buckets: tuple[int, ...], parts: list[list[dict[str, Tensor]]]
+) -> dict[str, Any]:
     world: dict[str, Any] = {}
-    for key in state_keys(optimizer):
-        complete = torch.empty(buffer.numel_unpadded, dtype=torch.float32, device="cpu")
+    for key in keys:
+        complete = torch.empty(size, dtype=torch.float32, device="cpu")
         begin = 0
-        for index, bucket in enumerate(buffer.buckets):
-            _fill(complete[begin : begin + bucket.numel_unpadded], [part[index][key] for part in parts])
-            begin += bucket.numel_unpadded
+        for index, elements in enumerate(buckets):
+            _fill(complete[begin : begin + elements], [part[index][key] for part in parts])
+            begin += elements
         world[key] = complete
-    world["numel_unpadded"] = buffer.numel_unpadded
+    world["numel_unpadded"] = size
     return world
 
 
@@ -46,16 +75,50 @@ def _fill(row: Tensor, pieces: list[Tensor]) -> None:
         at += fits
 
 
-def weights_of_merged(optimizer: Any, state: dict[Any, Any]) -> dict[int, Tensor]:
-    """id of each parameter in the buffers -> its value, rounded from the fp32 weights as Megatron rounds them."""
-    found: dict[int, Tensor] = {}
+class Weight(Protocol):
+    """What stands for a parameter of the model until its fp32 weights are complete."""
+
+    def value(self, state: Mapping[Any, Any]) -> Tensor:
+        """The parameter, rounded as Megatron rounds it, by what `merged` returns; that is empty without slices."""
+
+
+@dataclass(frozen=True)
+class CutOut:
+    """A parameter that lies in buffer `buffer` from `begin` to `end`, padding left out."""
+
+    buffer: int
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def value(self, state: Mapping[Any, Any]) -> Tensor:
+        """As `Weight` says."""
+        (world,) = state[self.buffer].values()
+        flat: Tensor = world["param"][self.begin : self.end]
+        return flat.to(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A parameter whose fp32 weights one rank has."""
+
+    main: Tensor
+    dtype: torch.dtype
+
+    def value(self, state: Mapping[Any, Any]) -> Tensor:
+        """As `Weight` says."""
+        return self.main.detach().to(self.dtype)
+
+
+def weights_of_merged(optimizer: Any) -> dict[int, Weight]:
+    """id of each parameter in the buffers of a distributed optimizer -> what will be its value."""
+    found: dict[int, Weight] = {}
     for number, buffer in enumerate(optimizer.buffers):
-        (world,) = state[number].values()
         begins = _unpadded_begins(buffer)
         for param, (start, end, bucket) in buffer.param_index_map.items():
             begin = begins[bucket] + start - buffer.buckets[bucket].offset
-            flat = world["param"][begin : begin + end - start]
-            found[id(param)] = flat.to(param.dtype).view(param.shape)
+            found[id(param)] = CutOut(number, begin, begin + end - start, param.dtype, tuple(param.shape))
     return found
 
 
@@ -67,12 +130,24 @@ def _unpadded_begins(buffer: Any) -> list[int]:
     return begins
 
 
-def weights_of_masters(optimizer: Any) -> dict[int, Tensor]:
+def weights_of_masters(optimizer: Any) -> dict[int, Weight]:
     """The same for an optimizer that has all of it: parameters that have an fp32 copy."""
-    found: dict[int, Tensor] = {}
+    found: dict[int, Weight] = {}
     models = getattr(optimizer, "float16_groups", [])
     masters = getattr(optimizer, "fp32_from_float16_groups", [])
     for model_group, main_group in zip(models, masters, strict=True):
         for model, main in zip(model_group, main_group, strict=True):
-            found[id(model)] = main.detach().to(model.dtype)
+            found[id(model)] = Rounded(main, model.dtype)
     return found
+
+
+def with_values(content: Mapping[str, Any], state: Mapping[Any, Any]) -> dict[str, Any]:
+    """The content of a rank's file with the weights themselves: that of its models is one level deep."""
+    return {
+        key: {name: _value(one, state) for name, one in part.items()} if key.startswith("model") else part
+        for key, part in content.items()
+    }
+
+
+def _value(one: Any, state: Mapping[Any, Any]) -> Any:
+    return one.value(state) if isinstance(one, CutOut | Rounded) else one

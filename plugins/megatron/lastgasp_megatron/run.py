@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as distributed
 
 from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, cause_of, place_in_job, recovery_of
+from lastgasp.adapter.arenas import arena_of
 from lastgasp.adapter.torch import EnteredFromFiles, connect, from_rank_0, kind_of, process_groups
 from lastgasp_megatron.again import not_again
 from lastgasp_megatron.args import options_of
@@ -49,6 +50,7 @@ class Run:
         refuse(args)
         self.args, self._options, found = args, options_of(args), versions()
         self._recovery = recovery_of(getattr(args, "lastgasp_recovery", None), "restart")
+        self._arena = arena_of(getattr(args, "lastgasp_arena", None))
         rank, world = distributed.get_rank(), distributed.get_world_size()
         self._place = place = place_in_job(rank, world, replicas_of(args), from_rank_0)
         if place.rank == 0 and (warning := untried(found["megatron-core"])):
@@ -73,7 +75,9 @@ class Run:
         """The model is built and loaded."""
         life, chunks = self.life, list(model) if isinstance(model, list | tuple) else [model]
         built = Built(self.args, chunks, optimizer, scheduler)
-        self.state = state = MegatronState(built, self._options.gasp, self._place, self.session, lambda: life.alike)
+        self.state = state = MegatronState(
+            built, self._options.gasp, self._place, self.session, lambda: life.alike, arena=self._arena
+        )
         life.on_close(state.close, last=True)
         life.on_close(state.steps.uninstall)
         life.bind(state)

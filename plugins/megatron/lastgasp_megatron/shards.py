@@ -1,7 +1,7 @@
 """The distributed optimizer's state: this rank's slice, and how the slices of live holders are merged.
 
-Each holder writes its slice to a file of the shared checkpoint directory; the holder of slice 0 waits for the others
-and makes Megatron's own `distrib_optim.pt` of them (`merge`). No collective: any of the ranks may be missing.
+Each saver writes the slices that it holds to files of the shared checkpoint directory; the one of slice 0 waits for the
+others and makes Megatron's own `distrib_optim.pt` of them (`merge`). No collective: any of the ranks may be missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from lastgasp.adapter import DeadlineExceeded, NotSaveable, Place, clock
 from lastgasp.adapter.torch import without_crc32
-from lastgasp_megatron.topology import Shard
 
 Bucket = dict[str, Tensor]
 Slice = list[dict[Any, list[Bucket]]]
@@ -36,20 +36,55 @@ def state_keys(optimizer: Any) -> tuple[str, ...]:
     return ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
 
 
-def slice_of(optimizer: Any, parts: int) -> Slice:
-    """This rank's slice, copied to the CPU: what `get_parameter_state_dp_zero` would send to rank 0.
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of one bucket, where it lies: nothing is copied.
+
+    Args:
+        size: elements of the rank's part; keys: names of the tensors.
+        pieces: begin and end within that part, and the tensors of one parameter.
+    """
+
+    size: int
+    keys: tuple[str, ...]
+    pieces: tuple[tuple[int, int, dict[str, Tensor]], ...]
+
+    def rows(self) -> Bucket:
+        """The part, copied to the CPU; padding and moments that do not exist yet are zero, which is how Adam begins."""
+        found = {key: torch.empty(self.size, dtype=torch.float32, device="cpu") for key in self.keys}
+        for start, end in _gaps([(start, end) for start, end, _ in self.pieces], self.size):
+            for row in found.values():
+                row[start:end].zero_()
+        for start, end, tensors in self.pieces:
+            for key, row in found.items():
+                if key in tensors:
+                    row[start:end].copy_(tensors[key].detach().view(-1))
+                else:
+                    row[start:end].zero_()
+        return found
+
+
+HeldSlice = list[dict[Any, list[Held]]]
+
+
+def held_of(optimizer: Any, parts: int) -> HeldSlice:
+    """This rank's slice: what `get_parameter_state_dp_zero` would send to rank 0.
 
     Args:
         optimizer: a DistributedOptimizer; parts: ranks that share its state.
 
     Raises:
-        NotSaveable: a part of the optimizer's state is missing.
+        NotSaveable: a part of the optimizer's state is missing, or there is more than a checkpoint has place for.
     """
     keys = state_keys(optimizer)
     return [
         {
             kind: [
-                _bucket(optimizer, keys, ranges, bucket.grad_data.numel() // parts)
+                Held(
+                    bucket.grad_data.numel() // parts,
+                    keys,
+                    tuple(_pieces(optimizer, keys, ranges["param_map"])),
+                )
                 for ranges, bucket in zip(all_ranges, buffer.buckets, strict=True)
             ]
             for kind, all_ranges in kinds.items()
@@ -58,26 +93,21 @@ def slice_of(optimizer: Any, parts: int) -> Slice:
     ]
 
 
-def _bucket(optimizer: Any, keys: tuple[str, ...], ranges: Any, size: int) -> Bucket:
-    found = {key: torch.empty(size, dtype=torch.float32, device="cpu") for key in keys}
-    places = [where["gbuf_local"] for where in ranges["param_map"].values()]
-    for start, end in _gaps([(place.start, place.end) for place in places], size):
-        for row in found.values():
-            row[start:end].zero_()
-    for param, place in zip(ranges["param_map"], places, strict=True):
-        tensors = _tensors(optimizer, param)
+def copied(held: HeldSlice) -> Slice:
+    """The slice in memory of its own."""
+    return [{kind: [bucket.rows() for bucket in buckets] for kind, buckets in kinds.items()} for kinds in held]
+
+
+def _pieces(optimizer: Any, keys: tuple[str, ...], param_map: Any) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    for param, where in param_map.items():
+        tensors, place = _tensors(optimizer, param), where["gbuf_local"]
         more = [key for key, value in tensors.items() if key not in (*keys, "step") and isinstance(value, Tensor)]
         if more:
             raise NotSaveable(f"the optimizer holds {more[0]!r} for each parameter, which distrib_optim.pt has not")
-        for key in keys:
-            row = found[key][place.start : place.end]
-            if key in tensors:
-                row.copy_(tensors[key].detach().view(-1))
-            elif optimizer.optimizer.state:
-                raise NotSaveable(f"the optimizer has no {key!r} of one parameter, and has others")
-            else:
-                row.zero_()  # no update was made yet: that is what Adam begins with
-    return found
+        lacking = [key for key in keys if key not in tensors]
+        if lacking and optimizer.optimizer.state:
+            raise NotSaveable(f"the optimizer has no {lacking[0]!r} of one parameter, and has others")
+        yield place.start, place.end, {key: tensors[key] for key in keys if key in tensors}
 
 
 def _gaps(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
@@ -99,12 +129,14 @@ class Exchange:
 
     Args:
         directory: the checkpoint directory, shared by all ranks.
+        seconds: how long a slice is waited for.
     """
 
-    def __init__(self, directory: Path, place: Place, shard: Shard, seconds: float) -> None:
-        self._directory, self._shard, self._seconds = directory, shard, seconds
+    def __init__(self, directory: Path, place: Place, seconds: float) -> None:
+        self._directory, self._seconds = directory, seconds
         self._job = f".gasp-{xxhash.xxh3_64_hexdigest(place.job.encode())}-"
         self._attempt = (place.attempt, place.incarnation)
+        self._put: set[Path] = set()
 
     def folder(self, step: int) -> Path:
         """Of this job, attempt, incarnation and step: what lies there was written at this very state."""
@@ -118,25 +150,26 @@ class Exchange:
                 if tuple(map(int, attempt.split("."))) < self._attempt:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def put(self, step: int, found: Slice) -> int:
-        """Write this rank's slice atomically; returns its bytes. Raises OSError."""
-        path = self._path(step, self._shard.part)
+    def put(self, step: int, name: str, found: Slice) -> int:
+        """Write a slice atomically (`Shard.name` of its holder); returns its bytes. Raises OSError."""
+        path = self._path(step, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         temp = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
         with without_crc32():
             torch.save(found, temp)
         size = temp.stat().st_size
         temp.replace(path)
+        self._put.add(path)
         return size
 
-    def take(self, step: int, part: int, stopped: Callable[[], bool]) -> Slice:
-        """The slice that another rank writes; waits for it.
+    def take(self, step: int, name: str, stopped: Callable[[], bool]) -> Slice:
+        """The slice of that name, which another rank writes; waits for it.
 
         Raises:
             DeadlineExceeded: it did not come.
             NotSaveable: `stopped` became true meanwhile.
         """
-        path, deadline = self._path(step, part), clock.monotonic() + self._seconds
+        path, deadline = self._path(step, name), clock.monotonic() + self._seconds
         while clock.monotonic() < deadline:
             if stopped():
                 raise NotSaveable(f"the save of step {step} was called off")
@@ -149,14 +182,18 @@ class Exchange:
         )
 
     def drop(self, step: int) -> None:
-        """Remove this rank's slice. Never raises."""
+        """Remove the slices that this rank has put there. Never raises."""
+        folder = self.folder(step)
+        for path in [path for path in self._put if path.parent == folder]:
+            self._put.discard(path)
+            with contextlib.suppress(OSError):
+                path.unlink()
         with contextlib.suppress(OSError):
-            self._path(step, self._shard.part).unlink()
-            self.folder(step).rmdir()
+            folder.rmdir()
 
     def close(self, step: int) -> None:
         """The checkpoint is published: nobody needs the slices. Never raises."""
         shutil.rmtree(self.folder(step), ignore_errors=True)
 
-    def _path(self, step: int, part: int) -> Path:
-        return self.folder(step) / f"{self._shard.name}{part}.pt"
+    def _path(self, step: int, name: str) -> Path:
+        return self.folder(step) / f"{name}.pt"

@@ -1,21 +1,23 @@
-"""The state of a Megatron run as the engine's port (ports.StateSource): genuine `iter_*` directories, format torch."""
+"""The state of a Megatron run as the engine's port (ports.ShardSource): genuine `iter_*` directories, format torch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from torch import Tensor
-
-from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, SaveResult, require_alike
+from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, SaveResult, cause_of, require_alike
+from lastgasp.adapter.arenas import Arena, Wanted
 from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import save_verified
 from lastgasp_megatron.aux_state import RandomState
-from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
-from lastgasp_megatron.devices import Device
-from lastgasp_megatron.merge import merged, weights_of_masters, weights_of_merged
-from lastgasp_megatron.shards import Exchange, slice_of
+from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed, with_random
+from lastgasp_megatron.devices import Device, HostCopies
+from lastgasp_megatron.image import Image, Piece, decoded, encoded, problem
+from lastgasp_megatron.merge import layout_of, merged, weights_of_masters, weights_of_merged, with_values
+from lastgasp_megatron.shards import Exchange, Slice, copied, held_of
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
@@ -31,6 +33,8 @@ class MegatronSource:
 
     Attributes:
         unsound: why nothing can be saved for as long as this process lives; empty where it can.
+        looked: whether that is known, which takes an update.
+        arena: this rank's, where it holds what no other rank has; else None.
     """
 
     def __init__(
@@ -47,11 +51,13 @@ class MegatronSource:
         self._steps, self._random, self._composer, self._device = steps, random, composer, device
         self._optimizer, self._shard = only(composer.optimizer), composer.shard
         self._writer, self._config, self._alike = writer, config, alike
+        self._host = HostCopies()
         self.rank = writer.place.rank
         self._orders = itertools.count(1)
         self._order = 0
-        self.unsound = ""
-        self._exchange = Exchange(config.directory, writer.place, self._shard, config.save_timeout)
+        self.unsound, self.looked = "", False
+        self.arena: Arena | None = None
+        self._exchange = Exchange(config.directory, writer.place, config.save_timeout)
         if self.rank == 0:
             self._exchange.clear_older()
 
@@ -64,35 +70,71 @@ class MegatronSource:
         """This rank's random state of `step`; empty when it is no longer known."""
         return self._random.read(step)
 
+    # -- what this rank holds ---------------------------------------------------------------------
+
+    def image(self, boundary: Boundary) -> Image:
+        """What it holds of that step, which is the one that the optimizer has completed last. Nothing is copied.
+
+        Raises:
+            NotSaveable: a part of the optimizer's state is missing.
+        """
+        optimizer, shard, step = self._optimizer, self._shard, boundary.step
+        slices = is_distributed(optimizer) and not is_stub(optimizer)
+        content = None
+        if not slices or shard.part == 0:
+            weights = weights_of_merged(optimizer) if slices else weights_of_masters(optimizer)
+            content = self._composer.compose(boundary, weights)
+        return Image(
+            rank=self.rank,
+            shard=shard,
+            step=step,
+            file=file_in_checkpoint(step),
+            content=content,
+            held=held_of(optimizer, shard.parts) if slices else None,
+            layout=layout_of(optimizer) if slices else None,
+            aux=self._random.read(step),
+            looked=self.looked or not self._steps.updated,
+        )
+
+    def payload(self, boundary: Boundary) -> list[Piece]:
+        """The same for the arena. On the training thread, between an update and the next.
+
+        Raises:
+            ValueError: there is something in the way.
+        """
+        try:
+            if self.unsound:
+                raise NotSaveable(self.unsound)
+            return encoded(self.image(boundary), self._host)
+        except Exception as error:  # whatever it is, it costs the arena and not the job
+            raise ValueError(cause_of(error)) from error
+
     # -- saving -----------------------------------------------------------------------------------
 
     def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SavedPart:
         """Write this rank's part of `iter_N` under a temporary name, or its slice for the rank that merges."""
-        require_alike(self._alike())
-        with self._device.reading():
-            return self._save(step, aux)
+        return self.save_shards(step, aux, reason, Wanted(own=True, arenas={}, common=self.rank))
 
-    def _save(self, step: int, aux: Mapping[int, bytes]) -> SavedPart:
+    def save_shards(self, step: int, aux: Mapping[int, bytes], reason: str, wanted: Wanted) -> SavedPart:
+        """The same for this rank's part, if it is wanted, and for those of the arenas."""
+        require_alike(self._alike())
         self._order = order = next(self._orders)
-        boundary = self._require(step)
-        self._require_sound()
-        aux = {rank: data for rank, data in aux.items() if data} | {self.rank: self._random.read(step)}
-        target = checkpoint_path(self._config.directory, step)
-        slices = is_distributed(self._optimizer) and not is_stub(self._optimizer)
-        staged = Staged(target, LAYOUT, sha256=self._config.sha256)
-        if slices and self._shard.part > 0:
-            return self._save_slice(boundary, staged)
-        try:
-            weights = self._save_merged(boundary, staged, order) if slices else weights_of_masters(self._optimizer)
-            save_verified(self._composer.compose(boundary, weights, aux), staged, file_in_checkpoint(step))
-            faults.fire_at("gasp_save", step)
-            part = part_of(staged)
-            self._require(step)
-        except BaseException:
-            staged.discard()
-            raise
-        begun = staged.first_byte_ns or 0
-        return SavedPart(step=step, staged=staged, nbytes=staged.nbytes, first_byte_ns=begun, part=part)
+        images = [decoded(payload) for payload in wanted.arenas.values()]
+        for image in images:
+            if why := problem(image):
+                raise NotSaveable(f"the arena of rank {image.rank}: {why}")
+        known = {image.rank: image.aux for image in images} | {rank: data for rank, data in aux.items() if data}
+        if not wanted.own:
+            return self._write(step, None, images, known, order)
+        with self._own(step) as own:
+            return self._write(step, own, images, known | {self.rank: own.aux}, order)
+
+    @contextmanager
+    def _own(self, step: int) -> Iterator[Image]:
+        with self._device.reading():
+            boundary = self._require(step)
+            self._require_sound()
+            yield self.image(boundary)
 
     def _require(self, step: int) -> Boundary:
         steps = self._steps
@@ -106,27 +148,52 @@ class MegatronSource:
         return boundary
 
     def _require_sound(self) -> None:
-        problem = self.unsound or unsound(self._optimizer, self._steps.settled and self._device.copied())
-        if problem:
-            raise NotSaveable(problem)
+        found = self.unsound or unsound(self._optimizer, self._steps.settled and self._device.copied())
+        if found:
+            raise NotSaveable(found)
 
-    def _save_slice(self, boundary: Boundary, staged: Staged) -> SavedPart:
-        found = slice_of(self._optimizer, self._shard.parts)
-        self._require(boundary.step)
-        nbytes = self._exchange.put(boundary.step, found)
-        faults.fire_at("gasp_save", boundary.step)
-        return SavedPart(step=boundary.step, staged=staged, nbytes=nbytes)
+    def _write(
+        self, step: int, own: Image | None, images: list[Image], aux: Mapping[int, bytes], order: int
+    ) -> SavedPart:
+        images = [own, *images] if own is not None else images
+        staged = Staged(checkpoint_path(self._config.directory, step), LAYOUT, sha256=self._config.sha256)
+        try:
+            slices = {image.shard.name: copied(image.held) for image in images if image.held is not None}
+            if own is not None:
+                self._require(step)
+            files = [image for image in images if image.content is not None]
+            merged_here = {name for image in files for name in image.shard.names}
+            away = {name: found for name, found in slices.items() if name not in merged_here}
+            nbytes = sum(self._exchange.put(step, name, found) for name, found in away.items())
+            for image in files:
+                self._write_file(image, slices, aux, staged, order)
+            faults.fire_at("gasp_save", step)
+            part = part_of(staged) if files else b""
+            if own is not None and files:
+                self._require(step)
+        except BaseException:
+            staged.discard()
+            self._exchange.drop(step)
+            raise
+        begun = staged.first_byte_ns or 0
+        return SavedPart(step=step, staged=staged, nbytes=staged.nbytes + nbytes, first_byte_ns=begun, part=part)
 
-    def _save_merged(self, boundary: Boundary, staged: Staged, order: int) -> dict[int, Tensor]:
-        """Write `distrib_optim.pt`; returns the weights that follow from it."""
-        step, others = boundary.step, range(1, self._shard.parts)
-        slices = [slice_of(self._optimizer, self._shard.parts)]
-        self._require(step)
-        slices += [self._exchange.take(step, part, lambda: self._order != order) for part in others]
-        state = merged(self._optimizer, slices)
-        name = file_in_checkpoint(step).rpartition("/")[0] + "/distrib_optim.pt"
-        save_verified(state, staged, name)
-        return weights_of_merged(self._optimizer, state)
+    def _write_file(
+        self, image: Image, slices: Mapping[str, Slice], aux: Mapping[int, bytes], staged: Staged, order: int
+    ) -> None:
+        """The file of a rank, and before it that of the optimizer of all ranks with the same part of the model."""
+        assert image.content is not None
+        state: dict[Any, Any] = {}
+        if image.layout is not None:
+            names, step = image.shard.names, image.step
+            others = {name: self._taken(step, name, order) for name in names if name not in slices}
+            state = merged(image.layout, [{**slices, **others}[name] for name in names])
+            save_verified(state, staged, image.file.rpartition("/")[0] + "/distrib_optim.pt")
+        content = with_random(with_values(image.content, state), image.rank, image.shard, aux)
+        save_verified(content, staged, image.file)
+
+    def _taken(self, step: int, name: str, order: int) -> Slice:
+        return self._exchange.take(step, name, lambda: self._order != order)
 
     # -- publishing -------------------------------------------------------------------------------
 

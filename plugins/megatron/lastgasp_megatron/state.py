@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from lastgasp.adapter import ConfigError, Digests, GaspConfig, ManifestWriter, Place, Session
+from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.torch import digests_of
 from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, is_distributed
 from lastgasp_megatron.devices import Device
+from lastgasp_megatron.keeping import Keeping, needs_arenas
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
-from lastgasp_megatron.steps import Built, Steps, is_stub, only
+from lastgasp_megatron.steps import Boundary, Built, Steps, is_stub, only
 from lastgasp_megatron.topology import advice, shard_of
 from lastgasp_megatron.tracker import FORMAT
 
@@ -39,6 +41,7 @@ class MegatronState:
         config: where and how to save; place: who this rank is.
         session: is asked before parameters change, told each completed step, and what people must know.
         alike: whether all replicas were found to hold the same.
+        arena: which steps are copied into an arena, where a shard has no replica.
 
     Attributes:
         steps: counts them.
@@ -54,10 +57,12 @@ class MegatronState:
         place: Place,
         session: Session,
         alike: Callable[[], bool] = lambda: True,
+        *,
+        arena: ArenaMode = 0,
     ) -> None:
         _check(built.optimizer)
         self._args, self._chunks, self._optimizer, _ = built
-        self._place, self._session, self._looked = place, session, False
+        self._place, self._session = place, session
         self._device = Device(_device(built.model))
         self._random = RandomState(self._device.device)
         self.steps = Steps(
@@ -65,9 +70,13 @@ class MegatronState:
             capture=self._random.capture,
             before_update=session.before_update,
             step_completed=self._completed,
+            keep=self._keep,
         )
-        composer, writer = Composer(built, shard_of(built.args), place.rank), ManifestWriter(FORMAT, place)
+        self._begun = self.steps.step
+        composer, writer = Composer(built, shard_of(built.args)), ManifestWriter(FORMAT, place)
         self.source = MegatronSource(self.steps, self._random, composer, self._device, writer, config, alike=alike)
+        wanted = arena != 0 and needs_arenas(place, session)
+        self._keeping = Keeping(self.source, arena, place, session) if wanted else None
         self._device.mark()
         self._device.mark_copied()
         self.steps.on_settled = self._device.mark_copied
@@ -76,32 +85,42 @@ class MegatronState:
         self._device.mark()
         self._session.step_completed(step)  # looked up anew: the first one is another method
 
+    def _keep(self, boundary: Boundary) -> None:
+        if self._keeping is not None:
+            self._keeping.keep(boundary)
+
     def install(self) -> None:
         """Watch the optimizer, and say once what a lost rank would cost. Idempotent."""
         self.steps.install()
         if self._place.rank != 0:
             return
-        if self.advice():
+        if self._keeping is None and self.advice():
             log.warning("%s", self.advice())
         if getattr(self._args, "ckpt_format", "torch") == "torch_dist":
             log.info("%s", _OF_ONE_CUT)
 
     def close(self) -> None:
-        """Release the crash-safe buffer, once no gasp can be taken any more."""
+        """Release the crash-safe buffer and the arena, once no gasp can be taken any more."""
         self._random.recorder.close()
+        if self._keeping is not None:
+            self._keeping.close()
 
     def iteration_begin(self) -> None:
         """Call before each `train_step`."""
         self.steps.iteration_begin()
-        if self.steps.updated and not self._looked:
+        if self.steps.updated and not self.source.looked:
             self._look()
+        if self._keeping is not None and self.steps.step > self._begun:
+            self._keeping.begin(self.steps.boundary)
 
     def _look(self) -> None:
         """Once, after the first update: report now what would make a gasp impossible, not when one is needed."""
-        self._looked = True
+        self.source.looked = True
         problem = unsound(self._optimizer, settled=self.steps.settled)
         if problem:
             self.source.unsound = problem
+            if self._keeping is not None:
+                self._keeping.forget()
             log.error("rank %d can save nothing after a fault: %s. Leave that option out", self._place.rank, problem)
 
     # -- the engine asks --------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class Steps:
         capture: records the random state for a step; `settled` is False just before its update.
         before_update: called before parameters change; may raise, and then they do not.
         step_completed: called when a step is complete.
+        keep: called before that: the optimizer's state is that of the step.
 
     Attributes:
         settled: the model's weights have been copied from the optimizer's since its last update.
@@ -65,10 +66,12 @@ class Steps:
         capture: Callable[[int, bool], None],
         before_update: Callable[[], None],
         step_completed: Callable[[int], None],
+        keep: Callable[[Boundary], None] = lambda boundary: None,
     ) -> None:
         self._args, _, self._optimizer, self._scheduler = built
         self.inner = inner_of(built.optimizer)
         self._capture, self._before_update, self._step_completed = capture, before_update, step_completed
+        self._keep = keep
         self.step = self.logged = int(getattr(built.args, "iteration", 0) or 0)
         self.inside = False
         self.settled, self.updated = True, False
@@ -98,6 +101,7 @@ class Steps:
         begun = getattr(self._args, "curr_iteration", None)
         if begun is not None and begun > self.step:  # --iterations-to-skip: counted without an update
             self._settle(int(begun))
+            self._keep(self.boundary)
             self._step_completed(self.step)
         else:
             self._settle(self.step)
@@ -131,7 +135,9 @@ class Steps:
         return result
 
     def _complete(self, updated: bool) -> None:
-        self.boundary = self._following(updated)
+        boundary = self._following(updated)
+        self._keep(boundary)
+        self.boundary = boundary
         self.step = self.boundary.step
         self._counted = True
         self.inside = False

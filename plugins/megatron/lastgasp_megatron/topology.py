@@ -40,7 +40,12 @@ class Shard:
     @property
     def name(self) -> str:
         """For file names."""
-        return f"tensor-{self.tensor}-pipeline-{self.pipeline}-part-"
+        return self.names[self.part]
+
+    @property
+    def names(self) -> list[str]:
+        """Those of all parts at this place of the grid, in order."""
+        return [f"tensor-{self.tensor}-pipeline-{self.pipeline}-part-{part}" for part in range(self.parts)]
 
 
 def shard_of(args: Any) -> Shard:

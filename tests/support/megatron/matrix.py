@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.megatron.job import PIPELINE, TENSOR, TWO_INSTANCES, GptJob
+from support.megatron.job import DIST_OPT, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
 
 LAYOUTS: dict[str, tuple[int, str]] = {
     "dp2": (2, "--bf16"),
@@ -17,12 +17,17 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2": (2, f"--bf16 {TENSOR}"),
     "pp2": (2, f"--bf16 {PIPELINE}"),
     "tp2-pp2": (4, f"--bf16 {TENSOR} {PIPELINE}"),
+    "dp2-one-instance": (2, f"--bf16 {DIST_OPT}"),
+    "dp4-one-instance": (4, f"--bf16 {DIST_OPT}"),
+    "tp2-dp2-one-instance": (4, f"--bf16 {DIST_OPT} {TENSOR}"),
 }
 """Ranks and Megatron's flags."""
-WITHOUT_REPLICAS = ("tp2", "pp2", "tp2-pp2")
-"""Each shard is on one rank only: a dead or a stopped one takes it along."""
+WITHOUT_REPLICAS = ("tp2", "pp2", "tp2-pp2", "dp2-one-instance", "dp4-one-instance", "tp2-dp2-one-instance")
+"""Each shard is on one rank only: that of a dead or a stopped one is in its arena."""
 KINDS = ("sigkill", "sigstop", "exception", "sigterm")
 MOMENTS = ("forward", "backward", "after_update", "periodic_save")
+OF_ARENAS = ("data", "update", "arena_copy", "step_end")
+"""Further ones where each shard is on one rank only; in the update and in the copy the step is done again."""
 STEP, SAVE_STEP = 6, 8
 """Completed iterations at the fault; the one with a periodic save."""
 LAST = 28
@@ -32,6 +37,7 @@ PLACES = {
     "backward": "finalize_model_grads",
     "after_update": "step_with_ready_grads",
     "periodic_save": "save_checkpoint",
+    "update": "step_with_ready_grads",
 }
 """Which of Megatron's functions is under way at each moment: the traceback of an exception names it."""
 
@@ -43,13 +49,18 @@ class Case:
     layout: str
     kind: str
     moment: str
+    rank: int | None = None
+    """The one that it happens on; left out, the first, which writes periodic saves, and the last take turns."""
 
     def __str__(self) -> str:
-        return f"{self.layout}-{self.kind}-{self.moment}"
+        named = "" if self.rank is None else f"-rank{self.rank}"
+        return f"{self.layout}-{self.kind}-{self.moment}{named}"
 
     @property
     def victim(self) -> int:
-        """The rank that it happens on: the first, which writes periodic saves, and the last take turns."""
+        """The rank that it happens on."""
+        if self.rank is not None:
+            return self.rank
         turn = (*LAYOUTS,).index(self.layout) + KINDS.index(self.kind) + MOMENTS.index(self.moment)
         return 0 if turn % 2 == 0 else LAYOUTS[self.layout][0] - 1
 
@@ -59,14 +70,15 @@ class Case:
         step = SAVE_STEP if self.moment == "periodic_save" else STEP
         fault = f"kind={self.kind},rank={self.victim},step={step},phase={self.moment}"
         hang = {"LASTGASP_HANG_TIMEOUT": "8"} if self.kind == "sigstop" else {}
-        return {"LASTGASP_FAULT": fault} | hang
+        return {"LASTGASP_FAULT": fault, "LASTGASP_ARENA": "every 1"} | hang
 
     @property
     def exact_step(self) -> int | None:
         """The step that must be saved; None where the signal is asynchronous and some steps may follow."""
         if self.kind == "sigterm":
             return None
-        return {"after_update": STEP + 1, "periodic_save": SAVE_STEP}.get(self.moment, STEP)
+        at = {"after_update": STEP + 1, "step_end": STEP + 1, "periodic_save": SAVE_STEP}
+        return at.get(self.moment, STEP)
 
     def job(self, folder: Path) -> GptJob:
         """It, under `lastgasp run` and with no line of lastgasp in the script."""
@@ -84,12 +96,17 @@ def reference(layout: str, folder: Path) -> GptJob:
 
 
 def all_cases() -> list[Case]:
-    """Every combination that physics allow: a rank without a replica must live."""
-    cases = [Case(*combination) for combination in itertools.product(LAYOUTS, KINDS, MOMENTS)]
-    return [case for case in cases if case.layout not in WITHOUT_REPLICAS or case.kind in ("exception", "sigterm")]
+    """Every combination."""
+    return [
+        *(Case(*combination) for combination in itertools.product(LAYOUTS, KINDS, MOMENTS)),
+        *(Case(layout, "sigkill", moment) for layout in WITHOUT_REPLICAS for moment in OF_ARENAS),
+        *(Case(layout, "exception", "update", 1) for layout in WITHOUT_REPLICAS),
+    ]
 
 
 COVERING = [
     Case("tp2-dp2", "sigkill", "periodic_save"),
+    Case("dp2-one-instance", "sigkill", "backward", 0),
+    Case("dp2-one-instance", "sigkill", "update", 1),
 ]
 """What runs with every test round."""

@@ -1,0 +1,50 @@
+"""What only this rank holds, in memory that its host's launcher keeps when the rank is gone (docs/sharded.md)."""
+
+from __future__ import annotations
+
+from lastgasp.adapter import Place, Session
+from lastgasp.adapter.arenas import Arena, ArenaMode, Filling
+from lastgasp_megatron.source import MegatronSource
+from lastgasp_megatron.steps import Boundary
+
+
+class Keeping:
+    """Fills this rank's arena at each step boundary. All calls on the training thread, by all ranks at the same steps.
+
+    Nothing is copied before the first step has ended, behind which the optimizer's state was looked at.
+
+    Args:
+        source: says what there is to copy; mode: which steps are copied.
+    """
+
+    def __init__(self, source: MegatronSource, mode: ArenaMode, place: Place, session: Session) -> None:
+        self._source, self._open = source, False
+        source.arena = arena = Arena()
+        self._filling = Filling(arena, mode, session.gather, session.note, place.rank)
+
+    def begin(self, boundary: Boundary) -> None:
+        """The first step has ended, and the state was found to be sound, or not. Idempotent."""
+        if not self._open:
+            self._open = True
+            self.keep(boundary)
+
+    def keep(self, boundary: Boundary) -> None:
+        """Copy what belongs to that step, if it is one of those that are copied. Never raises."""
+        if self._open:
+            self._filling.fill(boundary.step, lambda: self._source.payload(boundary))
+
+    def forget(self) -> None:
+        """What was copied cannot be saved."""
+        if self._source.arena is not None:
+            self._source.arena.forget()
+
+    def close(self) -> None:
+        """Close this rank's end. Idempotent."""
+        if self._source.arena is not None:
+            self._source.arena.close()
+
+
+def needs_arenas(place: Place, session: Session) -> bool:
+    """Whether a shard of the state is on one rank only, and others are there to write it; the same on all ranks."""
+    alone = any(len(group) == 1 for group in place.replicas)
+    return alone and place.world_size > 1 and session.backend.backend == "embedded"
