@@ -61,7 +61,7 @@ class Case:
         """The rank that it happens on."""
         if self.rank is not None:
             return self.rank
-        turn = (*LAYOUTS,).index(self.layout) + KINDS.index(self.kind) + MOMENTS.index(self.moment)
+        turn = (*LAYOUTS,).index(self.layout) + KINDS.index(self.kind) + (*MOMENTS, *OF_ARENAS).index(self.moment)
         return 0 if turn % 2 == 0 else LAYOUTS[self.layout][0] - 1
 
     @property
