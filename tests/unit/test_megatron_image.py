@@ -11,37 +11,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
 
 from lastgasp_megatron.image import Image, decoded, encoded, problem  # noqa: E402
-from lastgasp_megatron.merge import (  # noqa: E402
-    layout_of,
-    merged,
-    weights_of_masters,
-    weights_of_merged,
-    with_values,
-)
-from lastgasp_megatron.shards import copied, held_of  # noqa: E402
-from lastgasp_megatron.topology import Shard  # noqa: E402
+from lastgasp_megatron.merge import merged, weights_of_masters, with_values  # noqa: E402
+from lastgasp_megatron.shards import copied  # noqa: E402
+from support.megatron.images import image, payload  # noqa: E402
 from support.megatron.slices import KIND, SIZES, optimizers  # noqa: E402
 
 
-def image(part: int, parts: int, **more: Any) -> Image:
-    params, _, found = optimizers(parts)
-    content = {"model": {str(i): weights_of_merged(found[0])[id(param)] for i, param in enumerate(params)}}
-    return Image(
-        rank=part,
-        shard=Shard(tensor=0, pipeline=0, part=part, parts=parts, data_ranks=tuple(range(parts))),
-        step=7,
-        file="iter_0000007/mp_rank_00/model_optim_rng.pt",
-        content=content | more if part == 0 else None,
-        held=held_of(found[part], parts),
-        layout=layout_of(found[part]),
-        aux=b"random",
-        looked=True,
-    )
-
-
 def through_bytes(one: Image) -> Image:
-    payload = bytearray().join(encoded(one, lambda number, flat: flat.cpu()))
-    return decoded(memoryview(payload))
+    return decoded(payload(one))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

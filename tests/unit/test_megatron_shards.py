@@ -135,6 +135,7 @@ def test_advice_names_the_flag_and_its_cost() -> None:
     assert (
         "4 of 4 shards" in text and "--num-distributed-optimizer-instances 2" in text and "12 MiB more per rank" in text
     )
+    assert "arena" not in text and "--lastgasp-arena is off" in advice(((0,), (1,)), args, 1, off=True)
     assert advice(((0, 2), (1, 3)), args, 12 << 20) == ""
     assert "A second data parallel rank" in advice(((0,), (1,)), SimpleNamespace(data_parallel_size=1), 1)
     args.data_parallel_size = 3

@@ -75,6 +75,7 @@ class MegatronState:
         self._begun = self.steps.step
         composer, writer = Composer(built, shard_of(built.args)), ManifestWriter(FORMAT, place)
         self.source = MegatronSource(self.steps, self._random, composer, self._device, writer, config, alike=alike)
+        self._off = arena == 0
         wanted = arena != 0 and needs_arenas(place, session)
         self._keeping = Keeping(self.source, arena, place, session) if wanted else None
         self._device.mark()
@@ -147,7 +148,7 @@ class MegatronState:
 
     def advice(self) -> str:
         """What would keep a lost rank's shard, and what it costs in memory; empty where nothing is needed."""
-        return advice(self._place.replicas, self._args, _bytes_held(only(self._optimizer)))
+        return advice(self._place.replicas, self._args, _bytes_held(only(self._optimizer)), off=self._off)
 
 
 def _bytes_held(optimizer: Any) -> int:

@@ -75,16 +75,19 @@ def replicas_of(args: Any) -> ReplicaGroups:
     return tuple(tuple(groups[key]) for key in sorted(groups))
 
 
-def advice(replicas: ReplicaGroups, args: Any, shard_bytes: int) -> str:
+def advice(replicas: ReplicaGroups, args: Any, shard_bytes: int, off: bool = False) -> str:
     """What would keep a lost rank's shard, and what it costs; empty where every shard has a replica.
 
     Args:
         shard_bytes: bytes of optimizer state that this rank holds, fp32 weights included.
+        off: the user wanted no arenas.
     """
     unreplicated = sum(len(group) == 1 for group in replicas)  # with their ranks they are lost
     if not unreplicated:
         return ""
     what = f"{unreplicated} of {len(replicas)} shards of the state are on one rank only, and are lost with it"
+    if off:
+        what += ", since --lastgasp-arena is off: else a copy of each is kept in its host's memory"
     data = int(getattr(args, "data_parallel_size", 1))
     if not getattr(args, "use_distributed_optimizer", False):
         return f"{what}. A second data parallel rank would hold a copy."
