@@ -103,6 +103,13 @@ def test_what_is_lost_is_what_all_shards_had_completed() -> None:
     assert (every_5.step, every_5.lost) == (5, 4)
 
 
+def test_an_arena_tells_what_its_rank_had_completed() -> None:
+    """The last heartbeat of a stopped rank is older than the newest checkpoint."""
+    found = decision_of(dead=1, survivors=5, steps={0: (5, 4), 1: (5, 4)}, durable=4)
+    assert isinstance(found, SavePlan)
+    assert (found.step, found.lost, found.arenas) == (5, 0, (-1, 1))
+
+
 def test_where_nobody_can_reach_the_arena_it_says_what_is_held() -> None:
     found = decision_of(dead=7, survivors=7, steps={0: (7, 6), 1: (7, 6)}, hosts="ab", durable=4)
     assert isinstance(found, GiveUp)

@@ -74,6 +74,16 @@ def test_ranks_are_asked_to_complete_what_a_dead_one_had_completed() -> None:
     assert [fault.step for fault in machine.faults] == [STEP]
 
 
+def test_what_a_hung_rank_had_completed_is_known_from_its_buffer_not_from_its_last_heartbeat() -> None:
+    """Rank 1 was stopped before its heartbeat told of step 8; nobody else holds its shard, but its arena."""
+
+    machine = job(Buffers({1: STEP}, {1: b"one"}))
+    machine.replicas = ((0,), (1,), (2,))
+    machine._hang(frozenset({1}), 1, 1.0)
+    machine._decide()
+    assert machine.members[1].step == STEP and [fault.step for fault in machine.faults] == [STEP]
+
+
 def test_a_save_carries_the_states_of_all_ranks_and_the_record_says_what_was_lost() -> None:
     saves = recover(job(Buffers({0: STEP, 1: STEP}, {0: b"zero", 1: b"one"})))
     assert [order.aux for order in orders(saves, m.Save).values()] == [{0: b"zero", 1: b"one", 2: b"two"}]

@@ -115,7 +115,7 @@ def decide_with_arenas(
     if not arenas.steps or (isinstance(plain, SavePlan) and not plain.lost):
         return plain
     situation = _Situation({view.rank: view for view in views}, arenas.steps, arenas.hosts)
-    completed = _completed(situation.views, replicas)
+    completed = _completed(situation, replicas)
     if completed <= durable:
         return NothingToSave(step=durable, unused=plain.unused)
     common = set.intersection(*(situation.steps(shard) for shard in replicas))
@@ -141,9 +141,12 @@ def from_live_ranks(decision: Decision) -> bool:
     return not isinstance(decision, GiveUp) and not (isinstance(decision, SavePlan) and decision.arenas)
 
 
-def _completed(views: Mapping[int, RankView], replicas: ReplicaGroups) -> int:
+def _completed(situation: _Situation, replicas: ReplicaGroups) -> int:
     """The newest step that some holder of every shard has completed, dead ones included."""
-    return min(max((views[rank].step for rank in shard if rank in views), default=-1) for shard in replicas)
+    views, arenas = situation.views, situation.arenas
+    known = {rank: max([views[rank].step if rank in views else -1, *arenas.get(rank, ())])
+             for shard in replicas for rank in shard}  # fmt: skip
+    return min(max(known[rank] for rank in shard) for shard in replicas)
 
 
 def _held(arenas: Steps) -> str:

@@ -348,6 +348,8 @@ class Machine:
         return [] if step is None else self._go_on(step, now)
 
     def _decide(self) -> Decision:
+        for rank in [rank for rank, member in self.members.items() if member.prepared is None]:
+            self.died_at(rank, self.buffers.newest(rank))  # its last heartbeat may be older
         views = views_of(self.members, self.world_size)
         durable = max((member.durable for member in self.members.values()), default=0)
         arenas = arenas_held(self.arenas, self.members, self._damaged)
@@ -441,10 +443,5 @@ class Machine:
         self.state, self.outcome.ending, self.outcome.reason = "over", ending, reason
         order = self.outcome.release(self.recovery)
         releases = [Send(rank=rank, message=order) for rank in self._here]
-        kills = [Kill(rank=r) for r, member in self.members.items() if self._must_be_killed(member)]
+        kills = [Kill(rank=rank) for rank, member in self.members.items() if member.must_be_killed]
         return [RecordPhase(phase="released"), *releases, *kills]
-
-    @staticmethod
-    def _must_be_killed(member: Member) -> bool:
-        """Whether it is hung, or not even its control thread answered: it will not exit on its own."""
-        return not member.gone and not member.left and (member.hung or member.prepared is None)

@@ -53,6 +53,11 @@ class Member:
         """Whether it is connected and can answer."""
         return not self.gone and not self.left and not self.hung
 
+    @property
+    def must_be_killed(self) -> bool:
+        """Whether it is hung, or not even its control thread answered: it will not exit on its own."""
+        return not self.gone and not self.left and (self.hung or self.prepared is None)
+
 
 @dataclass
 class Outcome:
