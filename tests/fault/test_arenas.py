@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from lastgasp import exitcodes
 from lastgasp.gasp.attempt import FROM_ARENAS
+from lastgasp.gasp.keeper import BufferKeeper
 from support.engine_job import ToyJob
 from support.waiting import PATIENCE, until
 
@@ -184,3 +187,37 @@ def test_what_was_left_is_not_gone_on_with(tmp_path: Path, why: str) -> None:
         incident = job.incident()
     assert incident.ending == ("gave_up" if why == "damaged" else "nothing_to_save")
     assert [note for note in incident.notes if "does not match its digest" in note] if why == "damaged" else True
+
+
+# -- another host than the controller's ---------------------------------------------------------------
+
+
+@contextmanager
+def elsewhere(folder: Path) -> Iterator[ToyJob]:
+    """The ranks and their launcher, whom the controller takes to be on another host."""
+    job = job_of_shards(folder)
+    assert job.thread is not None and job.endpoint is not None
+    controller = job.thread._controller
+    controller._identity = controller.arenas._host = "another boot:1"
+    with closing(BufferKeeper(job.endpoint.address, job.endpoint.token)) as keeper, job:
+        until(lambda: len(keeper._arenas) == job.world, "the launcher keeps the arenas")
+        yield job
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
+def test_on_another_host_a_survivor_of_that_host_writes_it(
+    tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lastgasp.gasp.keepers.ANSWER", PATIENCE)
+    with elsewhere(tmp_path) as job:
+        job.step(1)
+        job.step(2)
+        job.stuck(0, 1)
+        job.ranks[2].signal(how)
+        if how == signal.SIGSTOP:
+            job.attempt.machine.progress.limit = 1.0
+        assert [rank.code() for rank in job.ranks[:2]] == [exitcodes.SAVED] * 2
+        assert shards(tmp_path, 2) == {"0": live(0, 2), "1": live(1, 2), "2": kept(2, 2)}
+        job.ranks[2].signal(signal.SIGKILL)
+        found = next_attempt(job)
+        assert [(one["step"], one["durable"]) for one in found] == [(2, 2)] * 3

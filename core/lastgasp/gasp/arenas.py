@@ -120,12 +120,6 @@ class Arenas:
 
     # -- a fault ------------------------------------------------------------------------------------------
 
-    def ask(self, ranks: Mapping[int, object]) -> None:
-        """Have the launchers of other hosts say what they keep of these ranks."""
-        for rank in ranks:
-            if rank in self._kept and self._kept[rank].fd < 0:
-                self._keepers.ask(rank)
-
     @property
     def awaited(self) -> bool:
         """As `ArenaLook` says."""

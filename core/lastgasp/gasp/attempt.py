@@ -119,6 +119,11 @@ class Attempt:
         """What was agreed for a recovery in place that has ended this incarnation."""
         return self.machine.again if isinstance(self.machine, Ladder) else None
 
+    @property
+    def hung(self) -> list[int]:
+        """Ranks that count as hung."""
+        return [rank for rank, member in self.machine.members.items() if member.hung]
+
     def enters_after(self, again: Again | None) -> None:
         """What was agreed with the incarnation before: who begins with files takes as long as for any start."""
         if isinstance(self.machine, Ladder) and again is not None and again.from_files:

@@ -206,9 +206,7 @@ class Controller:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> m.Greeting:
         nonce = os.urandom(32)
-        challenge = m.Challenge(
-            protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._identity
-        )  # fmt: skip
+        challenge = m.Challenge(protocol=m.PROTOCOL, version=__version__, nonce=nonce, host=self._identity)
         writer.write(m.frame(challenge))
         hello = m.greeting(await read_frame(reader, m.MAX_GREETING))
         try:
@@ -417,6 +415,8 @@ class Controller:
             self._watch.kill(action.rank)
         else:
             self.incidents.phase(action)
+            for rank in self.attempt.hung if self.attempt is not None else ():
+                self.keepers.ask(rank)
 
     def _send(self, rank: int, message: m.Message) -> bool:
         """Return False if the rank is not connected."""
