@@ -43,8 +43,10 @@ class ShardedCase(Case):
     @property
     def faults(self) -> str:
         """As of any case; or all ranks stop there, and are then killed together, so that nobody is left to save."""
-        everybody = f"kind=sigstop,rank=all,step={STEP},phase={self.moment}"
-        return everybody if self.rank == "all" else super().faults
+        where = f"step={STEP},phase={self.moment}"
+        if self.rank == "two":
+            return f"kind={self.kind},rank=1,{where};kind={self.kind},rank={self.world - 1},{where}"
+        return f"kind=sigstop,rank=all,{where}" if self.rank == "all" else super().faults
 
     @property
     def fired(self) -> int:
@@ -87,6 +89,10 @@ REST = (
       if (kind, moment) != ("exception", "periodic_save")),  # the job trains on without that checkpoint
     *(ShardedCase("sigkill", moment, "last", "run", 4, shape)
       for shape in ("hybrid", "accumulated", "half") for moment in ("backward", "update")),
+    *(ShardedCase("sigkill", moment, "last", "run", 2, shape)
+      for shape in ("summed", "offload", "checkpointed") for moment in ("backward", "update")),
+    ShardedCase("sigkill", "gasp_save", "last", "run", 4),  # of who saves the first one's shard, too
+    ShardedCase("sigkill", "data", "two", "run", 4),
 )  # fmt: skip
 
 
@@ -165,13 +171,14 @@ def test_plain_torch_reads_the_directory(reference: Reference) -> None:
 
 
 @pytest.mark.full
-def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
-    case = ShardedCase("none", "none", "first", "run", 2)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (2, 4)])
+def test_another_number_of_ranks_resumes(tmp_path: Path, before: int, after: int) -> None:
+    case = ShardedCase("none", "none", "first", "run", before)
     first = run_job(
         [*case.command(tmp_path / "ckpts", tmp_path / "8.pt"), "--steps", "8"], tmp_path / "log", timeout=LIMIT
     )
     assert first.ok, first.output[-4000:]
-    more = ShardedCase("none", "none", "first", "run", 3)
+    more = ShardedCase("none", "none", "first", "run", after)
     second = run_job(more.command(tmp_path / "ckpts", tmp_path / "12.pt"), tmp_path / "log-2", timeout=LIMIT)
     assert second.ok, second.output[-4000:]
     assert "step=00000008.dcp: step 8" in second.output

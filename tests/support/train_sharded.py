@@ -10,14 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState
 
 BATCHES = 5
+SHAPES = ("plain", "hybrid", "accumulated", "summed", "half", "offload", "checkpointed")
+"""Of two accumulated batches either only the second one's gradients are synchronised, or both are and are summed."""
 
 
 def main() -> None:
@@ -28,7 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--arena", default="every 1")
-    parser.add_argument("--shape", default="plain", choices=("plain", "hybrid", "accumulated", "half"))
+    parser.add_argument("--shape", default="plain", choices=SHAPES)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -48,9 +51,9 @@ def main() -> None:
         for _ in s.epochs(1000):
             for inputs, wanted in s.batches(loader):
                 optimizer.zero_grad()
-                parts = 2 if args.shape == "accumulated" else 1
+                parts = 2 if args.shape in ("accumulated", "summed") else 1
                 for i, (a, b) in enumerate(zip(inputs.chunk(parts), wanted.chunk(parts), strict=True)):
-                    if parts > 1:
+                    if args.shape == "accumulated":
                         model.set_requires_gradient_sync(i == parts - 1)  # type: ignore[operator]
                     loss = ((model(a + 0.1 * torch.randn_like(a)) - b) ** 2).mean()
                     loss.backward()
@@ -70,6 +73,10 @@ def sharded(shape: str, world: int) -> nn.Module:
     policy: dict[str, Any] = {}
     if shape == "half":
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if shape == "offload":
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if shape == "checkpointed":
+        model = nn.Sequential(*(checkpoint_wrapper(one) if isinstance(one, nn.Linear) else one for one in layers))
     if shape == "hybrid":
         policy["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:

@@ -443,5 +443,8 @@ class Machine:
         self.state, self.outcome.ending, self.outcome.reason = "over", ending, reason
         order = self.outcome.release(self.recovery)
         releases = [Send(rank=rank, message=order) for rank in self._here]
-        kills = [Kill(rank=rank) for rank, member in self.members.items() if member.must_be_killed]
+        kills = [Kill(rank=rank) for rank, member in self.members.items() if self._must_be_killed(member)]
         return [RecordPhase(phase="released"), *releases, *kills]
+
+    def _must_be_killed(self, member: Member) -> bool:
+        return member.must_be_killed

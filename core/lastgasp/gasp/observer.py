@@ -110,10 +110,10 @@ class Observer(Machine):
         actions = super()._hang(ranks, at_ns, now)
         return actions + [Kill(rank=rank) for rank in sorted(ranks) if self.members[rank].hung]
 
-    def _must_be_killed(self, member: Member) -> bool:  # type: ignore[override]
+    def _must_be_killed(self, member: Member) -> bool:
         """No rank is asked to prepare while another backend leads, so a missing answer means nothing."""
         if self.leading:
-            return Machine._must_be_killed(member)
+            return super()._must_be_killed(member)
         return member.hung and not member.gone
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
