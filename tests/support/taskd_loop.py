@@ -12,14 +12,14 @@ from taskd.api import init_taskd_worker, start_taskd_worker
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lastgasp.pytorch import Session, TorchState
-
 
 def main() -> None:
     """Three epochs."""
     dist.init_process_group("gloo")
     init_taskd_worker(dist.get_rank(), 5000)
     start_taskd_worker()
+    from lastgasp.pytorch import Session, TorchState  # a worker that has begun does not know that it will come
+
     torch.manual_seed(dist.get_rank())
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))

@@ -263,6 +263,19 @@ def test_a_manager_of_the_guides_ends_with_its_start_script() -> None:
     until(lambda: not Path("/proc", pid).exists() or " Z " in Path("/proc", pid, "stat").read_text(), "its end")
 
 
+EARLY = f"""
+import os, subprocess, sys
+os.setsid()
+wait = "import os, time\\nwhile os.getppid() == int({{}}): time.sleep(0.01)\\n".format(os.getpid())
+subprocess.Popen([sys.executable, "-c", wait + {MANAGER!r} + "print('over', flush=True)"])
+"""
+
+
+def test_a_manager_whose_start_script_has_ended_before_it_ends_too() -> None:
+    """Nobody is left who could be waited for. The pipe is the manager's, too, so it is over when this returns."""
+    assert in_a_process(EARLY, MINDX_TASK_ID="job").stdout == "True on\nover\n"
+
+
 @pytest.mark.parametrize(
     "config", [None, {}, {"job_id": None, "node_nums": 1, "proc_per_node": 8}, {"job_id": "a", "node_nums": True}]
 )

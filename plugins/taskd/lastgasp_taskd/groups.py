@@ -9,7 +9,7 @@ from typing import Any
 from lastgasp.adapter.files import make_directory, write_atomically
 from lastgasp.adapter.worker import GROUPS_FILE, groups_text, marks_directory, task_id
 
-from . import log
+from . import log, worker
 from .said import refused
 
 BASE = "GROUP_BASE_DIR"
@@ -44,11 +44,13 @@ def get_group_info(rank: int) -> dict[str, Any]:
 
 
 def dump_group_info() -> None:
-    """Write it to the rank's folder."""
+    """Write it to the rank's folder: now, or once that is known, with the first step or range."""
     from torch import distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         refused("dump_group_info: torch.distributed is not initialised")
+        return
+    if not os.environ.get(BASE) and worker.current is not None and worker.current.waits(dump_group_info):
         return
     rank = dist.get_rank()
     if not (folder := get_save_path(rank)):

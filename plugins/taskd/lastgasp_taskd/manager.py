@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 from .said import once, refused, variables
 
@@ -20,6 +21,7 @@ class Manager:
     def __init__(self) -> None:
         self._config: dict[str, object] | None = None
         self._parent = os.getppid()  # now: it may end before the manager is started
+        self._orphan = _is_orphan()
 
     def init_taskd_manager(self, config: dict[str, object]) -> bool:
         """Check the config and complete it in place, as the real one does (docs/facts/taskd.md §1)."""
@@ -50,13 +52,32 @@ class Manager:
         over = threading.Event()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, lambda number, frame: over.set())
-        while os.getppid() == self._parent and not over.wait(LOOK):
+        while not self._orphan and os.getppid() == self._parent and not over.wait(LOOK):
             pass
         return False
 
     def start_controller(self) -> None:
         """Nothing: lastgasp's controller is the launcher's."""
         once("MindIO's controller is not started: lastgasp's launcher leads the recoveries")
+
+
+def _is_orphan() -> bool:
+    """Whether who has started this process was gone before that could be noted: so is the leader of its group, and its
+    parent is of another one. A start script that is the first process of a container has number 1, and lives."""
+    group = os.getpgrp()
+    if group == os.getpid() or _lives(group):
+        return False
+    try:
+        return os.getpgid(os.getppid()) != group
+    except ProcessLookupError:
+        return True
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 current: Manager | None = None

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from lastgasp.adapter.worker import Marks, UnprotectedWorker, Worker, marks_here, session_here
@@ -19,16 +20,16 @@ DIRECTORY = "TASKD_LOG_PATH"
 DEFAULT_DIRECTORY = "taskd_log"
 """Where the real one puts what it writes; the marks, too, where neither MindCluster nor LASTGASP_PROFILING_DIR has
 another place."""
-ADAPTERS = ("lastgasp_lightning", "lastgasp_megatron", "lastgasp_mindformers", "lastgasp_transformers",
-            "lastgasp.pytorch.loop.session")  # fmt: skip
-"""Loaded, they will most likely protect this process, and a rank registers once."""
+MINDFORMERS = "lastgasp_mindformers"
+"""Loaded, it will most likely protect this process."""
 
 
 class TaskdWorker:
     """One worker; `taskd.api` keeps one per process.
 
     Where an adapter of lastgasp's protects the process, the rank is registered and marked by that already, and this
-    does neither a second time. Where one may still come (its module is loaded), it is given until the first step.
+    does neither a second time. A rank registers once, and an adapter may come later than this, so it does so with its
+    first step or range.
 
     Args:
         rank: the global rank; limit_mb: MB for the files of marks; framework: "pt" or "ms".
@@ -54,16 +55,25 @@ class TaskdWorker:
             )
         )
         self._lock = threading.Lock()
-        self._begun = False
+        self._started = self._begun = False
+        self._once_marking: list[Callable[[], None]] = []
         self.destroyed = False
         self.told = False
 
     def start(self) -> None:
-        """Register now, or leave it to an adapter."""
+        """With MindSpore, where nobody counts steps, register now; else with the first step. Or an adapter does."""
+        self._started = True
         if session_here():
             once("this rank is registered and marked by lastgasp's adapter; TaskD's names add nothing to that")
-        elif not any(name in sys.modules for name in ADAPTERS):
+        elif self.framework == "ms" and MINDFORMERS not in sys.modules:
             self._begin()
+
+    def waits(self, act: Callable[[], None]) -> bool:
+        """Have `act` called once this rank marks; False where it does already, or was not started."""
+        if self._begun or not self._started or session_here():
+            return False
+        self._once_marking.append(act)
+        return True
 
     def marks(self) -> Marks | None:
         """Of this process; None where nothing is marked."""
@@ -110,6 +120,8 @@ class TaskdWorker:
             )
         if self.framework == "ms":
             self._worker.stepped(0)  # nothing counts its steps but its own ranges
+        for act in self._once_marking:
+            act()
 
 
 current: TaskdWorker | None = None
