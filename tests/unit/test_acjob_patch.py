@@ -56,6 +56,40 @@ def test_patched_files_pass_and_a_second_patch_changes_nothing(framework: str, g
     assert again.after == once.after and again.diff("x") == ""
 
 
+@pytest.mark.parametrize("framework", BY_FRAMEWORK)
+@pytest.mark.parametrize("strategy", ["", "pod-rescheduling"])
+def test_what_marks_need_and_nothing_else(framework: str, strategy: str) -> None:
+    """The guide's two mounts and its port, in each replica type; recoveries stay as they are."""
+    goals, text = goals_of(strategy) if strategy else (), bare(framework)
+    once = patch(source_of(NAME, text.encode()), goals, marks=True)
+    assert errors(once.diagnoses) == []
+    document = YAML(typ="safe").load(io.StringIO(once.after))
+    for replica in document["spec"]["replicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        [container] = [one for one in pod["containers"] if one["name"] == "ascend"]
+        volumes = {one["name"]: one.get("hostPath") for one in pod["volumes"]}
+        mounted = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+        job, space = document["metadata"]["name"], document["metadata"].get("namespace", "default")
+        there = "/user/cluster-info/datatrace-config"
+        assert mounted[there] == {"path": f"{there}/{space}.data-trace-{job}", "type": "DirectoryOrCreate"}
+        assert mounted["/user/cluster-info/profiling"]["path"] == "/home/profilingdatapath"
+        assert {"containerPort": 9601, "name": "taskd-port"} in container["ports"]
+    again = patch(source_of(NAME, once.after.encode()), goals, marks=True)
+    assert again.after == once.after
+    if not strategy:
+        labels = YAML(typ="safe").load(io.StringIO(text))["metadata"]
+        assert document["metadata"] == labels
+        assert patch(source_of(NAME, ready().encode()), (), marks=True).after.count("recover-strategy") == 1
+
+
+def test_a_mount_of_marks_that_is_there_is_corrected_at_most() -> None:
+    after = patch(source_of(NAME, bare("pytorch").encode()), (), marks=True).after
+    own = after.replace("/home/profilingdatapath", "/data/marks")
+    other = own.replace(".data-trace-", ".data-trace-other-")
+    assert own != after and other != own
+    assert patch(source_of(NAME, other.encode()), (), marks=True).after == own
+
+
 @pytest.mark.parametrize("more", ["", '    sp-block: "16"\n'])
 def test_rescheduling_of_pods_leaves_no_strategy_of_processes(more: str) -> None:
     """As in MindCluster's sample for Qwen3, which names all of them."""

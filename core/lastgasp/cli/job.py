@@ -68,6 +68,7 @@ Examples:
   lastgasp job patch job.yaml --strategy dump
   lastgasp job patch job.yaml --strategy recover,dump --write
   lastgasp job patch job.yaml --strategy pod-rescheduling --write
+  lastgasp job patch job.yaml --marks
 {_CODES.format(good="the file has what it needs, or would with --write", bad="an error is left: nothing written")}"""
 
 SWITCH_EPILOG = f"""
@@ -121,14 +122,17 @@ def check(files: tuple[Path, ...], as_json: bool) -> None:
 
 @job.command(epilog=PATCH_EPILOG)
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--strategy", required=True, metavar="STRATEGY,...", help="What the job shall do after a fault.")
+@click.option("--strategy", metavar="STRATEGY,...", help="What the job shall do after a fault.")
+@click.option("--marks", is_flag=True, help="Mount what step marks and their switch need, with or without a strategy.")
 @click.option("--job", "name", metavar="NAME", help="Only the AscendJob of that name [all of the file].")
 @click.option("--write", is_flag=True, help="Write the file; without it the difference is only shown.")
-def patch(file: Path, strategy: str, name: str | None, write: bool) -> None:
-    """Give a job what its recovery strategy needs: labels, annotations, variables, ports, mounts."""
-    goals = goals_of(strategy)
+def patch(file: Path, strategy: str | None, marks: bool, name: str | None, write: bool) -> None:
+    """Give a job what its recovery strategy or step marks need: labels, annotations, variables, ports, mounts."""
+    if strategy is None and not marks:
+        raise click.UsageError("say what for: --strategy STRATEGY,... or --marks")
+    goals = goals_of(strategy) if strategy is not None else ()
     source = read(file)
-    patched = patch_one(source, goals, name)
+    patched = patch_one(source, goals, name, marks)
     click.echo(patched.diff(str(file)), nl=False)
     for note in patched.notes if patched.before != patched.after else ():
         click.echo(f"note: {note}", err=True)

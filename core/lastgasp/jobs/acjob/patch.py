@@ -13,10 +13,10 @@ from .check import Diagnosis, Source, check_source
 from .edit import Edits, Quoted
 from .env import TASKD_PORT, port_number
 from .labels import FAULT_SCHEDULING, JOB_LABELS
-from .model import RESET, STRATEGIES, Job, Replica
+from .model import DATATRACE, PROFILING, RESET, STRATEGIES, Job, Replica
 from .structure import is_quoted_number, numbers_of, strings_of
 from .tree import Node
-from .volumes import reset_host_path
+from .volumes import datatrace_host_path, reset_host_path
 
 GOALS = (*STRATEGIES[:-1], "pod-rescheduling", "grace-exit")
 """What `--strategy` accepts: ClusterD's strategies except exit, which it adds itself; rescheduling of pods; and
@@ -24,6 +24,8 @@ saving before leaving a sub-healthy node."""
 _PROCESS = STRATEGIES[:-1]
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 """Lines of a file: str.splitlines splits at more characters, which may occur within a value."""
+PROFILING_ON_HOST = "/home/profilingdatapath"
+"""Where MindCluster's guide has the files of marks on the host; a mount that is there already stays as it is."""
 RETRIES, WAIT_RESCHEDULE, WAIT_MINDX, TTP_PORT = "3", "270", "60", "8000"
 _LABELS, _ANNOTATIONS = ("metadata", "labels"), ("metadata", "annotations")
 _OF_PROCESSES = ("recover-strategy", "wait-reschedule-timeout")
@@ -71,8 +73,12 @@ def goals_of(text: str) -> tuple[str, ...]:
     return tuple(one for one in GOALS if one in given)
 
 
-def patch(source: Source, goals: Sequence[str], name: str | None = None) -> Patched:
+def patch(source: Source, goals: Sequence[str], name: str | None = None, marks: bool = False) -> Patched:
     """Add what the goals need to every AscendJob of the file, or to the one named. Changes nothing on disk.
+
+    Args:
+        goals: none leaves recoveries as they are.
+        marks: mount the files of step marks and of their switch, and offer TaskD's port.
 
     Raises:
         ConfigError: there is no such job, or its framework does not support a goal.
@@ -89,7 +95,10 @@ def patch(source: Source, goals: Sequence[str], name: str | None = None) -> Patc
     edits = Edits(source.text, source.documents)
     for job in jobs:
         _refuse(job, goals)
-        _Patch(job, goals, edits).gather()
+        if goals:
+            _Patch(job, goals, edits).gather()
+        if marks:
+            _Patch(job, goals, edits).gather_for_marks(also=bool(goals))
     notes = (*_notes(jobs), *_notes_of_goals(jobs, goals))
     text, documents = edits.apply() if edits else (source.text, source.documents)
     after = Source(source.path, text, source.bom, documents)
@@ -159,7 +168,20 @@ class _Patch:
             if replica.container is not None:
                 self._env(replica, replica.container)
                 self._ports(replica, replica.container)
-                self._reset(replica, replica.container)
+                self._mount(replica, replica.container, RESET, reset_host_path(self.job), "reset-config")
+
+    def gather_for_marks(self, also: bool) -> None:
+        """What the marks need alone; `also`: beside what `gather` has added."""
+        for replica in self.job.replicas:
+            if (container := replica.container) is None:
+                continue
+            if not also:
+                self._pod_ip(replica, container)
+                self._port(replica, container, "taskd-port", TASKD_PORT, ("taskd-port",))
+            mounted = {mount.path.rstrip("/") for mount in replica.mounts}
+            if not mounted & {PROFILING, PROFILING.rpartition("/")[0]}:
+                self._mount(replica, container, PROFILING, PROFILING_ON_HOST, "profiling")
+            self._mount(replica, container, DATATRACE, datatrace_host_path(self.job), "datatrace")
 
     def _label(self, name: str, value: str) -> None:
         self.edits.put(self.job.root, (*_LABELS, name), Quoted(value))
@@ -198,9 +220,7 @@ class _Patch:
             self.edits.put(self.job.root, (*_ANNOTATIONS, "wait-reschedule-timeout"), Quoted(WAIT_RESCHEDULE))
 
     def _env(self, replica: Replica, container: Node) -> None:
-        if replica.variable("POD_IP") is None:
-            source = {"fieldRef": {"fieldPath": "status.podIP"}}
-            self.edits.append(container, ("env",), {"name": "POD_IP", "valueFrom": source})
+        self._pod_ip(replica, container)
         if not self.strategies:
             return
         self._variable(replica, container, "TTP_PORT", self.port, True)
@@ -214,6 +234,11 @@ class _Patch:
             if env is not None and env.value == bad:
                 self.edits.put(env.node, ("value",), Quoted(good))
 
+    def _pod_ip(self, replica: Replica, container: Node) -> None:
+        if replica.variable("POD_IP") is None:
+            source = {"fieldRef": {"fieldPath": "status.podIP"}}
+            self.edits.append(container, ("env",), {"name": "POD_IP", "valueFrom": source})
+
     def _variable(self, replica: Replica, container: Node, name: str, value: str, force: bool) -> None:
         env = replica.variable(name)
         if env is None:
@@ -226,17 +251,20 @@ class _Patch:
         if self.strategies:
             wanted["ttp-port"] = int(self.port)
         for name, number in wanted.items():
-            port, other = replica.port(name), replica.offers(number)
-            if port is not None:
-                self.edits.put(port, ("containerPort",), number)
-            elif other is None or other.string("name") in wanted:  # the other one gets its own number
-                self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
-            elif not other.string("name"):
-                self.edits.put(other, ("name",), name)
+            self._port(replica, container, name, number, tuple(wanted))
 
-    def _reset(self, replica: Replica, container: Node) -> None:
-        path = reset_host_path(self.job)
-        mount = next((one for one in replica.mounts if one.path.rstrip("/") == RESET), None)
+    def _port(self, replica: Replica, container: Node, name: str, number: int, wanted: tuple[str, ...]) -> None:
+        port, other = replica.port(name), replica.offers(number)
+        if port is not None:
+            self.edits.put(port, ("containerPort",), number)
+        elif other is None or other.string("name") in wanted:  # the other one gets its own number
+            self.edits.append(container, ("ports",), {"containerPort": number, "name": name})
+        elif not other.string("name"):
+            self.edits.put(other, ("name",), name)
+
+    def _mount(self, replica: Replica, container: Node, place: str, path: str, volume: str) -> None:
+        """Mount the host's `path` at `place`, by a volume of that name or one that is there; or correct the path."""
+        mount = next((one for one in replica.mounts if one.path.rstrip("/") == place), None)
         if mount is not None:
             if mount.volume is not None and mount.host_path is not None and mount.host_path.rstrip("/") != path:
                 self.edits.put(mount.volume, ("hostPath", "path"), path)
@@ -246,10 +274,11 @@ class _Patch:
         taken = {one.string("name"): one for one in pod.maps("volumes")}
         name = next((key for key, one in taken.items() if key and one.string("hostPath", "path") == path), None)
         if name is None:
-            names = ("reset-config", "lastgasp-reset-config", *(f"lastgasp-reset-{n}" for n in range(len(taken))))
+            names = (volume, f"lastgasp-{volume}", *(f"lastgasp-{volume}-{n}" for n in range(len(taken))))
             name = next(one for one in names if one not in taken)
-            self.edits.append(pod, ("volumes",), {"name": name, "hostPath": {"path": path}})
-        self.edits.append(container, ("volumeMounts",), {"name": name, "mountPath": RESET})
+            created = {} if place == RESET else {"type": "DirectoryOrCreate"}  # the device plugin makes that one itself
+            self.edits.append(pod, ("volumes",), {"name": name, "hostPath": {"path": path, **created}})
+        self.edits.append(container, ("volumeMounts",), {"name": name, "mountPath": place})
 
 
 def _ttp_port(job: Job) -> str:
