@@ -1,8 +1,11 @@
-"""Over several hosts no fault is answered in place yet: the job restarts, and the incident says why."""
+"""Two hosts: a fault is answered in place on either of them; what a launcher has to do and cannot is a restart."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,29 +14,100 @@ from lastgasp.testing.weights import differences
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import SUPPORT, finish, incidents, torchrun
+from support.waiting import until
 
 LIMIT = 200.0
 WORKER = SUPPORT / "train_again.py"
+OFFER = "a fault can be answered in place, as incarnation 1\n"
 
-pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 
-@pytest.mark.full
-def test_a_killed_rank_is_answered_by_a_restart_of_all_hosts(tmp_path: Path) -> None:
-    calm, directory, log = tmp_path / "calm", tmp_path / "d", tmp_path / "faults.log"
-    for place in (calm, directory):
-        place.mkdir()
-        (place / "go").touch()
-    reference = torchrun(WORKER, "--dir", calm, "--final", calm / "final.pt")
-    assert finish(reference, tmp_path, LASTGASP_WARM="off").ok
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Final weights of a job without a fault on one host, by its number of ranks."""
+    found: dict[int, Path] = {}
+
+    def final(ranks: int) -> Path:
+        if ranks not in found:
+            folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
+            (folder / "go").touch()
+            found[ranks] = folder / "final.pt"
+            command = torchrun(WORKER, "--dir", folder, "--final", found[ranks], ranks=ranks)
+            assert finish(command, folder, LASTGASP_WARM="off").ok
+        return found[ranks]
+
+    return final
+
+
+@contextmanager
+def training(folder: Path, each: int, faults: str, **variables: str) -> Iterator[tuple[HostsJob, Path]]:
+    """A job over two hosts with so many ranks on `each`, at its gate, once a fault can be answered in place."""
+    directory = folder / "d"
+    directory.mkdir()
     script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
-    faults = {"LASTGASP_FAULT": "kind=sigkill,rank=1,step=8,phase=backward", "LASTGASP_FAULT_LOG": str(log)}
-    with network(tmp_path, "ha", "hb") as hosts:
-        job = HostsJob(hosts, script, "ha", 1, ("--rdzv-conf", "join_timeout=20"), **faults)
+    variables |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(folder / "faults.log")}
+    variables |= {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug"}
+    with network(folder, "ha", "hb") as hosts:
+        job = HostsJob(hosts, script, "ha", each, ("--rdzv-conf", "join_timeout=20"), **variables)
         job.start()
+        until(lambda: OFFER in job.launchers["ha"].output, "both launchers are ready", START)
+        yield job, directory
+
+
+def pids(directory: Path, rank: int) -> list[str]:
+    """The processes that have entered the training as this rank."""
+    rows = (line.split() for line in (directory / f"rank-{rank}").read_text().splitlines())
+    return [row[1] for row in rows if row[0] == "entered"]
+
+
+@pytest.mark.parametrize(
+    ("each", "fault", "replaced", "variables"),
+    [
+        pytest.param(2, "kind=sigkill,rank=2,step=8,phase=backward", 2, {}, id="killed"),
+        pytest.param(2, "kind=sigkill,rank=0,step=8,phase=backward", 0, {}, id="rank 0 killed"),
+        pytest.param(1, "kind=sigkill,rank=1,step=8,phase=backward", 1, {}, id="the only one of its host"),
+        pytest.param(1, "kind=sigkill,rank=0,step=8,phase=backward", 0, {}, id="the only one of the first host"),
+        pytest.param(2, "kind=exception,rank=3,step=8,phase=backward", None, {}, id="raised"),
+        pytest.param(2, "kind=sigstop,rank=3,step=8,phase=forward", 3, {"LASTGASP_HANG_TIMEOUT": "8"}, id="hung"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_answered_in_place(
+    each: int, fault: str, replaced: int | None, variables: dict[str, str], tmp_path: Path, undisturbed: Any
+) -> None:
+    with training(tmp_path, each, fault, **variables) as (job, directory):
+        (directory / "go").touch()
         assert set(job.codes(START + LIMIT).values()) == {0}, job.output
-    assert len(read_log(log)) == 1
+    assert len(read_log(tmp_path / "faults.log")) == 1
     [incident] = incidents(directory)
-    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 8, 0), job.output
-    assert incident.not_in_place == "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"
-    assert differences(calm / "final.pt", directory / "final.pt") == []
+    rung = "retry" if replaced is None else "replace"
+    assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", rung, 0), job.output
+    assert incident.notes == [], job.output
+    for rank in range(2 * each):
+        first, second = pids(directory, rank)
+        assert (first == second) == (rank != replaced), job.output
+    assert differences(undisturbed(2 * each), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize("lost", ["launcher", "power"])
+def test_a_host_that_cannot_make_a_process_is_waited_for_as_ever(lost: str, tmp_path: Path, undisturbed: Any) -> None:
+    """The step is saved, and the job goes on from it once it is started again on both hosts."""
+    fault = "kind=sigkill,rank=3,step=8,phase=backward" if lost == "launcher" else ""
+    with training(tmp_path, 2, fault) as (job, directory):
+        if lost == "launcher":
+            job.launchers["hb"].kill()
+            until(lambda: "launchers of other hosts cannot be reached" in job.launchers["ha"].output, "it is missed")
+        else:
+            job.hosts["hb"].power_off()
+        (directory / "go").touch()
+        assert job.codes(START + LIMIT, "ha")["ha"] != 0, job.output
+        [incident] = incidents(directory)
+        assert (incident.ending, incident.rung, incident.steps_lost) == ("saved", "", 0), job.output
+        assert "of other hosts" in incident.not_in_place, incident
+        if lost == "power":
+            job.hosts["hb"].power_on()
+        script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
+        second = HostsJob(job.hosts, script, "ha", 2)
+        second.start()
+        assert set(second.codes(START + LIMIT).values()) == {0}, second.output
+    assert differences(undisturbed(4), directory / "final.pt") == []

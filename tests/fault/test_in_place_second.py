@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ KILLED_0 = "kind=sigkill,rank=0,step=8,phase=backward"
 RAISED_1 = "kind=exception,rank=1,step=8,phase=backward"
 LATER = ("joining", "function called", "group made", "handover", "state taken", "first step", "first update")
 """Points of a rank that follow the order to enter the training again."""
+GONE = "no random state of rank"
 EARLIER = ("step left", "released", "state kept")
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,12 +81,15 @@ def test_no_step_is_lost(first: str, point: str, who: str, victim: str, tmp_path
         "LASTGASP_FAULT_LOG": str(tmp_path / "faults.log"),
     }  # fmt: skip
     output = job(tmp_path, directory, LASTGASP_WARM="auto", **variables)
-    if victim == "launcher":
+    if victim == "launcher" and not ended(directory):  # ranks that were past their joining train to the end without it
         output += job(tmp_path, directory, **variables | {"LASTGASP_WARM": "off", "LASTGASP_FAULT": ""})
     assert (directory / "second").exists(), output[-8000:]
     assert len(read_log(tmp_path / "faults.log")) == 1
     check(directory, output)
-    assert differences(undisturbed, directory / "final.pt") == [], output[-8000:]
+    if GONE in output:  # the launcher has died with the dead rank's buffer, before it told the others what is in it
+        assert victim == "launcher" and first != RAISED_1 and point in ("verdict", "fork", *EARLIER), output[-8000:]
+    else:
+        assert differences(undisturbed, directory / "final.pt") == [], output[-8000:]
 
 
 def job(folder: Path, directory: Path, **variables: str) -> str:
@@ -100,11 +105,20 @@ def job(folder: Path, directory: Path, **variables: str) -> str:
     return started.output
 
 
+def ended(directory: Path) -> bool:
+    """All ranks have trained to the end."""
+    return all(re.search(r"^ended \d+ 12$", _lines(directory, rank), re.M) for rank in range(RANKS))
+
+
+def _lines(directory: Path, rank: int) -> str:
+    return (directory / f"rank-{rank}").read_text()
+
+
 def check(directory: Path, output: str) -> None:
     """Every start after the fault began with the step of the fault, and one process at a time trained each rank."""
     assert all(not incident.steps_lost for incident in incidents(directory)), (incidents(directory), output[-8000:])
     for rank in range(RANKS):
-        rows = [line.split() for line in (directory / f"rank-{rank}").read_text().splitlines()]
+        rows = [line.split() for line in _lines(directory, rank).splitlines()]
         begun = [int(row[2]) for row in rows if row[0] == "entered"]
         assert begun[0] == 0
         assert all(step in (8, 9) for step in begun[1:]), (rows, output[-8000:])

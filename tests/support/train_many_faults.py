@@ -22,14 +22,20 @@ from lastgasp.pytorch import Session, TorchState, train
 APART, WIDTH = 4, 20_000
 """Steps between two faults; 2.6 MB of parameters and moments, so that a copy that is kept would show."""
 KINDS = ("sigkill,rank=0", "sigkill,rank=2", "exception,rank=1", "sigkill,rank=2", "sigkill,rank=0", "exception,rank=0")
+HANG = 9
+"""Each so-manieth fault is a hang."""
 MEMORY, PATIENCE = 20_000, 60.0
 """kB, seconds."""
 
 
 def faults(count: int) -> str:
     """The first so many."""
-    kinds = ["sigkill,rank=1", *(KINDS[n % len(KINDS)] for n in range(count - 1))]
+    kinds = ["sigkill,rank=1", *(_kind(n) for n in range(count - 1))]
     return ";".join(f"kind={kind},step={step_of(n)},phase=backward,incarnation={n}" for n, kind in enumerate(kinds))
+
+
+def _kind(number: int) -> str:
+    return f"sigstop,rank={number % 4 // 2 * 2}" if number % HANG == HANG - 1 else KINDS[number % len(KINDS)]
 
 
 def step_of(number: int) -> int:
@@ -89,15 +95,16 @@ def _compare(directory: Path, number: int, s: Session) -> None:
 
 
 def _held(directory: Path) -> str:
-    """kB, descriptors and threads, of this process and the launcher."""
+    """kB, descriptors, threads and children, of this process and the launcher."""
     gc.collect()
     return "\n".join(" ".join(map(str, _of(pid))) for pid in ("self", (directory / "launcher").read_text()))
 
 
-def _of(pid: str) -> tuple[int, int, int]:
+def _of(pid: str) -> tuple[int, int, int, int]:
     place = Path("/proc", pid)
     sizes = dict(line.split(":") for line in (place / "smaps_rollup").read_text().splitlines()[1:])
-    return int(sizes["Pss"].split()[0]), len(os.listdir(place / "fd")), len(os.listdir(place / "task"))
+    children = sum(len(path.read_text().split()) for path in place.glob("task/*/children"))
+    return int(sizes["Pss"].split()[0]), len(os.listdir(place / "fd")), len(os.listdir(place / "task")), children
 
 
 def _more(before: str, now: str) -> str:

@@ -186,7 +186,7 @@ def test_a_rank_that_is_lost_while_the_only_copy_is_saved_ends_the_recovery_in_p
         (Job(recovery="retry"), "recovery=retry: no rank is replaced"),
         (Job(recovery="restart"), "recovery=restart"),
         (Job(recovery="later"), "it is not the first training of its script: no rank is replaced"),
-        (Job(offer=None), "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"),
+        (Job(offer=None), "the job's launcher cannot do it (it is none of lastgasp)"),
         (Job(offer=Offer(attempt=0, incarnation=1, port=7, no_process="no warm process")), "no warm process"),
         (Job(replicas=((0, 1, 2), (2, 0, 1))), "the ranks do not all hold the same state"),
     ],
@@ -300,3 +300,55 @@ def test_a_step_that_cannot_be_saved_is_not_gone_on_with_from_files() -> None:
     job.answer(0)
     job.answer(2)
     assert (job.machine.again, job.machine.not_in_place) == (None, "no rank holds a common step")
+
+
+class Second:
+    """The incarnation after `Job`: rank 1 is replaced, the others hold the step."""
+
+    def __init__(self) -> None:
+        self.machine = Ladder(
+            replicas=data_parallel(WORLD), world_size=WORLD, finish_timeout=5, save_timeout=50,
+            progress=Progress(limit=20), incarnation=1, enter_by=40.0, holders=frozenset({0, 2}),
+        )  # fmt: skip
+
+    def begin(self, rank: int) -> list[Action]:
+        begin = m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery="auto", entered=False)
+        return self.machine.said(rank, begin, 1.0)
+
+    def answer(self, rank: int, step: int) -> list[Action]:
+        said = m.Prepared(recovery=1, step=step, durable=START, usable=True)
+        return self.machine.said(rank, said, 1.0)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_survivor_that_has_not_said_what_it_holds_is_waited_for(joined: bool) -> None:
+    job = Second()
+    machine = job.machine
+    machine.joined(2, 0.0)
+    if joined:
+        machine.joined(0, 0.0)
+    machine.gone(2, "process died", "killed", 1, 1.0)
+    if joined:
+        job.answer(0, 0)  # before it has its step
+    else:
+        machine.joined(0, 1.0)
+    assert machine.state == "preparing"
+    assert machine.tick(30.0, 1, frozenset()) == []
+    [asked] = job.begin(0)
+    assert isinstance(asked, Send) and isinstance(asked.message, m.Prepare)
+    assert job.answer(0, 0) == []  # has crossed
+    actions = job.answer(0, STEP)
+    [saved] = [action.message for action in actions if isinstance(action, Send)]
+    assert isinstance(saved, m.Save) and saved.step == STEP
+
+
+def test_survivors_that_do_not_come_are_not_waited_for() -> None:
+    late, dead = Second().machine, Second().machine
+    for machine in (late, dead):
+        machine.joined(2, 0.0)
+        machine.gone(2, "process died", "killed", 1, 1.0)
+    late.tick(30.0, 1, frozenset())
+    assert late.state == "preparing"
+    late.tick(41.0, 1, frozenset())
+    dead.gone(0, "process died", "killed", 1, 2.0)
+    assert (late.state, dead.state) == ("over", "over")

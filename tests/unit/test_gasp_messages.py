@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v5.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v6.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -46,7 +46,9 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Report(fault=FAULT),
     m.Prepare(recovery=1, faults=(FAULT,), target=4),
     m.Entered(recovery=1, step=5),
-    m.Prepared(recovery=1, step=4, durable=2, usable=True, why="", aux=b"rng", target=4, arena=(4, 3)),
+    m.Prepared(
+        recovery=1, step=4, durable=2, usable=True, why="", aux=b"rng", target=4, arena=(4, 3), ends=("10.0.0.1 7",),
+    ),
     m.Save(
         recovery=1, plan=2, step=4, aux={0: b"a", 3: b"b"}, reason="rank 1: process 7 died", together=((2, 1),),
         own=False, common=1, arenas=(m.ArenaRef(rank=1, pid=70, fd=12, identity=b"id"),),
@@ -58,7 +60,8 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Discard(recovery=1, plan=2),
     m.Release(
         recovery=1, ending="in_place", step=4, path="", reason="",
-        again=Again(incarnation=1, step=4, source=0, takers=(1,), lost=(1,), port=77, aux={0: b"a"}, pids=(5, 6)),
+        again=Again(incarnation=1, step=4, source=0, takers=(1,), lost=(1,), port=77, aux={0: b"a"}, pids=(5, 6),
+                    ends=("10.0.0.1 7",), host="10.0.0.2"),
     ),
     m.GatherPart(tag="choose", payload=b"mine"),
     m.Gathered(tag="choose", parts=(b"mine", b"yours"), missing=""),
@@ -92,6 +95,9 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Left(step=7, durable=4, arena=m.ArenaRef(rank=1, pid=70, fd=12, identity=b"id")),
     m.DropLeft(),
     m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next"), arena=(4, 3), arena_pid=70, arena_fd=12),
+    m.Forks(attempt=2, cannot="there is no warm process"),
+    m.Agreed(attempt=2, ending="saved"),
+    m.Exited(attempt=2, incarnation=1, rank=3, how="killed by SIGKILL"),
     m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
 )  # fmt: skip
 BOUNDS = st.integers(-(2**63), 2**63 - 1)
@@ -161,6 +167,7 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
         "faults": st.lists(faults, max_size=3).map(tuple),
         "ranks": st.none() | ranks,
         "steps": ranks,
+        "ends": st.lists(st.text()).map(tuple),
         "states": st.lists(st.binary()).map(tuple),
         "wait": st.floats(0, 1e9),
         "again": st.none() | again,

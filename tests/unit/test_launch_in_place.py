@@ -29,7 +29,8 @@ def test_a_script_that_has_changed_on_disk_gets_no_new_process(
     attempt.controller.again.return_value = Again(incarnation=1, step=4, source=0, takers=(1,), lost=(1,), port=1)
     warm: Any = SimpleNamespace(changed=changed_since(known))
     monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: started.append(rank))
-    assert InPlace(attempt, MagicMock(), MagicMock(), warm).replaced({1: "SIGKILL"}) != edited
+    group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in (0, 1)], group_world_size=1)
+    assert InPlace(attempt, group, MagicMock(), warm).replaced({1: "SIGKILL"}) != edited
     assert started == ([] if edited else [1])
     reports = [call.args for call in attempt.report_exit.call_args_list]
     assert reports == ([(1, f"could not be replaced: {script} has changed since it was imported")] if edited else [])

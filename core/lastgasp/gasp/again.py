@@ -25,7 +25,9 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         lost: those of them that get a new process.
         port: of the store, on the launcher's host, where the ranks meet.
         aux: the auxiliary states of `step` of all ranks, as a gasp would have saved them.
-        pids: of the ranks' processes so far.
+        pids: of the ranks' processes so far, on the controller's host.
+        ends: the ranks' ends of the TCP connections between hosts, as "address port".
+        host: where the store is, if the job has several hosts; empty where `MASTER_ADDR` stays.
         saved: the step was also written to disk, since only one rank holds it.
     """
 
@@ -37,6 +39,8 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     aux: dict[int, bytes] = {}
     pids: tuple[int, ...] = ()
+    ends: tuple[str, ...] = ()
+    host: str = ""
     saved: bool = False
 
     @property
@@ -48,7 +52,8 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     def environment(self) -> dict[str, str]:
         """What torch and lastgasp read to make the process group and to join."""
         port, number = str(self.port), str(self.incarnation)
-        return {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", INCARNATION: number}
+        found = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", INCARNATION: number}
+        return found | {"MASTER_ADDR": self.host} if self.host else found
 
     @property
     def rung(self) -> Rung:
@@ -61,13 +66,16 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attempt, incarnation: for which it is made.
-        port: of a store that nobody has used.
+        port: of a store that nobody has used; host: where it is, empty where the job has one host.
+        others: launchers that the job has besides this one.
         no_process: why no rank can get a new process; empty where it can.
     """
 
     attempt: int
     incarnation: int
     port: int
+    host: str = ""
+    others: int = 0
     no_process: str = ""
 
 

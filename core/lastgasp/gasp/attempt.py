@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from lastgasp import _clock, _fs
@@ -124,10 +125,19 @@ class Attempt:
         """Ranks that count as hung."""
         return [rank for rank, member in self.machine.members.items() if member.hung]
 
+    def agreed(self) -> m.Agreed:
+        """How the recovery has ended, for the launchers of other hosts."""
+        again = self.again if self.again is None else msgspec.structs.replace(self.again, aux={}, pids=(), ends=())
+        return m.Agreed(attempt=self.hello.attempt, ending=self.machine.outcome.ending, again=again)
+
     def enters_after(self, again: Again | None) -> None:
         """What was agreed with the incarnation before: who begins with files takes as long as for any start."""
-        if isinstance(self.machine, Ladder) and again is not None and again.from_files:
+        if not isinstance(self.machine, Ladder) or again is None:
+            return
+        if again.from_files:
             self.machine.enter_by = math.inf
+        else:
+            self.machine.holders = frozenset(range(self.hello.world_size)).difference(again.takers)
 
     def offered(self, offer: Offer) -> None:
         """The launcher says what it can do for a recovery in place."""

@@ -7,10 +7,8 @@ detached process (`python -m lastgasp.gasp.serve`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -28,11 +26,13 @@ from .buffers import OpenBuffers
 from .doorway import Doorway, end_all_others
 from .ends import kind_of_end
 from .guard import Guard
+from .hostloss import vanished
 from .incidents import Incidents
 from .keeper import open_buffer
 from .keepers import Keepers
+from .ladder import Ladder
 from .operator import NOBODY
-from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, unread
+from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, read_out, terminate
 from .process_monitor import ProcessMonitor
 from .records import RecordWriter
 from .roster import CLOSED
@@ -49,10 +49,6 @@ RECORDS_LIMIT = 10.0
 """Seconds to wait at the end for records to be written; the job does not wait longer for a stalled file system."""
 ANNOUNCE_LIMIT = 1.0
 """Seconds that start-up waits for the file by which `lastgasp ps` finds the job."""
-READ_OUT = 10.0
-"""Seconds for reading a dead process's last messages: they are on this host already, but it may be overloaded."""
-TURNS = 3
-"""Idle turns of the event loop after which all messages have been handled: one to read, one to process."""
 TICK = 0.02
 """Seconds between two checks of the deadlines."""
 
@@ -76,7 +72,7 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
-        self.keepers = Keepers(self.incidents.died_at)
+        self.keepers = Keepers(self.incidents.died_at, self._not_replacing)
         self._buffers = OpenBuffers(self._peers, self.keepers)
         self.arenas = Arenas(self.keepers)
         self._watch: ProcessMonitor | None = None
@@ -154,9 +150,7 @@ class Controller:
 
     def stop_ranks(self) -> None:
         """Ask the ranks of this host to save and exit, by SIGTERM as when a job is stopped."""
-        for pid in [peer.pid for peer in self._peers.values() if peer.writer is not None and peer.pid is not None]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGTERM)
+        terminate(self._peers.values())
 
     def offer(self, offer: Offer) -> None:
         """Take what the launcher can do for a recovery in place."""
@@ -168,13 +162,22 @@ class Controller:
         if pid in self._replaced and (before := self.incidents.previous) is not None:
             self.incidents.add_cause(before, rank, how)
         elif self.attempt is not None:
-            if not pid and self.attempt.again is not None and rank in self.attempt.again.lost:
+            again = self.attempt.again
+            if again is not None and (not pid or rank not in again.lost):
                 self._not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
             self._spawn(self._ended(rank, how))
 
+    def _not_replacing(self, exited: m.Exited) -> None:
+        """Another launcher says that the process which was to take a rank's place has ended, or could not be made."""
+        current, order = self.attempt, (exited.attempt, exited.incarnation)
+        if current is not None and (current.hello.attempt, current.again and current.again.incarnation) == order:
+            self._not_replaced[exited.rank] = exited.how
+        elif current is not None and (current.hello.attempt, current.hello.incarnation) == order:
+            self._spawn(self._ended(exited.rank, exited.how))
+
     async def _ended(self, rank: int, how: str) -> None:
         at, peer, attempt = _clock.wall_ns(), self._peers.get(rank), self.attempt
-        await self._read_out(peer)
+        await read_out(peer)
         if attempt is not None and attempt is self.attempt:
             self._gone(attempt, rank, how, how, at)
             self.incidents.add_cause(attempt, rank, how)
@@ -195,6 +198,8 @@ class Controller:
                 await self._listen(hello.rank, reader, writer)
         except (TimeoutError, ControlError, OSError, EOFError) as error:
             # The end of an authenticated connection is handled elsewhere; a rank's by the state machine.
+            if vanished(error) and (lost := self._by_writer.get(writer)) is not None and lost.elsewhere is not None:
+                self.keepers.lost(lost.elsewhere[0])
             say = self._door.log.warning if self._door.is_stranger() else log.debug
             say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
@@ -270,7 +275,10 @@ class Controller:
         for rank in list(self._peers):
             self._drop(rank)
         self.arenas.begin(self.attempt.newest_held if self.attempt is not None else 0)
-        self.incidents.begin(hello, self._buffers).machine.arenas = self.arenas
+        machine = self.incidents.begin(hello, self._buffers).machine
+        machine.arenas = self.arenas
+        if isinstance(machine, Ladder):
+            machine.elsewhere = lambda others: self.keepers.no_process(hello.attempt, others)
         for rank, how in self._not_replaced.items() if hello.incarnation else ():
             self._spawn(self._ended(rank, how))
         self._not_replaced = {}
@@ -374,20 +382,9 @@ class Controller:
         peer = self._peers.get(rank)
         if peer is not None:
             peer.death = (evidence, at_ns)
-            await self._read_out(peer)
+            await read_out(peer)
             with self._guard("the death of a rank"):
                 self._lost(peer, evidence, at_ns)
-
-    @staticmethod
-    async def _read_out(peer: Peer | None) -> None:
-        """Read everything a dead process sent: its Goodbye or its exception may still be in the socket.
-
-        Its death is noticed before its connection ends, because the kernel frees its memory first.
-        """
-        deadline, quiet = _clock.monotonic() + READ_OUT, 0
-        while peer is not None and peer.writer is not None and quiet < TURNS and _clock.monotonic() < deadline:
-            quiet = 0 if unread(peer.writer) else quiet + 1
-            await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -417,6 +414,8 @@ class Controller:
             self.incidents.phase(action)
             for rank in self.attempt.hung if self.attempt is not None else ():
                 self.keepers.ask(rank)
+            if action.phase == "released" and self.attempt is not None:
+                self.keepers.agreed(self.attempt.agreed())
 
     def _send(self, rank: int, message: m.Message) -> bool:
         """Return False if the rank is not connected."""

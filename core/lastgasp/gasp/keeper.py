@@ -1,6 +1,7 @@
 """A launcher keeps the crash-safe buffers of its host's ranks open and reports their contents once a rank is dead.
 
-The controller does so itself on its own host; it cannot reach descriptors on another one.
+The controller does so itself on its own host; it cannot reach descriptors on another one. By the same connection the
+launcher learns which of its ranks need new processes, and says whether it can make some.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import select
 import threading
+from collections import deque
 
 from lastgasp import __version__, arena
 from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
@@ -61,11 +63,19 @@ class BufferKeeper:
 
     Args:
         address, token: of the controller.
+
+    Attributes:
+        agreed: how the last recovery has ended.
+        connected: the controller can be reached.
     """
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
         self._token = token
+        self.agreed: m.Agreed | None = None
+        self.connected = False
+        self._forks: m.Forks | None = None
+        self._to_tell: deque[m.Message] = deque()
         self._buffers: dict[int, int] = {}
         self._arenas: dict[int, tuple[int, bytes]] = {}
         """Our descriptor and the identity, by rank."""
@@ -88,6 +98,21 @@ class BufferKeeper:
             for descriptor in (*self._buffers.values(), *arenas, self._poke_r, self._poke_w):
                 os.close(descriptor)
 
+    def can_fork(self, forks: m.Forks) -> None:
+        """Tell the controller whether ranks of this host can get new processes; does not wait."""
+        if forks != self._forks:
+            self._forks = forks
+            self._tell(forks)
+
+    def exited(self, exited: m.Exited) -> None:
+        """Tell it that a process which was to take a rank's place has ended; does not wait."""
+        self._tell(exited)
+
+    def _tell(self, message: m.Message) -> None:
+        if not self._closed.is_set():
+            self._to_tell.append(message)
+            os.write(self._poke_w, b"x")
+
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
@@ -96,7 +121,11 @@ class BufferKeeper:
                 log.debug("no controller at %s: %s", self.address, error)
             else:
                 with contextlib.closing(link), contextlib.suppress(OSError, EOFError, LastgaspError):
+                    if self._forks is not None:
+                        link.send(self._forks)
+                    self.connected = True
                     self._serve(link)
+                self.connected = False
             self._closed.wait(AGAIN)
 
     def _serve(self, link: Channel) -> None:
@@ -105,14 +134,22 @@ class BufferKeeper:
                 poll = select.poll()  # select() ends at descriptor 1023
                 for number in (link.fileno(), self._poke_r):
                     poll.register(number, select.POLLIN)
-                poll.poll()
-            if self._closed.is_set():
-                return
+                ready = {number for number, _ in poll.poll()}
+                if self._poke_r in ready:
+                    os.read(self._poke_r, 4096)
+                if self._closed.is_set():
+                    return
+                while self._to_tell:
+                    link.send(self._to_tell.popleft())
+                if link.fileno() not in ready:
+                    continue
             for message in link.receive():
                 if isinstance(message, m.Keep):
                     self._keep(message)
                 elif isinstance(message, m.AskKept):
                     link.send(self._kept(message.rank))
+                elif isinstance(message, m.Agreed):
+                    self.agreed = message
 
     def _keep(self, message: m.Keep) -> None:
         """Replace the buffer of an earlier attempt's rank of the same number.

@@ -22,19 +22,24 @@ class Keepers:
 
     Args:
         died_at: called with the step that a dead rank had completed.
+        exited: called with how the process ended that was to take a dead rank's place.
 
     Attributes:
         connected, most: how many launchers are connected, and the most there have been; read by other threads.
     """
 
-    def __init__(self, died_at: Callable[[int, int], None]) -> None:
-        self._died_at = died_at
+    def __init__(
+        self, died_at: Callable[[int, int], None], exited: Callable[[m.Exited], None] = lambda exited: None
+    ) -> None:
+        self._died_at, self._exited = died_at, exited
         self.connected = self.most = 0
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._buffers: dict[int, tuple[str, m.Keep]] = {}
         self._asked: dict[int, float] = {}
         self._states: dict[int, dict[int, bytes]] = {}
         self._arenas: dict[int, m.Kept] = {}
+        self._forks: dict[asyncio.StreamWriter, m.Forks | None] = {}
+        self._agreed: m.Agreed | None = None
 
     @staticmethod
     def admit(hello: m.Keeper, token: str, nonce: bytes) -> None:
@@ -50,22 +55,58 @@ class Keepers:
         for where, order in self._buffers.values():
             if where == host:
                 writer.write(m.frame(order))
+        if self._agreed is not None:
+            writer.write(m.frame(self._agreed))
+        self._forks[writer] = None
         self.connected += 1
         self.most = max(self.most, self.connected)
         try:
             while True:
-                message = m.from_keeper(await read_frame(reader, m.MAX_FRAME))
-                if not isinstance(message, m.Kept):
-                    raise ProtocolError(f"{type(message).__name__} after the greeting")
-                self._asked.pop(message.rank, None)
-                self._states[message.rank] = dict(zip(message.steps, message.states, strict=False))
-                self._arenas[message.rank] = message
-                if message.steps:
-                    self._died_at(message.rank, message.steps[0])
+                self._heard(writer, m.from_keeper(await read_frame(reader, m.MAX_FRAME)))
         finally:
             self.connected -= 1
+            del self._forks[writer]
             if self._writers.get(host) is writer:
                 del self._writers[host]
+
+    def _heard(self, writer: asyncio.StreamWriter, message: m.FromKeeper) -> None:
+        if isinstance(message, m.Forks):
+            self._forks[writer] = message
+        elif isinstance(message, m.Exited):
+            self._exited(message)
+        elif isinstance(message, m.Kept):
+            self._asked.pop(message.rank, None)
+            self._states[message.rank] = dict(zip(message.steps, message.states, strict=False))
+            self._arenas[message.rank] = message
+            if message.steps:
+                self._died_at(message.rank, message.steps[0])
+        else:
+            raise ProtocolError(f"{type(message).__name__} after the greeting")
+
+    def no_process(self, attempt: int, others: int) -> str:
+        """Why ranks of other hosts cannot get new processes; empty where all can. May be read by other threads.
+
+        Args:
+            others: how many launchers the job has besides this one.
+        """
+        if not others:
+            return ""
+        known = [one for one in list(self._forks.values()) if one is not None and one.attempt == attempt]
+        if len(known) < others:
+            return f"{others - len(known)} of {others} launchers of other hosts cannot be reached"
+        return next((f"another host: {one.cannot}" for one in known if one.cannot), "")
+
+    def lost(self, host: str) -> None:
+        """A rank's host does not answer any more; its launcher's connection will end as well."""
+        for writer in [writer for where, writer in self._writers.items() if where == host]:
+            self._forks[writer] = None
+
+    def agreed(self, agreed: m.Agreed) -> None:
+        """Tell all how a recovery has ended; who comes back after a lost connection is told, too."""
+        self._agreed = agreed
+        for writer in self._forks:
+            with contextlib.suppress(ControlError):
+                writer.write(m.frame(agreed))
 
     def begin(self) -> None:
         """Start another attempt, whose ranks have buffers of their own."""

@@ -1,9 +1,12 @@
-"""What a launcher keeps of its host's ranks, and how the controller asks it."""
+"""What a launcher of another host keeps of its ranks and does for them, and how the controller asks it."""
 
 from __future__ import annotations
 
 import msgspec
 
+from lastgasp.events import Ending
+
+from .again import Again
 from .wire import Message
 
 
@@ -63,3 +66,27 @@ class Kept(Message, frozen=True, kw_only=True):
     arena: tuple[int, ...] = ()
     arena_pid: int = 0
     arena_fd: int = -1
+
+
+class Forks(Message, frozen=True, kw_only=True):
+    """Keeper: whether ranks of its host can get new processes now; `cannot` says why not, empty where they can."""
+
+    attempt: int
+    cannot: str
+
+
+class Agreed(Message, frozen=True, kw_only=True):
+    """Controller, to all keepers: how the recovery of this attempt ends; `again`: which ranks need new processes."""
+
+    attempt: int
+    ending: Ending
+    again: Again | None = None
+
+
+class Exited(Message, frozen=True, kw_only=True):
+    """Keeper: the process that was to take the place of `rank` in this incarnation has ended, or could not be made."""
+
+    attempt: int
+    incarnation: int
+    rank: int
+    how: str

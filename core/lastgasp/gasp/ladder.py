@@ -9,6 +9,7 @@ begin with files (`Begin.from_files`) are entered again once the step has been s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,6 +36,8 @@ class Ladder(Machine):
         incarnation: how often ranks of this attempt have been entered again.
         offer: what the launcher can do now; None where it can do nothing.
         enter_by: when all ranks must have begun, monotonic seconds.
+        holders: ranks that have entered again with the step in memory, as far as they get.
+        elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
 
     Attributes:
         again: what was agreed for a recovery in place; None where there was none.
@@ -44,6 +47,8 @@ class Ladder(Machine):
     incarnation: int = 0
     offer: Offer | None = None
     enter_by: float = math.inf
+    holders: frozenset[int] = frozenset()
+    elsewhere: Callable[[int], str] = lambda others: ""
     again: Again | None = None
     not_in_place: str = ""
     began_at: int = -1
@@ -54,6 +59,8 @@ class Ladder(Machine):
     _entered: set[int] = field(default_factory=set)
     _once_saved: Again | None = None
     """What follows the save of a step that only one rank holds."""
+    _late: bool = False
+    """Ranks that did not enter in time are known."""
     _stubborn: set[int] = field(default_factory=set)
     """Ranks that raised what would come again."""
 
@@ -76,7 +83,17 @@ class Ladder(Machine):
         self.began_at = max(self.began_at, message.step)
         if message.entered:
             self._entered.add(member.rank)
-        return super()._on_begin(member, message, now)
+        actions = super()._on_begin(member, message, now)
+        if self.state != "preparing" or not self.holders:
+            return actions
+        member.prepared = None  # it has answered before it had its step
+        self._awaited.add(member.rank)
+        return actions + self._ask([member.rank])
+
+    def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        assert isinstance(message, m.Prepared)
+        crossed = bool(self.holders) and member.begun and message.step < self.began_at
+        return [] if crossed else super()._on_prepared(member, message, now)
 
     def _on_report(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Report)
@@ -87,14 +104,32 @@ class Ladder(Machine):
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
         """As the machine's; and a rank that does not enter in time is a fault."""
         actions = super().tick(now, at_ns, stopped)
-        if self.state != "running" or now < self.enter_by:
+        if self.state != "running" or now < self.enter_by or self._late:
             return actions
-        self.enter_by = math.inf
+        self._late = True
         late = [rank for rank in range(self.world_size) if rank not in self._entered]
         for rank in [rank for rank in late if rank not in self.members] or late:
             cause = "has not taken part in the recovery in place in time"
             actions += self._fault(Fault(kind="hang", rank=rank, cause=cause, step=self.began_at, seen_ns=at_ns), now)
         return actions
+
+    def _decide_if_ready(self, now: float) -> list[Action]:
+        if self.state == "preparing" and (self._may_come or (self.wanted and self.buffers.awaited)):
+            return []  # ranks that are entered again get the dead ranks' states with the order itself
+        return super()._decide_if_ready(now)
+
+    def _deadline_passed(self, now: float) -> list[Action]:
+        if self.state == "preparing" and self._may_come and now < self.enter_by:
+            self._deadline = self.enter_by
+            return []
+        return super()._deadline_passed(now)
+
+    @property
+    def _may_come(self) -> bool:
+        """No rank has said yet that it holds the step of this incarnation, and some still may."""
+        if not self.holders or any(self.members[rank].begun for rank in self._here):
+            return False
+        return any(rank not in self.members or self.members[rank].here for rank in self.holders)
 
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         if self.plan == 0 and any(self._recovery.values()):
@@ -129,8 +164,9 @@ class Ladder(Machine):
         assert self.offer is not None
         source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank), default=-1)
         return Again(
-            incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost, port=self.offer.port
-        )
+            incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost,
+            port=self.offer.port, host=self.offer.host,
+        )  # fmt: skip
 
     def _only_copy(self, again: Again) -> bool:
         """Whether a holder is left without another one of its shard."""
@@ -184,19 +220,23 @@ class Ladder(Machine):
         if unable := [f"rank {rank}: {found.why}" for rank, found in answers.items() if found and found.why]:
             return unable[0]
         if self.offer is None:
-            return "the job's launcher cannot do it (no launcher of lastgasp, or several nodes)"
-        return self.offer.no_process if lost else ""
+            return "the job's launcher cannot do it (it is none of lastgasp)"
+        if self._from_files and self.offer.host:
+            return "the job has several hosts, and its training begins with files"
+        return self.offer.no_process or self.elsewhere(self.offer.others) if lost else ""
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
         pids = tuple(member.pid for member in self.members.values() if member.pid)
+        answers = [member.prepared for member in self.members.values() if member.prepared is not None]
+        again = msgspec.structs.replace(again, pids=pids, ends=tuple(end for one in answers for end in one.ends))
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
         self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders or out.savers
         out.lost, out.unused = steps_lost, ()
         order = m.Release(
             recovery=self.recovery, ending="in_place", step=again.step, path="", reason="",
-            again=msgspec.structs.replace(again, aux=aux, pids=pids),
+            again=msgspec.structs.replace(again, aux=aux),
         )  # fmt: skip
         releases = [Send(rank=rank, message=order) for rank in self._here if rank not in again.lost]
         kills = [Kill(rank=rank) for rank in again.lost if rank in self.members and not self.members[rank].gone]

@@ -21,10 +21,13 @@ from .asks import AskSwitch as AskSwitch
 from .asks import Ranks as Ranks
 from .asks import SwitchDone as SwitchDone
 from .cards import WorkerCard
+from .keeping import Agreed as Agreed
 from .keeping import ArenaRef as ArenaRef
 from .keeping import AskKept as AskKept
 from .keeping import AskLeft as AskLeft
 from .keeping import DropLeft as DropLeft
+from .keeping import Exited as Exited
+from .keeping import Forks as Forks
 from .keeping import Keep as Keep
 from .keeping import Kept as Kept
 from .keeping import Left as Left
@@ -38,7 +41,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -181,6 +184,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     target: int = -1
     arena: tuple[int, ...] = ()
     """The steps that this rank's arena holds."""
+    ends: tuple[str, ...] = ()
+    """This rank's ends of its TCP connections to other hosts, as "address port"."""
 
 
 class Save(Message, frozen=True, kw_only=True):
@@ -361,10 +366,10 @@ FromRank = (
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left
+    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
-FromKeeper = Keeper | Kept
+FromKeeper = Keeper | Kept | Forks | Exited
 Greeting = Hello | Operator | Keeper
 
 _encoder = msgspec.msgpack.Encoder()

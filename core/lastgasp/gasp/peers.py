@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import select
+import signal
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +17,11 @@ from lastgasp import _clock
 
 from . import lifeline
 from . import messages as m
+
+READ_OUT = 10.0
+"""Seconds for reading a dead process's last messages: they are on this host already, but it may be overloaded."""
+TURNS = 3
+"""Idle turns of the event loop after which all messages have been handled: one to read, one to process."""
 
 
 @dataclass
@@ -39,6 +48,24 @@ def unread(writer: asyncio.StreamWriter) -> bool:
     poll = select.poll()
     poll.register(number, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def terminate(peers: Iterable[Peer]) -> None:
+    """Send SIGTERM to those of this host that are connected."""
+    for pid in [peer.pid for peer in peers if peer.writer is not None and peer.pid is not None]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+
+
+async def read_out(peer: Peer | None) -> None:
+    """Read everything a dead process sent: its Goodbye or its exception may still be in the socket.
+
+    Its death is noticed before its connection ends, because the kernel frees its memory first.
+    """
+    deadline, quiet = _clock.monotonic() + READ_OUT, 0
+    while peer is not None and peer.writer is not None and quiet < TURNS and _clock.monotonic() < deadline:
+        quiet = 0 if unread(peer.writer) else quiet + 1
+        await asyncio.sleep(0)
 
 
 def keep_alive(sock: socket.socket) -> None:

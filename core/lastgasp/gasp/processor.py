@@ -344,6 +344,7 @@ class Processor:
             step=status.step, durable=status.durable, usable=not why,
             why=why or status.why_not_again(),
             aux=aux, target=self._target, arena=arena_files.steps_of(self._source),
+            ends=status.ends_of_connections(),
         )  # fmt: skip
         try:
             self._try_send(answer)

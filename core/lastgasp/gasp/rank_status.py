@@ -7,6 +7,7 @@ control thread first closes the gate and then checks whether the rank is inside.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from lastgasp import _clock, exitcodes
 from lastgasp.events import Ending
 
 from .messages import Phase, Release, one_line
+
+log = logging.getLogger("lastgasp")
 
 _CODES: dict[Ending, int] = {
     "saved": exitcodes.SAVED,
@@ -53,6 +56,7 @@ class RankStatus:
         look: called by the control thread before it reads `step` and `consistent` in a recovery. An adapter whose steps
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
         cannot_again: called by the control thread in a recovery: why the training cannot be entered again, or empty.
+        ends: called by the control thread in a recovery: this rank's ends of its connections to other hosts.
         all_run: set by `hold`: no rank has stopped, so the training thread will reach the gate normally.
         since: monotonic time of the last call of `hold`.
         recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
@@ -73,6 +77,7 @@ class RankStatus:
         self.outcome: Release | None = None
         self.look: Callable[[], None] = _up_to_date
         self.cannot_again: Callable[[], str] = str
+        self.ends: Callable[[], tuple[str, ...]] = tuple
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
@@ -147,6 +152,14 @@ class RankStatus:
             return self.cannot_again()
         except Exception as error:  # raised by the adapter; the calling threads must survive it
             return f"it is not known whether it can be entered again: {one_line(error)}"
+
+    def ends_of_connections(self) -> tuple[str, ...]:
+        """What `ends` finds; nothing where it fails."""
+        try:
+            return self.ends()
+        except Exception:
+            log.debug("the connections of this process could not be looked at", exc_info=True)
+            return ()
 
     @property
     def consistent(self) -> bool:

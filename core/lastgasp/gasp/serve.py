@@ -146,6 +146,10 @@ class ControllerThread:
         machine = found.machine if found is not None else None
         return machine.incarnation + 1 if isinstance(machine, Ladder) and machine.wanted else None
 
+    def no_process(self, attempt: int, others: int) -> str:
+        """Why ranks of the other hosts, `others` in number, cannot get new processes; empty where they can."""
+        return self._controller.keepers.no_process(attempt, others)
+
     def leaves(self, attempt: int) -> bool:
         """The ranks of this attempt asked that the job ends after a save, with no restart."""
         found = self._attempt(attempt)

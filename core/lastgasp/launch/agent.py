@@ -206,12 +206,13 @@ class GaspAgent(LocalElasticAgent):
         while _clock.monotonic() < deadline:
             failed = self._failed(worker_group)
             for rank in failed.keys() - known:
-                self._attempt.report_exit(rank, failed[rank], self._pid(worker_group, rank))
+                self._in_place.report_exit(rank, failed[rank], self._pid(worker_group, rank))
             known |= failed.keys()
             if self._in_place.replaced(failed):
                 return True
             over = self._attempt.over_for()
-            if not self._running(worker_group) or (over is not None and over > LEAVE):
+            waits = self._running(worker_group) or (failed and self._in_place.undecided)
+            if not waits or (over is not None and over > LEAVE):
                 return False
             time.sleep(POLL)
         log.error("the survivors did not finish within %g s: stopping them", self._attempt.hold_limit())

@@ -39,12 +39,13 @@ class LaunchAttempt:
 
     Attributes:
         number: how often workers have been started before.
-        controller: on the first node only.
+        controller: on the first node only; keeper: on all others, where there is a controller.
         desk: where the ranks of this node sign in.
     """
 
     number: int
     controller: ControllerThread | None = None
+    keeper: BufferKeeper | None = None
     desk: Desk = field(default_factory=Desk)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -200,6 +201,7 @@ class LaunchAttempts:
         self._started = notice.attempt + 1
         controller = self._controller if group.group_rank == 0 else None
         current = self._last = LaunchAttempt(number=notice.attempt, controller=controller)
+        current.keeper = self._keeper if group.group_rank != 0 else None
         current.environment = current.desk.environment | notice.environment
         return current
 

@@ -13,7 +13,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import ORDER, Again, Offer
+from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
@@ -41,6 +43,8 @@ def until_it_goes_on(poll: Callable[[], Any]) -> Callable[[], Any]:
 class InPlace:
     """One per attempt; all of it is called on the launcher's main thread.
 
+    The first node's launcher has the controller; all others hear from it by their keepers.
+
     Args:
         attempt: as the launcher counts it.
         group: its workers; context: their processes.
@@ -54,58 +58,124 @@ class InPlace:
 
     def look(self) -> None:
         """Between two looks at the workers: offer what can be done, once some rank can be entered again."""
-        attempt, several = self._attempt, self._group.group_world_size != 1
-        if attempt.controller is None or several or not isinstance(self._context, SubprocessContext):
+        attempt = self._attempt
+        if not isinstance(self._context, SubprocessContext):
             return
-        coming = attempt.controller.may_enter_again(attempt.number)
+        if attempt.controller is not None:
+            self._offer(attempt.controller)
+        elif attempt.keeper is not None:
+            attempt.keeper.can_fork(m.Forks(attempt=attempt.number, cannot=self._warm.cannot_fork))
+            self._kill_lost()
+
+    def _offer(self, controller: ControllerThread) -> None:
+        attempt, others = self._attempt, (self._group.group_world_size or 1) - 1
+        coming = controller.may_enter_again(attempt.number)
         if coming is None:
             return
+        host = controller.endpoint.host if others else ""
         if coming not in self._stores:
             self._stores = {n: store for n, store in self._stores.items() if n == coming - 1}
-            host = self._group.master_addr or "localhost"
-            self._stores[coming] = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            where = host or self._group.master_addr or "localhost"
+            self._stores[coming] = TCPStore(where, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        elsewhere = controller.no_process(attempt.number, others)
         offer = Offer(
             attempt=attempt.number,
             incarnation=coming,
             port=self._stores[coming].port,
-            no_process=self._warm.cannot_fork,
+            host=host,
+            others=others,
+            no_process=self._warm.cannot_fork or elsewhere,
         )
         if offer != self._offered:
             self._offered = offer
-            attempt.controller.offer(offer)
+            controller.offer(offer)
             log.debug("a fault can be answered in place, as incarnation %d%s", coming,
                       offer.no_process and f"; no rank can be replaced: {offer.no_process}")  # fmt: skip
+
+    def _kill_lost(self) -> None:
+        """A rank of this host that gets a new process may still run: it hangs, or was cut off from the controller."""
+        again = self._agreed()
+        for rank in self._lost(again) if again is not None and again.incarnation > self._done else ():
+            handler = self._context.subprocess_handlers[self._local(rank)]
+            if handler.proc.poll() is None:
+                log.warning("killing rank %d, which gets a new process", rank)
+                handler.proc.kill()
+
+    @property
+    def undecided(self) -> bool:
+        """No rank of this host runs, but those of other hosts may go on in place with new processes here."""
+        attempt, again = self._attempt, self._agreed()
+        if self._group.group_world_size == 1:
+            return False
+        if again is not None and again.incarnation > self._done and self._lost(again):
+            return True
+        if attempt.controller is not None:
+            return attempt.controller.may_enter_again(attempt.number) is not None and attempt.over_for() is None
+        keeper = attempt.keeper
+        if keeper is None or not keeper.connected:
+            return False
+        agreed = keeper.agreed
+        return agreed is None or agreed.attempt != attempt.number or agreed.ending == "in_place"
 
     def replaced(self, failed: dict[int, str]) -> bool:
         """Give each dead rank a new process, if that was agreed on.
 
         Args:
-            failed: the dead ranks, and how they ended.
+            failed: the dead ranks of this host, and how they ended.
 
         Returns:
             False where it was not (yet), or failed; the controller knows then, and the step is saved.
         """
-        controller = self._attempt.controller
-        again = controller.again(self._attempt.number) if controller is not None else None
-        if again is None or again.incarnation <= self._done or set(failed) != set(again.lost):
+        again = self._agreed()
+        if again is None or again.incarnation <= self._done or set(failed) != self._lost(again):
             return False
         self._done = again.incarnation
         try:
-            if again.lost and (why := self._warm.changed):
+            if failed and (why := self._warm.changed):
                 raise NoFork(why)
-            for rank in again.lost:
+            for rank in failed:
                 self._replace(rank, again)
         except (NoFork, OSError) as error:
             log.warning("a rank could not be replaced: %s", error)
-            for rank in again.lost:
-                self._attempt.report_exit(rank, f"could not be replaced: {error}")
+            for rank in failed:
+                self._report(rank, f"could not be replaced: {error}")
             return False
         return True
 
+    def report_exit(self, rank: int, how: str, pid: int) -> None:
+        """A worker of this host has ended. Another host's is known by its connection, but for one that has none yet."""
+        if self._attempt.controller is not None:
+            self._attempt.report_exit(rank, how, pid)
+        elif self._done:
+            self._report(rank, how)
+
+    def _report(self, rank: int, how: str) -> None:
+        attempt = self._attempt
+        if attempt.controller is not None:
+            attempt.report_exit(rank, how)
+        elif attempt.keeper is not None:
+            number = attempt.number
+            attempt.keeper.exited(m.Exited(attempt=number, incarnation=self._done, rank=rank, how=how))
+
+    def _agreed(self) -> Again | None:
+        """The newest recovery in place of this attempt."""
+        attempt, number = self._attempt, self._attempt.number
+        if attempt.controller is not None:
+            return attempt.controller.again(number)
+        agreed = attempt.keeper.agreed if attempt.keeper is not None else None
+        return agreed.again if agreed is not None and agreed.attempt == number else None
+
+    def _lost(self, again: Again) -> set[int]:
+        """The ranks of this host that get new processes."""
+        return {worker.global_rank for worker in self._group.workers} & set(again.lost)
+
+    def _local(self, rank: int) -> int:
+        return next(n for n, worker in enumerate(self._group.workers) if worker.global_rank == rank)
+
     def _replace(self, rank: int, again: Again) -> None:
         context = self._context
-        local = next(n for n, worker in enumerate(self._group.workers) if worker.global_rank == rank)
-        order = msgspec.json.encode(msgspec.structs.replace(again, aux={})).decode()
+        local = self._local(rank)
+        order = msgspec.json.encode(msgspec.structs.replace(again, aux={}, ends=())).decode()
         handler = replacement(self._warm, context, local, again.environment | {ORDER: order})
         context.subprocess_handlers[local] = handler
         context._failures.pop(local, None)

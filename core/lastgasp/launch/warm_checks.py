@@ -19,7 +19,7 @@ READ_AGAIN = frozenset(
 )
 """Modules that take a rank from the environment when they are imported, and whose value is renewed in the child
 (`warm_child.renew_ranks`)."""
-BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_"}
+BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWORKX_"}
 """Modules that go through all variables when they are imported, and how the names begin that they take."""
 AT_LOADING = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "PYTORCH_", "ATEN_",

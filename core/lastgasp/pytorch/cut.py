@@ -1,4 +1,4 @@
-"""Cuts the TCP connections between ranks of one host.
+"""Cuts the TCP connections between the ranks of a job.
 
 Destroying a gloo group closes nothing as long as one of its collectives is stuck in a thread of its own, and a rank
 whose neighbours have all left would wait for them until its timeout. Cut, their collectives raise on both sides.
@@ -17,21 +17,36 @@ _Connected = tuple[int, str, Ends]
 """Descriptor and inode of a socket of this process, and its two addresses."""
 
 
-def cut_connections(pids: Iterable[int]) -> int:
-    """Shut down each TCP connection of this process whose other end is in one of the processes `pids`.
+def cut_connections(pids: Iterable[int], ends: Iterable[str] = ()) -> int:
+    """Shut down each TCP connection of this process whose other end is in one of the processes `pids` of this host.
+
+    Args:
+        ends: the other ends of connections to other hosts that are cut as well (`outside`).
 
     Returns:
         How many.
     """
+    remote = frozenset(ends)
     own, cut = list(_connected()), 0
     theirs = {inode for pid in pids if pid != os.getpid() for _, inode in _sockets(pid)}
     with _other_end(own) as inode_of:
         for number, _, (here, there) in own:
-            if inode_of((there, here)) in theirs:
+            if inode_of((there, here)) in theirs or _word(there) in remote:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                     cut += 1
     return cut
+
+
+def outside() -> tuple[str, ...]:
+    """This process's ends of its TCP connections to other hosts, as "address port". None where the job has one host."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return ()
+    return tuple(_word(here) for _, _, (here, there) in _connected() if here[0] != there[0])
+
+
+def _word(end: tuple[str, int]) -> str:
+    return f"{end[0].removeprefix('::ffff:')} {end[1]}"
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class EnteredFromFiles:
         if self._status is not None and self._status.asked_to_stop:
             raise SystemExit(exitcodes.SAVED)
         drain()
-        cut_connections(again.pids)
+        cut_connections(again.pids, again.ends)
         _forget(error)
         reset()
         drop_groups([])

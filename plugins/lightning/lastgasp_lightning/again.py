@@ -78,6 +78,8 @@ def cannot(trainer: Any) -> str:
         return f"its strategy is {type(strategy).__name__}, and only 'ddp' can make its process group anew"
     if not launched():
         return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return "the job has several hosts"
     if dist.is_available() and dist.is_initialized():
         return "its process group was there before; an earlier fit, validate or test of the script has made it"
     if threading.current_thread() is not threading.main_thread():

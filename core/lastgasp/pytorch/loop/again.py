@@ -173,7 +173,7 @@ def _enter_again(entry: Entry) -> None:
     assert held is not None
     try:
         drain()
-        cut_connections(held.again.pids)
+        cut_connections(held.again.pids, held.again.ends)
         drop_groups(held.wrapped)
         if entry.objects is not None:
             entry.objects.renew(held.state)

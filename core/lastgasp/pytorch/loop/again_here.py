@@ -17,6 +17,7 @@ from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import Again
 from lastgasp.ports import Layout
+from lastgasp.pytorch.cut import outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
@@ -60,6 +61,7 @@ class AgainHere:
         embedded = run.life.session.backend.backend == "embedded"
         if embedded and entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
+            status.ends = outside
             run.life.before_again = self.keep
             entry.objects = entry.objects or self.objects()
 

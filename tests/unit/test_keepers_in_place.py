@@ -1,0 +1,112 @@
+"""Recovery in place over several hosts: what the launchers of other hosts say to the controller, and hear from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import Again
+from lastgasp.gasp.keeper import BufferKeeper
+from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.launch.attempts import LaunchAttempt
+from lastgasp.launch.in_place import InPlace
+from support.waiting import until
+
+AGAIN = Again(incarnation=1, step=8, source=0, takers=(2,), lost=(2,), port=77, host="10.0.0.1")
+AGREED = m.Agreed(attempt=0, ending="in_place", again=AGAIN)
+
+
+@pytest.fixture
+def thread() -> Iterator[ControllerThread]:
+    """A controller without ranks."""
+    found = ControllerThread(new_token())
+    yield found
+    found.stop()
+
+
+def test_a_launcher_says_what_it_can_and_hears_what_was_agreed(thread: ControllerThread) -> None:
+    end, keepers = thread.endpoint, thread._controller.keepers
+    assert thread.no_process(0, 0) == ""
+    assert thread.no_process(0, 1) == "1 of 1 launchers of other hosts cannot be reached"
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        keeper.can_fork(m.Forks(attempt=0, cannot="no warm process"))
+        until(lambda: thread.no_process(0, 1) == "another host: no warm process", "it has said that it cannot")
+        keeper.can_fork(m.Forks(attempt=0, cannot=""))
+        until(lambda: thread.no_process(0, 1) == "", "it has said that it can")
+        assert thread.no_process(1, 1), "of another attempt"
+        thread._call(lambda: keepers.agreed(AGREED))
+        until(lambda: keeper.agreed == AGREED, "it was told")
+    until(lambda: thread.no_process(0, 1) != "", "it has left")
+    with closing(BufferKeeper(end.address, end.token)) as late:
+        until(lambda: late.agreed == AGREED, "who comes later is told, too")
+
+
+class Handler:
+    """A rank of this host."""
+
+    def __init__(self, runs: bool) -> None:
+        self.proc = self
+        self.runs, self.killed = runs, False
+
+    def poll(self) -> int | None:
+        return None if self.runs else -9
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def second(keeper: Any, handlers: list[Handler]) -> InPlace:
+    """Of the second host, with the ranks 2 and 3."""
+    workers = [SimpleNamespace(global_rank=rank) for rank in (2, 3)]
+    context: Any = SimpleNamespace(subprocess_handlers=dict(enumerate(handlers)))
+    warm: Any = SimpleNamespace(changed="", cannot_fork="")
+    group: Any = SimpleNamespace(workers=workers, group_world_size=2)
+    return InPlace(LaunchAttempt(number=0, keeper=keeper), group, context, warm)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "undecided", "replaced"),
+    [
+        (None, True, False),
+        (AGREED, True, True),
+        (m.Agreed(attempt=0, ending="saved"), False, False),
+        (m.Agreed(attempt=1, ending="in_place", again=AGAIN), True, False),
+    ],
+)
+def test_who_has_lost_its_ranks_waits_for_the_decision(
+    agreed: m.Agreed | None, undecided: bool, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = second(SimpleNamespace(agreed=agreed, connected=True), [Handler(False), Handler(True)])
+    started = list[int]()
+    monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: started.append(rank))
+    assert one.undecided == undecided
+    assert one.replaced({2: "SIGKILL"}) == replaced
+    assert not one.replaced({2: "SIGKILL"}), "once"
+    assert started == [2] * replaced
+
+
+def test_who_is_cut_off_does_not_wait() -> None:
+    assert not second(SimpleNamespace(agreed=None, connected=False), []).undecided
+
+
+def test_a_lost_rank_that_still_runs_is_killed() -> None:
+    handlers = [Handler(True), Handler(True)]
+    second(SimpleNamespace(agreed=AGREED, connected=True), handlers)._kill_lost()
+    assert [handler.killed for handler in handlers] == [True, False]
+
+
+def test_the_end_of_a_new_process_that_had_not_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[m.Exited]()
+    keeper = SimpleNamespace(agreed=AGREED, connected=True, exited=told.append)
+    one = second(keeper, [Handler(False), Handler(True)])
+    monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: None)
+    one.report_exit(2, "killed by SIGKILL", 7)
+    assert told == [], "its connection tells"
+    assert one.replaced({2: "killed by SIGKILL"})
+    one.report_exit(2, "exited with code 1", 8)
+    assert told == [m.Exited(attempt=0, incarnation=1, rank=2, how="exited with code 1")]
