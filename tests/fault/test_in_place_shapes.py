@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.full, pytest.mark
         ("persistent", ""),
         ("compiled", ""),
         ("two", ""),
-        ("generator", "is an iterator that was made before the function was called again"),
+        ("generator", "that was made before the function was called again"),
         ("once", "cannot set number of interop threads"),
         ("address", ""),
     ],

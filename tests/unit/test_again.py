@@ -170,3 +170,16 @@ def test_copies_are_made_only_where_the_host_has_room_for_those_of_all_its_ranks
     monkeypatch.setattr(again_here, "available", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (here._no_room() == "") == fits
+
+
+def test_an_iterator_that_was_made_outside_cannot_begin_again() -> None:
+    entry = Entry("", None)
+    outside, data = zip([1], [2], strict=True), [1, 2]
+    for one in (outside, outside, iter(data), data):
+        entry.takes(one)  # as often as the function likes
+    again._goes_on(entry, None)
+    again._goes_on(entry, None)  # the second call has not come so far
+    entry.takes(data)
+    entry.takes(iter(data))
+    with pytest.raises(UsageError, match="given a zip that was made before the function was called again"):
+        entry.takes(outside)

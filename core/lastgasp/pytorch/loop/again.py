@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -50,6 +51,8 @@ class Entry:
         end: ends an open session as its `with` block would, where the function has none.
         objects: of the first session of the first call.
         first: no other training has begun in this process before.
+        given: iterators that this call of the function has taken its data from; earlier: those of the call before. The
+            iterators themselves are had by a call.
     """
 
     def __init__(self, why: str, held: Held | None, first: bool = True) -> None:
@@ -57,6 +60,7 @@ class Entry:
         self.again, self.sessions = False, 0
         self.end: Callable[[BaseException], object] | None = None
         self.objects: Renewed | None = None
+        self.given, self.earlier = list[Callable[[], Any]](), list[Callable[[], Any]]()
 
     def take(self) -> Held | None:
         """For a session that is being opened: what it begins with, if the training was entered again.
@@ -70,6 +74,20 @@ class Entry:
         held, self.held = self.held, None
         self.sessions += 1
         return held
+
+    def takes(self, data: Any) -> None:
+        """The loop is about to iterate over `data`.
+
+        Raises:
+            UsageError: an iterator that the call before has taken from: it is further than this rank's training.
+        """
+        if not isinstance(data, Iterator):
+            return
+        if any(data is one() for one in self.earlier):
+            raise UsageError(f"s.batches() was given a {type(data).__name__} that was made before the function was "
+                             "called again, and has given batches already: make it inside of the function")  # fmt: skip
+        if not any(data is one() for one in self.given):
+            self.given.append(_known_by(data))
 
     def keep(self, held: Held) -> None:
         """A session has ended by a fault; the function is to be called again with what it held."""
@@ -164,7 +182,16 @@ def _goes_on(entry: Entry, error: BaseException | None) -> bool:
     if error is not None and not entry.again and entry.held is not None and entry.held.life is not None:
         entry.held.life.failed(error)  # before the session was opened once more
     goes_on, entry.again, entry.end, entry.sessions = entry.again, False, None, 0
+    entry.given, entry.earlier = [], entry.given or entry.earlier
     return goes_on
+
+
+def _known_by(data: Any) -> Callable[[], Any]:
+    """Has `data` as long as it lives; for ever where it does not tell its end (`zip`, `itertools.cycle`)."""
+    try:
+        return weakref.ref(data)
+    except TypeError:
+        return lambda: data
 
 
 def _enter_again(entry: Entry) -> None:

@@ -302,6 +302,8 @@ class Run:
     def begin_pass(self, loader: Any, replay: bool) -> DataPass:
         """A pass over `loader` begins, or continues where a resumed run was."""
         book = self.book
+        if self.entry is not None:
+            self.entry.takes(loader)
         if book.before_begin():
             self.body_over()
         if self.update.in_progress and book.nested():
