@@ -239,6 +239,19 @@ def test_a_loop_with_workers_gets_what_was_due(name: str) -> None:
     assert told == ("" if name == "iterable" else WORKERS)
 
 
+@pytest.mark.parametrize("name", ["shuffled", "persistent"])
+def test_a_loader_that_lives_on_comes_back_to_its_place(name: str) -> None:
+    """As where a training is entered again in its process; persistent workers keep the iterator of the pass before."""
+    whole = Loop(WITH_WORKERS[name]).whole()
+    for stop in (2, 7):
+        loader = WITH_WORKERS[name]()
+        loop = Loop(lambda: loader)  # noqa: B023
+        stopped = loop.run(stop)
+        assert isinstance(stopped, Stopped)
+        resumed = loop.run(start=stopped, number=99)
+        assert isinstance(resumed, Ran) and resumed.batches == whole.batches[stop:]
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_passes_that_are_broken_off_are_not_gone_on_with(name: str) -> None:
     if name == "stateful":  # such a loader goes on after a break, with or without a fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lastgasp.pytorch import Session, TorchState, train
 from support.again_faults import note
 
-GATE, STEPS = 5, 12
-"""Completed steps after which the ranks wait for the file `go`; all steps."""
+GATE, FAULT, STEPS = 5, 8, 12
+"""Completed steps after which the ranks wait for the file `go`, and after which the fault comes; all steps."""
 Args = argparse.Namespace
 Step = Callable[[Tensor], None]
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.outside = data(2) if args.shape == "persistent" else None
+    args.outside = data(2) if args.shape.startswith("persistent") else None
     args.drawn = drawn() if args.shape == "generator" else None
     train(SHAPES[args.shape], args)
 
@@ -73,8 +74,17 @@ def loop(args: Args, s: Session, batches: Any, step: Step) -> None:
             while s.step >= GATE and not (args.dir / "go").exists():
                 s.alive()
                 time.sleep(0.01)
+            if args.shape.endswith("worker dies") and s.step == FAULT and os.environ["RANK"] == "1":
+                worker_dies(args)
             step(batch[0])
             note(args.dir, f"trained {os.getpid()} {s.step}")
+
+
+def worker_dies(args: Args) -> None:
+    """A worker process of the loader is killed, once."""
+    if not (args.dir / "died").exists():
+        (args.dir / "died").touch()
+        multiprocessing.active_children()[0].kill()
 
 
 def end(args: Args, *models: nn.Module) -> None:
@@ -111,6 +121,12 @@ def generator(args: Args) -> None:
     """Batches from a generator that was made outside: it has given away what the step that failed needs again."""
     begin()
     one_model(args, args.drawn)
+
+
+def workers(args: Args) -> None:
+    """A loader with workers, made inside of the function."""
+    begin()
+    one_model(args, data(2))
 
 
 def compiled(args: Args) -> None:
@@ -163,6 +179,8 @@ SHAPES: dict[str, Callable[[Args], None]] = {
     "generator": generator,
     "once": once,
     "persistent": persistent,
+    "persistent worker dies": persistent,
+    "worker dies": workers,
     "two": two,
 }
 

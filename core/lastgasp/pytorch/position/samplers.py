@@ -248,7 +248,7 @@ def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
     """Put a `TrackedSampler` before the index sampler of a map-style DataLoader. Idempotent.
 
     Returns:
-        The track of an earlier call where there is one: an iterator with persistent workers keeps its sampler.
+        The track of an earlier call where there is one.
     """
     name = _sampler_name(loader)
     sampler = getattr(loader, name)
@@ -257,7 +257,11 @@ def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
         return known
     track = SamplerTrack(recorder, _generators(loader, sampler), OwnGenerators([sampler], recorder.used))
     # DataLoader refuses plain assignment: it cannot know that the order stays the same
-    object.__setattr__(loader, name, TrackedSampler(sampler, track))
+    tracked = TrackedSampler(sampler, track)
+    object.__setattr__(loader, name, tracked)
+    iterator = getattr(loader, "_iterator", None)
+    if hasattr(iterator, "_index_sampler"):  # persistent workers, which have seen passes before this session
+        iterator._index_sampler = tracked
     return track
 
 
