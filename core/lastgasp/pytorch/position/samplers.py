@@ -259,7 +259,7 @@ def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
     # DataLoader refuses plain assignment: it cannot know that the order stays the same
     tracked = TrackedSampler(sampler, track)
     object.__setattr__(loader, name, tracked)
-    iterator = getattr(loader, "_iterator", None)
+    iterator: Any = getattr(loader, "_iterator", None)
     if hasattr(iterator, "_index_sampler"):  # persistent workers, which have seen passes before this session
         iterator._index_sampler = tracked
     return track
