@@ -19,4 +19,5 @@ def test_buckets_decide_the_last_bit_and_are_laid_out_as_before(tmp_path: Path) 
     done = run_job([*ranks, str(WORKER)], tmp_path / "log", timeout=250)
     assert done.ok, done.output[-3000:]
     assert "rebuilt: True" in done.output
+    assert "again: True" in done.output, "a second fault, right after the first step"
     assert "fresh: False" in done.output, "the layout does not matter any more: is it still worth being kept?"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lastgasp.pytorch.buckets import layout_of, rebuild
+from lastgasp.pytorch.buckets import BucketLayout, layout_of, rebuild
 
 
 def build() -> DistributedDataParallel:
@@ -32,21 +32,34 @@ def train(model: DistributedDataParallel, first: int, last: int) -> None:
 
 
 def compare() -> None:
-    """Ten steps at one go, and twice five and five."""
+    """Ten steps at one go; and five and five, with the layout or without, or five, one and four."""
     whole = build()
     train(whole, 0, 10)
-    for name in ("rebuilt", "fresh"):
+    for name in ("rebuilt", "again", "fresh"):
         first, second = build(), build()
         train(first, 0, 5)
         second.load_state_dict(first.state_dict())
         layout = layout_of(first)
         assert layout is not None and len(layout) > 1
-        if name == "rebuilt":
+        if name != "fresh":
             assert rebuild(second, layout)
-        train(second, 5, 10)
+        train(second, 5, 6)
+        if name == "again":
+            second = built_anew(second)
+        train(second, 6, 10)
         same = all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
         if dist.get_rank() == 0:
             print(f"{name}: {same}", flush=True)
+
+
+def built_anew(model: DistributedDataParallel) -> DistributedDataParallel:
+    """After its first step, before DDP has laid out its buckets by itself."""
+    found, look = build(), BucketLayout(lambda: model)
+    look.look()
+    assert look.layout is not None
+    found.load_state_dict(model.state_dict())
+    assert rebuild(found, look.layout)
+    return found
 
 
 def main() -> None:

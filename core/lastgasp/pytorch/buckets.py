@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 Layout = list[list[int]]
 """Parameter numbers of each bucket, first bucket first."""
 T = TypeVar("T")
+_RESTORED = "_lastgasp_restored_buckets"
+"""Attribute of a DDP model: the layout that it was given, which it has from its first step on."""
 
 
 class BucketLayout:
@@ -25,6 +27,9 @@ class BucketLayout:
 
     Args:
         model: returns the model, which may be wrapped late.
+
+    Attributes:
+        layout: as DDP has rebuilt it, or until then as it was restored; None where neither is so.
     """
 
     LOOKS = 8
@@ -38,9 +43,11 @@ class BucketLayout:
         """Call at every boundary; after the first few it does nothing."""
         if self._looks > 0:
             self._looks -= 1
-            self.layout = layout_of(self._model())
-            if self.layout is not None:
-                self._looks = 0
+            model = self._model()
+            if (found := layout_of(model)) is not None:
+                self.layout, self._looks = found, 0
+            else:
+                self.layout = getattr(model, _RESTORED, None)
 
 
 def layout_of(model: object) -> Layout | None:
@@ -70,7 +77,10 @@ def with_assignment(layout: Layout, build: Callable[[], T]) -> T:
 
     vars(dist)["_compute_bucket_assignment_by_size"] = assignment
     try:
-        return build()
+        built = build()
+        if isinstance(built, DistributedDataParallel):
+            vars(built)[_RESTORED] = layout
+        return built
     finally:
         vars(dist)["_compute_bucket_assignment_by_size"] = original
 
@@ -99,4 +109,5 @@ def rebuild(model: DistributedDataParallel, layout: Layout) -> bool:
             model_any.logger._set_static_graph()
 
     with_assignment(layout, build)
+    vars(model)[_RESTORED] = layout
     return True
