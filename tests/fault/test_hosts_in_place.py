@@ -90,8 +90,11 @@ def test_a_fault_is_answered_in_place(
 
 
 @pytest.mark.parametrize("lost", ["launcher", "power"])
-def test_a_host_that_cannot_make_a_process_is_waited_for_as_ever(lost: str, tmp_path: Path, undisturbed: Any) -> None:
-    """The step is saved, and the job goes on from it once it is started again on both hosts."""
+def test_a_host_that_cannot_make_a_process_is_waited_for_as_ever(lost: str, tmp_path: Path) -> None:
+    """The step is saved, and the job goes on from it once it is started again on both hosts.
+
+    What the dead ranks had drawn has gone with their launcher, or with their host, and the incident says so.
+    """
     fault = "kind=sigkill,rank=3,step=8,phase=backward" if lost == "launcher" else ""
     with training(tmp_path, 2, fault) as (job, directory):
         if lost == "launcher":
@@ -104,10 +107,11 @@ def test_a_host_that_cannot_make_a_process_is_waited_for_as_ever(lost: str, tmp_
         [incident] = incidents(directory)
         assert (incident.ending, incident.rung, incident.steps_lost) == ("saved", "", 0), job.output
         assert "of other hosts" in incident.not_in_place, incident
+        assert any("the random state of rank 3 " in note for note in incident.notes), incident
         if lost == "power":
             job.hosts["hb"].power_on()
         script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
         second = HostsJob(job.hosts, script, "ha", 2)
         second.start()
         assert set(second.codes(START + LIMIT).values()) == {0}, second.output
-    assert differences(undisturbed(4), directory / "final.pt") == []
+    assert (directory / "final.pt").exists()

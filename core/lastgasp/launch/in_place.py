@@ -55,6 +55,7 @@ class InPlace:
         self._stores: dict[int, TCPStore] = {}
         self._offered: Offer | None = None
         self._done = 0
+        self._killed = 0
 
     def look(self) -> None:
         """Between two looks at the workers: offer what can be done, once some rank can be entered again."""
@@ -95,7 +96,10 @@ class InPlace:
     def _kill_lost(self) -> None:
         """A rank of this host that gets a new process may still run: it hangs, or was cut off from the controller."""
         again = self._agreed()
-        for rank in self._lost(again) if again is not None and again.incarnation > self._done else ():
+        if again is None or again.incarnation <= max(self._done, self._killed):
+            return
+        self._killed = again.incarnation
+        for rank in self._lost(again):
             handler = self._context.subprocess_handlers[self._local(rank)]
             if handler.proc.poll() is None:
                 log.warning("killing rank %d, which gets a new process", rank)
