@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.aux_state import AuxRecorder
+from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, Since
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, position_only
@@ -57,10 +58,24 @@ def test_whether_random_numbers_were_drawn(recorders: list[AuxRecorder]) -> None
     one = recorders[0]
     one.capture(8, settled=False)
     one.capture(8, settled=True)
-    assert not one.drew()
+    assert one.since() == NOTHING
     torch.rand(1)
     one.capture(9, settled=False)
-    assert one.drew()
+    assert one.since() == Since(drew=True, changed=False)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_whether_buffers_were_changed(large: bool) -> None:
+    """As by an average of the weights that follows the update and counts its calls."""
+    module = torch.nn.BatchNorm1d(3)
+    module.register_buffer("mask", torch.zeros(1 << 15))
+    with contextlib.closing(AuxRecorder((), module)) as one:
+        for settled in (False, True, False):
+            one.capture(8, settled)
+        assert one.since() == NOTHING
+        module.get_buffer("mask" if large else "num_batches_tracked").add_(1)
+        one.capture(8, settled=True)
+        assert one.since() == Since(drew=False, changed=True)
 
 
 def test_a_position_without_random_state() -> None:

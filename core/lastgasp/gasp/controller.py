@@ -241,8 +241,8 @@ class Controller:
             raise AuthenticationError(WRONG_TOKEN)
         if hello.protocol != m.PROTOCOL or hello.version != __version__:
             why = (
-                f"lastgasp version {hello.version} on rank {hello.rank}, but {__version__} in the controller: "
-                "install the same version on every node"
+                f"lastgasp version {hello.version} (protocol {hello.protocol}) on rank {hello.rank}, but {__version__} "
+                f"(protocol {m.PROTOCOL}) in the controller: install the same version on every node"
             )
             self._fail_gathers(why)
             raise VersionMismatch(why)

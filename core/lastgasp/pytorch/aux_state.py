@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,21 @@ class AuxState:
     rng: rng.RngState
     extra: bytes = b""
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Since(NamedTuple):
+    """What happened between two captures.
+
+    Attributes:
+        drew: random numbers were drawn.
+        changed: buffers changed, as far as `BufferRecorder.differ` can tell.
+    """
+
+    drew: bool
+    changed: bool
+
+
+NOTHING = Since(drew=False, changed=False)
 
 
 class AuxRecorder:
@@ -125,11 +140,11 @@ class AuxRecorder:
         """The encoded auxiliary state of `step`, if it is among the last ones. Callable from any thread."""
         return CrashSafeBuffer.read(self.buffer.fd, step)
 
-    def drew(self) -> bool:
-        """Whether random numbers were drawn between the two newest captures."""
-        size, payloads = self._rng.size, self.buffer.payloads
-        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in (self.buffer.slot, self._before))
-        return now != before
+    def since(self) -> Since:
+        """What happened between the two newest captures."""
+        size, payloads, slots = self._rng.size, self.buffer.payloads, (self.buffer.slot, self._before)
+        now, before = (bytes(payloads[i][_HEAD_ROOM : _HEAD_ROOM + size]) for i in slots)
+        return Since(drew=now != before, changed=self.buffers.differ(*slots))
 
     def snapshot_rng(self) -> bytes:
         """The random state as it stands, as `rng.decode` reads it. For rare moments."""

@@ -19,6 +19,7 @@ from lastgasp.pytorch.compiled import compiled
 # Buffers up to this many bytes are copied at every boundary. The fused batch norm changes its statistics without
 # counting it in `_version` (seen with torch 2.13), so that only large buffers (masks, tables) may rely on it.
 _ALWAYS = 1 << 16
+_ALIGNED = 16
 
 _Where = tuple[dict[str, Tensor | None], str]
 
@@ -57,7 +58,7 @@ class BufferRecorder:
         for name, tensor in zip(found, tensors, strict=True):
             if tensor.device.type == "cpu":
                 self.table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
-                self.size += -(-tensor.numel() * tensor.element_size() // 16) * 16
+                self.size += -(-_nbytes(tensor) // _ALIGNED) * _ALIGNED
         self._objects = tensors
         self._shape = [(t.shape, t.dtype, t.device) for t in tensors]
         self._slots = []
@@ -92,6 +93,10 @@ class BufferRecorder:
         if self._where:
             self._slots[slot].copy(step)
 
+    def differ(self, one: int, other: int) -> bool:
+        """Whether the copies in two slots differ, as far as the host can tell without waiting for a device."""
+        return bool(self._where) and self._slots[one].differs(self._slots[other])
+
     def on_device(self, step: int) -> dict[str, Tensor]:
         """The newest copies of `step` that stand on an accelerator: key in `state_dict` -> tensor."""
         slots = [s for s in self._slots if s.step == step]
@@ -112,9 +117,11 @@ class _BufferSlot:
             for name, t in zip(where, live, strict=True)
         ]
         self._offsets = [offsets.get(name, 0) for name in where]
-        self._small = [i for i, t in enumerate(live) if t.numel() * t.element_size() <= _ALWAYS]
+        self._small = [i for i, t in enumerate(live) if _nbytes(t) <= _ALWAYS]
         self._large = [i for i in range(len(live)) if i not in set(self._small)]
         self._seen: list[tuple[int, int]] = [(-1, -1)] * len(live)
+        sizes = {name: _nbytes(t) for name, t in zip(where, live, strict=True)}
+        self._runs = _runs(sorted((offsets[n], size) for n, size in sizes.items() if size <= _ALWAYS and n in offsets))
         self.step = self.order = -1
         self.follow()
 
@@ -126,7 +133,7 @@ class _BufferSlot:
         live, copies = self._live(), compiled()
         plain = {i for i in self._small if copies is not None and _plain(live[i], self.targets[i])}
         rows = tuple(
-            (*self._where[i], t, t.numel(), t.numel() * t.element_size() if i in plain else 0, self._offsets[i])
+            (*self._where[i], t, t.numel(), _nbytes(t) if i in plain else 0, self._offsets[i])
             for i, t in enumerate(live)
         )
         self.fast: Any = copies.Buffers(self._view, rows) if copies is not None else None
@@ -145,6 +152,12 @@ class _BufferSlot:
         _BufferSlot.order_now += 1
         self.step, self.order = step, _BufferSlot.order_now
 
+    def differs(self, other: _BufferSlot) -> bool:
+        """Whether `other`, a slot of the same buffers, holds something else; those on an accelerator are left out."""
+        if any(self._seen[i] != other._seen[i] for i in self._large):
+            return True
+        return any(bytes(self._view[a:b]) != bytes(other._view[a:b]) for a, b in self._runs)
+
     def _by_torch(self, which: list[int], targets: list[Tensor]) -> None:
         where = self._where
         # detach: cheaper than no_grad, and a buffer may carry a graph
@@ -158,6 +171,19 @@ class _BufferSlot:
             if mark != self._seen[i]:
                 self.targets[i].copy_(live[i].detach())
                 self._seen[i] = mark
+
+
+def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Begin and end of pieces of memory, given as begin and size in rising order; neighbours are one piece."""
+    found: list[tuple[int, int]] = []
+    for begin, size in places:
+        first = found.pop()[0] if found and begin - found[-1][1] < _ALIGNED else begin
+        found.append((first, begin + size))
+    return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _plain(tensor: Tensor, target: Tensor) -> bool:

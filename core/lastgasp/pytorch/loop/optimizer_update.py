@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lastgasp.pytorch.aux_state import NOTHING, Since
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.hooks import follow_forward
 
@@ -51,7 +53,7 @@ class OptimizerUpdate:
         self._depth = 0
         self.copying = copies is not None and len(optimizers) > 1  # more than one update per step is likely
         self.updates, self.usual = 0, len(optimizers)
-        self._waited = self._drew = False
+        self._waited, self._since = False, NOTHING
         self._calls = _sequence_number()
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -106,23 +108,23 @@ class OptimizerUpdate:
 
     @property
     def more_to_come(self) -> bool:
-        """Whether the loop is likely to draw more random numbers in this step, as it did in the previous one.
+        """Whether the loop is likely to draw random numbers or change buffers yet in this step, as in the previous one.
 
         A further update has a forward pass of its own before it.
         """
-        return self._drew or self.updates + 1 < self.usual
+        return any(self._since) or self.updates + 1 < self.usual
 
-    def close(self, drew: bool) -> None:
+    def close(self, since: Since) -> None:
         """The step has ended and was captured.
 
         Args:
-            drew: random numbers were drawn since the window opened.
+            since: what happened since the window opened.
         """
         if self.updates >= MANY and self.usual < MANY:
             log.warning("%d updates in one step: a step ends where the loop asks s.batches() for the next batch, or "
                         "calls s.updated(); a fault goes back to the end of a step", self.updates)  # fmt: skip
-        self._drew = drew
-        waited = self._waited or self.updates > 1 or drew or self._called()
+        self._since = since
+        waited = self._waited or self.updates > 1 or since.drew or self._called()
         if waited and self.copies is not None:
             self.copying = True
         if self.copies is not None:
@@ -163,11 +165,12 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _sequence_number() -> int:
-    """Number of the newest collective of the default group; 0 if there is none, or torch does not say."""
+    """Number of collectives that this rank has begun, of all groups; as far as torch counts them."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
-    try:
-        group: Any = distributed_c10d._get_default_group()  # the stub lacks the method
-        return int(group._get_sequence_number_for_group())
-    except (RuntimeError, AttributeError):
-        return 0
+    found = 0
+    groups: tuple[Any, ...] = tuple(distributed_c10d._world.pg_map)  # the stub lacks the method
+    for group in groups:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found += int(group._get_sequence_number_for_group())
+    return found

@@ -46,7 +46,8 @@ class Position(msgspec.Struct, kw_only=True):
         done: completed passes of it that are no longer listed.
         rows: the passes after those.
         explicit: epochs are counted by `session.epochs`.
-        stale: it was captured with the random state before an update, and the loop usually draws more after it.
+        stale: it was captured with the random state and buffers before an update, and the loop usually draws more, or
+            changes buffers, after it.
         extra: digest of the rank's `extra`, which should be the same on all ranks; empty if unknown.
         ends: number of a pass in its epoch -> state of its loader when it last ended, if any.
     """

@@ -95,8 +95,8 @@ def notes_on(aux_states: Mapping[int, bytes], place: Place) -> list[str]:
         notes
         + [_MISSING.format(rank) for rank in lost]
         + [
-            f"rank {rank} ended inside a step that the others completed, and the random numbers that it drew after its "
-            "update are unknown: a resume will not be bit-equal"
+            f"rank {rank} ended inside a step that the others completed, and what it drew of random numbers or changed "
+            "in buffers after its update is unknown: a resume will not be bit-equal"
             for rank in stale
         ]
     )

@@ -21,7 +21,7 @@ from lastgasp.events import FaultKind
 from lastgasp.fits import FITS
 from lastgasp.gasp.rank_status import Released
 from lastgasp.pytorch import exception_origin, rng
-from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, restore_aux
+from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, AuxState, Since, restore_aux
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import again, files
@@ -274,28 +274,28 @@ class Run:
 
     def _capture(self, step: int) -> None:
         if self.shards is None:
-            drew = self.capture_aux(step, settled=True)
+            since = self.capture_aux(step, settled=True)
             self._snapshot = self.state.snapshot(step, self.book.epoch)
         else:
             self._snapshot = self.state.snapshot(step, self.book.epoch)
-            drew = self.shards.complete(self._snapshot)
+            since = self.shards.complete(self._snapshot)
         self.buckets.look()
         self.step = step
         self._schedules.closes()
         self._gradients = False
-        self.update.close(drew)
+        self.update.close(since)
         self.engine.step_completed(step)
         self._again_here.forget()
 
-    def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> bool:
+    def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> Since:
         """Record the auxiliary state; `at_end`: not settled, but nothing of the step is to come any more.
 
-        Returns whether random numbers were drawn since the last capture.
+        Returns what happened since the last capture.
         """
         extra = self.state.extra_digest() if (settled or at_end) and self.place.world_size > 1 else b""
         self.recorder.extra = self.book.record(not settled and not at_end and self.update.more_to_come, extra)
         self.recorder.capture(step, settled)
-        return settled and self.place.world_size > 1 and self.recorder.drew()
+        return self.recorder.since() if (settled or at_end) and self.place.world_size > 1 else NOTHING
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -435,7 +435,7 @@ class Run:
         self._snapshot, self.step = snapshot, snapshot.step
         if self.shards is not None:
             self.shards.keep(snapshot)
-        update.close(False)
+        update.close(NOTHING)
         self.engine.step_completed(snapshot.step)
         return True
 

@@ -18,7 +18,7 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError, LastgaspError
-from lastgasp.pytorch.aux_state import AuxRecorder
+from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill, gasp_path, periodic_path
@@ -56,18 +56,17 @@ class ShardedLoop(ShardedSource):
         )  # fmt: skip
         self.describe(shards)
 
-    def complete(self, snapshot: Snapshot) -> bool:
+    def complete(self, snapshot: Snapshot) -> Since:
         """Capture the end of a step: auxiliary state, then the copy, and only then it counts as complete.
 
         Returns:
-            Whether random numbers were drawn since the last capture.
+            What happened since the last capture.
         """
         self.keep(snapshot)
-        self._run.capture_aux(snapshot.step, settled=False, at_end=True)
-        drew: bool = self.recorder.drew()
+        since: Since = self._run.capture_aux(snapshot.step, settled=False, at_end=True)
         self.fill(snapshot.step)
         self._run.capture_aux(snapshot.step, settled=True)
-        return drew
+        return since
 
     # -- from what was left in arenas -----------------------------------------------------------------------
 
