@@ -49,6 +49,10 @@ ELSEWHERE = {
 CODE_ELSEWHERE = {
     "from lastgasp_transformers import LastGasp": "tests/e2e/test_transformers_example.py::test_what_is_shown_runs",
     "from torch.distributed.fsdp import fully_shard": "tests/fault/test_sharded_faults.py::test_sharded_covering",
+    "from lightning.pytorch import LightningModule, Trainer\nfrom lightning.pytorch.callbacks import ModelCheckpoint\n"
+    "from lightning.pytorch.strategies import ModelParallelStrategy": (
+        "tests/fault/test_lightning_sharded_faults.py::test_lightning_sharded_covering"
+    ),
     "import lastgasp_megatron": "tests/contract/test_megatron_hooks.py",
     "from lastgasp_mindformers import LastGasp": "tests/frameworks/test_mindspore_callbacks.py",
     "from lastgasp.tensorflow import newest_good, seal": "tests/frameworks/test_tensorflow_real.py",

@@ -6,7 +6,7 @@ import dataclasses
 import zipfile
 from pathlib import Path
 
-from lastgasp.checkpoint import Candidate, DirectoryLayout, SingleFile, candidates
+from lastgasp.checkpoint import Candidate, DirectoryLayout, candidates
 from lastgasp.errors import ConfigError
 from lastgasp.mindspore.layout import ITERATIONS, LEGACY
 from lastgasp.mindspore.modelcheckpoint import PLAIN as MINDSPORE
@@ -16,7 +16,8 @@ from lastgasp.ports import Layout
 from lastgasp.pytorch.layout import PlainFiles
 from lastgasp.tensorflow.layout import LAYOUT
 
-LIGHTNING, MEGATRON, PLAIN = SingleFile(".ckpt"), DirectoryLayout("iter_*"), PlainFiles()
+LIGHTNING, MEGATRON, PLAIN = DirectoryLayout("*.ckpt"), DirectoryLayout("iter_*"), PlainFiles()
+"""Files and, with ModelParallelStrategy, directories are both Lightning's; this layout reads either."""
 TRANSFORMERS = DirectoryLayout("checkpoint-[0-9]*")
 LAYOUTS: dict[str, Layout] = {
     "mindformers": LEGACY,

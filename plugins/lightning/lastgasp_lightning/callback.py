@@ -19,6 +19,7 @@ from lastgasp.adapter import (
     tell_launcher,
 )
 from lastgasp.adapter.again import Recovery
+from lastgasp.adapter.arenas import arena_of
 from lastgasp_lightning.again import watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
 from lastgasp_lightning.enters import Enters
@@ -55,6 +56,8 @@ class LastGasp(Enters, Callback):
         recovery: how a fault may be answered: "restart" (default) saves the step and restarts the job; "auto" goes on
             in the same processes where that is possible (docs/in-place.md), "retry" without replacing any, "replace"
             only where one is replaced; "save" saves the step and ends the job.
+        arena: with ModelParallelStrategy: which steps are copied into memory that outlives the rank, "auto" (default),
+            "every N" or "off" (docs/sharded.md).
 
     Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
 
@@ -76,6 +79,7 @@ class LastGasp(Enters, Callback):
         profiling_dir: str | os.PathLike[str] | None = None,
         profiling_limit_mb: int | None = None,
         recovery: Recovery | None = None,
+        arena: str | None = None,
         **unknown: Any,
     ) -> None:
         tell_launcher()
@@ -92,6 +96,7 @@ class LastGasp(Enters, Callback):
         )
         self.marks = MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
         self.recovery = recovery_of(recovery, "restart")
+        self._arena = arena_of(arena)
         watch_fits(self.recovery)
         self._run: LightningRun | None = None
 
@@ -112,7 +117,7 @@ class LastGasp(Enters, Callback):
         require_supported(trainer)
         check_writable(self.config.directory)
         reorder(trainer, self)
-        self._run = LightningRun(trainer, self.config, self.marks, self.recovery)
+        self._run = LightningRun(trainer, self.config, self.marks, self.recovery, self._arena)
         if self._run.entry is not None:
             self._run.entry.end = self._failed_first
 
@@ -129,8 +134,7 @@ class LastGasp(Enters, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hook the optimizers and the module."""
         if self._run is not None:
-            self._run.state.install()
-            self._run.logs.install()
+            self._run.set_up()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on a fault is answered."""
@@ -153,8 +157,7 @@ class LastGasp(Enters, Callback):
         run = self._run
         step = run.state.boundary()  # type: ignore[union-attr]
         if step is not None:
-            run.session.step_completed(step)  # type: ignore[union-attr]
-            run.mark_step(step)  # type: ignore[union-attr]
+            run.complete(step)  # type: ignore[union-attr]
         run.progress("data")  # type: ignore[union-attr]
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:

@@ -12,13 +12,14 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.adapter import GaspConfig, ManifestWriter, RankStatus
-from lastgasp.adapter.checkpoint import SingleFile, Staged, has_manifest
+from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile, Staged, has_manifest
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.state import KEY
 
 log = logging.getLogger("lastgasp")
 
-LAYOUT = SingleFile(".ckpt")
+LAYOUT, SHARDED = SingleFile(".ckpt"), DirectoryLayout("*.ckpt")
+"""Of checkpoints that one rank writes, and of those that each rank writes a part of."""
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
@@ -76,7 +77,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
         An OSError is logged and training continues: the older checkpoints remain, and the next save may succeed.
         """
-        if storage_options is not None or _remote(path):
+        if storage_options is not None or is_remote(path):
             self._original.save_checkpoint(checkpoint, path, storage_options)
             return
         self._status.progress("save")
@@ -89,7 +90,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         finally:
             self._status.progress("data")
         step = checkpoint.get("global_step", 0)
-        if KEY in checkpoint and checkpoint[KEY]["step"] == step and target.parent in self._folders:
+        if KEY in checkpoint and checkpoint[KEY]["step"] == step:
+            self.saved(target, step)
+
+    def saved(self, target: Path, step: int) -> None:
+        """A checkpoint of `step` that a resume may begin with is in place."""
+        if target.parent in self._folders:
             self._status.durable, self._durable = max(self._status.durable, step), target
 
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
@@ -108,7 +114,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         Raises:
             DamagedCheckpoint: it does not match its manifest.
         """
-        if _remote(path) or not has_manifest(Path(path), LAYOUT):
+        if is_remote(path) or not has_manifest(Path(path), LAYOUT):
             loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
             return loaded
         found: dict[str, Any] = load_verified(Path(path), LAYOUT, map_location=map_location, weights_only=weights_only)
@@ -119,7 +125,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove data, then manifest."""
         self._original.remove_checkpoint(path)
-        if not _remote(path):
+        if not is_remote(path):
             LAYOUT.manifest_path(Path(path)).unlink(missing_ok=True)
             if Path(path).absolute() == self._durable:
                 self._status.durable = 0
@@ -131,9 +137,10 @@ def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:
     Lightning's default directories change their names with every run.
     """
     named = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    folders = [config.directory, *(Path(name) for name in named if name and not _remote(name))]
+    folders = [config.directory, *(Path(name) for name in named if name and not is_remote(name))]
     return list(dict.fromkeys(folder.absolute() for folder in folders))
 
 
-def _remote(path: str | os.PathLike[str]) -> bool:
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether only fsspec knows it."""
     return "://" in os.fspath(path)

@@ -6,10 +6,16 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lastgasp.adapter import ConfigError, Contact, Place, contact_of, data_parallel, place_in_job
 from lastgasp.adapter.torch import from_rank_0
+
+_FSDP = (
+    "Its FSDP1 is deprecated in torch, and flattens parameters into one tensor. Use ModelParallelStrategy with "
+    "fully_shard in configure_model() (docs/sharded.md), or take LastGasp out of the callbacks."
+)
 
 
 def require_supported(trainer: Any) -> None:
@@ -20,22 +26,42 @@ def require_supported(trainer: Any) -> None:
     """
     strategy = trainer.strategy
     plain = type(strategy) is DDPStrategy and strategy._start_method == "popen"
-    if not plain and type(strategy) is not SingleDeviceStrategy:
+    if is_sharded_by(strategy):
+        _require_parts(trainer)
+    elif not plain and type(strategy) is not SingleDeviceStrategy:
         name = type(strategy).__name__
         started = getattr(strategy, "_start_method", "popen")
         value = name if started == "popen" else f"{name} with start method {started}"
         remedy = "Use strategy='ddp', or take LastGasp out of the callbacks."
-        raise ConfigError("strategy", value, "'ddp' or a single device", remedy)
+        if isinstance(strategy, FSDPStrategy):
+            remedy = _FSDP
+        raise ConfigError("strategy", value, "'ddp', ModelParallelStrategy or a single device", remedy)
     if plain and strategy._model_averaging_period is not None:
         raise ConfigError(
             "model_averaging_period", strategy._model_averaging_period, "None", "Its ranks hold different weights."
         )
 
 
+def is_sharded_by(strategy: Any) -> bool:
+    """Whether each rank holds a part of the state."""
+    return type(strategy) is ModelParallelStrategy
+
+
+def _require_parts(trainer: Any) -> None:
+    if not trainer.strategy._save_distributed_checkpoint:
+        raise ConfigError("save_distributed_checkpoint", False, "True", "Each rank saves its part then, as after a "
+                          "fault: a rank that is alone cannot gather the whole.")  # fmt: skip
+    if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):
+        raise ConfigError("callbacks", "WeightAveraging", "none of it with ModelParallelStrategy", "Lightning does not "
+                          "shard averaged models. Leave it out, or take LastGasp out of the callbacks.")  # fmt: skip
+
+
 def place_of(trainer: Any) -> Place:
     """Rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
     size: int = trainer.world_size
-    return place_in_job(trainer.global_rank, size, data_parallel(size), from_rank_0)
+    alone = tuple((rank,) for rank in range(size))  # the model is not sharded yet, so nobody knows more
+    replicas = alone if is_sharded_by(trainer.strategy) else data_parallel(size)
+    return place_in_job(trainer.global_rank, size, replicas, from_rank_0)
 
 
 def connect(trainer: Any, place: Place) -> Contact | None:

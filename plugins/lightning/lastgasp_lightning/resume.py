@@ -12,12 +12,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import CheckpointError
 from lastgasp.adapter.torch import WORKERS, AuxState, Flags, decode_aux, own_aux, restore_aux
+from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.extra import split_extra
 from lastgasp_lightning.metrics import decode_own, restore_results
-from lastgasp_lightning.state import KEY, VERSION, LightningState, patch_groups, set_batch_progress
+from lastgasp_lightning.state import KEY, VERSION, LightningState
 from lastgasp_lightning.tuner import set_found
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -161,7 +162,8 @@ def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:
     fit["state_dict"].pop("combined_loader", None)
     checkpoint["lr_schedulers"] = record["lr_schedulers"]
     checkpoint.setdefault("callbacks", {}).update(record["callbacks"])
-    patch_groups(checkpoint["optimizer_states"], record["param_groups"])
+    if "optimizer_states" in checkpoint:  # not where the strategy has loaded them already
+        patch_groups(checkpoint["optimizer_states"], record["param_groups"])
 
 
 def _start_averaging(trainer: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lastgasp.adapter import (
     AdapterRun,
@@ -18,6 +18,7 @@ from lastgasp.adapter import (
     Training,
 )
 from lastgasp.adapter.again import Recovery, users_handler
+from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.torch import WORKERS, GaspSource, process_groups, save_verified
 from lastgasp_lightning.again import LightningAgain, entry_of, gasp_path, keep_sigterm, tell_others
 from lastgasp_lightning.boundary import before_calls, before_updates
@@ -27,12 +28,15 @@ from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.loggers import LogRecord
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
-from lastgasp_lightning.ranks import connect, place_of, versions
+from lastgasp_lightning.ranks import connect, is_sharded_by, place_of, versions
 from lastgasp_lightning.resume import Resume, logged
 from lastgasp_lightning.selection import LightningSelector
 from lastgasp_lightning.state import LightningState
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import Tuning
+
+if TYPE_CHECKING:
+    from lastgasp_lightning.sharded import LightningShards
 
 log = logging.getLogger("lastgasp")
 
@@ -46,7 +50,9 @@ class LightningRun(Training):
         raised: what ended it, where Lightning has not told the other callbacks of it yet.
     """
 
-    def __init__(self, trainer: Any, config: GaspConfig, marks: MarksConfig, recovery: Recovery) -> None:
+    def __init__(
+        self, trainer: Any, config: GaspConfig, marks: MarksConfig, recovery: Recovery, arena: ArenaMode = "auto"
+    ) -> None:
         self.trainer, self.config, self.recovery = trainer, config, recovery
         self.entry = entry_of(trainer)
         self.raised: BaseException | None = None
@@ -60,7 +66,7 @@ class LightningRun(Training):
             name=f"lightning {versions()['lightning']}", kind_of=kind_of, device=trainer.local_rank, versions=versions()
         )
         fit = self.fit
-        self._writer = ManifestWriter("lightning", place, lambda: fit.fit)
+        self.writer = ManifestWriter("lightning", place, lambda: fit.fit)
         make = partial(AdapterRun, framework, config, marks)
         joined = held.life if held is not None else None
         self.life = joined or make(place, connect(trainer, place))
@@ -77,7 +83,7 @@ class LightningRun(Training):
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
-        self._again_here = LightningAgain(self, make, self._writer, held)
+        self._again_here = LightningAgain(self, make, self.writer, held)
         if recovery == "save":
             session.status.recovery = recovery
         if self._again_here.enters:
@@ -85,6 +91,7 @@ class LightningRun(Training):
         if joined is not None:
             self.life.on_close(keep_sigterm(trainer))
         try:
+            self.shards = _shards(self, arena)
             self._install()
         except BaseException as error:
             self.life.failed(error)
@@ -96,7 +103,13 @@ class LightningRun(Training):
         on_close(self.resume.uninstall)
         on_close(no_sigterm_broadcast(trainer))
         on_close(hold_observer(session))
-        on_close(VerifiedCheckpointIO.install(trainer, self.config, self._writer, session.status).uninstall)
+        io = VerifiedCheckpointIO.install(trainer, self.config, self.writer, session.status)
+        on_close(io.uninstall)
+        if self.shards is not None:
+            from lastgasp_lightning.sharded_io import ShardedCheckpoints
+
+            self.state.shards, self.state.completed = self.shards, self.complete
+            on_close(ShardedCheckpoints(self, io).install())
         on_close(self.selector.install())
         on_close(self.tuning.install())
         on_close(self.logs.uninstall)
@@ -108,8 +121,21 @@ class LightningRun(Training):
         if self.resume.install(self.trainer, checkpoint) and self.selector.same_run:
             self.logs.hold(logged(checkpoint), checkpoint)
 
+    def set_up(self) -> None:
+        """`on_fit_start`: hook the optimizers and the module, where their state is restored already."""
+        if self.shards is None:
+            self._hook()
+        else:
+            self.fit.look_at_optimizers()
+
+    def _hook(self) -> None:
+        self.state.install()
+        self.logs.install()
+
     def begin(self) -> None:
         """Training starts, or is resumed at the boundary that was restored."""
+        if self.shards is not None:
+            self._hook()
         step, strategy, life = self.trainer.global_step, self.trainer.strategy, self.life
         life.on_close(before_calls(strategy, "training_step", partial(self.progress, "forward")))
         life.on_close(before_calls(strategy.precision_plugin, "backward", self._backward))
@@ -117,10 +143,12 @@ class LightningRun(Training):
         for owner in (self.trainer, strategy, strategy.precision_plugin):  # patched above, and asked in each step
             own_dict(owner)
         self.logs.own()
-        source = GaspSource(
+        if self.shards is not None:
+            self.shards.begin()
+        source = self.shards or GaspSource(
             lambda files, step, aux: save_verified(self.dump(step, aux), files),
             lambda step: gasp_path(self.config.directory, step, self.fit.number()), LAYOUT,
-            recorder=self.state.recorder, writer=self._writer, config=self.config, alike=lambda: life.alike,
+            recorder=self.state.recorder, writer=self.writer, config=self.config, alike=lambda: life.alike,
         )  # fmt: skip
         source.present = self.selector.present
         self._source: StateSource = source
@@ -146,6 +174,11 @@ class LightningRun(Training):
         """Parameters are about to change."""
         self.state.before_update()
         self.mark_update()
+
+    def complete(self, step: int) -> None:
+        """A step is complete and captured."""
+        self.session.step_completed(step)
+        self.mark_step(step)
 
     def _backward(self) -> None:
         """From here on this rank may wait for its peers, and they may make the step without it."""
@@ -204,6 +237,19 @@ class LightningRun(Training):
             logger.finalize("failed")
         if self.raised is not None:
             tell_others(self.trainer, self.raised)
+
+
+def _shards(run: LightningRun, arena: ArenaMode) -> LightningShards | None:
+    """What a run has to do about shards; None if its ranks hold all of the model. Imports what that takes only then.
+
+    Raises:
+        ConfigError: it cannot be protected here.
+    """
+    if not is_sharded_by(run.trainer.strategy):
+        return None
+    from lastgasp_lightning.sharded import LightningShards
+
+    return LightningShards(run, run.writer, arena)
 
 
 def _nothing(*_: object) -> None:

@@ -14,8 +14,9 @@ from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place
 from lastgasp.adapter.again import MEMORY, Memory, cloned
 from lastgasp.adapter.checkpoint import Candidate, newest_good
 from lastgasp.adapter.torch import exception_origin
-from lastgasp_lightning.checkpoint_io import LAYOUT, search_folders
+from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, search_folders
 from lastgasp_lightning.compat import replace_method
+from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.thisfit import ThisFit
 
 log = logging.getLogger("lastgasp")
@@ -31,7 +32,7 @@ def last_good(dir: str | os.PathLike[str]) -> str | None:
         NoGoodCheckpoint: there are checkpoints, and none verifies.
     """
     folder = Path(dir).expanduser().absolute()
-    found = newest_good([folder], LAYOUT, quarantine=False, fit=FITS.coming(folder))
+    found = newest_good([folder], SHARDED, quarantine=False, fit=FITS.coming(folder))
     return str(found.path) if found is not None else None
 
 
@@ -45,6 +46,7 @@ class LightningSelector:
         loaded: called on all ranks once it is loaded.
         note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
+        loading: the verified path that is being loaded.
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
@@ -54,6 +56,8 @@ class LightningSelector:
         self.note: Callable[[str], None] = log.warning
         self.present: frozenset[str] | None = None
         self.memory: Callable[[], Memory] | None = None
+        self.loading: Path | None = None
+        self._layout = SHARDED if is_sharded_by(trainer.strategy) else LAYOUT
 
     def install(self) -> Undo:
         """Wrap `_restore_modules_and_callbacks`, which runs after all `setup` hooks."""
@@ -95,7 +99,7 @@ class LightningSelector:
         if self.memory is not None:
             self._load_memory(self.memory(), load)
             return True
-        policy = SelectionPolicy(config, self._place, folders, LAYOUT, local, fit=fit, instead=bool(given))
+        policy = SelectionPolicy(config, self._place, folders, self._layout, local, fit=fit, instead=bool(given))
         policy.note = self.note
         selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
 
@@ -104,7 +108,11 @@ class LightningSelector:
             if not selector.named:
                 self._fit.resumed(candidate.path, policy.unnumbered)
             self._warn(given, candidate.path)
-            load(candidate.path)
+            self.loading = candidate.path
+            try:
+                load(candidate.path)
+            finally:
+                self.loading = None
 
         found = selector.load(restore) is not None
         self.present = selector.present

@@ -44,9 +44,13 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes snapshots of one trainer. Made when optimizers and schedulers stand (on_fit_start)."""
+    """Takes snapshots of one trainer. Made when optimizers and schedulers stand (on_fit_start).
 
-    def __init__(self, trainer: Any) -> None:
+    Args:
+        earlier: a snapshot may be saved when the next boundary is reached: nothing in it may be taken later.
+    """
+
+    def __init__(self, trainer: Any, earlier: bool = False) -> None:
         self._trainer, self._strategy = trainer, trainer.strategy
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
@@ -62,7 +66,7 @@ class Snapshotter:
         self.extra, self.flags = ExtraStates(trainer), Flags(trainer.lightning_module)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
-        self._mid_step = [cb for cb in self._stateful if any(_overrides(cb, hook) for hook in hooks)]
+        self._mid_step = [cb for cb in self._stateful if earlier or any(_overrides(cb, hook) for hook in hooks)]
 
     def take(self, step: int) -> Snapshot:
         """Remember everything as it stands. A few microseconds."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lastgasp.adapter import NotSaveable
 from lastgasp.adapter.torch import AuxRecorder, BucketLayout, decode_aux, digests_of, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
+from lastgasp_lightning.boundary_form import patch_groups, saved_steps, set_batch_progress
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
@@ -29,6 +30,9 @@ from lastgasp_lightning.snapshot import Snapshot, Snapshotter
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
 
+if TYPE_CHECKING:
+    from lastgasp_lightning.sharded import LightningShards
+
 log = logging.getLogger("lastgasp")
 
 KEY = "lastgasp"
@@ -36,6 +40,10 @@ VERSION = 1
 
 
 def _nothing() -> None:
+    return None
+
+
+def _nothing_of(step: int) -> None:
     return None
 
 
@@ -55,6 +63,8 @@ class LightningState:
         gate: called once per batch before parameters change, and may block.
         say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
+        shards: where each rank holds a part of the state; set before `install`.
+        completed: called for each step that `boundary` has not returned.
     """
 
     def __init__(self, trainer: Any, fit: ThisFit) -> None:
@@ -74,8 +84,10 @@ class LightningState:
         self._parts = b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: int | None = None
-        self._in_module_hook = False
+        self._in_module_hook = self._fresh = self._later = False
         self._faulted = False
+        self.shards: LightningShards | None = None
+        self.completed: Callable[[int], None] = _nothing_of
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -95,7 +107,9 @@ class LightningState:
         trainer = self._trainer
         self.fit.look_at_optimizers()
         module = trainer.lightning_module
-        self._snapshots = Snapshotter(trainer)
+        self._snapshots = Snapshotter(trainer, earlier=self.shards is not None)
+        # What is copied must be what the other ranks hold live: of a step, once the module's own hook has run.
+        self._later = self.shards is not None and is_overridden("on_train_batch_end", module)
         self._accumulators = OwnAccumulators(trainer)
         self._holder = with_averages(trainer)
         self._recorder = AuxRecorder(self._devices(), self._holder if self._owns_buffers() else None)
@@ -150,6 +164,8 @@ class LightningState:
 
     def digests(self) -> dict[str, bytes]:
         """Of what all ranks hold in common; once Lightning has restored it, and DDP has broadcast rank 0's."""
+        if self.shards is not None:
+            return self.shards.shards.digests()
         optimizers = {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._trainer.optimizers)}
         return digests_of({"model": self._trainer.lightning_module}, optimizers)
 
@@ -182,7 +198,7 @@ class LightningState:
         """Call in `on_train_batch_end`. Captures the boundary if the batch made an update.
 
         Returns:
-            The step captured, or None when only gradients were accumulated.
+            The step captured, or None when only gradients were accumulated, or when `completed` is called for it.
         """
         step = self._steps["completed"]
         snapshot = self.snapshot
@@ -190,16 +206,24 @@ class LightningState:
             return None
         if step == 0:
             return None
-        self._capture(step)
-        return step
+        self._fresh = True
+        self._capture(step, fill=not self._later, settled=not self._later)
+        return None if self._later else step
 
     def resumed(self) -> None:
         """A resumed run is at its boundary again: a fault before its first update can save it anew."""
         self._capture(self._trainer.fit_loop.epoch_loop.global_step)
 
-    def _capture(self, step: int) -> None:
-        self._capture_aux(step, settled=True)
-        self.snapshot = self._snapshots.take(step)
+    def _capture(self, step: int, fill: bool = True, settled: bool = True) -> None:
+        """fill: all ranks are here, so that the arena can be filled; settled: the step counts as complete."""
+        snapshot, shards = self._snapshots.take(step), self.shards
+        if shards is not None:
+            shards.keep(snapshot)
+            if fill:
+                self._capture_aux(step, settled=False)
+                shards.fill(step)
+        self._capture_aux(step, settled)
+        self.snapshot = snapshot
         self._buckets.look()
         self.watch.close()
 
@@ -218,8 +242,11 @@ class LightningState:
 
     def _leave_module_hook(self) -> None:
         self._in_module_hook = False
-        if self.snapshot is not None and self.snapshot.step == self._trainer.fit_loop.epoch_loop.global_step:
+        fresh, self._fresh = self._fresh, False
+        if fresh and self.snapshot is not None:
             self._capture(self.snapshot.step)
+            if self._later:
+                self.completed(self.snapshot.step)
 
     def before_side_effects(self) -> None:
         """Remember callbacks' states: validation or the end of the epoch begins, and a resume replays it."""
@@ -235,7 +262,7 @@ class LightningState:
             Whether `dump(snapshot.step)` is possible now.
         """
         self._faulted = True
-        if self._in_module_hook or self._recorder is None:
+        if self._in_module_hook or self._recorder is None or (self._later and self._fresh):
             return False
         if not self.watch.begun:
             return self.snapshot is not None
@@ -244,7 +271,7 @@ class LightningState:
         step = self._trainer.fit_loop.epoch_loop.global_step
         self._note(f"step {step} was cut short on rank {self._trainer.global_rank} after its update: loggers there, "
                    "and callbacks after the one that raised, have nothing of it")  # fmt: skip
-        self._capture(step)
+        self._capture(step, fill=False)
         return True
 
     def aux(self, step: int) -> bytes | None:
@@ -263,25 +290,40 @@ class LightningState:
         Raises:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
         """
-        snapshot = self._require(step)
+        snapshot = self.require(step)
         self._refuse_collectives()
-        self._dumping = threading.get_ident()
-        try:
-            checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
-        finally:
-            self._dumping = None
-        if self._require(step) is not snapshot:
+        checkpoint = self.dump_live()
+        if self.require(step) is not snapshot:
             raise NotSaveable(f"step {step} ended while it was being dumped")
         own = self.recorder.read(step)
         aux_states = dict(aux or {})
         if own is not None:
             aux_states.setdefault(self._trainer.global_rank, own)
-        record = self._record(snapshot, aux_states)
-        self._patch(checkpoint, record, snapshot)
-        checkpoint[KEY] = record
+        checkpoint[KEY] = self.at_boundary(checkpoint, snapshot, aux_states)
         return checkpoint
 
-    def _require(self, step: int) -> Snapshot:
+    def dump_live(self) -> dict[str, Any]:
+        """Lightning's checkpoint as everything stands now."""
+        self._dumping = threading.get_ident()
+        try:
+            checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
+            return checkpoint
+        finally:
+            self._dumping = None
+
+    @property
+    def dumping(self) -> bool:
+        """Whether the calling thread is in `dump_live`."""
+        return self._dumping == threading.get_ident()
+
+    def at_boundary(self, checkpoint: dict[str, Any], snapshot: Snapshot, aux: Mapping[int, bytes]) -> dict[str, Any]:
+        """Bring what `dump_live` returned to a boundary. Returns the record that goes with it."""
+        record = self._record(snapshot, dict(aux))
+        self._patch(checkpoint, record, snapshot)
+        return record
+
+    def require(self, step: int) -> Snapshot:
+        """The snapshot of the boundary that the live state stands on. Raises NotSaveable: it is not that of `step`."""
         snapshot = self.snapshot
         if snapshot is None:
             raise NotSaveable("no step has been completed yet")
@@ -313,7 +355,7 @@ class LightningState:
         in `on_train_batch_end` of a module that overrides this hook (Lightning saves before it), and one made
         between the update and the boundary (no key is added).
         """
-        if self._dumping == threading.get_ident() or self._recorder is None:
+        if self.dumping or self._recorder is None:
             return
         if "optimizer_states" not in checkpoint:
             return
@@ -354,7 +396,7 @@ class LightningState:
             "lr_schedulers": snapshot.schedulers,
             "param_groups": snapshot.groups,
             "callbacks": snapshot.callbacks,
-            "saved_steps": _saved_steps(self._trainer),
+            "saved_steps": saved_steps(self._trainer),
             "results": encode_results(snapshot.results),
             "results_rank": self._trainer.global_rank,
             "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
@@ -400,25 +442,3 @@ class LightningState:
                 if isinstance(value, torch.Tensor) and live.get(value.data_ptr()) in record["buffers"]:
                     states[name] = record["buffers"][live[value.data_ptr()]]
         self._snapshots.extra.put(checkpoint, snapshot.extra)
-
-
-def set_batch_progress(batches: dict[str, Any], pending: int) -> None:
-    """Make the counters agree: `pending` batches (0 or 1) are processed but not completed.
-
-    1 is Lightning's form in on_train_batch_end, 0 the one after it. They may disagree in a live run that
-    skipped a batch; Lightning then recognises neither.
-    """
-    for counts in (batches["total"], batches["current"]):
-        ready = counts["ready"]
-        counts.update(started=ready, processed=ready, completed=ready - pending)
-
-
-def patch_groups(optimizer_states: list[dict[str, Any]], groups: list[list[dict[str, Any]]]) -> None:
-    """Put the hyperparameters of `groups` into the states; parameters' own state is left alone."""
-    for state, saved in zip(optimizer_states, groups, strict=True):
-        for group, values in zip(state["param_groups"], saved, strict=True):
-            group.update(values)
-
-
-def _saved_steps(trainer: Any) -> dict[str, int]:
-    return {cb.state_key: cb._last_global_step_saved for cb in trainer.callbacks if isinstance(cb, ModelCheckpoint)}
