@@ -14,7 +14,7 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from frameworks.fit_rig import Job, Small, data, fit, seed, weights
+from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
 from lastgasp.checkpoint import Manifest, SingleFile
 from lastgasp.checkpoint import manifest as manifests
 from lastgasp.errors import CheckpointMismatch, ConfigError, NothingLoads
@@ -228,8 +228,6 @@ def tuned(job: Job, strike: int | None) -> Batches:
 
 
 def fit_from_module(trainer: L.Trainer, model: L.LightningModule) -> None:
-    from frameworks.fit_rig import Boom
-
     with pytest.raises(Boom):
         trainer.fit(model)
 
@@ -261,3 +259,35 @@ def test_an_exit_with_code_0_is_a_good_end(tmp_path: Path, code: object, faults:
         fit(Job(tmp_path).make(Exits(code)), Small())
     assert len(list((tmp_path / "ckpts").glob("incidents/*.json"))) == faults
     assert len(list((tmp_path / "ckpts").glob("gasp-*.ckpt"))) == faults
+
+
+class Ending(Small):
+    """Does something at the end of each batch, those without an update included."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.net[0].bias.mul_(1.0)
+        if getattr(self, "strike", -1) == batch_idx:
+            self.strike = -2  # in the next forward pass
+
+
+class StrikeLater(L.Callback):
+    """Raises after a batch that only accumulated gradients."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if getattr(module, "strike", -1) == -2:
+            raise Boom
+
+
+def test_gradients_of_a_batch_without_an_update_are_made_again_where_the_module_ends_batches(tmp_path: Path) -> None:
+    ends = []
+    for name, strikes in (("straight", [-1]), ("faulted", [2, -1])):
+        job = Job(tmp_path / name, {"accumulate_grad_batches": 2})
+        for strike in strikes:
+            job.restart()
+            seed(3)
+            model = Ending()
+            model.strike = strike
+            assert fit(job.make(StrikeLater()), model) == (strike == -1)
+        ends.append(weights(model))
+    assert unequal(*ends) == []

@@ -43,6 +43,12 @@ def versions_known() -> str:
     return f"lastgasp knows transformers 5.23, {there}: install that one, or take LastGasp out of the callbacks."
 
 
+_FSDP = (
+    "Sharded models are protected in custom loops (lastgasp.pytorch) and with Lightning's ModelParallelStrategy "
+    "(docs/sharded.md), not in Trainer. Leave out `fsdp`, or take LastGasp out of the callbacks."
+)
+
+
 def require_supported(trainer: Any, trial: Any) -> None:
     """Refuse what survivors alone cannot save, and what trains under other rules.
 
@@ -60,7 +66,8 @@ def require_supported(trainer: Any, trial: Any) -> None:
         ("enable_jit_checkpoint", True, args.enable_jit_checkpoint, "False: lastgasp itself saves on SIGTERM"),
     ):
         if bad:
-            raise adapter.ConfigError(field, value, allowed, "Change it, or take LastGasp out of the callbacks.")
+            remedy = _FSDP if value == "FSDP" else "Change it, or take LastGasp out of the callbacks."
+            raise adapter.ConfigError(field, value, allowed, remedy)
     for name, needs in _NEEDS.items():
         there = inspect.signature(getattr(trainer, name)).parameters if hasattr(trainer, name) else {}
         if not hasattr(trainer, name) or set(needs) - set(there):
