@@ -266,7 +266,7 @@ class Ending(Small):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
-            self.net[0].bias.mul_(1.0)
+            next(self.parameters()).mul_(1.0)
         if getattr(self, "strike", -1) == batch_idx:
             self.strike = -2  # in the next forward pass
 
