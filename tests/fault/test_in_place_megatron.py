@@ -13,7 +13,7 @@ from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
-from support.megatron.job import TENSOR, TWO_INSTANCES, GptJob
+from support.megatron.job import DIST_OPT, TENSOR, TWO_INSTANCES, GptJob
 
 Losses = dict[tuple[int, int], list[list[str]]]
 READY = "a restart will fork its ranks from a warm process"
@@ -110,13 +110,14 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None
     ("flags", "ranks", "faults", "lost"),
     [
         (f"--bf16 {TWO_INSTANCES}", 4, "kind=sigkill,rank=3,step=6,phase=forward", (3,)),
+        (f"--bf16 {DIST_OPT}", 2, "kind=sigkill,rank=0,step=6,phase=backward", (0,)),
         (f"--bf16 {TENSOR}", 4, "kind=sigkill,rank=0,step=8,phase=periodic_save", (0,)),
         ("--bf16", 2, "kind=sigstop,rank=1,step=6,phase=backward", (1,)),
         ("--bf16", 2, "kind=sigkill,rank=1,step=5,phase=after_update", (1,)),
         ("--bf16", 2, "kind=sigkill,rank=0,step=4,phase=backward;"
          "kind=sigkill,rank=1,step=9,phase=backward,incarnation=1", (0, 1)),
     ],
-    ids=["four-ranks", "tensor-parallel", "hang", "after-the-update", "two-faults"],
+    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults"],
 )  # fmt: skip
 def test_more_of_them(
     flags: str, ranks: int, faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
