@@ -8,6 +8,8 @@ be done again are not counted. Faults come once the warm process is ready.
 
 After each round the final weights of the jobs with faults are compared with those of one without.
 
+Behind them the Lightning example on 2 ranks (in_place_lightning.py).
+
 What it costs to be able to: steps of the same job without faults, in one process by turns with `recovery="auto"` and
 with `recovery="restart"`; the difference of the mean step within each round, of rank 0.
 
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import Measure, Options
+from benchmarks.in_place_lightning import lightning
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
@@ -72,7 +75,7 @@ def measure(options: Options) -> list[Measure]:
     jobs = _Jobs(options.folder, scale)
     for number in range(scale.rounds):
         jobs.round(number)
-    return [*jobs.measures(), *_costs(jobs.costs())]
+    return [*jobs.measures(), *_costs(jobs.costs()), *lightning(options.folder, 1 if options.quick else 6)]
 
 
 @dataclass

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def job(launcher: Any, ranks: int, directory: Path, *more: str) -> list[str]:
     """Its command line."""
-    command: list[str] = launcher(WORKER, "--dir", directory, *more, ranks=ranks)
+    worker = SUPPORT / "train_users_lightning.py" if "--shape" in more else WORKER
+    command: list[str] = launcher(worker, "--dir", directory, *more, ranks=ranks)
     return [sys.executable if "--board" in more else command[0], *command[1:]]  # others see no TensorBoard
 
 
@@ -61,7 +62,7 @@ def disturbed(folder: Path, command: list[str], faults: str, **more: str) -> Ite
         (directory / "go").touch()
         yield started
         assert started.code() == 0, started.output[-6000:]
-    assert len(read_log(log)) == len(faults.split(";")), started.output[-6000:]
+    assert len(read_log(log) if faults else []) == len(list(filter(None, faults.split(";")))), started.output[-6000:]
 
 
 def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
@@ -164,6 +165,51 @@ def test_several_faults_in_one_job(tmp_path: Path, undisturbed: Any) -> None:
     check_same(directory, undisturbed(3))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["ema", "swa", "manual", "schedule"])
+def test_jobs_as_users_write_them(shape: str, tmp_path: Path, undisturbed: Any) -> None:
+    """One rank is killed, later the other one; loggers, averages, metrics and workers go on."""
+    directory, more = tmp_path / "d", ["--shape", shape]
+    if importlib.util.find_spec("tensorboard"):
+        more = [*more, "--board"]
+    faults = "kind=sigkill,rank=1,step=6,phase=backward;kind=sigkill,rank=0,step=10,phase=forward,incarnation=1"
+    with disturbed(tmp_path, job(run, 2, directory, *more), faults) as started:
+        pass
+    where = started.output[-6000:]
+    found = [(one.ending, one.rung, one.steps_lost) for one in incidents(directory)]
+    assert found == [("in_place", "replace", 0)] * 2, where
+    assert all("DataLoader workers draw" in note for one in incidents(directory) for note in one.notes), where
+    for rank in range(2):
+        entered = lines(directory, rank, "entered")
+        assert [begun for _, begun in entered] == ["0", "6", "10"], where
+        pids = [pid for pid, _ in entered]
+        assert (pids[0] == pids[1], pids[1] == pids[2]) == (rank == 0, rank == 1), where
+    check_same(directory, undisturbed(2, *more))
+    assert checkpoints(directory) == checkpoints(undisturbed(2, *more)) != []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", ["--validate", "--twice"])
+def test_a_step_of_a_later_fit_is_done_again(more: str, tmp_path: Path, undisturbed: Any) -> None:
+    """The process group was there when it began; an entry makes it again."""
+    directory = tmp_path / "d"
+    faults = "kind=exception,rank=1,step=8,phase=backward"
+    with disturbed(tmp_path, job(run, 2, directory, more), faults, LASTGASP_WARM="off") as started:
+        pass
+    check_in_place(directory, started, 2, replaced=None)
+    check_same(directory, undisturbed(2, more))
+
+
+@pytest.mark.full
+def test_a_rank_that_ends_its_training_meanwhile_enters_it_again(tmp_path: Path, undisturbed: Any) -> None:
+    """All ranks are needed, also by the one that has raised behind its last step."""
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, "--ends"), "") as started:
+        pass
+    check_in_place(directory, started, 2, replaced=None, step=int(STEPS))
+    check_same(directory, undisturbed(2))
+
+
 KILL = "kind=sigkill,rank=1,step=8,phase=backward"
 SECOND = "no step was completed since training began, when the fault before was answered in place"
 
@@ -211,7 +257,10 @@ def test_sigterm_before_the_ranks_have_joined_again_has_the_step_saved(tmp_path:
     [
         ("retry", [], "recovery=retry: no rank is replaced"),
         ("restart", [], ""),
-        ("auto", ["--validate"], ""),
+        ("auto", ["--validate"], "it is not the first training of its script: no rank is replaced"),
+        ("auto", ["--twice"], "it is not the first training of its script: no rank is replaced"),
+        ("auto", ["--configured"], ""),
+        ("auto", ["--full"], "copies of the state would take"),
     ],
 )
 def test_a_fit_that_may_not_or_cannot_restarts_as_ever(
@@ -222,12 +271,15 @@ def test_a_fit_that_may_not_or_cannot_restarts_as_ever(
         pass
     [incident] = incidents(directory)
     # Where a version of the logs is known when `fit` begins, ModelCheckpoint's own file of step 8 counts as saved.
-    ending = ("nothing_to_save", None) if more else ("saved", 8)
+    ending = ("nothing_to_save", None) if "--validate" in more else ("saved", 8)
     assert (incident.ending, incident.step_saved, incident.rung) == (*ending, ""), started.output[-6000:]
-    assert (incident.steps_lost, incident.not_in_place) == (0, why)
-    line = "this fit cannot be entered again: its process group was there before"
-    assert (line in started.output) == bool(more)
-    check_same(directory, undisturbed(2))
+    assert incident.steps_lost == 0 and why in incident.not_in_place and bool(why) == bool(incident.not_in_place)
+    line = "this fit cannot be entered again: LastGasp was added to its trainer when the fit had begun"
+    assert (line in started.output) == ("--configured" in more)
+    expected = undisturbed(2, *(one for one in more if one in ("--twice", "--validate")))
+    assert differences(directory / "final.pt", expected / "final.pt") == []
+    if "--validate" not in more:  # a restart validates again, and logs it
+        check_same(directory, expected)
 
 
 @pytest.mark.full

@@ -18,6 +18,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lastgasp.adapter import AdapterRun
+from lastgasp.pytorch.loop import again_here
 from lastgasp_lightning import LastGasp
 from support import again_faults
 from support.again_faults import note
@@ -25,6 +27,8 @@ from support.again_faults import note
 GATE = 5
 """Completed steps after which the ranks wait for the file `go`: faults come behind it."""
 STEPS = 14
+LINGER = 15.0
+"""Seconds that a thread may take to end; a rank that does not enter again in 40 s is given up."""
 
 
 class Net(LightningModule):
@@ -37,6 +41,12 @@ class Net(LightningModule):
             self.net = nn.Sequential(
                 nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1)
             )
+
+        self.given: list[Callback] = []
+
+    def configure_callbacks(self) -> list[Callback]:
+        """As some modules do."""
+        return self.given
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Squared error on noisy inputs."""
@@ -73,7 +83,9 @@ class Diary(Callback):
 
     def __init__(self, args: argparse.Namespace, ours: LastGasp) -> None:
         self._directory, self._ours, self._stopped, self._dies = args.dir, ours, args.stopped, args.dies
+        self._ends = args.ends
         self._held: list[int] = []
+        self._entries = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there; ours has not connected yet."""
@@ -88,14 +100,18 @@ class Diary(Callback):
             signal.raise_signal(signal.SIGTERM)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A fit is entered; what is held then must not grow with the entries after the first recovery."""
-        deadline = time.monotonic() + again_faults.PATIENCE
+        """A fit is entered; what is held then must not grow with the entries after this process's second one."""
+        deadline = time.monotonic() + LINGER
         while (more := held_more(self._held)) and time.monotonic() < deadline:  # a thread may be ending
             time.sleep(0.05)
-        if os.environ.get("LASTGASP_INCARNATION"):
+        self._entries += 1
+        if self._entries > 1:
             self._held = self._held or held()
             note(self._directory, f"more {more}")
         note(self._directory, f"entered {os.getpid()} {trainer.global_step}")
+
+        if self._ends and "LASTGASP_INCARNATION" not in os.environ:
+            ends(self._directory, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Faults come once the test says so."""
@@ -110,17 +126,44 @@ class Diary(Callback):
         note(self._directory, f"ended {os.getpid()} {trainer.global_step}")
 
 
+def ends(directory: Path, trainer: Trainer) -> None:
+    """Behind its last epoch rank 1 raises, once rank 0 is about to say that its training has ended.
+
+    Rank 0 says so when it has heard of a fault, and not yet what follows from it.
+    """
+    ended, deadline = directory / "ends", time.monotonic() + 10 * again_faults.PATIENCE
+    done, said = trainer.fit_loop.on_iteration_done, AdapterRun.finish
+
+    def iteration_done() -> None:
+        done()
+        while trainer.global_step >= STEPS and time.monotonic() < deadline:
+            if ended.exists():
+                raise RuntimeError("a rank fails behind its last epoch")
+            time.sleep(0.001)
+
+    def finish(run: AdapterRun) -> None:
+        AdapterRun.finish = said  # type: ignore[method-assign]
+        ended.touch()
+        while not run.session.status.held and time.monotonic() < deadline:
+            time.sleep(0.001)
+        said(run)
+
+    if trainer.global_rank == 1:
+        trainer.fit_loop.on_iteration_done = iteration_done  # type: ignore[method-assign]
+    else:
+        AdapterRun.finish = finish  # type: ignore[method-assign,assignment]
+
+
 def loggers(folder: Path, board: bool) -> list[Any]:
     """Those that can be continued."""
     return [CSVLogger(folder / "table"), *([TensorBoardLogger(str(folder / "board"))] if board else [])]
 
 
-def callbacks_of(args: argparse.Namespace) -> list[Callback]:
+def callbacks_of(args: argparse.Namespace, ours: LastGasp) -> list[Callback]:
     """Ours and Lightning's."""
-    ours = LastGasp(args.dir)
     saves = ModelCheckpoint(monitor="error", save_top_k=2, filename="{step}", save_last=True)
-    found: list[Callback] = [Diary(args, ours), ours, saves, LearningRateMonitor()]
-    return [*found, EarlyStopping("error", patience=1, min_delta=10.0)] if args.stop else found
+    found = [Diary(args, ours), *([] if args.configured else [ours]), saves, LearningRateMonitor()]
+    return [*found, EarlyStopping("error", patience=2, min_delta=10.0)] if args.stop else found
 
 
 def main() -> None:
@@ -132,21 +175,34 @@ def main() -> None:
     parser.add_argument("--board", action="store_true", help="logs with TensorBoard, too")
     parser.add_argument("--stopped", action="store_true", help="SIGTERM comes between two entries of fit")
     parser.add_argument("--dies", default="", help="this rank is killed in setup when fit is entered again")
-    parser.add_argument("--validate", action="store_true", help="before fit, so that it cannot be entered again")
+    parser.add_argument("--ends", action="store_true", help="a rank fails when another one has ended its training")
+    parser.add_argument("--full", action="store_true", help="the host has no memory left for copies of the state")
+    parser.add_argument("--twice", action="store_true", help="a short fit of another trainer comes before")
+    parser.add_argument("--configured", action="store_true", help="the module gives LastGasp to its trainer")
+    parser.add_argument("--validate", action="store_true", help="before fit, so that ranks have met before")
     args = parser.parse_args()
     torch.set_num_threads(1)
     again_faults.install(args.dir)
+    if args.full:
+        vars(again_here)["available"] = lambda: 1000
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seed_everything(7 + 1000 * rank)
     x = torch.randn(4 * 5 * world * args.accumulate, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    model = Net()
+    model, ours = Net(), LastGasp(args.dir)
+    if args.configured:
+        model.given = [ours]
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp", max_steps=STEPS, max_epochs=-1, val_check_interval=3,
         accumulate_grad_batches=args.accumulate, log_every_n_steps=1, enable_model_summary=False,
         default_root_dir=args.dir, logger=loggers(args.dir / "logs", args.board),
-        callbacks=callbacks_of(args),
+        callbacks=callbacks_of(args, ours),
     )  # fmt: skip
+    if args.twice:
+        Trainer(
+            accelerator="cpu", devices=world, strategy="ddp", callbacks=[LastGasp(args.dir)], max_steps=2, logger=False,
+            enable_checkpointing=False, enable_model_summary=False,
+        ).fit(Net(), DataLoader(data, batch_size=4))  # fmt: skip
     if args.validate:
         trainer.validate(model, DataLoader(data, batch_size=8), verbose=False)
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))

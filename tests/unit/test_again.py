@@ -20,7 +20,7 @@ from lastgasp.pytorch.loop import again, again_here
 from lastgasp.pytorch.loop.again import Entry
 from lastgasp.pytorch.loop.again_here import LoopAgain
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
-from lastgasp.pytorch.loop.memory import Held
+from lastgasp.pytorch.loop.memory import Held, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 
 
@@ -165,7 +165,7 @@ def test_copies_are_made_only_where_the_host_has_room_for_those_of_all_its_ranks
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     here = LoopAgain.__new__(LoopAgain)
-    here._bytes = TorchState(net, optimizer).nbytes() - 28
+    here._bytes = bytes_of([net], [optimizer]) - 28
     assert here._bytes == 100
     monkeypatch.setattr(again_here, "available", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

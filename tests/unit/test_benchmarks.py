@@ -19,7 +19,7 @@ TARGETS: dict[str, set[float]] = {
     "checkpoint": {1.0, 1.3},
     "restart": {0.5, 0.0},
     "warm": {1.5},
-    "in_place": {0.5, 0.15, 0.0},
+    "in_place": {0.5, 0.15, 1.0, 1.5, 0.0},
     "marks": {0.5, 0.05},
     "flush": {1.0},
     "marks_step": {0.5},

@@ -12,7 +12,7 @@ from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop.again import LATER, Entry, Renewed, current, enter, in_progress
 from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
 from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
-from lastgasp.pytorch.loop.memory import Held, Memory
+from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Recovery",
     "Renewed",
     "SigtermBetween",
+    "bytes_of",
     "cloned",
     "current",
     "enter",

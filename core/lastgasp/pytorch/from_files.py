@@ -11,12 +11,18 @@ import gc
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lastgasp import exitcodes
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.config import Recovery
-from lastgasp.gasp.again import ORDER, Again
+from lastgasp.errors import DeadlineExceeded
+from lastgasp.gasp.again import INCARNATION, ORDER, Again
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
@@ -30,13 +36,14 @@ class EnteredFromFiles:
 
     Attributes:
         why: why it cannot be entered again; empty if it can.
+        new: this process has just taken the place of a dead rank.
     """
 
     def __init__(self, why: str = "") -> None:
         self.why = why
         self._again: Again | None = None
         self._status: RankStatus | None = None
-        os.environ.pop(ORDER, None)  # a new process begins as all others do
+        self.new = os.environ.pop(ORDER, "") != ""  # otherwise it begins as all others do
 
     def offer(self, life: AdapterRun, recovery: Recovery) -> None:
         """Say which faults of this run may be answered in place. Before it begins."""
@@ -52,12 +59,28 @@ class EnteredFromFiles:
     def _agreed(self, again: Again) -> None:
         self._again = again
 
-    def goes_on(self, error: BaseException, reset: Callable[[], object]) -> bool:
+    def meet(self, patience: float) -> None:
+        """Wait until all ranks are here: a script that made its process group before may have used it before, too.
+
+        Raises:
+            DeadlineExceeded: one was not here in `patience` seconds.
+        """
+        here = f"lastgasp/{os.environ.get(INCARNATION, '0')}/here"
+        store: Any = distributed_c10d._get_default_store()
+        store.set(f"{here}/{dist.get_rank()}", "")
+        try:
+            store.wait([f"{here}/{rank}" for rank in range(dist.get_world_size())], timedelta(seconds=patience))
+        except dist.DistStoreError as error:
+            remedy = "It may wait for the others in something else. The job restarts."
+            raise DeadlineExceeded("a rank to enter the training again", patience, remedy) from error
+
+    def goes_on(self, error: BaseException, reset: Callable[[], object], wrapped: Iterable[Any] = ()) -> bool:
         """Whether the training that ended with `error` is entered again. Then nothing of it is left.
 
         Args:
             error: it and its causes lose the local variables of their tracebacks.
             reset: drops what the framework keeps of a training besides its process groups.
+            wrapped: DDP wrappers of torch's own.
 
         Raises:
             SystemExit: this rank was told to stop meanwhile; the step is on disk.
@@ -72,7 +95,7 @@ class EnteredFromFiles:
         cut_connections(again.pids, again.ends)
         _forget(error)
         reset()
-        drop_groups([])
+        drop_groups(list(wrapped))
         gc.collect()
         os.environ.update(again.environment)
         log.info("the training is entered again in this process, from step %d on disk", again.step)

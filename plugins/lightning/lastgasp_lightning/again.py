@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import Place, launched
-from lastgasp.adapter.again import AgainHere, Entry, Recovery, Renewed, current, enter, in_progress
+from lastgasp.adapter.again import AgainHere, Entry, Recovery, Renewed, bytes_of, current, enter, in_progress
 from lastgasp.adapter.checkpoint import name_of_fit
 from lastgasp_lightning.checkpoint_io import LAYOUT
 from lastgasp_lightning.compat import Undo, replace_method
@@ -47,15 +49,17 @@ def watch_fits(recovery: Recovery) -> None:
     original = Trainer._fit_impl
     if recovery not in IN_PLACE or hasattr(original, "_lastgasp"):
         return
+    _watch_groups()
 
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = any(isinstance(one, Enters) and one.recovery in IN_PLACE for one in self.callbacks)
+        asked = [one for one in self.callbacks if isinstance(one, Enters) and one.recovery in IN_PLACE]
         if not asked or in_progress():
             return original(self, *args, **kwargs)
+        for one in asked:
+            one.looked_at = True
         if why := cannot(self):
-            if os.environ.get("RANK", "0") == "0":
-                log.warning("this fit cannot be entered again: %s. After a fault the job restarts", why)
+            tell(why)
             return original(self, *args, **kwargs)
         kept = KeptTrainer(self, args[0] if args else kwargs["model"])
 
@@ -65,10 +69,42 @@ def watch_fits(recovery: Recovery) -> None:
             entry.objects = kept
             return original(self, *args, **kwargs)
 
-        return enter(entered, "")
+        return enter(entered, "", first=not dist.is_initialized())
 
     fit._lastgasp = True  # type: ignore[attr-defined]
     Trainer._fit_impl = fit  # type: ignore[method-assign]
+
+
+def _watch_groups() -> None:
+    """Know the process groups that strategies of Lightning's make: an entry makes them again."""
+    original = DDPStrategy.setup_distributed
+
+    @functools.wraps(original)
+    def setup_distributed(self: Any) -> None:
+        before = dist.is_initialized()
+        original(self)
+        if not before and dist.is_initialized():
+            _made[:] = [weakref.ref(dist.group.WORLD)]
+
+    DDPStrategy.setup_distributed = setup_distributed  # type: ignore[method-assign]
+
+
+_made: list[Any] = []
+"""The newest of them."""
+
+
+def _users_group() -> bool:
+    """Whether a process group is there that an entry would not make again."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    all_groups: Any = getattr(getattr(distributed_c10d, "_world", None), "pg_map", ())
+    return len(all_groups) > 1 or not _made or _made[0]() is not dist.group.WORLD
+
+
+def tell(why: str) -> None:
+    """Once, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning("this fit cannot be entered again: %s. After a fault the job restarts", why)
 
 
 def cannot(trainer: Any) -> str:
@@ -80,8 +116,8 @@ def cannot(trainer: Any) -> str:
         return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return "the job has several hosts"
-    if dist.is_available() and dist.is_initialized():
-        return "its process group was there before; an earlier fit, validate or test of the script has made it"
+    if _users_group():
+        return "a process group was there before that the script itself has made"
     if threading.current_thread() is not threading.main_thread():
         return "it is not called on the main thread, where signals arrive"
     if type(trainer.fit_loop) is not _FitLoop or type(epoch) is not _TrainingEpochLoop:
@@ -117,6 +153,12 @@ class LightningAgain(AgainHere):
     def contact(self, place: Place) -> Any:
         """Its launcher's controller."""
         return connect(self.run.trainer, place)
+
+    def nbytes(self) -> int:
+        """Of the module, its averages and the optimizers' states."""
+        trainer = self.run.trainer
+        averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+        return bytes_of([trainer.lightning_module, *(one for one in averages if one is not None)], trainer.optimizers)
 
     def let_go(self) -> list[Any]:
         """Leave the wrapper of Lightning's strategy."""

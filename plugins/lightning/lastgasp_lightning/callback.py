@@ -20,7 +20,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.again import Recovery
 from lastgasp.adapter.arenas import arena_of
-from lastgasp_lightning.again import watch_fits
+from lastgasp_lightning.again import IN_PLACE, tell, watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.logversions import watch_versions
@@ -117,6 +117,8 @@ class LastGasp(Enters, Callback):
         require_supported(trainer)
         check_writable(self.config.directory)
         reorder(trainer, self)
+        if self.recovery in IN_PLACE and not self.looked_at:
+            tell("LastGasp was added to its trainer when the fit had begun (configure_callbacks)")
         self._run = LightningRun(trainer, self.config, self.marks, self.recovery, self._arena)
         if self._run.entry is not None:
             self._run.entry.end = self._failed_first

@@ -9,6 +9,11 @@ if TYPE_CHECKING:
 
 
 class Enters:
-    """A callback that protects its trainer's fits; `recovery` as `LastGasp` says it."""
+    """A callback that protects its trainer's fits; `recovery` as `LastGasp` says it.
+
+    Attributes:
+        looked_at: when a fit began, it was known that this callback is there.
+    """
 
     recovery: Recovery = "restart"
+    looked_at = False

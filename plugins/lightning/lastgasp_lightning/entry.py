@@ -65,6 +65,7 @@ class AutoLastGasp(Enters, Callback):
             trainer.callbacks = others  # type: ignore[attr-defined]
             return
         real = LastGasp()
+        real.looked_at = self.looked_at
         trainer.callbacks = [real if c is self else c for c in trainer.callbacks]  # type: ignore[attr-defined]
         real.setup(trainer, pl_module, stage)
 

@@ -139,6 +139,7 @@ class LightningRun(Training):
         step, strategy, life = self.trainer.global_step, self.trainer.strategy, self.life
         life.on_close(before_calls(strategy, "training_step", partial(self.progress, "forward")))
         life.on_close(before_calls(strategy.precision_plugin, "backward", self._backward))
+        life.on_close(before_calls(self.trainer.fit_loop, "on_run_end", life.finish))
         self._mark()
         for owner in (self.trainer, strategy, strategy.precision_plugin):  # patched above, and asked in each step
             own_dict(owner)
@@ -155,8 +156,7 @@ class LightningRun(Training):
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:
             self._again_here.ready()
-            mark_step = self.mark_step
-            self.mark_step = partial(self._first_step, mark_step)
+        self.mark_step = partial(self._first_step, self.mark_step)
         life.bind(self)
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if reason := self.state.position.inexact:
@@ -197,7 +197,7 @@ class LightningRun(Training):
         recorder.set_device_rows(marks.device_rows)
 
     def _first_step(self, mark_step: Callable[[int], None], step: int) -> None:
-        """The first step since the fit was entered again: what was held is not needed any more."""
+        """The first step since `fit` began, also again: what was held then is not needed any more."""
         self.mark_step = mark_step
         mark_step(step)
         self._again_here.forget()

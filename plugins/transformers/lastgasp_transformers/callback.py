@@ -9,6 +9,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lastgasp import adapter
+from lastgasp.adapter.again import Recovery
+from lastgasp_transformers.again import TrainAgain
 from lastgasp_transformers.run import Run, versions_known
 
 
@@ -32,6 +34,9 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
         profiling_dir: where the marks' files go; default MindCluster's directory where there is one, else
             `profiling` beside the checkpoints.
         profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
+        recovery: how a fault may be answered: "restart" (default) saves the step and restarts the job; "auto" goes on
+            in the same processes where that is possible (docs/in-place.md), "retry" without replacing any, "replace"
+            only where one is replaced; "save" saves the step and ends the job.
 
     Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
 
@@ -52,6 +57,7 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
         marks: bool | str | None = None,
         profiling_dir: str | os.PathLike[str] | None = None,
         profiling_limit_mb: int | None = None,
+        recovery: Recovery | None = None,
         **unknown: Any,
     ) -> None:
         adapter.tell_launcher()
@@ -60,6 +66,7 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
                        "finish_timeout": finish_timeout, "sha256": sha256}  # fmt: skip
         self.config(".")
         self.marks = adapter.MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
+        self.recovery = adapter.recovery_of(recovery, "restart")
         self.run: Run | None = None
         _HOOKS.place()
 
@@ -87,16 +94,22 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     (gasp,) = found
     path = given.get("resume_from_checkpoint")
     named = {"resume": path} if isinstance(path, str) else {}
-    run = gasp.run = Run(trainer, gasp.config(trainer.args.output_dir, **named), gasp.marks, given.get("trial"))
-    try:
-        result = run.train(lambda checkpoint: call(**(given | {"resume_from_checkpoint": checkpoint})))
-    except BaseException as error:
-        run.core.failed(error)
-        raise
-    finally:
-        gasp.run = None
-    run.core.close(completed=True)
-    return result
+    config, again = gasp.config(trainer.args.output_dir, **named), TrainAgain(trainer, gasp.recovery)
+    again.meet()
+    while True:
+        run = gasp.run = Run(trainer, config, gasp.marks, given.get("trial"), again.offer)
+        try:
+            result = run.train(lambda checkpoint: call(**(given | {"resume_from_checkpoint": checkpoint})))
+        except BaseException as error:
+            run.core.failed(error)
+            del run
+            gasp.run = None
+            if not again.goes_on(error):
+                raise
+        else:
+            gasp.run = None
+            run.core.close(completed=True)
+            return result
 
 
 _TRAIN = adapter.Hook("transformers.trainer", "Trainer.train", _around_train, ("resume_from_checkpoint", "trial"))

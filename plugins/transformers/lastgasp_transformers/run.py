@@ -80,13 +80,19 @@ class Run:
     Args:
         trainer: the Trainer; trial: of a search for hyperparameters.
         config, marks: what the user wants.
+        offer: says how a fault may be answered; called before training begins.
     """
 
     def __init__(
-        self, trainer: Any, config: adapter.GaspConfig, marks: adapter.MarksConfig, trial: Any = None
+        self,
+        trainer: Any,
+        config: adapter.GaspConfig,
+        marks: adapter.MarksConfig,
+        trial: Any = None,
+        offer: Callable[[adapter.AdapterRun], object] = lambda _: None,
     ) -> None:
         require_supported(trainer, trial)
-        self._trainer, self._own = trainer, config.directory
+        self._trainer, self._own, self._offer = trainer, config.directory, offer
         data = shared.fingerprints.of_data([trainer.train_dataset])
         number = adapter.FITS.begin(self._own, trainer.model)
         self._fit = Fit(number=number, model=shared.fingerprints.of_model(trainer.model), data=data)
@@ -157,6 +163,7 @@ class Run:
         self._replace(trainer.accelerator, "backward", self._around_backward)
         core.bind(training)
         users = signal.getsignal(signal.SIGTERM)
+        self._offer(core)
         core.begin(training.step, training.step, users_handler=users if callable(users) else None,
                    device=str(trainer.args.device))  # fmt: skip
 

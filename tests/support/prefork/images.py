@@ -45,6 +45,7 @@ _SCRIPTS = {
     "train_loop.py": "loop",
     "train_again.py": "loop",
     "train_again_lightning.py": "lightning",
+    "train_users_lightning.py": "lightning",
     "again_faults.py": "loop",
     "train_many_faults.py": "loop",
     "train_shapes.py": "loop",
@@ -54,6 +55,7 @@ _SCRIPTS = {
     "sharded_checks.py": "loop",
     "train_gpt.py": "loop",
     "train_transformers.py": "transformers",
+    "train_again_transformers.py": "transformers",
     "train_reused.py": "loop",
     "train_replicated.py": "loop",
 }

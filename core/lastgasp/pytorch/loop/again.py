@@ -131,11 +131,12 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return enter(partial(function, *args, **kwargs), _cannot())
 
 
-def enter(function: Callable[[], T], why: str) -> T:
+def enter(function: Callable[[], T], why: str, first: bool = True) -> T:
     """Call `function`, and again after each fault that is answered in place; no other training may be in progress.
 
     Args:
         why: why it cannot be entered again; empty if it can.
+        first: a new process would come to it without having met the others before, as far as the caller knows.
 
     Raises:
         BaseException: what the function has raised, where it is not entered again.
@@ -143,7 +144,7 @@ def enter(function: Callable[[], T], why: str) -> T:
     global _current, _begun
     if why and os.environ.get("RANK", "0") == "0":
         log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
-    entry = _current = Entry(why, _as_replacement(), first=not _begun)
+    entry = _current = Entry(why, _as_replacement(), first=first and not _begun)
     _begun = True
     try:
         while True:

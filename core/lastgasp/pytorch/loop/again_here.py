@@ -24,7 +24,7 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.again import LATER, Renewed, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
-from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory
+from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory, bytes_of
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
 from lastgasp.pytorch.loop.record import KEY
@@ -57,12 +57,13 @@ class AgainHere:
         self.run, self._make, self._writer, self._held = run, make, writer, held
         self._memory: Memory | None = None
         self._source: FromMemory | None = None
+        self._bytes = 0
         entry, status = run.entry, run.life.session.status
         embedded = run.life.session.backend.backend == "embedded"
         if embedded and entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             status.ends = outside
-            run.life.before_again = self.keep
+            status.cannot_again, run.life.before_again, self._bytes = self._no_room, self.keep, -1
             entry.objects = entry.objects or self.objects()
 
     # -- of a framework -----------------------------------------------------------------------------------
@@ -86,6 +87,10 @@ class AgainHere:
     def state(self) -> Any:
         """What `objects()` are renewed with."""
         return None
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors that a copy of the state takes; asked for once, when optimizers have made theirs."""
+        raise NotImplementedError
 
     # -- a start ------------------------------------------------------------------------------------------
 
@@ -122,6 +127,8 @@ class AgainHere:
         if self._source is not None:
             self._source.forget()
             self._source = self._memory = None
+        if self._bytes < 0:
+            self._bytes = self.nbytes()
 
     # -- a fault ------------------------------------------------------------------------------------------
 
@@ -165,6 +172,14 @@ class AgainHere:
         )
         run.entry.keep(held)
 
+    def _no_room(self) -> str:
+        """Why no copies of the state can be made, or empty. For all ranks of this host: they make theirs at once."""
+        needed, free = COPIES * max(self._bytes, 0) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available()
+        if free is None or needed <= free:
+            return ""
+        return (f"copies of the state would take {needed / 1e9:.3g} GB of this host's memory, "
+                f"{free / 1e9:.3g} GB are available")  # fmt: skip
+
     def _source_of(self, memory: Memory) -> GaspSource:
         config, alike = self.run.config, self.run.life.alike
         own = memory.checkpoint[KEY]["small"].get(self.run.place.rank)
@@ -184,27 +199,6 @@ class AgainHere:
 class LoopAgain(AgainHere):
     """Of a custom loop's run."""
 
-    _bytes = -1
-
-    def __init__(self, run: Any, *args: Any) -> None:
-        super().__init__(run, *args)
-        if run.life.before_again is not None:
-            run.life.session.status.cannot_again = self._no_room
-
-    def forget(self) -> None:
-        """A step is complete."""
-        super().forget()
-        if self._bytes < 0:  # optimizers make their state in their first step
-            self._bytes = self.run.state.nbytes()
-
-    def _no_room(self) -> str:
-        """Why no copies of the state can be made, or empty. For all ranks of this host: they make theirs at once."""
-        needed, free = COPIES * max(self._bytes, 0) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available()
-        if free is None or needed <= free:
-            return ""
-        return (f"copies of the state would take {needed / 1e9:.3g} GB of this host's memory, "
-                f"{free / 1e9:.3g} GB are available")  # fmt: skip
-
     def fill(self) -> bool:
         """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
         if not self.enters:
@@ -216,6 +210,10 @@ class LoopAgain(AgainHere):
         """As in the base; and where training begins with what was left in arenas."""
         shards = self.run.shards
         return super().durable(step) if shards is None or shards.durable is None else int(shards.durable)
+
+    def nbytes(self) -> int:
+        """Of models, buffers and optimizer states."""
+        return bytes_of([self.run.state.container], self.run.state.optimizers.values())
 
     def objects(self) -> Renewed:
         """What the user has made outside of the function."""

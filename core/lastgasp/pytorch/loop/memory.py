@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor, nn
 
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.checkpoint.manifest import Fit
@@ -58,6 +60,13 @@ class Held:
     users_handler: Any = None
     between: SigtermBetween | None = None
     alone: Callable[[BaseException], object] | None = None
+
+
+def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> int:
+    """Bytes of their parameters, buffers and optimizer states."""
+    states = (value for o in optimizers for state in o.state.values() for value in state.values())
+    tensors = [*(t for module in modules for t in (*module.parameters(), *module.buffers())), *states]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
 class RecorderOfMemory:

@@ -168,12 +168,6 @@ class TorchState:
         models = {self.models.label(name): module for name, module in self.modules.items()}
         return digests_of(models, {self.optimizers.label(n): o for n, o in self.optimizers.items.items()})
 
-    def nbytes(self) -> int:
-        """Bytes of parameters, buffers and optimizer states."""
-        states = (value for o in self.optimizers.values() for state in o.state.values() for value in state.values())
-        tensors = [*self.container.parameters(), *self.container.buffers(), *states]
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-
     def extra_digest(self) -> bytes:
         """Digest of the current `extra`; empty if there is none."""
         return digest(leaves([_state_of(item) for item in self.extra.values()])) if self.extra else b""

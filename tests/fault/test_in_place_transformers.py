@@ -1,0 +1,149 @@
+"""Recovery in place of jobs of Hugging Face's Trainer: `train` is entered again, no healthy process ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+from lastgasp.checkpoint import DirectoryLayout, candidates, verify
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.weights import differences
+from support.launchers import LIMIT, SUPPORT, Running, finish, incidents, run, running, until
+
+WORKER = SUPPORT / "train_again_transformers.py"
+READY = "a restart will fork its ranks from a warm process"
+LAYOUT = DirectoryLayout("checkpoint-[0-9]*")
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def job(ranks: int, directory: Path, *more: str) -> list[str]:
+    """Its command line."""
+    return [sys.executable, *run(WORKER, "--dir", directory, *more, ranks=ranks)[1:]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Result of a job without a fault, by its number of ranks and arguments."""
+    found: dict[tuple[Any, ...], Path] = {}
+
+    def final(ranks: int, *more: str) -> Path:
+        if (ranks, *more) not in found:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            (folder / "go").touch()
+            assert finish(job(ranks, folder, *more), folder, LASTGASP_WARM="off").ok
+            found[(ranks, *more)] = folder / "final.pt"
+        return found[(ranks, *more)]
+
+    return final
+
+
+@contextmanager
+def disturbed(folder: Path, command: list[str], faults: str, **more: str) -> Iterator[Running]:
+    """A job whose faults come once a warm process is ready; it ends well."""
+    directory, log = folder / "d", folder / "faults.log"
+    directory.mkdir(exist_ok=True)
+    variables = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
+    variables |= {"LASTGASP_FAULT": faults, "LASTGASP_RECOVERY": "auto"} | more
+    with running(folder, command, **variables) as [started]:
+        until(lambda: READY in started.output, "the warm process is ready", LIMIT)
+        (directory / "go").touch()
+        yield started
+        assert started.code() == 0, started.output[-6000:]
+    assert len(read_log(log)) == len(faults.split(";")), started.output[-6000:]
+
+
+def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
+    """What a rank has noted about itself."""
+    return [line.split()[1:] for line in (directory / f"rank-{rank}").read_text().splitlines() if line.startswith(what)]
+
+
+def check(directory: Path, job: Running, expected: Path, ranks: int, *faults: tuple[int | None, int]) -> None:
+    """Each fault, given by the rank that was replaced and the step that was gone on from, was answered in place."""
+    where = job.output[-6000:]
+    found = [(one.ending, one.rung, one.steps_lost) for one in incidents(directory)]
+    assert found == [("in_place", "retry" if lost is None else "replace", 0) for lost, _ in faults], where
+    assert [one.notes for one in incidents(directory)] == [[]] * len(faults), where
+    for rank in range(ranks):
+        entered, left = lines(directory, rank, "entered"), lines(directory, rank, "left")
+        assert [int(begun) for _, begun in entered] == [0, *(step for _, step in faults)], where
+        processes = 1 + sum(lost == rank for lost, _ in faults)
+        assert (len({pid for pid, _ in entered}), len(left)) == (processes, 1), where
+    assert differences(directory / "final.pt", expected) == [], where
+    assert all(verify(one.path, LAYOUT).ok for one in candidates([directory], LAYOUT)), where
+
+
+def test_a_killed_rank_0_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(2, directory), "kind=sigkill,rank=0,step=5,phase=backward") as started:
+        pass
+    check(directory, started, undisturbed(2), 2, (0, 5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "shape", "faults", "expected"),
+    [
+        pytest.param(2, "plain", "kind=exception,rank=1,step=5,phase=forward", [(None, 5)], id="exception"),
+        pytest.param(2, "accumulating", "kind=sigkill,rank=1,step=7,phase=step_end", [(1, 8)], id="accumulating"),
+        pytest.param(2, "bf16", "kind=sigkill,rank=1,step=5,phase=forward", [(1, 5)], id="bf16"),
+        pytest.param(2, "epochs", "kind=sigkill,rank=1,step=8,phase=validation", [(1, 12)], id="validation"),
+        pytest.param(2, "unseeded", "kind=sigstop,rank=1,step=8,phase=forward", [(1, 8)], id="hang"),
+        pytest.param(
+            3, "plain", "kind=sigkill,rank=2,step=5,phase=data;kind=exception,rank=0,step=7,phase=backward,"
+            "incarnation=1;kind=sigkill,rank=0,step=9,phase=backward,incarnation=2", [(2, 5), (None, 7), (0, 9)],
+            id="three faults of three ranks",
+        ),
+    ],
+)  # fmt: skip
+def test_shapes_and_moments(
+    ranks: int, shape: str, faults: str, expected: list[Any], tmp_path: Path, undisturbed: Any
+) -> None:
+    directory, more = tmp_path / "d", ("--shape", shape)
+    variables = {"LASTGASP_HANG_TIMEOUT": "20"} if "sigstop" in faults else {}
+    with disturbed(tmp_path, job(ranks, directory, *more), faults, **variables) as started:
+        pass
+    check(directory, started, undisturbed(ranks, *more), ranks, *expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recovery", "more", "why"),
+    [
+        ("retry", [], "recovery=retry: no rank is replaced"),
+        ("restart", [], ""),
+        ("auto", ["--twice"], "not every rank can be entered again"),
+    ],
+)
+def test_what_is_not_answered_in_place_restarts(
+    recovery: str, more: list[str], why: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    faults = "kind=sigkill,rank=0,step=5,phase=backward"
+    with disturbed(tmp_path, job(2, directory, *more), faults, LASTGASP_RECOVERY=recovery) as started:
+        pass
+    [incident] = incidents(directory)
+    assert (incident.rung, incident.steps_lost) == ("", 0), started.output[-6000:]
+    assert why == incident.not_in_place or (recovery == "auto" and not incident.not_in_place), incident
+    line = "this training cannot be entered again: it is not the first training of its script"
+    assert (line in started.output) == bool(more)
+    assert differences(directory / "final.pt", undisturbed(2, *more)) == []
+
+
+@pytest.mark.full
+def test_a_new_process_that_waits_for_others_before_train_costs_a_restart(tmp_path: Path, undisturbed: Any) -> None:
+    """Its collective must not meet another one of theirs."""
+    directory = tmp_path / "d"
+    faults = "kind=sigkill,rank=0,step=5,phase=backward"
+    with disturbed(tmp_path, job(2, directory, "--first"), faults) as started:
+        pass
+    found = incidents(directory)
+    assert found[0].rung == "replace" and not any(one.steps_lost for one in found), started.output[-6000:]
+    assert differences(directory / "final.pt", undisturbed(2)) == []

@@ -1,0 +1,87 @@
+"""Hugging Face's Trainer between two entries of `train`, in one process; and ranks that meet before they go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+from transformers import Trainer, TrainerCallback
+
+from lastgasp.adapter.torch import EnteredFromFiles
+from lastgasp.errors import DeadlineExceeded
+from lastgasp.gasp.again import INCARNATION
+from lastgasp_transformers import LastGasp, again
+from support.train_transformers import Tokens, arguments, model, result
+
+pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
+
+
+class Breaks(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """A collective fails in step 6, once."""
+
+    broken = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Fail, in the mode of an evaluation, with a frozen weight."""
+        if state.global_step == 5 and not self.broken:
+            self.broken = True
+            more["model"].eval().lm_head.weight.requires_grad_(False)
+            raise RuntimeError("a collective failed")
+
+
+def trainer(folder: Path, shape: str, *callbacks: Any) -> Trainer:
+    """At most twelve steps."""
+    return Trainer(model(), arguments(str(folder), shape), train_dataset=Tokens(24, True), eval_dataset=Tokens(8),
+                   callbacks=[*callbacks])  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["plain", "bf16"])
+def test_train_is_entered_again_inside_of_the_same_call(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(again, "_trained", False)
+    entered: list[tuple[Any, ...]] = []
+
+    def goes_on(self: Any, error: BaseException, reset: Any, wrapped: Any) -> bool:
+        reset()
+        bare = one.model_wrapped is one.model and "forward" not in vars(model_)
+        entered.append((str(error), one.optimizer, one.lr_scheduler, bare))
+        return True
+
+    monkeypatch.setattr(EnteredFromFiles, "goes_on", goes_on)
+    plain = trainer(tmp_path / "plain", shape)
+    expected = {name: value.clone() for name, value in result(plain, plain.train().training_loss).items()}
+    one = trainer(tmp_path / "d", shape, Breaks(), LastGasp(recovery="auto"))
+    model_: Any = one.model
+    found = result(one, one.train().training_loss)
+    assert entered == [("a collective failed", None, None, True)]
+    assert model_.lm_head.weight.requires_grad
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_only_the_first_training_of_a_script_is_entered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "_trained", False)
+    assert again._cannot(before=False) == ""
+    assert again._cannot(before=True) == "it is not the first training of its script"
+
+
+def test_ranks_meet_or_are_told_that_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv(INCARNATION, "3")
+    entered = EnteredFromFiles()
+    store.set("lastgasp/2/here/1", "")  # of an older recovery
+    with pytest.raises(DeadlineExceeded, match="to enter the training again"):
+        entered.meet(0.05)
+    store.set("lastgasp/3/here/1", "")
+    entered.meet(5.0)

@@ -1,0 +1,72 @@
+"""A job of Hugging Face's Trainer whose `train` can be entered again: `train_transformers` behind a gate."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+
+from lastgasp_transformers import LastGasp
+from support import again_faults
+from support.again_faults import note
+from support.train_transformers import SHAPES, OwnRandomNumbers, Tokens, arguments, model, result
+
+GATE = 3
+"""Completed steps after which the ranks wait for the file `go`: faults come behind it."""
+
+
+class Diary(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Notes who trains, and holds the ranks at the gate."""
+
+    def __init__(self, directory: Path, ours: LastGasp) -> None:
+        self._directory, self._ours = directory, ours
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """`train` is entered."""
+        note(self._directory, f"entered {os.getpid()} {state.global_step}")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Faults come once the test says so."""
+        deadline, run = time.monotonic() + 10 * again_faults.PATIENCE, self._ours.run
+        while run is not None and state.global_step >= GATE and not (self._directory / "go").exists():
+            assert time.monotonic() < deadline
+            run.session.progress("data")
+            time.sleep(0.01)
+
+
+def main() -> None:
+    """Twelve steps: two epochs of six."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--shape", default="plain", choices=sorted(SHAPES))
+    parser.add_argument("--first", action="store_true", help="rank 0 prepares data before the others, in each process")
+    parser.add_argument("--twice", action="store_true", help="it is the second training of its script")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted, ours = arguments(str(args.dir), args.shape), LastGasp()
+    rows = 12 * wanted.world_size
+    if args.first and os.environ.get("LASTGASP_INCARNATION"):
+        dist.barrier()
+    data = Tokens(rows, augment=args.shape != "workers")
+    callbacks: list[Any] = [OwnRandomNumbers(), Diary(args.dir, ours), ours]
+    if "metric_for_best_model" in SHAPES[args.shape]:
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
+    if args.twice:
+        short = arguments(str(args.dir / "first"), "plain")
+        short.max_steps = 1
+        Trainer(model(), short, train_dataset=data, callbacks=[LastGasp()]).train()
+    trainer = Trainer(model(), wanted, train_dataset=data, eval_dataset=Tokens(8), callbacks=callbacks)
+    done = trainer.train()
+    note(args.dir, f"left {os.getpid()} {trainer.state.global_step}")
+    if wanted.process_index == 0:
+        torch.save(result(trainer, done.training_loss), args.dir / "final.pt")
+
+
+if __name__ == "__main__":
+    main()

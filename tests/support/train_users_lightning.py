@@ -1,0 +1,158 @@
+"""A Lightning job as users write them: loggers, averaged weights, accumulation, schedules, workers, mixed precision.
+
+Its `fit` can be entered again; the gate is that of `train_again_lightning`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanAbsoluteError
+
+from lastgasp_lightning import LastGasp
+from support.again_faults import note
+from support.train_again_lightning import Diary, loggers
+
+SHAPES = ("ema", "swa", "manual", "schedule")
+
+
+class Net(LightningModule):
+    """One optimizer, a schedule for each step and one for each epoch; the metric is one of torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Dropout(0.3), nn.Linear(300, 1))
+        self.error = MeanAbsoluteError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        """Squared error on noisy inputs."""
+        x, y = batch
+        loss: Tensor = ((self.net(x + 0.1 * torch.randn_like(x)) - y) ** 2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """A metric that is logged as an object."""
+        x, y = batch
+        self.error(self.net(x).float(), y)
+        self.log("error", self.error)
+
+    def configure_optimizers(self) -> Any:
+        """Two schedules of one optimizer."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        by_step = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=60)
+        by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": by_epoch, "interval": "epoch"}]
+
+
+class Manual(Net):
+    """Two optimizers, which step in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(1, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        """First the critic, then the net; each schedule by hand."""
+        optimizers: Any = self.optimizers()
+        schedules: Any = self.lr_schedulers()
+        x, y = batch
+        critic = (self.critic(self.net(x).detach()) - y).square().mean()
+        net = (self.net(x) - y).square().mean() + 0 * self.critic.weight.sum()
+        for optimizer, loss in zip(optimizers, (critic, net), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        for schedule in schedules:
+            schedule.step()
+        self.log_dict({"critic": critic, "net": net}, on_step=True, sync_dist=True)
+        return None
+
+    def configure_optimizers(self) -> Any:
+        """One for each part."""
+        optimizers = [
+            torch.optim.SGD(self.critic.parameters(), lr=0.01, momentum=0.9),
+            torch.optim.AdamW(self.net.parameters(), lr=0.01),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(one, 4, 0.8) for one in optimizers]
+
+
+class Data(LightningDataModule):
+    """Shuffled, read by a worker that persists."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self._world = world
+
+    def setup(self, stage: str) -> None:
+        """Made in each process."""
+        x = torch.randn(32 * self._world, 8, generator=torch.Generator().manual_seed(1))
+        self._data = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def train_dataloader(self) -> Any:
+        """Eight batches for each rank."""
+        return DataLoader(self._data, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    def val_dataloader(self) -> Any:
+        """Four for each rank."""
+        return DataLoader(self._data, batch_size=8)
+
+
+def averages(shape: str) -> list[Callback]:
+    """What the shape adds."""
+    if shape == "ema":
+        return [EMAWeightAveraging(decay=0.9)]
+    if shape == "swa":
+        return [StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)]
+    return [GradientAccumulationScheduler({0: 1, 1: 2})] if shape == "schedule" else []
+
+
+def main() -> None:
+    """Four epochs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--shape", required=True, choices=SHAPES)
+    parser.add_argument("--board", action="store_true")
+    args = parser.parse_args()
+    for name, value in {"stopped": False, "dies": "", "ends": False}.items():  # for the diary
+        setattr(args, name, value)
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seed_everything(7 + rank, workers=True)
+    manual, ours = args.shape == "manual", LastGasp(args.dir)
+    model = Manual() if manual else Net()
+    saves = ModelCheckpoint(every_n_train_steps=4, save_last=True, save_top_k=2, monitor="step", mode="max")
+    trainer = Trainer(
+        accelerator="cpu", devices=world, strategy="ddp_find_unused_parameters_true" if manual else "ddp", max_epochs=4,
+        val_check_interval=0.5, accumulate_grad_batches=2 if args.shape in ("ema", "swa") else 1, log_every_n_steps=1,
+        precision="bf16-mixed", enable_model_summary=False, default_root_dir=args.dir,
+        gradient_clip_val=None if manual else 1.0, logger=loggers(args.dir / "logs", args.board),
+        callbacks=[Diary(args, ours), LearningRateMonitor(), *averages(args.shape), saves, ours],
+    )  # fmt: skip
+    trainer.fit(model, datamodule=Data(world))
+    note(args.dir, f"left {os.getpid()} {trainer.global_step}")
+    if trainer.is_global_zero:
+        torch.save({name: value.clone() for name, value in model.state_dict().items()}, args.dir / "final.pt")
+
+
+if __name__ == "__main__":
+    main()
