@@ -128,8 +128,10 @@ def test_all_told_to_stop_save_what_they_hold(tmp_path: Path) -> None:
 
 
 def kill_all(job: ToyJob) -> None:
-    for rank in job.ranks:
-        rank.signal(signal.SIGKILL)
+    """None of them lives to answer that another one is gone."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for rank in job.ranks:
+            rank.signal(number)
     for rank in job.ranks:
         rank.code()
     until(lambda: job.attempt.machine.state == "over", "the controller knows that nobody is left")
@@ -213,6 +215,8 @@ def test_on_another_host_a_survivor_of_that_host_writes_it(
         job.step(1)
         job.step(2)
         job.stuck(0, 1)
+        tracks = job.attempt.machine.progress._tracks
+        until(lambda: {tracks[rank].phase for rank in (0, 1)} == {"backward"}, "the controller knows who waits")
         job.ranks[2].signal(how)
         if how == signal.SIGSTOP:
             job.attempt.machine.progress.limit = 1.0
