@@ -85,7 +85,6 @@ def check_order(notes: list[Note], step: int, faulty: int) -> None:
     assert {note.rank for note in saves} >= set(ranks)
 
 
-@pytest.mark.full
 def test_covering(tmp_path: Path, reference: References_) -> None:
     """Halves on four ranks: rank 0 is killed, then another one raises, where a checkpoint of that step exists."""
     job = DropInJob(tmp_path)
@@ -116,11 +115,10 @@ def test_rest_of_the_matrix(world: int, faults: list[str], tmp_path: Path, refer
 # -- in place ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("faults", "recover", "replaced"),
     [
-        ([fault("exception", 3, 5, "forward")], "retry", None),
+        pytest.param([fault("exception", 3, 5, "forward")], "retry", None, marks=pytest.mark.full),
         ([fault("sigkill", 0, 5, "backward")], "retry,recover", 0),
         pytest.param([fault("exception", 1, 6, "update")], "retry", None, marks=pytest.mark.full),
         pytest.param([fault("sigkill", 3, 6, "after_update")], "recover", 3, marks=pytest.mark.full),

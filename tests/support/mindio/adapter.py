@@ -246,21 +246,21 @@ def load(optimizer: ReplicatedOptimizer, scheduler: Any) -> int:
     return step
 
 
-def reduced(step: int) -> None:
-    """This rank has the gradients of all: it can complete the step without anybody else."""
+def reached(place: float) -> None:
+    """This rank has the gradients of all in a step, and can complete it without anybody else; a half more: it has."""
     env = os.environ
-    (directory().parent / f"reduced-{env.get('LASTGASP_ATTEMPT', 0)}-{env['RANK']}").write_text(str(step))
+    (directory().parent / f"reached-{env.get('LASTGASP_ATTEMPT', 0)}-{env['RANK']}").write_text(f"{place:.1f}")
 
 
-def wait_until_all_have_reduced(step: int) -> None:
+def wait_until_all_have_reached(place: float) -> None:
     """For a rank that is about to be killed: gloo may fail on the others, though the victim has sent its part.
 
     They would be a step behind, and with halves of the state nobody could complete it.
     """
     env = os.environ
-    names = [f"reduced-{env.get('LASTGASP_ATTEMPT', 0)}-{rank}" for rank in range(int(env["WORLD_SIZE"]))]
+    names = [f"reached-{env.get('LASTGASP_ATTEMPT', 0)}-{rank}" for rank in range(int(env["WORLD_SIZE"]))]
     deadline = time.monotonic() + 60
-    while min(_number(directory().parent / name) for name in names) < step and time.monotonic() < deadline:
+    while min(_number(directory().parent / name) for name in names) < place and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
@@ -271,9 +271,9 @@ def wait_for_go(step: int) -> None:
         time.sleep(0.01)
 
 
-def _number(path: Path) -> int:
+def _number(path: Path) -> float:
     text = path.read_text() if path.exists() else ""
-    return int(text) if text else -1
+    return float(text) if text.endswith((".0", ".5")) else -1.0
 
 
 def note(what: str, *more: Any) -> None:

@@ -62,10 +62,10 @@ def train(
 
     def faults(phase: str) -> None:
         if kit is not None:
-            if phase == "before_update":
-                adapter.reduced(step)
+            if phase in ("before_update", "after_update"):
+                adapter.reached(step + (phase == "after_update") / 2)
             if kit.due(phase, step):
-                adapter.wait_until_all_have_reduced(step if phase in BEHIND_GRADIENTS else step - 1)
+                adapter.wait_until_all_have_reached(step if phase in BEHIND_GRADIENTS else step - 0.5)
             kit.fire_at(phase, step)
 
     while (step := optimizer.step_count) < end:
@@ -129,7 +129,7 @@ def main() -> None:
         optimizer.make_groups(world)
         step = adapter.load(optimizer, scheduler)
         adapter.note("begin", step)
-        adapter.reduced(step - 1)
+        adapter.reached(step - 0.5)
     adapter.register(rank, world, optimizer, bool(_reboot))
     adapter.protected(train)(forward, net, optimizer, scheduler, Batches(rank, step), args.steps)
     if args.final and rank == 0:
