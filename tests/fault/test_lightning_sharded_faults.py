@@ -64,7 +64,6 @@ REST = (
         ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))),
     *(LightningCase("sigkill", moment, "last", "run", 2, shape)
       for shape in ("ending", "accumulated", "manual") for moment in ("backward", "update", "periodic_save")),
-    *(LightningCase("sigkill", moment, "last", "run", 4, "tensor") for moment in ("backward", "update")),
 )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -31,10 +30,8 @@ class Sharded(LightningModule):
         self.automatic_optimization = shape != "manual"
 
     def configure_model(self) -> None:
-        """Layers that are split, where ranks split layers; and shards of all."""
+        """Shards of each layer."""
         found: Any = self.device_mesh
-        if self.shape == "tensor":
-            parallelize_module(self.net, found["tensor_parallel"], {"4": ColwiseParallel(), "5": RowwiseParallel()})
         for layer in self.net:
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=found["data_parallel"])
@@ -43,8 +40,7 @@ class Sharded(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Squared error on noisy inputs."""
         x, y = batch
-        noise = 0.0 if self.shape == "tensor" else 0.1
-        loss: Tensor = ((self.net(x + noise * torch.randn_like(x)) - y) ** 2).mean()
+        loss: Tensor = ((self.net(x + 0.1 * torch.randn_like(x)) - y) ** 2).mean()
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -82,12 +78,12 @@ def main() -> None:
     parser.add_argument("--final", type=Path)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--shape", default="plain", choices=("plain", "tensor", "ending", "accumulated", "manual"))
+    parser.add_argument("--shape", default="plain", choices=("plain", "ending", "accumulated", "manual"))
     parser.add_argument("--without", action="store_true", help="plain Lightning")
     parser.add_argument("--from", dest="start", help="ckpt_path")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    seed_everything(7 + 1000 * int(os.environ.get("LOCAL_RANK", "0")) * (args.shape != "tensor"))
+    seed_everything(7 + 1000 * int(os.environ.get("LOCAL_RANK", "0")))
     x = torch.randn(4 * 5 * args.devices * 2, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     callbacks: list[Callback] = [ModelCheckpoint(args.dir, "{step}", every_n_train_steps=4, save_top_k=-1)]
@@ -95,9 +91,8 @@ def main() -> None:
         from lastgasp_lightning import LastGasp
 
         callbacks.append(LastGasp(args.dir, arena="every 1"))
-    split = 2 if args.shape == "tensor" else 1
     trainer = Trainer(
-        accelerator="cpu", devices=args.devices, strategy=ModelParallelStrategy(args.devices // split, split),
+        accelerator="cpu", devices=args.devices, strategy=ModelParallelStrategy(args.devices, 1),
         max_steps=args.steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, callbacks=callbacks, accumulate_grad_batches=2 if args.shape == "accumulated" else 1,
     )  # fmt: skip
