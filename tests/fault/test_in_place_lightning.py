@@ -172,7 +172,7 @@ def test_jobs_as_users_write_them(shape: str, tmp_path: Path, undisturbed: Any) 
     directory, more = tmp_path / "d", ["--shape", shape]
     if importlib.util.find_spec("tensorboard"):
         more = [*more, "--board"]
-    faults = "kind=sigkill,rank=1,step=6,phase=backward;kind=sigkill,rank=0,step=10,phase=forward,incarnation=1"
+    faults = "kind=sigkill,rank=1,step=6,phase=forward;kind=sigkill,rank=0,step=10,phase=forward,incarnation=1"
     with disturbed(tmp_path, job(run, 2, directory, *more), faults) as started:
         pass
     where = started.output[-6000:]
