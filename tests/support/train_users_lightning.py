@@ -38,7 +38,7 @@ class Net(LightningModule):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.net = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Dropout(0.3), nn.Linear(300, 1))
-        self.error = MeanAbsoluteError()
+        self.error, self.one_schedule = MeanAbsoluteError(), False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         """Squared error on noisy inputs."""
@@ -57,6 +57,8 @@ class Net(LightningModule):
         """Two schedules of one optimizer."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         by_step = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=60)
+        if self.one_schedule:  # all that StochasticWeightAveraging takes
+            return [optimizer], [{"scheduler": by_step, "interval": "step"}]
         by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": by_epoch, "interval": "epoch"}]
 
@@ -140,6 +142,7 @@ def main() -> None:
     seed_everything(7 + rank, workers=True)
     manual, ours = args.shape == "manual", LastGasp(args.dir)
     model = Manual() if manual else Net()
+    model.one_schedule = args.shape == "swa"
     saves = ModelCheckpoint(every_n_train_steps=4, save_last=True, save_top_k=2, monitor="step", mode="max")
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp_find_unused_parameters_true" if manual else "ddp", max_epochs=4,
