@@ -95,7 +95,11 @@ def _compare(directory: Path, number: int, s: Session) -> None:
 
 
 def _held(directory: Path) -> str:
-    """kB, descriptors, threads and children, of this process and the launcher."""
+    """kB, descriptors, threads and children, of this process and the launcher.
+
+    The memory is what is theirs alone: they share pages with whatever was forked from the same process, and their part
+    of those grows when another one ends.
+    """
     gc.collect()
     return "\n".join(" ".join(map(str, _of(pid))) for pid in ("self", (directory / "launcher").read_text()))
 
@@ -104,7 +108,8 @@ def _of(pid: str) -> tuple[int, int, int, int]:
     place = Path("/proc", pid)
     sizes = dict(line.split(":") for line in (place / "smaps_rollup").read_text().splitlines()[1:])
     children = sum(len(path.read_text().split()) for path in place.glob("task/*/children"))
-    return int(sizes["Pss"].split()[0]), len(os.listdir(place / "fd")), len(os.listdir(place / "task")), children
+    kept = int(sizes["Private_Dirty"].split()[0])
+    return kept, len(os.listdir(place / "fd")), len(os.listdir(place / "task")), children
 
 
 def _more(before: str, now: str) -> str:
