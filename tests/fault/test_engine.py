@@ -305,7 +305,7 @@ def test_wrong_token_wrong_version_and_disagreement_are_refused(tmp_path: Path) 
         assert "save_timeout=7.0 on rank 1, but 600.0 on rank" in other.wait_for("refused")["why"]
         other.end()
         old = job.start(1, version="0.0.9")
-        assert "lastgasp version 0.0.9 on rank 1" in old.wait_for("refused")["why"]
+        assert "lastgasp version 0.0.9 (protocol " in old.wait_for("refused")["why"]
         old.end()
         job.step(1)
 

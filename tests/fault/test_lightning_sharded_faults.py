@@ -52,10 +52,7 @@ class LightningCase(Case):
         return [lean.python(), "-m", "lastgasp", "run", *ranks, *script, "--devices", str(self.world)]
 
 
-COVERING = (
-    LightningCase("sigkill", "backward", "first", "run"),
-    LightningCase("sigkill", "arena_copy", "last", "run", 2, "ending"),
-)
+COVERING = (LightningCase("sigkill", "backward", "first", "run"),)
 MOMENTS = ("data", "forward", "backward", "update", "after_update", "arena_copy", "step_end", "periodic_save",
            "gasp_save")  # fmt: skip
 REST = (
@@ -63,7 +60,7 @@ REST = (
     *(LightningCase(kind, moment, "last", "run") for kind, moment in itertools.product(
         ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))),
     *(LightningCase("sigkill", moment, "last", "run", 2, shape)
-      for shape in ("ending", "accumulated", "manual") for moment in ("backward", "update", "periodic_save")),
+      for shape in ("ending", "accumulated", "manual") for moment in ("backward", "update", "arena_copy", "periodic_save")),
 )  # fmt: skip
 
 

@@ -107,6 +107,5 @@ def all_cases() -> list[Case]:
 COVERING = [
     Case("tp2-dp2", "sigkill", "periodic_save"),
     Case("dp2-one-instance", "sigkill", "backward", 0),
-    Case("dp2-one-instance", "sigkill", "update", 1),
 ]
 """What runs with every test round."""
