@@ -60,7 +60,8 @@ REST = (
     *(LightningCase(kind, moment, "last", "run") for kind, moment in itertools.product(
         ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))),
     *(LightningCase("sigkill", moment, "last", "run", 2, shape)
-      for shape in ("ending", "accumulated", "manual") for moment in ("backward", "update", "arena_copy", "periodic_save")),
+      for shape in ("ending", "accumulated", "manual")
+      for moment in ("backward", "update", "arena_copy", "periodic_save")),
 )  # fmt: skip
 
 
