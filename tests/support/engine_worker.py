@@ -26,7 +26,7 @@ from lastgasp.backends.ascend.mindio import backend
 from lastgasp.config import GaspConfig
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import LastgaspError
-from lastgasp.gasp import link, processor
+from lastgasp.gasp import answering, link
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released, exit_code
 from lastgasp.ports import SaveResult, Wanted
@@ -164,7 +164,7 @@ def main() -> None:
         "save_timeout": options.get("save"),
     }
     config = GaspConfig.resolve(directory, **limits)
-    vars(processor)["REACH"] = options.get("reach", processor.REACH)
+    vars(answering)["REACH"] = options.get("reach", answering.REACH)
     if "taskd_join" in options:
         vars(backend)["JOIN"] = options["taskd_join"]
     vars(link)["__version__"] = options.get("version", __version__)

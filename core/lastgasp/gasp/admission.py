@@ -2,8 +2,46 @@
 
 from __future__ import annotations
 
+from lastgasp import __version__
+from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
+
 from . import messages as m
 from .attempt import Attempt
+from .secret import WRONG_TOKEN
+
+
+class WholeJobRefused(ControlError):
+    """The job cannot train with this rank nor without it: what the others wait for fails as well."""
+
+
+class OtherVersion(WholeJobRefused, VersionMismatch):
+    """The rank has another version of lastgasp than the controller."""
+
+
+def admit(hello: m.Hello, nonce: bytes, token: str, current: Attempt | None, expected: int | None) -> None:
+    """Check that a rank may join. The token is checked first and never quoted in a message.
+
+    Args:
+        nonce: what the rank had to prove its token with.
+        expected: as in `refusal`.
+
+    Raises:
+        AuthenticationError: it does not know the token.
+        OtherVersion: it has another version of lastgasp.
+        WholeJobRefused: it disagrees with the ranks that have joined.
+        ControlError: it is of another attempt.
+    """
+    if not m.proven(token, "rank", nonce, hello.rank, hello.mac):
+        raise AuthenticationError(WRONG_TOKEN)
+    if hello.protocol != m.PROTOCOL or hello.version != __version__:
+        raise OtherVersion(
+            f"lastgasp version {hello.version} (protocol {hello.protocol}) on rank {hello.rank}, but {__version__} "
+            f"(protocol {m.PROTOCOL}) in the controller: install the same version on every node"
+        )
+    if why := refusal(hello, current, expected):
+        raise ControlError(why)
+    if current is not None and not is_newer(hello, current) and (why := current.disagreement(hello)):
+        raise WholeJobRefused(why)
 
 
 def order_of(hello: m.Hello) -> tuple[int, int]:

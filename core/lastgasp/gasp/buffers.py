@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
 
+from . import messages as m
+from .keeper import open_buffer
 from .keepers import Keepers
 from .peers import Peer
 
@@ -47,6 +49,16 @@ class OpenBuffers:
             _unreadable(rank, error)
             state = None
         return self._keepers.aux(rank, step) if state is None else state
+
+    def keep(self, peer: Peer, begin: m.Begin) -> None:
+        """Open what must outlive the rank; on another host its launcher does."""
+        if peer.pid is not None and peer.buffer_fd < 0:
+            peer.buffer_fd = open_buffer(peer.pid, begin.buffer_fd)
+        elif peer.elsewhere is not None and begin.buffer_fd >= 0:
+            host, pid = peer.elsewhere
+            fds = (begin.buffer_fd, begin.arena_fd)
+            order = m.Keep(rank=peer.rank, pid=pid, buffer_fd=fds[0], arena_fd=fds[1], arena_id=begin.arena_id)
+            self._keepers.keep(host, order)
 
     def _descriptor(self, rank: int) -> int:
         peer = self._peers.get(rank)

@@ -13,13 +13,14 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from lastgasp import __version__, _clock
-from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
+from lastgasp.errors import ControlError
 from lastgasp.topology import host_identity
 
 from . import messages as m
 from .actions import Action, Kill, Remark, Send
-from .admission import is_newer, refusal
+from .admission import WholeJobRefused, admit, is_newer
 from .again import Offer
+from .announced import Announced
 from .arenas import Arenas
 from .attempt import Attempt
 from .buffers import OpenBuffers
@@ -28,7 +29,6 @@ from .ends import kind_of_end
 from .guard import Guard
 from .hostloss import vanished
 from .incidents import Incidents
-from .keeper import open_buffer
 from .keepers import Keepers
 from .ladder import Ladder
 from .operator import NOBODY
@@ -36,8 +36,6 @@ from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, read_out, 
 from .process_monitor import ProcessMonitor
 from .records import RecordWriter
 from .roster import CLOSED
-from .rundir import Announcement
-from .secret import WRONG_TOKEN
 from .service import Service
 from .tls import TlsFiles
 
@@ -79,7 +77,7 @@ class Controller:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
         self._service = Service(lambda: self.attempt, self._send, self._started_s)
-        self._announcement: Announcement | None = None
+        self._announced = Announced(self.records, token, self._started_s)
         self._replaced: set[int] = set()
         self._not_replaced: dict[int, str] = {}
 
@@ -98,26 +96,9 @@ class Controller:
         port = self._door.open(self._host, self._port)
         self._watch = ProcessMonitor(self._saw_death)
         self._ticker = asyncio.create_task(self._tick())
-        self.records.put("the file for lastgasp ps", lambda: self._announce(f"{self._host}:{port}"))
-        await self._written(ANNOUNCE_LIMIT)
+        self._announced.begin(f"{self._host}:{port}")
+        await self.records.written(ANNOUNCE_LIMIT)
         return port
-
-    def _announce(self, address: str) -> None:
-        self._announcement = Announcement(address, self._token, self._started_s)
-
-    def _tell_job(self, job: str, directory: str) -> None:
-        if self._announcement is not None:
-            self._announcement.tell(job, directory)
-
-    def _withdraw(self) -> None:
-        if self._announcement is not None:
-            self._announcement.withdraw()
-
-    async def _written(self, seconds: float) -> None:
-        """Wait until everything is written, for `seconds` at most."""
-        deadline = _clock.monotonic() + seconds
-        while not self.records.idle and _clock.monotonic() < deadline:  # noqa: ASYNC110 (a thread writes)
-            await asyncio.sleep(TICK / 10)
 
     async def stop(self) -> None:
         """Close every connection, thread and descriptor, in bounded time even if a file system stalls."""
@@ -130,8 +111,8 @@ class Controller:
         assert self._watch is not None
         self._watch.close()
         self.incidents.flush()
-        self.records.put("the end of the file for lastgasp ps", self._withdraw)
-        await self._written(RECORDS_LIMIT)
+        self._announced.withdraw()
+        await self.records.written(RECORDS_LIMIT)
         self.records.close()
 
     @property
@@ -236,22 +217,11 @@ class Controller:
         return hello
 
     def _admit(self, hello: m.Hello, nonce: bytes) -> None:
-        """Raise an error if this rank must be refused. The token is checked first and never quoted in a message."""
-        if not m.proven(self._token, "rank", nonce, hello.rank, hello.mac):
-            raise AuthenticationError(WRONG_TOKEN)
-        if hello.protocol != m.PROTOCOL or hello.version != __version__:
-            why = (
-                f"lastgasp version {hello.version} (protocol {hello.protocol}) on rank {hello.rank}, but {__version__} "
-                f"(protocol {m.PROTOCOL}) in the controller: install the same version on every node"
-            )
-            self._fail_gathers(why)
-            raise VersionMismatch(why)
-        current = self.attempt
-        if why := refusal(hello, current, self._expected):
-            raise ControlError(why)
-        if current is not None and not is_newer(hello, current) and (why := current.disagreement(hello)):
-            self._fail_gathers(why)
-            raise ControlError(why)
+        try:
+            admit(hello, nonce, self._token, self.attempt, self._expected)
+        except WholeJobRefused as error:
+            self._fail_gathers(str(error))
+            raise
 
     def _join(self, hello: m.Hello, writer: asyncio.StreamWriter) -> None:
         assert self.attempt is not None and self._watch is not None
@@ -284,7 +254,7 @@ class Controller:
         self._not_replaced = {}
         self._service.roster.begin()
         self.keepers.begin()
-        self.records.put("the job's name for lastgasp ps", lambda: self._tell_job(hello.job, hello.directory))
+        self._announced.tell(hello.job, hello.directory)
 
     def _drop(self, rank: int) -> None:
         assert self._watch is not None
@@ -345,13 +315,7 @@ class Controller:
         if peer is None:
             return False
         host, pid = peer.elsewhere or (self._identity, peer.pid or 0)
-        if peer.pid is not None and peer.buffer_fd < 0:
-            peer.buffer_fd = open_buffer(peer.pid, begin.buffer_fd)
-        elif peer.elsewhere is not None and begin.buffer_fd >= 0:
-            fds = (begin.buffer_fd, begin.arena_fd)
-            self.keepers.keep(
-                host, m.Keep(rank=rank, pid=pid, buffer_fd=fds[0], arena_fd=fds[1], arena_id=begin.arena_id)
-            )
+        self._buffers.keep(peer, begin)
         return self.arenas.keep(rank, host, pid, begin)
 
     def _closed(self, peer: Peer) -> None:

@@ -26,11 +26,13 @@ from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
 from .arena_decision import ArenaLook, arenas_held, decide_with_arenas, from_live_ranks
 from .auxiliary import NoBuffers, RankBuffers
-from .decision import Decision, GiveUp, NothingToSave, SavePlan
+from .current_save import CurrentSave
+from .decision import Decision, GiveUp, NothingToSave
+from .known_faults import KnownFaults
 from .members import Member, Outcome
 from .orders import save_orders
 from .progress import Progress
-from .views import SAVE_TRIES, later, meeting_step, named, nothing_new, safe_step, views_of
+from .views import SAVE_TRIES, meeting_step, named, nothing_new, safe_step, views_of
 
 MARGIN = 2.0
 """Seconds of grace for messages, on top of a rank's own limit."""
@@ -67,7 +69,7 @@ class Machine:
     recovery: int = 0
     plan: int = 0
     members: dict[int, Member] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    faults: KnownFaults = field(default_factory=KnownFaults)
     outcome: Outcome = field(default_factory=Outcome)
     unlike: str = ""
     """Why some ranks are not the replicas that they should be; empty if all are."""
@@ -75,22 +77,12 @@ class Machine:
     """The step that ranks stopped before it were ordered to complete."""
     _asked_again: int = 0
     _deadline: float = 0.0
-    _current: SavePlan | None = None
-    _to_order: bool = False
-    """Whether its savers have not got their orders yet."""
-    _saved: dict[int, m.Saved] = field(default_factory=dict)
-    _unsaved: set[int] = field(default_factory=set)
-    _savers: frozenset[int] = frozenset()
-    """Savers of the current plan; `_unsaved` are those that have not saved yet."""
+    _current: CurrentSave | None = None
     _damaged: set[tuple[int, int]] = field(default_factory=set)  # rank and step of damaged copies in arenas
     _here: set[int] = field(default_factory=set)
     """Ranks that are connected and can answer."""
     _awaited: set[int] = field(default_factory=set)
     """Those that have not yet answered the last Prepare."""
-    _known: set[tuple[int, str]] = field(default_factory=set)
-    """Rank and kind of each known fault."""
-    _only_told: bool = True
-    """Whether all faults are SIGTERMs."""
     _handlers: dict[type, Handler] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that will never join another gather, and why; without those that said goodbye."""
@@ -128,7 +120,7 @@ class Machine:
         if member is None or step <= member.step:
             return False
         member.step = step
-        self.faults = [later(fault, step) if fault.rank == rank else fault for fault in self.faults]
+        self.faults.completed(rank, step)
         return True
 
     def gone(self, rank: int, evidence: str, kind: FaultKind, at_ns: int, now: float) -> list[Action]:
@@ -233,40 +225,43 @@ class Machine:
 
     def _moved(self, member: Member, message: m.Prepared) -> bool:
         """A saver reports again what it holds: its state has advanced (a compiled graph cannot be stopped)."""
-        current, saving = self._current, self.state == "saving" and member.rank in self._unsaved
-        return saving and current is not None and not (message.usable and message.step == current.step)
+        current = self._current if self.state == "saving" else None
+        if current is None or member.rank not in current.unsaved:
+            return False
+        return not (message.usable and message.step == current.plan.step)
 
     def _on_saved(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Saved)
-        if self.state != "saving" or not self._ordered(member.rank, message.recovery, message.plan):
+        current = self._ordered(member.rank, message.recovery, message.plan)
+        if current is None or self.state != "saving":
             return []
-        self._saved[member.rank] = message
-        self._unsaved.discard(member.rank)
-        if self._unsaved or self._current is None:
+        current.saved[member.rank] = message
+        if current.unsaved:
             return []
-        publisher = self.members[self._current.savers[0]]
+        publisher = self.members[current.plan.savers[0]]
         self.state, self._deadline = "committing", now + publisher.to_commit(self.finish_timeout, self.save_timeout)
-        parts = {rank: saved.part for rank, saved in self._saved.items()}
-        order = m.Commit(recovery=self.recovery, plan=self.plan, parts=parts)
+        order = m.Commit(recovery=self.recovery, plan=self.plan, parts=current.parts)
         return [RecordPhase(phase="saved"), Send(rank=publisher.rank, message=order)]
 
     def _on_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.SaveFailed)
-        if self.state == "over" or not self._ordered(member.rank, message.recovery, message.plan):
+        current = self._ordered(member.rank, message.recovery, message.plan)
+        if current is None or self.state == "over":
             return []
-        if message.arena >= 0 and self._current is not None:
-            self._damaged.add((message.arena, self._current.step))
+        if message.arena >= 0:
+            self._damaged.add((message.arena, current.plan.step))
         else:
             member.failed, member.failures = message.why, member.failures + 1
         return self._plan_again(now)
 
     def _on_committed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Committed)
-        if self.state != "committing" or not self._ordered(member.rank, message.recovery, message.plan):
+        current = self._ordered(member.rank, message.recovery, message.plan)
+        if current is None or self.state != "committing":
             return []
-        saved = self._saved[member.rank]
+        saved = current.saved[member.rank]
         self.outcome.path, self.outcome.first_byte_ns = saved.path, saved.first_byte_ns
-        self.outcome.nbytes = sum(s.nbytes for s in self._saved.values())
+        self.outcome.nbytes = current.nbytes
         return [RecordPhase(phase="committed"), *self._end("saved", "")]
 
     def _on_goodbye(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
@@ -280,22 +275,13 @@ class Machine:
     # -- the recovery -----------------------------------------------------------------------------
 
     def _fault(self, fault: Fault, now: float) -> list[Action]:
-        if not self._remember(fault) or self.state != "running":
+        if self.state == "over" or not self.faults.remember(fault) or self.state != "running":
             return []
         self.state, self.recovery = "preparing", self.recovery + 1
         # A rank reports on its own when its update does not end in time; MARGIN allows for latency.
         self._deadline = now + self.finish_timeout + MARGIN
         self._awaited = {rank for rank in self._here if self.members[rank].prepared is None}
         return [RecordPhase(phase="detected"), *self._ask(self._here), *self._decide_if_ready(now)]
-
-    def _remember(self, fault: Fault) -> bool:
-        """Return False if the fault is known, or too late to matter."""
-        if self.state == "over" or (fault.rank, fault.kind) in self._known:
-            return False
-        self._known.add((fault.rank, fault.kind))
-        self._only_told = self._only_told and fault.kind == "sigterm"
-        self.faults.append(fault)
-        return True
 
     def _ask(self, ranks: Iterable[int]) -> list[Action]:
         order = self._prepare_order()
@@ -306,7 +292,7 @@ class Machine:
         return m.Prepare(recovery=self.recovery, faults=named(self.faults), target=target)
 
     def _all_run(self) -> bool:
-        return self._only_told and len(self._here) >= self.world_size
+        return self.faults.only_stops and len(self._here) >= self.world_size
 
     def _go_on(self, step: int, now: float) -> list[Action]:
         """Ask all ranks again, and let those stopped before `step` complete it; a few times at most."""
@@ -364,25 +350,30 @@ class Machine:
         if isinstance(decision, GiveUp):
             self.outcome.lost = decision.lost
             return self._end("gave_up", decision.reason)
-        self.state, self.plan, self._current = "saving", self.plan + 1, decision
-        self._saved, self._savers, self._unsaved = {}, frozenset(decision.savers), set(decision.savers)
+        self.state, self.plan, self._current = "saving", self.plan + 1, CurrentSave(decision)
         self._deadline = now + self.save_timeout
         out = self.outcome
         out.step, out.lost, out.savers = decision.step, decision.lost, decision.savers
         out.arenas = tuple(sorted({owner for owner in decision.arenas if owner >= 0}))
-        self._to_order = True
         return self._save_orders()
 
     def _save_orders(self) -> list[Action]:
         """Order the save, once all hosts have reported what their dead ranks recorded, or can no longer."""
-        if self._current is None or not self._to_order or self.buffers.awaited:
+        current = self._current
+        if current is None or current.told or self.buffers.awaited:
             return []
-        self._to_order, plan = False, self._current
+        current.told, plan = True, current.plan
         return save_orders((self.recovery, self.plan), plan, self.faults, self.members, self.buffers, self.arenas)
 
-    def _ordered(self, rank: int, recovery: int, plan: int) -> bool:
-        """Whether this is a rank's answer to an order of the current plan."""
-        return rank in self._savers and (recovery, plan) == (self.recovery, self.plan)
+    def _ordered(self, rank: int, recovery: int, plan: int) -> CurrentSave | None:
+        """The current save, if this is a rank's answer to an order of it."""
+        current, same = self._current, (recovery, plan) == (self.recovery, self.plan)
+        return current if same and current is not None and rank in current.plan.savers else None
+
+    @property
+    def _savers(self) -> frozenset[int]:
+        """Of the current plan."""
+        return frozenset(self._current.plan.savers) if self._current is not None else frozenset()
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
         """A rank was lost during a recovery: continue without it."""
@@ -398,8 +389,7 @@ class Machine:
     def _call_off(self) -> list[Action]:
         assert self._current is not None
         void = m.Discard(recovery=self.recovery, plan=self.plan)
-        savers = dict.fromkeys(self._current.savers)
-        self._current, self._savers, self._unsaved = None, frozenset(), set()
+        savers, self._current = dict.fromkeys(self._current.plan.savers), None
         return [Send(rank=rank, message=void) for rank in savers if self.members[rank].here]
 
     def _prepare_again(self, mover: Member, now: float) -> list[Action]:
@@ -409,7 +399,7 @@ class Machine:
             mover.failed, mover.failures = "it completed another step twice", SAVE_TRIES
             return self._plan_again(now)
         actions = self._call_off()
-        self.state, self.plan, self._saved = "preparing", self.plan + 1, {}
+        self.state, self.plan = "preparing", self.plan + 1
         self._deadline = now + self.finish_timeout + MARGIN
         self._awaited = self._here - {mover.rank}
         for rank in self._awaited:
@@ -432,7 +422,7 @@ class Machine:
             return [RecordPhase(phase="agreed"), *self._carry_out(self._decide(), now)]
         assert self._current is not None
         saving = self.state == "saving"
-        late = set(self._current.savers) - set(self._saved) if saving else {self._current.savers[0]}
+        late = self._current.unsaved if saving else {self._current.plan.savers[0]}
         for rank in late:
             member = self.members[rank]
             limit = self.save_timeout if saving else member.to_commit(self.finish_timeout, self.save_timeout)

@@ -16,6 +16,7 @@ from lastgasp.events import Fault, Unused
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
 from .auxiliary import auxiliary_states
+from .known_faults import KnownFaults
 from .machine import Handler, Machine
 from .members import Member
 from .views import why_unusable
@@ -91,7 +92,7 @@ class Observer(Machine):
     def _fault(self, fault: Fault, now: float) -> list[Action]:
         if self.leading:
             return super()._fault(fault, now)
-        if not self._remember(fault) or self.state != "running":
+        if self.state == "over" or not self.faults.remember(fault) or self.state != "running":
             return []
         self.state = "preparing"
         self._patient_until = math.inf if self.leader == IN_MINDX else now + PATIENCE
@@ -101,8 +102,7 @@ class Observer(Machine):
         """Take the lead with the known faults, as if they had just happened."""
         self.leading, self.state = True, "running"
         self._handlers = self._handling()
-        faults, self.faults, self._known = self.faults, [], set()
-        self._only_told = True
+        faults, self.faults = self.faults, KnownFaults()
         actions = [action for fault in faults for action in super(Observer, self)._fault(fault, now)]
         return [action for action in actions if action != RecordPhase(phase="detected")]
 

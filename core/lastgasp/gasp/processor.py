@@ -9,9 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import msgspec
 
 from lastgasp import _clock
 from lastgasp.errors import LastgaspError
@@ -20,6 +17,7 @@ from lastgasp.ports import StateSource
 
 from . import arena_files
 from . import messages as m
+from .answering import Answering
 from .cards import WorkerCard
 from .guard import Guard
 from .hostloss import HostLoss, vanished
@@ -28,7 +26,6 @@ from .mailbox import Mailbox, key_of
 from .rank_status import RankStatus, given_up
 from .saver import Saver, together
 from .signals import TermSignal
-from .uncoordinated import capture_or_nothing
 
 log = logging.getLogger("lastgasp")
 
@@ -36,10 +33,6 @@ HEARTBEAT = 0.5
 """Seconds between two Status messages."""
 LOOK = 0.001
 """Seconds between two checks of a training thread that must leave its update."""
-REACH = 1.0
-"""Seconds for a rank to complete a step that another one has already completed."""
-PATIENCE = 0.8
-"""The same as a share of `finish_timeout`, while no rank has stopped, so that the step will end normally."""
 ANSWER = 15.0
 """Seconds for the controller to answer a report; it takes milliseconds unless its process is stopped."""
 
@@ -54,16 +47,6 @@ Uncoordinated = Callable[[Fault], m.Release]
 OnSwitch = Callable[[int, int], int]
 """Turns marks on and off (two masks of `steps.bits`) and returns what is now on; (0, 0) only queries. Runs on the
 control thread, so it must not wait."""
-
-
-@dataclass
-class _Pending:
-    """A Prepare that waits for the training thread to leave its update."""
-
-    recovery: int
-    deadline: float
-    target: int
-    reach_by: float
 
 
 class Processor:
@@ -99,11 +82,9 @@ class Processor:
         self._poke_r, self._poke_w = socket.socketpair()
         self._closed = False
         self._reported: Fault | None = None
-        self._raised = False
-        self._target = -1
         self._answer_by = math.inf
         self._uncoordinated_begun = threading.Lock()
-        self._pending: _Pending | None = None
+        self._answering = Answering(status, source, self._finish, self._try_send)
         self._saver = Saver(source, self._try_send, self._moved)
         self._mail = Mailbox()
         self._next_beat = 0.0
@@ -137,7 +118,7 @@ class Processor:
 
     def report(self, fault: Fault) -> None:
         """Report a fault of this rank to the controller, or recover without one."""
-        self._raised = self._raised or fault.kind != "sigterm"
+        self._answering.raised = self._answering.raised or fault.kind != "sigterm"
         if self._status.outcome is not None or self._reported is not None:
             return
         self._reported = fault
@@ -245,7 +226,7 @@ class Processor:
             if not self._status.held and _clock.monotonic() > self._answer_by:
                 self._lose_controller(f"it has not answered in {ANSWER:g} s")
         with self._guard("the answer to the controller"):
-            self._answer_prepare()
+            self._answering.look(link is not None and link.shares_host)
         with self._guard("the heartbeat"):
             self._beat()
             if self._host.look(self._status.ticks, _clock.monotonic()) and not self._status.held:
@@ -257,7 +238,7 @@ class Processor:
         for end in (link, self.term, self._poke_r):
             if end is not None and (number := end.fileno()) >= 0:  # another thread may close it meanwhile
                 poll.register(number, select.POLLIN)
-        seconds = LOOK if self._pending else HEARTBEAT / 2
+        seconds = LOOK if self._answering.waits else HEARTBEAT / 2
         return {ready for ready, _ in poll.poll(seconds * 1000)}
 
     def _receive(self, link: Link) -> None:
@@ -274,8 +255,7 @@ class Processor:
         if (key := key_of(message)) is not None:
             self._mail.put(key, message)
         elif isinstance(message, m.Prepare):
-            self._hold(message)
-            self._prepare(message.recovery, message.target)
+            self._answering.take(message, self._finish + 2 * self._save_limit)
         elif isinstance(message, m.Save):
             self._spawn("save", lambda: self._saver.save(message))
         elif isinstance(message, m.Commit):
@@ -286,17 +266,6 @@ class Processor:
             self.over(message)
         elif isinstance(message, m.SwitchOrder):
             self._switch(message)
-
-    def _hold(self, order: m.Prepare) -> None:
-        status, all_run = self._status, all(fault.kind == "sigterm" for fault in order.faults)
-        status.hold(self._finish + 2 * self._save_limit, order.target, all_run)
-        self._target = order.target
-        if all_run and status.begun > max(order.target, status.step):
-            self._try_send(m.Entered(recovery=order.recovery, step=status.begun))
-
-    def _prepare(self, recovery: int, target: int) -> None:
-        now, reach = _clock.monotonic(), self._finish * PATIENCE if self._status.all_run else REACH
-        self._pending = _Pending(recovery, now + self._finish, target, now + reach)
 
     def _switch(self, order: m.SwitchOrder) -> None:
         if self.on_switch is None:
@@ -316,44 +285,6 @@ class Processor:
         except Exception:
             log.debug("the marks do not say what is on", exc_info=True)
             return -1
-
-    def _answer_prepare(self) -> None:
-        pending, status = self._pending, self._status
-        if pending is None:
-            return
-        trouble = status.look_again()
-        late = _clock.monotonic() >= pending.deadline
-        if (trouble or not status.consistent) and not status.broken and not late:
-            return
-        if status.step < pending.target:
-            # A thread that has raised will not complete another step.
-            if self._raised or _clock.monotonic() >= pending.reach_by:
-                pending.target = -1
-                status.close()  # and check again: what is reported must stay true
-            return
-        self._pending = None
-        late_words = f"still inside its update after {self._finish:g} s"
-        self._answer(pending.recovery, status.broken or trouble or ("" if status.consistent else late_words))
-
-    def _answer(self, recovery: int, why: str) -> None:
-        """Report which step this rank holds; or `why` it holds none."""
-        status = self._status
-        aux = b"" if why or self._on_controllers_host() else capture_or_nothing(self._source, status.step)
-        answer = m.Prepared(
-            recovery=recovery,
-            step=status.step, durable=status.durable, usable=not why,
-            why=why or status.why_not_again(),
-            aux=aux, target=self._target, arena=arena_files.steps_of(self._source),
-            ends=status.ends_of_connections(),
-        )  # fmt: skip
-        try:
-            self._try_send(answer)
-        except Exception as error:  # too large to send; but a rank that does not answer counts as hung and is killed
-            words = f"its answer could not be sent: {m.one_line(error)}"
-            self._try_send(msgspec.structs.replace(answer, usable=False, why=words, aux=b""))
-
-    def _on_controllers_host(self) -> bool:
-        return self._link is not None and self._link.shares_host
 
     def _beat(self) -> None:
         now = _clock.monotonic()
@@ -377,7 +308,7 @@ class Processor:
 
     def _moved(self, order: m.Save) -> None:
         """The state has advanced while it was saved: report it, and the controller asks all ranks again."""
-        self._prepare(order.recovery, order.step + 1)
+        self._answering.expect(order.recovery, order.step + 1)
 
     # -- without a controller ---------------------------------------------------------------------
 
@@ -429,7 +360,7 @@ class Processor:
 
     def over(self, outcome: m.Release) -> None:
         """The recovery ended. Notify first: the training thread may be about to end the process."""
-        self._pending = None
+        self._answering.drop()
         try:
             if outcome.again is None:
                 self._after_release(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from lastgasp import _clock
 
 log = logging.getLogger("lastgasp.controller")
 
+LOOK = 0.002
+"""Seconds between two looks whether all is written."""
 STALLED = 30.0
 """Seconds that one write may take before a warning."""
 
@@ -49,6 +52,12 @@ class RecordWriter:
         """Wait until everything has been written, for `seconds` at most; return whether it has."""
         with self._changed:
             return self._changed.wait_for(self._idle, seconds)
+
+    async def written(self, seconds: float) -> None:
+        """As `settle`, on an event loop."""
+        deadline = _clock.monotonic() + seconds
+        while not self.idle and _clock.monotonic() < deadline:  # noqa: ASYNC110 (a thread writes)
+            await asyncio.sleep(LOOK)
 
     def look(self) -> None:
         """Warn once when a write hangs, without waiting for it."""

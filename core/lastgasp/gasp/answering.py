@@ -1,0 +1,115 @@
+"""A rank's answer to a Prepare: which step it holds, once its training thread has left the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from lastgasp import _clock
+from lastgasp.ports import StateSource
+
+from . import arena_files
+from . import messages as m
+from .rank_status import RankStatus
+from .uncoordinated import capture_or_nothing
+
+REACH = 1.0
+"""Seconds for a rank to complete a step that another one has already completed."""
+PATIENCE = 0.8
+"""The same as a share of `finish_timeout`, while no rank has stopped, so that the step will end normally."""
+
+
+@dataclass
+class _Asked:
+    """A Prepare that waits for the training thread to leave its update."""
+
+    recovery: int
+    deadline: float
+    target: int
+    reach_by: float
+
+
+class Answering:
+    """Belongs to the control thread.
+
+    Args:
+        finish: seconds for the training thread to leave its update.
+        send: sends a message to the controller; returns whether there is one.
+
+    Attributes:
+        raised: whether the training thread has raised, so that it will not complete another step.
+    """
+
+    def __init__(
+        self, status: RankStatus, source: StateSource, finish: float, send: Callable[[m.Message], bool]
+    ) -> None:
+        self._status, self._source, self._finish, self._send = status, source, finish, send
+        self._asked: _Asked | None = None
+        self._target = -1
+        self.raised = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether an answer is due, so that the training thread has to be looked at often."""
+        return self._asked is not None
+
+    def take(self, order: m.Prepare, hold_for: float) -> None:
+        """Hold the training thread at the end of its step, for `hold_for` seconds at most, and answer when it is."""
+        status, all_run = self._status, all(fault.kind == "sigterm" for fault in order.faults)
+        status.hold(hold_for, order.target, all_run)
+        self._target = order.target
+        if all_run and status.begun > max(order.target, status.step):
+            self._send(m.Entered(recovery=order.recovery, step=status.begun))
+        self.expect(order.recovery, order.target)
+
+    def expect(self, recovery: int, target: int) -> None:
+        """Answer as soon as the rank is out of its update and has reached `target`, or cannot."""
+        now, reach = _clock.monotonic(), self._finish * PATIENCE if self._status.all_run else REACH
+        self._asked = _Asked(recovery, now + self._finish, target, now + reach)
+
+    def drop(self) -> None:
+        """The recovery is over."""
+        self._asked = None
+
+    def look(self, shares_host: bool) -> None:
+        """Answer if that can be done now.
+
+        Args:
+            shares_host: the controller reads this rank's buffer itself.
+        """
+        asked, status = self._asked, self._status
+        if asked is None:
+            return
+        trouble = status.look_again()
+        late = _clock.monotonic() >= asked.deadline
+        if (trouble or not status.consistent) and not status.broken and not late:
+            return
+        if status.step < asked.target:
+            # A thread that has raised will not complete another step.
+            if self.raised or _clock.monotonic() >= asked.reach_by:
+                asked.target = -1
+                status.close()  # and check again: what is reported must stay true
+            return
+        self._asked = None
+        late_words = f"still inside its update after {self._finish:g} s"
+        why = status.broken or trouble or ("" if status.consistent else late_words)
+        self._answer(asked.recovery, why, shares_host)
+
+    def _answer(self, recovery: int, why: str, shares_host: bool) -> None:
+        """Report which step this rank holds; or `why` it holds none."""
+        status = self._status
+        aux = b"" if why or shares_host else capture_or_nothing(self._source, status.step)
+        answer = m.Prepared(
+            recovery=recovery,
+            step=status.step, durable=status.durable, usable=not why,
+            why=why or status.why_not_again(),
+            aux=aux, target=self._target, arena=arena_files.steps_of(self._source),
+            ends=status.ends_of_connections(),
+        )  # fmt: skip
+        try:
+            self._send(answer)
+        except Exception as error:  # too large to send; but a rank that does not answer counts as hung and is killed
+            words = f"its answer could not be sent: {m.one_line(error)}"
+            self._send(msgspec.structs.replace(answer, usable=False, why=words, aux=b""))
