@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -453,6 +454,25 @@ def test_a_training_thread_that_moves_on_is_left_alone() -> None:
     before = hostloss.HostLoss()
     before.lost()
     assert not before.look(0, 1000.0), "training has not begun"
+
+
+def test_a_training_that_cannot_be_entered_again_saves_alone() -> None:
+    """The ranks were to meet in a store of the launcher's, which has died: they would wait until torch gives up."""
+    with connected(finish=0.2) as rank:
+        rank.status.entered = False
+        rank.controller.hang_up()
+        until(lambda: bool(rank.over))
+    assert [fault.kind for fault in rank.uncoordinated] == ["lost"]
+
+
+def test_a_training_that_was_entered_again_goes_on_alone() -> None:
+    with connected() as rank:
+        rank.status.entered = False
+        rank.controller.hang_up()
+        until(lambda: rank.processor._enter_by < math.inf, "the loss of the controller")
+        rank.status.entered = True
+        assert rank.processor._stranded(rank.processor._enter_by) == ""
+    assert rank.uncoordinated == []
 
 
 def test_noise_from_the_controller_counts_as_its_loss() -> None:

@@ -93,6 +93,7 @@ class Processor:
         self._left = False
         self._guard = Guard(log)
         self._host = HostLoss()
+        self._enter_by = math.inf
         self._thread = threading.Thread(target=self._run, name="lastgasp-control", daemon=True)
         self._thread.start()
 
@@ -229,8 +230,7 @@ class Processor:
             self._answering.look(link is not None and link.shares_host)
         with self._guard("the heartbeat"):
             self._beat()
-            if self._host.look(self._status.ticks, _clock.monotonic()) and not self._status.held:
-                cause = "the controller's host has vanished, and this rank has made no progress since"
+            if (cause := self._stranded(_clock.monotonic())) and not self._status.held:
                 self._begin_uncoordinated(self._fault_here("lost", cause))
 
     def _wait(self, link: Link | None) -> set[int]:
@@ -341,8 +341,20 @@ class Processor:
         )
         if host_lost:
             self._host.lost()
+        if not self._status.entered:
+            self._enter_by = _clock.monotonic() + self._finish
         if self._reported is not None or self._status.held:
             self._begin_uncoordinated(self._reported or self._fault_here("lost", f"the controller: {why}"))
+
+    def _stranded(self, now: float) -> str:
+        """Why the training thread would wait in vain for what was lost together with the controller; empty if not."""
+        if self._host.look(self._status.ticks, now):
+            return "the controller's host has vanished, and this rank has made no progress since"
+        if now < self._enter_by:
+            return ""
+        self._enter_by = math.inf  # the store in which ranks meet was the launcher's
+        late = f"the controller is gone, and training was not entered again within {self._finish:g} s"
+        return "" if self._status.entered else late
 
     def _begin_uncoordinated(self, fault: Fault) -> None:
         if not self._uncoordinated_begun.acquire(blocking=False):

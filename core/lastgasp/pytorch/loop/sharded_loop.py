@@ -46,6 +46,7 @@ class ShardedLoop(ShardedSource):
     def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
         super().__init__(run.life, writer, run.config, mode)
         self._run = run
+        self._small: dict[str, Any] = {}
 
     def started(self) -> None:
         """The state is loaded: describe it, and check what is saved once for all ranks."""
@@ -94,11 +95,15 @@ class ShardedLoop(ShardedSource):
         return f"training {self._run.fit.number} in {self.config.directory}"
 
     def _why_not(self, payload: Payload) -> str:
-        found, here = pickle.loads(payload.more)[0], self._about()
+        try:
+            found, self._small = pickle.loads(payload.more)
+        except Exception as error:  # of the user's objects
+            return f"schedules, scaler or extra cannot be unpickled: {type(error).__name__}: {error}"
+        here = self._about()
         return "" if found == here else f"it is of {found}, and this is {here}"
 
     def _take(self, taken: Taken, payload: Payload) -> Snapshot:
-        run, loop = self._run, pickle.loads(payload.more)[1]
+        run, loop = self._run, self._small
         small = {self.rank: payload.aux} if payload.aux else {}
         record = record_of(small, run.place, True, {}, [])
         run.fill(loop | {KEY: record}, MEMORY, partial(self._fill, payload.shards))
