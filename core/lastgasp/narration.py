@@ -70,7 +70,11 @@ def _outcome(incident: Incident) -> str:
         savers = f"rank {incident.savers[0]}" if len(incident.savers) == 1 else f"{len(incident.savers)} ranks"
         return f"step {incident.step_saved} saved by {savers}{_took(incident)}{lost}"
     if incident.ending == "in_place":
-        then = {"retry": "that step is done again", "replace": "a new process takes its place"}[incident.rung]
+        then = {
+            "retry": "that step is done again",
+            "replace": "a new process takes its place",
+            "shrink": "training goes on with fewer ranks",
+        }[incident.rung]
         where = "on disk" if incident.from_files else "held in memory"
         return f"step {incident.step_saved} is {where}{lost}; {then}, all other processes stay"
     if incident.ending == "in_arenas":

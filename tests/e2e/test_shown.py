@@ -34,6 +34,7 @@ ELSEWHERE = {
     "pip install -e . -e plugins/taskd": "tests/unit/test_build_hook.py",
     "pip install 'lastgasp[cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
     "LASTGASP=1 LASTGASP_DIR=ckpts python train.py": "tests/e2e/test_resume.py",
+    "lastgasp run --min-ranks 2 --nproc-per-node 4 train.py": "tests/fault/test_elastic.py",
     "lastgasp run --nproc-per-node 2 train.py": "tests/e2e/test_shown.py::test_the_drill",  # with a fault in front
     "torchrun --nproc-per-node 2 train.py": "tests/fault/test_launch.py",
     "python train.py": "tests/e2e/test_shown.py::test_each_piece_of_code_runs",
@@ -71,6 +72,11 @@ HERE = {
     "lightning.md": BORING,
     "README.md": BORING,
     "getting-started.md": BORING,
+    "elastic.md": """\
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+net = torch.nn.Linear(4, 1)
+dataset = [(torch.full((4,), i / 8.0), torch.ones(1)) for i in range(20)]
+""",
     "plain-files.md": "model, epoch, step = torch.nn.Linear(2, 1), 1, 10\nos.makedirs('ckpts', exist_ok=True)\n",
     LOOP_PAGE: """\
 from torch.nn.parallel import DistributedDataParallel

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lastgasp.pytorch import cut
-from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.cut import cut_connections, cut_hosts
 from lastgasp.pytorch.socket_inodes import SocketInodes, listed
 
 _PEER = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2]))); s.recv(1); print('cut')"
@@ -112,3 +112,19 @@ def test_both_ways_find_the_same_inode() -> None:
         assert inodes.find((("127.0.0.1", 1), ("127.0.0.1", 2))) == listed()((("127.0.0.1", 1), ("127.0.0.1", 2))) == ""
     finally:
         inodes.close()
+
+
+def test_connections_to_a_host_that_has_vanished_are_cut() -> None:
+    """By its address, also in the form of IPv6; those to others stay."""
+    with (
+        socket.create_server(("127.0.0.2", 0)) as gone,
+        socket.create_server(("127.0.0.1", 0)) as here,
+        socket.create_connection(gone.getsockname()) as lost,
+        socket.create_connection(here.getsockname()) as kept,
+        here.accept()[0] as other,
+    ):
+        cut_hosts(["::ffff:127.0.0.2"])
+        assert lost.recv(1) == b""
+        other.sendall(b"x")
+        assert kept.recv(1) == b"x"
+        cut_hosts([])

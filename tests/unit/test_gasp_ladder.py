@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lastgasp.events import Fault, FaultKind
@@ -23,6 +24,7 @@ class Job:
 
     Args:
         together: of each rank, in a job whose ranks save and hand over their shards together.
+        elastic: ranks that can go on with fewer.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Job:
         replicas: Any = None,
         from_files: bool = False,
         together: tuple[tuple[int, ...], ...] = (),
+        elastic: frozenset[int] = frozenset(),
     ) -> None:
         groups = replicas or data_parallel(WORLD)
         world = len({rank for group in groups for rank in group})
@@ -43,7 +46,7 @@ class Job:
         for rank in range(world):
             self.machine.joined(rank, 0.0)
             begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery, from_files=from_files,
-                            together=together)  # fmt: skip
+                            together=together, elastic=rank in elastic)  # fmt: skip
             self.machine.said(rank, begin, 0.0)
             self.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="forward"), 0.0)
 
@@ -352,3 +355,67 @@ def test_survivors_that_do_not_come_are_not_waited_for() -> None:
     late.tick(41.0, 1, frozenset())
     dead.gone(0, "process died", "killed", 1, 2.0)
     assert (late.state, dead.state) == ("over", "over")
+
+
+FEWER = Offer(attempt=0, incarnation=1, port=77, no_process="there is no warm process", least=2)
+ALL = frozenset(range(WORLD))
+
+
+def lose(job: Job, lost: int) -> dict[int, Again | None]:
+    """One rank dies, the others answer."""
+    job.die(lost)
+    others = [rank for rank in range(WORLD) if rank != lost]
+    job.answer(others[0])
+    return orders(job.answer(others[1]))
+
+
+def test_where_nobody_can_take_a_dead_ranks_place_the_others_go_on_with_new_numbers() -> None:
+    job = Job(offer=FEWER, elastic=ALL)
+    addresses = {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.1"}
+    job.machine.address = lambda rank: addresses[rank]
+    told = lose(job, 1)
+    again = job.again()
+    assert told == {0: again, 2: again}
+    assert (again.rung, again.members, again.lost, again.takers) == ("shrink", (0, 2), (1,), (1,))
+    assert again.vanished == ("10.0.0.2",)
+    own = again.for_rank(2)
+    assert (own.rank, own.source, own.takers) == (1, 0, ())
+    assert (own.environment["RANK"], own.environment["WORLD_SIZE"]) == ("1", "2")
+    assert "RANK" not in again.environment
+    assert job.machine.shrunk == (
+        "rank 1 could not get new processes (there is no warm process): training goes on with 2 of 3 ranks"
+    )
+
+
+def test_a_rank_that_goes_on_and_lost_the_step_takes_it_by_the_new_numbers() -> None:
+    job = Job(offer=FEWER, elastic=ALL)
+    job.die(0)
+    job.answer(1, usable=False)
+    job.answer(2)  # the only copy: it is saved first
+    assert job.machine.state == "saving"
+    own = msgspec.structs.replace(job.machine._once_saved or pytest.fail("no order"), aux={0: b"a", 1: b"b", 2: b"c"})
+    found = own.for_rank(1)
+    assert (found.rank, found.source, found.takers, found.aux) == (0, 1, (0,), {0: b"b", 1: b"c"})
+
+
+@pytest.mark.parametrize(
+    ("offer", "elastic", "missing", "why"),
+    [
+        pytest.param({"least": 0}, ALL, 0, "there is no warm process", id="not asked for"),
+        pytest.param({"least": 3}, ALL, 0, "3 are the fewest, 2 are left", id="too few"),
+        pytest.param({}, frozenset({0, 1}), 0, "rank 2 does not train with an ElasticLoader", id="not elastic"),
+        pytest.param({"others": 1}, ALL, 0, "all of its hosts are there", id="a restart gets it back"),
+        pytest.param({"others": 1}, ALL, 1, "", id="a host is gone"),
+        pytest.param({"no_process": ""}, ALL, 0, "", id="it can be replaced"),
+    ],
+)
+def test_a_job_shrinks_only_where_it_may_and_must(
+    offer: dict[str, Any], elastic: frozenset[int], missing: int, why: str
+) -> None:
+    job = Job(offer=msgspec.structs.replace(FEWER, **offer), elastic=elastic)
+    job.machine.missing = lambda others: missing
+    told = lose(job, 1)
+    assert bool(told) == (not why)
+    assert job.machine.not_in_place.endswith(why)
+    rung = "replace" if "no_process" in offer else "shrink"
+    assert why or (job.again().rung, bool(job.machine.shrunk)) == (rung, rung == "shrink")

@@ -34,8 +34,10 @@ Examples:
     epilog=EPILOG,
 )
 @click.option("--dry-run", is_flag=True, help="Given first: print the environment and the commands, and end.")
+@click.option("--min-ranks", type=click.IntRange(1), help="Given first: go on with fewer ranks, down to this number, "
+              "where one is lost and nobody can take its place.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...")
-def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
+def run(dry_run: bool, min_ranks: int | None, arguments: tuple[str, ...]) -> None:
     """Start a job as torchrun does; after a fault its survivors save, and it restarts automatically.
 
     Takes all of torchrun's options. Defaults that differ: --max-restarts 32767 (it stops automatically after three
@@ -52,6 +54,8 @@ def run(dry_run: bool, arguments: tuple[str, ...]) -> None:
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
     86 no progress, 87 a rank refused to start, 1 anything else.
     """
+    if min_ranks is not None:
+        os.environ["LASTGASP_MIN_RANKS"] = str(min_ranks)
     prepared = prepared_here()
     under_msrun = msrun_arguments(arguments)
     if dry_run:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-Rung = Literal["retry", "replace"]
+Rung = Literal["retry", "replace", "shrink"]
 INCARNATION = "LASTGASP_INCARNATION"
 """Set by lastgasp alone: the number of the newest recovery in place."""
 ORDER = "LASTGASP_AGAIN"
@@ -29,6 +29,11 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         ends: the ranks' ends of the TCP connections between hosts, as "address port".
         host: where the store is, if the job has several hosts; empty where `MASTER_ADDR` stays.
         saved: the step was also written to disk, since only one rank holds it.
+        members: where nobody takes the places of the lost ranks: those that go on, in the order of their new numbers;
+            empty where all ranks keep theirs. `source`, `takers` and `aux` go by the numbers before.
+        vanished: addresses of hosts that have only ranks which are missing from now on: nothing may come from there,
+            not even the end of a connection.
+        rank: the own new number, for the process that has the order (`for_rank`); -1 in what all get.
     """
 
     incarnation: int
@@ -42,6 +47,9 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[str, ...] = ()
     host: str = ""
     saved: bool = False
+    members: tuple[int, ...] = ()
+    vanished: tuple[str, ...] = ()
+    rank: int = -1
 
     @property
     def from_files(self) -> bool:
@@ -53,12 +61,29 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         """What torch and lastgasp read to make the process group and to join."""
         port, number = str(self.port), str(self.incarnation)
         found = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", INCARNATION: number}
+        if self.members:
+            found["WORLD_SIZE"] = str(len(self.members))
+        if self.rank >= 0:
+            found["RANK"] = str(self.rank)
         return found | {"MASTER_ADDR": self.host} if self.host else found
+
+    def for_rank(self, rank: int) -> Again:
+        """For a rank that goes on, by its number before: the same by the numbers from this incarnation on."""
+        if not self.members:
+            return self
+        number = {before: now for now, before in enumerate(self.members)}
+        return msgspec.structs.replace(
+            self,
+            rank=number.get(rank, -1),
+            source=number.get(self.source, -1),
+            takers=tuple(number[one] for one in self.takers if one in number),
+            aux={number[one]: state for one, state in self.aux.items() if one in number},
+        )
 
     @property
     def rung(self) -> Rung:
-        """replace where a rank gets a new process, else retry."""
-        return "replace" if self.lost else "retry"
+        """shrink where ranks are missing from now on, replace where they get new processes, else retry."""
+        return "shrink" if self.members else "replace" if self.lost else "retry"
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +94,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         port: of a store that nobody has used; host: where it is, empty where the job has one host.
         others: launchers that the job has besides this one.
         no_process: why no rank can get a new process; empty where it can.
+        least: with how many ranks the job may go on where none can be had; 0: with no less than it has.
     """
 
     attempt: int
@@ -77,6 +103,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     others: int = 0
     no_process: str = ""
+    least: int = 0
 
 
 def order_of_this_process() -> Again | None:

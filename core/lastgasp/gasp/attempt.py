@@ -137,7 +137,8 @@ class Attempt:
         if again.from_files:
             self.machine.enter_by = math.inf
         else:
-            self.machine.holders = frozenset(range(self.hello.world_size)).difference(again.takers)
+            takers = again.for_rank(-1).takers
+            self.machine.holders = frozenset(range(self.hello.world_size)).difference(takers)
 
     def offered(self, offer: Offer) -> None:
         """The launcher says what it can do for a recovery in place."""
@@ -270,6 +271,8 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.not_in_place = machine.not_in_place
         incident.rung = machine.again.rung if machine.again is not None else ""
         incident.from_files = machine.again is not None and machine.again.from_files
+        if machine.shrunk and machine.shrunk not in incident.notes:
+            incident.notes.append(machine.shrunk)
     if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None
     if out.arenas and (text := FROM_ARENAS.format(", ".join(map(str, out.arenas)))) not in incident.notes:

@@ -19,7 +19,7 @@ from lastgasp.topology import host_identity
 from . import messages as m
 from .actions import Action, Kill, Remark, Send
 from .admission import WholeJobRefused, admit, is_newer
-from .again import Offer
+from .again import Again, Offer
 from .announced import Announced
 from .arenas import Arenas
 from .attempt import Attempt
@@ -144,9 +144,21 @@ class Controller:
             self.incidents.add_cause(before, rank, how)
         elif self.attempt is not None:
             again = self.attempt.again
-            if again is not None and (not pid or rank not in again.lost):
+            if again is not None and again.members:
+                self._not_replaced |= dict.fromkeys(self._number_after(again, rank, pid), how)
+            elif again is not None and (not pid or rank not in again.lost):
                 self._not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
             self._spawn(self._ended(rank, how))
+
+    def _number_after(self, again: Again, rank: int, pid: int) -> list[int]:
+        """What number a process has in the next incarnation, which some do not enter.
+
+        `rank` is its launcher's number, by which nobody can tell whether that has counted anew already.
+        """
+        before = next((number for number, peer in self._peers.items() if pid and peer.pid == pid), None)
+        if before is None:
+            return [rank]
+        return [] if before in again.lost else [again.members.index(before)]
 
     def _not_replacing(self, exited: m.Exited) -> None:
         """Another launcher says that the process which was to take a rank's place has ended, or could not be made."""
@@ -228,6 +240,7 @@ class Controller:
         self._drop(hello.rank)
         peer = self._peers[hello.rank] = self._by_writer[writer] = Peer(rank=hello.rank, writer=writer)
         peer.elsewhere = (hello.host, hello.pid)
+        peer.address = str((writer.get_extra_info("peername") or ("",))[0])
         self._service.roster.joined(hello.rank, _clock.monotonic())
         here = hello.host == self._identity
         self._do(self.attempt.machine.joined(hello.rank, _clock.monotonic(), hello.pid if here else 0))
@@ -249,6 +262,8 @@ class Controller:
         machine.arenas = self.arenas
         if isinstance(machine, Ladder):
             machine.elsewhere = lambda others: self.keepers.no_process(hello.attempt, others)
+            machine.missing = lambda others: self.keepers.missing(hello.attempt, others)
+            machine.address = lambda rank: peer.address if (peer := self._peers.get(rank)) is not None else ""
         for rank, how in self._not_replaced.items() if hello.incarnation else ():
             self._spawn(self._ended(rank, how))
         self._not_replaced = {}

@@ -64,7 +64,8 @@ class Incidents:
             self._unsaved = self.previous
         if self.previous is not None and self.previous.hello.attempt == hello.attempt:
             self.current.progressed_before = self.previous.progressed
-            lost = self.previous.again.lost if self.previous.again is not None else ()
+            again = self.previous.again
+            lost = again.lost if again is not None and not again.members else ()
             self.current.replaced = self.previous.replaced + lost
             self.current.enters_after(self.previous.again)
         if self.previous is not None and self.previous.incident is not None:

@@ -92,9 +92,13 @@ class Keepers:
         if not others:
             return ""
         known = [one for one in list(self._forks.values()) if one is not None and one.attempt == attempt]
-        if len(known) < others:
-            return f"{others - len(known)} of {others} launchers of other hosts cannot be reached"
+        if missing := self.missing(attempt, others):
+            return f"{missing} of {others} launchers of other hosts cannot be reached"
         return next((f"another host: {one.cannot}" for one in known if one.cannot), "")
+
+    def missing(self, attempt: int, others: int) -> int:
+        """How many of the `others` launchers cannot be reached. May be read by other threads."""
+        return others - sum(one is not None and one.attempt == attempt for one in list(self._forks.values()))
 
     def lost(self, host: str) -> None:
         """A rank's host does not answer any more; its launcher's connection will end as well."""

@@ -24,6 +24,7 @@ from .decision import Decision, GiveUp, SavePlan
 from .machine import Machine
 from .members import Member
 
+SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
 ENTER = 30.0
 """Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
 
@@ -38,10 +39,12 @@ class Ladder(Machine):
         enter_by: when all ranks must have begun, monotonic seconds.
         holders: ranks that have entered again with the step in memory, as far as they get.
         elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
+        missing: how many of those launchers cannot be reached; address: by which a rank has reached the controller.
 
     Attributes:
         again: what was agreed for a recovery in place; None where there was none.
         not_in_place: why there was none.
+        shrunk: why ranks are missing from now on, and how many; empty where none are.
     """
 
     incarnation: int = 0
@@ -49,8 +52,11 @@ class Ladder(Machine):
     enter_by: float = math.inf
     holders: frozenset[int] = frozenset()
     elsewhere: Callable[[int], str] = lambda others: ""
+    missing: Callable[[int], int] = lambda others: 0
+    address: Callable[[int], str] = lambda rank: ""
     again: Again | None = None
     not_in_place: str = ""
+    shrunk: str = ""
     began_at: int = -1
     """The greatest step from which a rank of this incarnation began."""
     _recovery: dict[int, str] = field(default_factory=dict)
@@ -61,6 +67,8 @@ class Ladder(Machine):
     """What follows the save of a step that only one rank holds."""
     _late: bool = False
     """Ranks that did not enter in time are known."""
+    _elastic: set[int] = field(default_factory=set)
+    """Ranks that can go on with fewer."""
     _stubborn: set[int] = field(default_factory=set)
     """Ranks that raised what would come again."""
 
@@ -83,6 +91,8 @@ class Ladder(Machine):
         self.began_at = max(self.began_at, message.step)
         if message.entered:
             self._entered.add(member.rank)
+        if message.elastic:
+            self._elastic.add(member.rank)
         actions = super()._on_begin(member, message, now)
         if self.state != "preparing" or not self.holders:
             return actions
@@ -148,7 +158,7 @@ class Ladder(Machine):
         if ending != "saved" or again is None:
             return super()._end(ending, reason)
         if tuple(rank for rank in range(self.world_size) if self._is_lost(rank)) != again.lost:
-            self.not_in_place = "another rank was lost while the step was saved"
+            self.not_in_place, self.shrunk = "another rank was lost while the step was saved", ""
             return super()._end(ending, reason)
         return self._enter_again(again, self.outcome.lost or 0)
 
@@ -162,10 +172,18 @@ class Ladder(Machine):
         if why := self._forbidden(lost) or self._impossible(step, lost, holders):
             return why
         assert self.offer is not None
+        members: tuple[int, ...] = ()
+        if lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
+            members = tuple(rank for rank in range(self.world_size) if rank not in lost)
+            if not self.offer.least:
+                return why
+            if cannot := self._cannot_shrink(members):
+                return f"{why}; the job cannot go on with fewer ranks: {cannot}"
+            self.shrunk = SHRUNK.format(lost=_named(lost), why=why, left=len(members), all=self.world_size)
         source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank), default=-1)
         return Again(
             incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost,
-            port=self.offer.port, host=self.offer.host,
+            port=self.offer.port, host=self.offer.host, members=members,
         )  # fmt: skip
 
     def _only_copy(self, again: Again) -> bool:
@@ -223,13 +241,33 @@ class Ladder(Machine):
             return "the job's launcher cannot do it (it is none of lastgasp)"
         if self._from_files and self.offer.host:
             return "the job has several hosts, and its training begins with files"
-        return self.offer.no_process or self.elsewhere(self.offer.others) if lost else ""
+        return ""
+
+    def _cannot_shrink(self, members: tuple[int, ...]) -> str:
+        """Why they cannot go on alone; empty where they can."""
+        assert self.offer is not None
+        if self.offer.others and not self.missing(self.offer.others):
+            return "all of its hosts are there"
+        if len(members) < self.offer.least:
+            return f"{self.offer.least} are the fewest, {len(members)} are left"
+        if len(self.replicas) != 1:
+            return "its ranks do not all hold the same state"
+        if rigid := [rank for rank in members if rank not in self._elastic]:
+            return f"rank {rigid[0]} does not train with an ElasticLoader"
+        return ""
+
+    def _vanished(self, again: Again) -> tuple[str, ...]:
+        here = {self.address(rank) for rank in again.members}
+        return tuple(sorted({self.address(rank) for rank in again.lost} - here - {""})) if again.members else ()
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
+        if again.members:  # those that go on have theirs
+            remarks = []
         pids = tuple(member.pid for member in self.members.values() if member.pid)
         answers = [member.prepared for member in self.members.values() if member.prepared is not None]
-        again = msgspec.structs.replace(again, pids=pids, ends=tuple(end for one in answers for end in one.ends))
+        ends = tuple(end for one in answers for end in one.ends)
+        again = msgspec.structs.replace(again, pids=pids, ends=ends, vanished=self._vanished(again))
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
         self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders or out.savers
@@ -241,3 +279,7 @@ class Ladder(Machine):
         releases = [Send(rank=rank, message=order) for rank in self._here if rank not in again.lost]
         kills = [Kill(rank=rank) for rank in again.lost if rank in self.members and not self.members[rank].gone]
         return [RecordPhase(phase="released"), *releases, *kills, *remarks]
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

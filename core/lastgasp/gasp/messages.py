@@ -41,7 +41,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -119,6 +119,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """`Arena.identity`."""
     from_files: bool = False
     """Entered again, this rank begins with the newest checkpoint, and not with what ranks hold in memory."""
+    elastic: bool = False
+    """Its training may be entered again with fewer ranks."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):

@@ -36,6 +36,8 @@ class Peer:
     """Our own descriptor of the rank's crash-safe buffer; it outlives the rank."""
     elsewhere: tuple[str, int] | None = None
     """Its host and process, where it runs on another one."""
+    address: str = ""
+    """From which it has connected."""
     death: tuple[str, int] | None = None
     """Evidence of its process's death and when it was seen; its connection may not have ended yet."""
 

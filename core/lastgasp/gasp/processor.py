@@ -378,6 +378,8 @@ class Processor:
                 self._after_release(outcome)
         finally:
             self._status.release(outcome)
+            if outcome.again is not None and (gone := outcome.again.vanished):
+                self._spawn("cut", lambda: self._status.cut_off(gone))
 
     def _try_send(self, message: m.Message) -> bool:
         link = self._link

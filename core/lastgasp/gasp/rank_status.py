@@ -62,6 +62,8 @@ class RankStatus:
         recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
         entered: False while the training is about to be entered again.
         from_files: entered again, it begins with the newest checkpoint (`messages.Begin`).
+        cut_off: called when ranks are missing from now on whose hosts, with these addresses, may have vanished.
+        elastic: entered again, it may be with fewer ranks (`messages.Begin`).
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
         passing: the exception that ended the training may not come again in the same step.
     """
@@ -78,10 +80,11 @@ class RankStatus:
         self.look: Callable[[], None] = _up_to_date
         self.cannot_again: Callable[[], str] = str
         self.ends: Callable[[], tuple[str, ...]] = tuple
+        self.cut_off: Callable[[tuple[str, ...]], None] = lambda addresses: None
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
-        self._held = self.asked_to_stop = False
+        self._held = self.asked_to_stop = self.elastic = False
         self._gate = threading.Condition()
         self._over = threading.Event()
         self._limit = 0.0

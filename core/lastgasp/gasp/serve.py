@@ -150,6 +150,10 @@ class ControllerThread:
         """Why ranks of the other hosts, `others` in number, cannot get new processes; empty where they can."""
         return self._controller.keepers.no_process(attempt, others)
 
+    def missing(self, attempt: int, others: int) -> int:
+        """How many of the launchers of the other hosts, `others` in number, cannot be reached."""
+        return self._controller.keepers.missing(attempt, others)
+
     def leaves(self, attempt: int) -> bool:
         """The ranks of this attempt asked that the job ends after a save, with no restart."""
         found = self._attempt(attempt)

@@ -28,8 +28,9 @@ from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.exitbarrier import wait_for_living
+from lastgasp.launch.fewer import least_ranks
 from lastgasp.launch.forward import Forwarder
-from lastgasp.launch.in_place import GoesOn, InPlace, until_it_goes_on
+from lastgasp.launch.in_place import MISSING, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
@@ -107,7 +108,8 @@ class GaspAgent(LocalElasticAgent):
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
         self._attempt.report_start(str(self._warm.start))
-        self._in_place = InPlace(self._attempt, worker_group, self._pcontext, self._warm)
+        least = least_ranks(rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
+        self._in_place = InPlace(self._attempt, worker_group, self._pcontext, self._warm, least)
         self._hold_before_closing(worker_group)
         return started
 
@@ -231,7 +233,9 @@ class GaspAgent(LocalElasticAgent):
             codes = {local: process.exitcode for local, process in enumerate(context._pc.processes)}
         else:
             codes = {}
-        return {worker_group.workers[local].global_rank: code for local, code in codes.items()}
+        found = {worker_group.workers[local].global_rank: code for local, code in codes.items()}
+        found.pop(MISSING, None)
+        return found
 
     def _failed(self, worker_group: WorkerGroup) -> dict[int, str]:
         codes = self._codes(worker_group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -22,6 +22,10 @@ from lastgasp.launch.warm_process import NoFork
 from lastgasp.launch.warm_torch import replacement
 
 log = logging.getLogger("lastgasp.launch")
+
+
+MISSING = -1
+"""Stands for the number of a rank that has none any more."""
 
 
 class GoesOn(Exception):
@@ -48,20 +52,25 @@ class InPlace:
     Args:
         attempt: as the launcher counts it.
         group: its workers; context: their processes.
+        least: with how many ranks it may go on; 0: with no less than it has.
     """
 
-    def __init__(self, attempt: LaunchAttempt, group: WorkerGroup, context: Any, warm: Warm) -> None:
+    def __init__(self, attempt: LaunchAttempt, group: WorkerGroup, context: Any, warm: Warm, least: int = 0) -> None:
+        self._least = least
         self._attempt, self._group, self._context, self._warm = attempt, group, context, warm
         self._stores: dict[int, TCPStore] = {}
         self._offered: Offer | None = None
         self._done = 0
         self._killed = 0
+        self._numbers: dict[str, str] = {}
+        """What new processes get besides, where ranks have other numbers than they were started with."""
 
     def look(self) -> None:
         """Between two looks at the workers: offer what can be done, once some rank can be entered again."""
         attempt = self._attempt
         if not isinstance(self._context, SubprocessContext):
             return
+        self._number_anew()
         if attempt.controller is not None:
             self._offer(attempt.controller)
         elif attempt.keeper is not None:
@@ -70,10 +79,13 @@ class InPlace:
 
     def _offer(self, controller: ControllerThread) -> None:
         attempt, others = self._attempt, (self._group.group_world_size or 1) - 1
+        several = others > 0
+        if self._numbers:  # those that were lost with their ranks are not waited for
+            others -= controller.missing(attempt.number, others)
         coming = controller.may_enter_again(attempt.number)
         if coming is None:
             return
-        host = controller.endpoint.host if others else ""
+        host = controller.endpoint.host if several else ""
         if coming not in self._stores:
             self._stores = {n: store for n, store in self._stores.items() if n == coming - 1}
             where = host or self._group.master_addr or "localhost"
@@ -86,6 +98,7 @@ class InPlace:
             host=host,
             others=others,
             no_process=self._warm.cannot_fork or elsewhere,
+            least=0 if self._warm.may_come and not others else self._least,
         )
         if offer != self._offered:
             self._offered = offer
@@ -131,7 +144,13 @@ class InPlace:
             False where it was not (yet), or failed; the controller knows then, and the step is saved.
         """
         again = self._agreed()
-        if again is None or again.incarnation <= self._done or set(failed) != self._lost(again):
+        if again is None or again.incarnation <= self._done:
+            return False
+        lost = self._lost(again)
+        if again.members and lost <= set(failed):
+            self._leave_out(lost, again)
+            return lost == set(failed)  # another one has its number by now, and is waited for
+        if set(failed) != lost:
             return False
         self._done = again.incarnation
         try:
@@ -145,6 +164,29 @@ class InPlace:
                 self._report(rank, f"could not be replaced: {error}")
             return False
         return True
+
+    def _leave_out(self, lost: Iterable[int], again: Again) -> None:
+        """These ranks of this host are missing from now on: torch is not to see that they have ended."""
+        self._done = again.incarnation
+        for rank in lost:
+            local = self._local(rank)
+            self._context._failures.pop(local, None)
+            self._context._running_local_ranks.discard(local)
+            log.info("rank %d is missing from now on", rank)
+        self._number(again)
+
+    def _number_anew(self) -> None:
+        """Ranks of other hosts are missing from now on: those of this one may have got other numbers."""
+        again = self._agreed()
+        if again is not None and again.members and again.incarnation > self._done and not self._lost(again):
+            self._done = again.incarnation
+            self._number(again)
+
+    def _number(self, again: Again) -> None:
+        number = {before: now for now, before in enumerate(again.members)}
+        for worker in self._group.workers:
+            worker.global_rank = number.get(worker.global_rank, MISSING)
+        self._numbers = {"WORLD_SIZE": str(len(number))}
 
     def report_exit(self, rank: int, how: str, pid: int) -> None:
         """A worker of this host has ended. Another host's is known by its connection, but for one that has none yet."""
@@ -180,7 +222,8 @@ class InPlace:
         context = self._context
         local = self._local(rank)
         order = msgspec.json.encode(msgspec.structs.replace(again, aux={}, ends=())).decode()
-        handler = replacement(self._warm, context, local, again.environment | {ORDER: order})
+        own = {"RANK": str(rank), **self._numbers} if self._numbers else {}
+        handler = replacement(self._warm, context, local, again.environment | own | {ORDER: order})
         context.subprocess_handlers[local] = handler
         context._failures.pop(local, None)
         context._running_local_ranks.add(local)

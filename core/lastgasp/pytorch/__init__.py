@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from lastgasp.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from lastgasp.pytorch.elastic.loader import ElasticLoader
     from lastgasp.pytorch.loop.again import train
     from lastgasp.pytorch.loop.session import Session
     from lastgasp.pytorch.loop.state import TorchState
     from lastgasp.pytorch.plain import load, newest_good, save
 
 _PUBLIC = {
+    "ElasticLoader": "elastic.loader",
     "Session": "loop.session",
     "TorchState": "loop.state",
     "load": "plain",
@@ -26,7 +28,7 @@ _PUBLIC = {
 }
 """Public name -> module of this package. Most modules here need torch; the command line uses one that does not."""
 
-__all__ = ["Session", "TorchState", "load", "newest_good", "save", "train"]
+__all__ = ["ElasticLoader", "Session", "TorchState", "load", "newest_good", "save", "train"]
 
 
 def __getattr__(name: str) -> Any:

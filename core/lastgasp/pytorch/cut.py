@@ -38,6 +38,18 @@ def cut_connections(pids: Iterable[int], ends: Iterable[str] = ()) -> int:
     return cut
 
 
+def cut_hosts(addresses: Iterable[str]) -> None:
+    """Shut down each TCP connection of this process to one of these hosts.
+
+    A host without power does not end its connections: who receives from there would wait for minutes.
+    """
+    gone = frozenset(address.removeprefix("::ffff:") for address in addresses)
+    for number, _, (_, there) in _connected() if gone else ():
+        if there[0].removeprefix("::ffff:") in gone:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def outside() -> tuple[str, ...]:
     """This process's ends of its TCP connections to other hosts, as "address port". None where the job has one host."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):

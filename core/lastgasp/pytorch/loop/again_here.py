@@ -17,7 +17,7 @@ from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import Again
 from lastgasp.ports import Layout
-from lastgasp.pytorch.cut import outside
+from lastgasp.pytorch.cut import cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
@@ -29,7 +29,7 @@ from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
 from lastgasp.pytorch.loop.record import KEY
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
-from lastgasp.topology import Place
+from lastgasp.topology import Place, data_parallel
 
 COPIES = 2
 """Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
@@ -63,6 +63,7 @@ class AgainHere:
         if embedded and entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             status.ends = outside
+            status.elastic, status.cut_off = self.elastic(), cut_hosts
             status.cannot_again, run.life.before_again, self._bytes = self._no_room, self.keep, -1
             entry.objects = entry.objects or self.objects()
 
@@ -87,6 +88,10 @@ class AgainHere:
     def state(self) -> Any:
         """What `objects()` are renewed with."""
         return None
+
+    def elastic(self) -> bool:
+        """It may be entered again with fewer ranks."""
+        return False
 
     def nbytes(self) -> int:
         """Bytes of the tensors that a copy of the state takes; asked for once, when optimizers have made theirs."""
@@ -116,7 +121,7 @@ class AgainHere:
             return
         source = held.life.source.inner if held.life is not None else None
         if not isinstance(source, FromMemory):
-            source = FromMemory(memory.step, self._source_of(memory))
+            source = FromMemory(memory.step, self._source_of(memory, self.run.place))
         self.run.source.present = memory.present
         source.live = self.run.source
         self._source = self.run.source = source
@@ -149,17 +154,17 @@ class AgainHere:
         run, memory, rejoin, alone = self.run, None, None, None
         status = run.life.session.status
         if run.place.rank not in again.takers:
-            checkpoint = cloned(run.dump(again.step, again.aux))
+            checkpoint = renumbered(cloned(run.dump(again.step, again.aux)), again)
             durable = again.step if again.saved else status.durable
             memory = Memory(again.step, checkpoint, durable, run.source.present)
-            place = replace(run.place, incarnation=again.incarnation)
-            known = status.recovery, run.users_handler, run.life.alike
-            source = self._source_of(memory)
+            place = place_after(run.place, again)
+            known = (status.recovery, status.elastic), run.users_handler, run.life.alike
+            source = self._source_of(memory, place)
             join = partial(_joined, self._make, self.contact)
             rejoin = partial(_rejoin, join, place, memory, source, known, between)
             alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
         held = Held(
-            again,
+            again.for_rank(run.place.rank),
             memory,
             run.fit,
             rejoin,
@@ -180,15 +185,17 @@ class AgainHere:
         return (f"copies of the state would take {needed / 1e9:.3g} GB of this host's memory, "
                 f"{free / 1e9:.3g} GB are available")  # fmt: skip
 
-    def _source_of(self, memory: Memory) -> GaspSource:
+    def _source_of(self, memory: Memory, place: Place) -> GaspSource:
         config, alike = self.run.config, self.run.life.alike
-        own = memory.checkpoint[KEY]["small"].get(self.run.place.rank)
+        own, writer = memory.checkpoint[KEY]["small"].get(place.rank), self._writer
+        if place.world_size != writer.place.world_size:
+            writer = replace(writer, place=place)
         found = GaspSource(
             partial(_write, memory),
             self.target(),
             self.layout,
             recorder=RecorderOfMemory(memory.step, own),
-            writer=self._writer,
+            writer=writer,
             config=config,
             alike=lambda: alike,
         )
@@ -224,6 +231,17 @@ class LoopAgain(AgainHere):
         directory, number = self.run.config.directory, self.run.fit.number
         return lambda step: files.gasp_path(directory, step, number)
 
+    def elastic(self) -> bool:
+        """Its `ElasticLoader` has the micro-batches of missing ranks done."""
+        return self.run.state.elastic is not None
+
+    def ready(self) -> None:
+        """As in the base; the incident gets the digest of all samples that were used before it."""
+        elastic, enters = self.run.state.elastic, self.enters
+        super().ready()
+        if elastic is not None and enters and self.run.place.rank == 0:
+            self.run.engine.note(elastic.told)
+
     def contact(self, place: Place) -> Any:
         """Its launcher's controller."""
         return connect(place)
@@ -235,6 +253,25 @@ class LoopAgain(AgainHere):
     def state(self) -> Any:
         """The objects of the session that has ended."""
         return self.run.state
+
+
+def place_after(place: Place, again: Again) -> Place:
+    """The place of a rank that goes on."""
+    if not again.members:
+        return replace(place, incarnation=again.incarnation)
+    size = len(again.members)
+    rank, groups = again.members.index(place.rank), data_parallel(size)
+    return replace(place, rank=rank, world_size=size, replicas=groups, incarnation=again.incarnation)
+
+
+def renumbered(checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:
+    """The states of the ranks in a checkpoint by the numbers that they have from now on."""
+    if again.members:
+        record = checkpoint[KEY]
+        before = record["small"]
+        record["small"] = {now: before[rank] for now, rank in enumerate(again.members) if rank in before}
+        record["world_size"] = len(again.members)
+    return checkpoint
 
 
 def _write(memory: Memory, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
@@ -254,13 +291,13 @@ def _rejoin(
     place: Place,
     memory: Memory,
     source: GaspSource,
-    known: tuple[str, Any, bool],
+    known: tuple[tuple[str, bool], Any, bool],
     between: SigtermBetween,
 ) -> AdapterRun:
     life = join(place)
     life.alike_before = known[2]
     try:
-        life.session.status.recovery = known[0]
+        life.session.status.recovery, life.session.status.elastic = known[0]
         between.step_aside()
         life.enter_again(HeldTraining(FromMemory(memory.step, source)), memory.step, memory.durable, known[1])
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.position import PassStart
+from lastgasp.pytorch.position import ELASTIC, PassStart
 from lastgasp.pytorch.position.records import joined, split
 
 
@@ -75,7 +75,7 @@ def position_only(data: bytes) -> bytes:
     """The position of another rank, for one whose own was lost: the number of batches, but not the random state."""
     position, fixed = decode(data)
     for row in position.rows:
-        row.state = b""
+        row.state = row.state if row.kind == ELASTIC else b""
     position.ends = {}
     return encode(position, msgspec.msgpack.encode([Fixed() for _ in fixed]))
 

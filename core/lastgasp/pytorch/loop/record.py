@@ -82,8 +82,8 @@ def record_of(
     }
 
 
-def notes_on(aux_states: Mapping[int, bytes], place: Place) -> list[str]:
-    """What of the ranks' auxiliary states will not be exact, in words."""
+def notes_on(aux_states: Mapping[int, bytes], place: Place, seeded: bool = False) -> list[str]:
+    """What of the ranks' auxiliary states will not be exact, in words; `seeded`: nobody needs their random state."""
     lost = [rank for rank in range(place.world_size) if rank not in aux_states]
     known = {rank: about(extra_of(data)) for rank, data in sorted(aux_states.items())}
     stale = [rank for rank, (is_stale, _) in known.items() if is_stale]
@@ -91,6 +91,8 @@ def notes_on(aux_states: Mapping[int, bytes], place: Place) -> list[str]:
     other = [rank for rank, (_, extra) in known.items() if mine and extra and extra != mine]
     notes = [f"TorchState(extra=...) of ranks {other} differs from that of rank {place.rank}, which all of them will "
              "resume with: it is saved once"] if other else []  # fmt: skip
+    if seeded:
+        return notes
     return (
         notes
         + [_MISSING.format(rank) for rank in lost]

@@ -195,7 +195,7 @@ class Run:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
     def _own_aux(self, record: dict[str, Any], path: Path) -> AuxState | None:
-        return aux_of(record, self.place, str(path), self.engine.note)
+        return aux_of(record, self.place, str(path), self.state.noting(self.engine.note))
 
     def at_boundary(self) -> None:
         """A resumed run is back at its position: restore random state, and what the loop may have changed."""

@@ -18,6 +18,7 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
+from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.topology import ReplicaGroups, data_parallel
 
@@ -54,6 +55,7 @@ class TorchState:
             the ranks, and the same on all of them after a resume: nothing that differs between ranks. If it
             differs nevertheless, the log and the incident say so.
         replicated: says that all ranks hold the same model although it is not wrapped by DistributedDataParallel.
+        elastic: the `ElasticLoader` of the loop. It keeps the ranks equal, and is told the epoch as a sampler is.
 
     Raises:
         ConfigError: an object without the methods it needs.
@@ -69,12 +71,17 @@ class TorchState:
         sampler: Any = None,
         extra: Mapping[str, Any] | None = None,
         replicated: bool = False,
+        elastic: Any = None,
     ) -> None:
         self.models = Parts.of("model", model, "named_parameters")
         self.optimizers = Parts.of("optimizer", optimizer, "param_groups")
         self.schedulers = Parts.of("scheduler", scheduler, "load_state_dict")
         self.scaler, self.sampler, self.replicated = scaler, sampler, replicated
-        self.extra = dict(extra or {})
+        self.extra, self.elastic = dict(extra or {}), elastic
+        if elastic is not None:
+            self._require_elastic(elastic)
+            elastic.known = True
+            self.sampler, self.replicated, self.extra[ELASTIC] = elastic, True, elastic.used
         if not self.models:
             raise ConfigError("model", model, "at least one nn.Module", "Give the model that is trained.")
         for name, item in self.extra.items():
@@ -92,6 +99,25 @@ class TorchState:
         self.sharded = any(hasattr(p, "device_mesh") for p in self.container.parameters())
 
     # -- what it is ---------------------------------------------------------------------------------------
+
+    def _require_elastic(self, loader: Any) -> None:
+        if not hasattr(loader, "used"):
+            raise ConfigError("elastic", type(loader).__name__, "an ElasticLoader", "Other loaders go to s.batches().")
+        if self.sampler is not None or ELASTIC in self.extra:
+            raise ConfigError("elastic", "with a sampler, or extra['elastic']", "alone",
+                              "An ElasticLoader chooses the samples itself.")  # fmt: skip
+        summed = {id(p) for p in loader.model.parameters()}
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        if any(id(p) not in summed for group in groups for p in group["params"]):
+            raise ConfigError("elastic", "an optimizer of other parameters than its model's", "one model for all",
+                              "Give ElasticLoader the model with all that is trained (nn.ModuleDict).")  # fmt: skip
+
+    def noting(self, note: Callable[[str], None]) -> Callable[[str], None]:
+        """What to do with what other ranks than those that have saved cannot resume with: random state, mostly.
+
+        An `ElasticLoader` seeds it in each step.
+        """
+        return note if self.elastic is None else _ignored
 
     def require_supported(self, world_size: int) -> None:
         """Refuse what the survivors alone could not save.
@@ -150,7 +176,7 @@ class TorchState:
 
     def per_rank_buffers(self, world_size: int) -> bool:
         """Whether each rank has module buffers of its own, instead of those that rank 0 broadcasts."""
-        if world_size == 1:
+        if world_size == 1 or self.elastic is not None:
             return False
         wrapped = [ddp_of(module) for module in self.models.values()]
         return not all(w is not None and w.broadcast_buffers for w in wrapped)
@@ -306,6 +332,10 @@ class TorchState:
             if own := stored.get("optimizer"):
                 problems += _optimizer_problems(name, optimizer, own[name])
         return problems
+
+
+def _ignored(text: str) -> None:
+    """It does not matter."""
 
 
 def _names(stored: Any) -> str:

@@ -10,6 +10,7 @@ from lastgasp.pytorch.position import known as _known
 from lastgasp.pytorch.position.epoch import EpochPosition
 from lastgasp.pytorch.position.protocol import (
     CHANGED,
+    ELASTIC,
     IN_TURN,
     MAP,
     STATEFUL,
@@ -24,6 +25,7 @@ from lastgasp.pytorch.position.samplers import untrack_sampler
 
 __all__ = [
     "CHANGED",
+    "ELASTIC",
     "IN_TURN",
     "MAP",
     "STATEFUL",

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-MAP, STATEFUL, STREAM = "map", "stateful", "stream"
-"""How a position is restored, as checkpoints name it: by the sampler, by the loader's state, by drawing again."""
+MAP, STATEFUL, STREAM, ELASTIC = "map", "stateful", "stream", "elastic"
+"""How a position is restored, as checkpoints name it: by the sampler, by the loader's state, by drawing again; by what
+all ranks have used together."""
 
 WORKERS = "random numbers that worker processes of a DataLoader draw are not restored"
 CHANGED = (
@@ -56,7 +57,7 @@ class LoaderPosition(Protocol):
     4. At a boundary `start` and `state` are what a checkpoint needs, with the number of batches consumed.
 
     Attributes:
-        kind: MAP, STATEFUL or STREAM.
+        kind: MAP, STATEFUL, STREAM or ELASTIC.
         changed: `start` has changed since the caller set this to False.
         live: there is a `state`: it changes with every batch, and has to be asked for before the next one is drawn.
             That of the end of a pass says where the next one begins (the epoch that the loader counts).

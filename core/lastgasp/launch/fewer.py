@@ -1,0 +1,29 @@
+"""With how many ranks a job may go on at least, where nobody can take the place of one that is lost."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lastgasp.config import integer
+
+MIN_RANKS = "LASTGASP_MIN_RANKS"
+_REMEDY = "It is the smallest number of ranks with which the job goes on; leave it out, and the job restarts instead."
+
+
+def least_ranks(handler: Any, each: int, hosts: int) -> int:
+    """What the user has asked for: LASTGASP_MIN_RANKS, or else torchrun's `--nnodes MIN:MAX`; 0: nothing.
+
+    MIN:MAX is about hosts: a job on a single one has none to lose.
+
+    Args:
+        handler: of the rendezvous; each: ranks of a host; hosts: how many the job has.
+
+    Raises:
+        ConfigError: LASTGASP_MIN_RANKS is no number.
+    """
+    if given := os.environ.get(MIN_RANKS, ""):
+        return integer(MIN_RANKS, given, 1, _REMEDY)
+    settings = getattr(handler, "settings", None)  # of torch's dynamic rendezvous
+    least, most = getattr(settings, "min_nodes", 0), getattr(settings, "max_nodes", 0)
+    return least * each if hosts > 1 and least < most else 0

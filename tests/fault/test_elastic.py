@@ -1,0 +1,101 @@
+"""A job that goes on with fewer ranks where nobody can take a lost one's place: each sample once, the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgasp.testing.faults import read_log
+from lastgasp.testing.weights import differences
+from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.train_elastic import GATES, SAMPLES
+
+WORKER = SUPPORT / "train_elastic.py"
+OFFER = "a fault can be answered in place, as incarnation {}"
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a job of four ranks without a fault."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for step in GATES:
+        (folder / f"go-{step}").touch()
+    assert finish(job(folder), folder, LASTGASP_WARM="off").ok
+    return folder
+
+
+def job(directory: Path, *more: str, ranks: int = 4) -> list[str]:
+    """Its command line."""
+    command = run(WORKER, "--dir", directory, "--final", directory / "final.pt", *more, ranks=ranks)
+    at = command.index("run") + 1
+    return [*command[:at], "--min-ranks", "2", *command[at:]]
+
+
+def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
+    """Let the ranks pass a gate once the launcher can answer a fault in this incarnation."""
+    until(lambda: OFFER.format(incarnation + 1) in job.output, f"incarnation {incarnation} can be answered")
+    (directory / f"go-{step}").touch()
+
+
+def used(directory: Path) -> dict[int, tuple[int, Counter[int], set[str]]]:
+    """By step: its epoch, how often each sample was used in it, and what the ranks say of all samples so far.
+
+    A step may have been done more than once by ranks that did not complete it; the last time counts.
+    """
+    rows: dict[int, dict[int, dict[str, Any]]] = {}
+    for path in directory.glob("rank-*"):
+        for number, line in enumerate(path.read_text().splitlines()):
+            if line.startswith("used "):
+                row = json.loads(line[5:])
+                rows.setdefault(row["step"], {})[hash((path.name, number))] = row
+    found = {}
+    for step, told in rows.items():
+        ids = Counter(sample for row in told.values() for part in row["ids"] for sample in part)
+        found[step] = next(iter(told.values()))["epoch"], ids, {row["digest"] for row in told.values()}
+    return found
+
+
+def check_samples(directory: Path, undisturbed: Path) -> None:
+    """Each sample of an epoch was used once, and each step has used those of the job without a fault."""
+    steps, others = used(directory), used(undisturbed)
+    assert steps == others
+    assert sorted(steps) == list(range(1, 13))
+    for epoch in (0, 1):
+        whole = sum((ids for at, ids, _ in steps.values() if at == epoch), Counter[int]())
+        assert whole == Counter(range(SAMPLES))
+    assert all(len(digests) == 1 for _, _, digests in steps.values())
+
+
+def test_the_job_goes_on_with_fewer_ranks_down_to_the_fewest(tmp_path: Path, undisturbed: Path) -> None:
+    """Four ranks, three, two; then all four again from the step that the last one has saved. No step is lost."""
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    faults = (
+        "kind=sigkill,rank=2,step=3,phase=backward;"
+        "kind=sigkill,rank=0,step=6,phase=backward,incarnation=1;"
+        "kind=sigkill,rank=1,step=8,phase=backward,incarnation=2"
+    )
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug", "LASTGASP_FAULT_LOG": str(log)}
+    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, **variables) as [started]:
+        for incarnation, step in enumerate(GATES[:3]):
+            go(directory, step, started, incarnation)
+        (directory / f"go-{GATES[3]}").touch()
+        assert started.code() == 0, started.output[-8000:]
+    assert len(read_log(log)) == 3, started.output[-8000:]
+    first, second, third = incidents(directory)
+    assert [(one.rung, one.ending, one.steps_lost) for one in (first, second, third)] == [
+        ("shrink", "in_place", 0), ("shrink", "in_place", 0), ("", "saved", 0),
+    ], started.output[-8000:]  # fmt: skip
+    assert (first.world_size, second.world_size, third.world_size) == (4, 3, 2)
+    assert "rank 2 could not get new processes" in first.notes[0]
+    assert first.notes[0].endswith("training goes on with 3 of 4 ranks")
+    assert any("digest" in note for note in first.notes)
+    assert "2 are the fewest, 1 are left" in third.not_in_place
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []

@@ -1,0 +1,197 @@
+"""`ElasticLoader` in one process: what it gives, what it refuses, and that its gradient is that of the whole batch."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lastgasp.errors import ConfigError, UsageError
+from lastgasp.pytorch import ElasticLoader, Session, TorchState, newest_good
+
+SAMPLES = 22
+
+
+@pytest.fixture
+def sigchld() -> Iterator[None]:
+    """DataLoader takes SIGCHLD for its workers, for good."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+class Drawn:
+    """Samples that have random parts of all three kinds."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.tensor([number, random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+def loader_of(model: nn.Module | None = None, **settings: Any) -> ElasticLoader:
+    return ElasticLoader(Drawn(), model or nn.Linear(4, 1), 2, **({"ranks": 4, "seed": 3} | settings))
+
+
+def opened(folder: Path, loader: ElasticLoader, optimizer: Any = None, **options: Any) -> Session:
+    return Session.open(folder, state=TorchState(loader.model, optimizer, elastic=loader), **options)
+
+
+def learn(model: Any, batch: Tensor) -> None:
+    (model(batch) ** 2).mean().backward()
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_the_gradient_is_that_of_the_mean_over_the_global_batch(canonical: bool, tmp_path: Path) -> None:
+    """In the last step, too: 6 samples in micro-batches of 1 and 2."""
+    model = nn.Linear(4, 1)
+    loader = loader_of(model, canonical=canonical)
+    with opened(tmp_path, loader) as s:
+        for step in s.batches(loader):
+            batches = []
+            for batch in step:
+                learn(model, batch)
+                batches.append(batch)
+            summed = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+            learn(model, torch.cat(batches))
+            assert [len(batch) for batch in batches] == ([2, 2, 2, 2] if step.offset < 16 else [1, 2, 1, 2])
+            for own, p in zip(summed, model.parameters(), strict=True):
+                torch.testing.assert_close(own, p.grad)
+    assert (loader.used["steps"], loader.used["samples"], len(loader)) == (3, SAMPLES, 3)
+
+
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_numbers_come_with_the_micro_batch(workers: int, tmp_path: Path) -> None:
+    """In loading and in training, whatever the process has drawn before and whoever loads."""
+
+    def run(folder: str, before: int, workers: int) -> list[Any]:
+        torch.manual_seed(before)
+        found: list[Any] = []
+        loader = loader_of(num_workers=workers)
+        with opened(tmp_path / folder, loader) as s:
+            for step in s.batches(loader):
+                found.append(float(torch.rand(())))
+                for batch in step:
+                    learn(loader.model, batch)
+                    found += [batch.tolist(), float(torch.rand(())), random.random(), float(np.random.rand())]
+                found.append(random.random())
+        return found
+
+    assert run("a", 1, 0) == run("b", 2, workers)
+
+
+def test_parameters_without_a_gradient_have_none(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
+    loader = loader_of(model)
+    with opened(tmp_path, loader) as s:
+        for number, step in enumerate(s.batches(loader)):
+            for batch in step:
+                learn(model["used"], batch)
+            assert [p.grad is None for p in model.parameters()] == [bool(number), False, True, True]
+            model["used"].weight.requires_grad_(False)  # from the next step on
+
+
+def leave_early(loader: ElasticLoader, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        learn(loader.model, batch)
+        break
+    assert all(p.grad is None for p in loader.model.parameters()), "an optimizer changes nothing"
+
+
+def update_inside(loader: ElasticLoader, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        learn(loader.model, batch)
+        optimizer.step()
+
+
+def twice(loader: ElasticLoader, optimizer: Any, step: Any) -> None:
+    for _ in range(2):
+        for batch in step:
+            learn(loader.model, batch)
+
+
+def other_samples(loader: ElasticLoader, optimizer: Any, step: Any) -> None:
+    """As on a rank with another dataset, or with a loader that has lost a sample."""
+    step.loaded[1] = step.loaded[1]._replace(digest=7)
+    for batch in step:
+        learn(loader.model, batch)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (leave_early, "was not run to its end"),
+        (update_inside, "behind that loop"),
+        (twice, "once"),
+        (other_samples, "have not used the samples of this step, each of them once"),
+    ],
+)
+def test_a_loop_that_would_train_on_something_else_is_stopped(body: Any, why: str, tmp_path: Path) -> None:
+    loader = loader_of()
+    optimizer = torch.optim.SGD(loader.model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with opened(tmp_path, loader, optimizer) as s:
+            for step in s.batches(loader):
+                body(loader, optimizer, step)
+
+    with pytest.raises(UsageError, match=why):
+        train()
+
+
+def test_a_training_goes_on_behind_the_last_step_with_the_micro_batches_that_it_had(tmp_path: Path) -> None:
+    """`ranks` is left out the second time, where the job has fewer; another seed is refused."""
+
+    def train(steps: int, **settings: Any) -> tuple[ElasticLoader, list[Any]]:
+        torch.manual_seed(1)
+        loader, seen = loader_of(nn.Linear(4, 1), **settings), list[Any]()
+        optimizer = torch.optim.SGD(loader.model.parameters(), lr=0.01)
+        found = newest_good(tmp_path)
+        resume = "never" if found is None else found
+        with opened(tmp_path, loader, optimizer, max_steps=steps, every=1, resume=resume) as s:
+            for epoch in s.epochs(9):
+                for step in s.batches(loader):
+                    for batch in step:
+                        seen.append((epoch, batch.tolist()))
+                        learn(loader.model, batch)
+                    optimizer.step()
+        return loader, seen
+
+    _, first = train(2)
+    _, second = train(5, ranks=None)
+    loader, third = train(6)
+    whole = [epoch_and_rows[0] for epoch_and_rows in first + second + third]
+    assert whole == [0] * 12 + [1] * 12
+    ids = [int(row[0]) for epoch, rows in first + second + third for row in rows if epoch == 0]
+    assert sorted(ids) == list(range(SAMPLES))
+    assert loader.used["steps"] == 6
+    with pytest.raises(UsageError, match="'seed': 3"):
+        train(7, seed=4)
+
+
+def test_what_cannot_be_done_is_refused_at_once(tmp_path: Path) -> None:
+    for wrong in ({"batch": "some"}, {"ranks": 0}, {"model": nn.Flatten()}):
+        with pytest.raises(ConfigError):
+            loader_of(**wrong)
+    loader, other = loader_of(), nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="one model for all"):
+        TorchState(loader.model, torch.optim.SGD(other.parameters(), lr=0.1), elastic=loader)
+    with pytest.raises(ConfigError, match="alone"):
+        TorchState(loader.model, sampler=[], elastic=loader)
+    with pytest.raises(ConfigError, match="an ElasticLoader"):
+        TorchState(loader.model, elastic=[1, 2])
+    with (
+        pytest.raises(UsageError, match="give it to the state"),
+        Session.open(tmp_path, state=TorchState(loader.model)) as s,
+    ):
+        next(iter(s.batches(loader)))

@@ -1,0 +1,98 @@
+"""A hand-written loop over an `ElasticLoader`, which can be entered again with fewer ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lastgasp.pytorch import ElasticLoader, Session, TorchState, train
+from support import again_faults
+from support.again_faults import note
+
+GATES = (3, 6, 8, 10)
+"""Completed steps after which the ranks wait for the file `go-STEP`, so that a fault comes when it may."""
+SAMPLES = 78
+"""The last step of an epoch has 14 samples of 16, and its micro-batches 3 or 4."""
+
+
+class Noisy:
+    """Each sample is another one each time that it is loaded, as with augmentation."""
+
+    def __init__(self) -> None:
+        self._x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._x[number]
+        return x + 0.1 * torch.randn(8), x.sum().reshape(1)
+
+
+def network() -> nn.Module:
+    """With random numbers, and with buffers; other weights on each rank but for the loader."""
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1))
+
+
+def main() -> None:
+    """Twelve steps: two epochs of five, and a bit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True, type=Path)
+    parser.add_argument("--final", type=Path)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--batch", default="constant", choices=["constant", "scaled"])
+    parser.add_argument("--any-order", action="store_true", help="gradients are summed as it comes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    again_faults.install(args.dir)
+    train(training, args)
+
+
+def training(args: argparse.Namespace) -> None:
+    """From the process group to the last step."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(3 + 1000 * dist.get_rank())
+    net = network()
+    loader = ElasticLoader(
+        Noisy(), net, 4, ranks=args.ranks, seed=5, canonical=not args.any_order, batch=args.batch,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 10], 0.7)
+    with Session.open(args.dir, state=TorchState(net, optimizer, schedule, elastic=loader), max_steps=12) as s:
+        note(args.dir, f"entered {os.getpid()} {s.step} {dist.get_rank()} {dist.get_world_size()}")
+        for _ in s.epochs(1000):
+            for step in s.batches(loader):
+                while s.step in GATES and not (args.dir / f"go-{s.step}").exists():
+                    s.alive()
+                    time.sleep(0.01)
+                optimizer.zero_grad()
+                for inputs, wanted in step:
+                    (((net(inputs) + 0.01 * torch.randn(1)) - wanted) ** 2).mean().backward()
+                optimizer.step()
+                schedule.step()
+                tell(args.dir, loader, step, s.step)
+        note(args.dir, f"ended {os.getpid()} {s.step}")
+    if args.final and dist.get_rank() == 0:
+        torch.save({**net.state_dict(), "lr": torch.tensor(schedule.get_last_lr())}, args.final)
+    dist.destroy_process_group()
+
+
+def tell(directory: Path, loader: ElasticLoader, step: Any, completed: int) -> None:
+    """Which samples this rank has used in the step under way, and the digest of all ranks' so far."""
+    order = loader.plan.order(step.epoch)
+    cut = loader.plan.cut(step.offset, loader.micros)
+    ids = [order[slice(*cut[one.number])].tolist() for one in step.loaded]
+    row = {"step": completed + 1, "epoch": step.epoch, "ids": ids, "digest": loader.used["digest"]}
+    note(directory, "used " + json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
