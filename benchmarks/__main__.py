@@ -12,8 +12,8 @@ from benchmarks import publish as readme
 from benchmarks.harness import Options, run, write
 
 NAMES = (
-    "detect", "callback", "checkpoint", "restart", "warm", "in_place", "marks", "flush", "marks_step", "slow",
-    "megatron", "mindspore", "mindio_drop_in", "report", "scale", "sizes",
+    "detect", "callback", "checkpoint", "restart", "warm", "in_place", "in_place_lightning", "in_place_megatron",
+    "marks", "flush", "marks_step", "slow", "megatron", "mindspore", "mindio_drop_in", "report", "scale", "sizes",
 )  # fmt: skip
 
 
@@ -32,8 +32,8 @@ NAMES = (
 def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | None, publish: bool) -> None:
     """Measure NAMES (all by default).
 
-    They are: detect, callback, checkpoint, restart, warm, in_place, marks, flush, marks_step, slow, megatron,
-    mindspore, mindio_drop_in, report, scale, sizes.
+    They are: detect, callback, checkpoint, restart, warm, in_place, in_place_lightning, in_place_megatron, marks,
+    flush, marks_step, slow, megatron, mindspore, mindio_drop_in, report, scale, sizes.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

@@ -8,8 +8,6 @@ be done again are not counted. Faults come once the warm process is ready.
 
 After each round the final weights of the jobs with faults are compared with those of one without.
 
-Behind them the Lightning example on 2 ranks (in_place_lightning.py).
-
 What it costs to be able to: steps of the same job without faults, in one process by turns with `recovery="auto"` and
 with `recovery="restart"`; the difference of the mean step within each round, of rank 0.
 
@@ -22,13 +20,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import Measure, Options
-from benchmarks.in_place_lightning import lightning
+from benchmarks.in_place_times import gate
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
@@ -38,7 +35,6 @@ RANKS, LAST, LIMIT = 4, 3, 600.0
 APART = 30
 """Steps between two faults."""
 PARTS = ("the function is called again", "process group", "DDP", "session")
-READY = "a restart will fork its ranks from a warm process"
 LAUNCHERS = {
     "bare": ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "9"],
     "lastgasp": ["-m", "lastgasp", "run"],
@@ -75,7 +71,7 @@ def measure(options: Options) -> list[Measure]:
     jobs = _Jobs(options.folder, scale)
     for number in range(scale.rounds):
         jobs.round(number)
-    return [*jobs.measures(), *_costs(jobs.costs()), *lightning(options.folder, 1 if options.quick else 6)]
+    return [*jobs.measures(), *_costs(jobs.costs())]
 
 
 @dataclass
@@ -113,14 +109,8 @@ class _Jobs:
         command += ["--dir", str(place), "--width", str(self.scale.width), *options]
         warm = {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug"}
         environ = os.environ | {"OMP_NUM_THREADS": "1"} | (BARE if launcher == "bare" else warm) | more
-        over = threading.Event()
-        gate = threading.Thread(target=_open, args=(place, over))
-        gate.start()
-        try:
+        with gate(place, "log"):
             done = run_job(command, place / "log", timeout=LIMIT, environ=environ)
-        finally:
-            over.set()
-            gate.join()
         if done.returncode != 0 or done.left:
             raise RuntimeError(f"{place.name}: exit code {done.returncode}, {done.left}\n{done.output[-4000:]}")
 
@@ -161,15 +151,6 @@ class _Jobs:
         self.run(place, "lastgasp", options, {})
         costs: dict[str, list[tuple[float, float]]] = json.loads((place / "costs.json").read_text())
         return costs
-
-
-def _open(place: Path, over: threading.Event) -> None:
-    """Let the faults come once the warm process is ready."""
-    log = place / "log"
-    while not over.wait(0.1):
-        if log.exists() and READY in log.read_text(errors="replace"):
-            (place / "go").touch()
-            return
 
 
 def _require(way: str, faults: Sequence[Fault], found: Sequence[Incident], place: Path) -> None:

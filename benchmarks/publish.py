@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- /speed -->"
 NAMES = (
-    "detect", "callback", "checkpoint", "restart", "warm", "in_place", "marks", "flush", "marks_step", "slow",
-    "report", "megatron", "mindspore", "mindio_drop_in", "scale", "sizes",
+    "detect", "callback", "checkpoint", "restart", "warm", "in_place", "in_place_lightning", "in_place_megatron",
+    "marks", "flush", "marks_step", "slow", "report", "megatron", "mindspore", "mindio_drop_in", "scale", "sizes",
 )  # fmt: skip
 """In the order of the tables."""
 HEADLINES = (

@@ -19,7 +19,9 @@ TARGETS: dict[str, set[float]] = {
     "checkpoint": {1.0, 1.3},
     "restart": {0.5, 0.0},
     "warm": {1.5},
-    "in_place": {0.5, 0.15, 1.0, 1.5, 0.0},
+    "in_place": {0.5, 0.15, 0.0},
+    "in_place_lightning": {1.0, 1.5, 0.0},
+    "in_place_megatron": {2.0, 0.0},
     "marks": {0.5, 0.05},
     "flush": {1.0},
     "marks_step": {0.5},
@@ -33,8 +35,8 @@ TARGETS: dict[str, set[float]] = {
 }
 """The targets that each benchmark judges."""
 LONG = (
-    "callback", "checkpoint", "detect", "flush", "in_place", "marks_step", "megatron", "mindio_drop_in", "mindspore",
-    "restart", "slow", "warm",
+    "callback", "checkpoint", "detect", "flush", "in_place", "in_place_lightning", "in_place_megatron", "marks_step",
+    "megatron", "mindio_drop_in", "mindspore", "restart", "slow", "warm",
 )  # fmt: skip
 """They start complete jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]
