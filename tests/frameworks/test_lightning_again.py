@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torchmetrics import MeanMetric
 
 from lastgasp_lightning import again
 from lastgasp_lightning.kept import KeptTrainer
+from lastgasp_lightning.metrics import unsaved
 
 
 class Net(LightningModule):
@@ -179,3 +183,32 @@ def test_what_cannot_be_entered_again_is_told(
     assert isinstance(trainer.strategy, DDPStrategy) == ("devices" in options)
     found = again.cannot(trainer)
     assert found.startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("asked", "launcher", "level"), [(True, "", 30), (True, "1", 30), (False, "1", 20), (False, "", 0)]
+)
+def test_who_has_not_asked_is_told_only_where_the_job_would_restart(
+    asked: bool, launcher: str, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LASTGASP_LAUNCHER", launcher)
+    monkeypatch.delenv("RANK", raising=False)
+    caplog.set_level(logging.DEBUG, "lastgasp")
+    again.tell("its loops are not Lightning's own", asked)
+    assert [one.levelno for one in caplog.records if "loops" in one.message] == [level] * bool(level)
+
+
+def test_a_config_that_was_saved_is_not_saved_by_a_new_process() -> None:
+    callback = SaveConfigCallback(MagicMock(), MagicMock())
+    again._done_before([Own(), callback])
+    callback.setup(MagicMock(), MagicMock(), "fit")
+    callback.parser.save.assert_not_called()  # type: ignore[attr-defined]
+
+
+def test_metrics_that_have_more_than_their_state_says_are_named(tmp_path: Path) -> None:
+    model, trainer = Net(), trainer_of(tmp_path)
+    model.broken, model.kept, model.unused = True, MeanMetric(), MeanMetric()
+    model.kept.persistent(True)
+    trainer.fit(model, data(), data())
+    model.kept.update(1.0)
+    assert unsaved(trainer) == ["mean"]

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
@@ -117,6 +117,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "no_validation_max_steps": {"trainer_args": {"limit_val_batches": 0, "max_steps": 15, "max_epochs": -1}},
     "reload": {"trainer_args": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}},
     "limited": {"trainer_args": {"limit_train_batches": 4}},
+    "accumulation_changes": {"callbacks": lambda: [GradientAccumulationScheduler({0: 2, 1: 3})]},
 }
 
 COVERING = (
@@ -133,6 +134,7 @@ COVERING = (
     "own_generator",
     "max_steps",
     "reload",
+    "accumulation_changes",
 )
 FAULTS = [
     Fault("forward", 9, live=True),

@@ -6,6 +6,7 @@ Its `fit` can be entered again; the gate is that of `train_again_lightning`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
+    RichProgressBar,
     StochasticWeightAveraging,
+    Timer,
 )
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
@@ -27,7 +34,7 @@ from lastgasp_lightning import LastGasp
 from support.again_faults import note
 from support.train_again_lightning import Diary, loggers
 
-SHAPES = ("ema", "swa", "manual", "schedule")
+SHAPES = ("ema", "swa", "manual", "schedule", "config", "compile", "scaler", "once")
 
 
 class Net(LightningModule):
@@ -38,12 +45,15 @@ class Net(LightningModule):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.net = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Dropout(0.3), nn.Linear(300, 1))
-        self.error, self.one_schedule = MeanAbsoluteError(), False
+        self.error, self.seen, self.one_schedule, self.measures = MeanAbsoluteError(), MeanAbsoluteError(), False, False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         """Squared error on noisy inputs."""
         x, y = batch
-        loss: Tensor = ((self.net(x + 0.1 * torch.randn_like(x)) - y) ** 2).mean()
+        found = self.net(x + 0.1 * torch.randn_like(x))
+        loss: Tensor = ((found - y) ** 2).mean()
+        if self.measures:
+            self.seen.update(found.detach().float(), y)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
         return loss
 
@@ -103,7 +113,20 @@ class Data(LightningDataModule):
 
     def __init__(self, world: int) -> None:
         super().__init__()
-        self._world = world
+        self._world, self.transferred = world, 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Counts batches of the training."""
+        self.transferred += bool(self.trainer and self.trainer.training)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its count is part of a checkpoint."""
+        return {"transferred": self.transferred}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As saved."""
+        self.transferred = state_dict["transferred"]
 
     def setup(self, stage: str) -> None:
         """Made in each process."""
@@ -119,8 +142,55 @@ class Data(LightningDataModule):
         return DataLoader(self._data, batch_size=8)
 
 
-def averages(shape: str) -> list[Callback]:
+class Counter(Callback):
+    """A user's own callback, whose numbers are its state; they are alike on all ranks, as in any of Lightning's."""
+
+    def __init__(self) -> None:
+        self.batches, self.places = 0, 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Each batch counts once."""
+        self.batches, self.places = self.batches + 1, self.places + batch_idx
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        return {"batches": self.batches, "places": self.places}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As saved."""
+        self.batches, self.places = state_dict["batches"], state_dict["places"]
+
+
+class Once(Callback):
+    """Meets the other ranks in its first fit alone: a new process waits where the others do not come."""
+
+    met = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As it may be done to look at the data together."""
+        if not self.met:
+            trainer.strategy.broadcast({"numbers": list(range(1000))})
+        self.met = True
+
+
+class Parser:
+    """What LightningCLI's callback needs of its parser; the real one is not among what the tests install."""
+
+    def save(self, config: Any, path: str, **options: Any) -> None:
+        """As a file."""
+        Path(path).write_text(f"{config}\n")
+
+
+def averages(shape: str, args: argparse.Namespace) -> list[Callback]:
     """What the shape adds."""
+    if shape == "config":
+        return [SaveConfigCallback(Parser(), "fit"), RichProgressBar(), OnExceptionCheckpoint(args.dir / "raised")]  # type: ignore[arg-type]
+    if shape == "scaler":
+        return [Counter(), Timer("00:01:00:00", interval="step")]
+    if shape == "once":
+        return [Once()]
     if shape == "ema":
         return [EMAWeightAveraging(decay=0.9)]
     if shape == "swa":
@@ -142,19 +212,38 @@ def main() -> None:
     seed_everything(7 + rank, workers=True)
     manual, ours = args.shape == "manual", LastGasp(args.dir)
     model = Manual() if manual else Net()
-    model.one_schedule = args.shape == "swa"
+    model.one_schedule, model.measures = args.shape == "swa", args.shape == "config"
     saves = ModelCheckpoint(every_n_train_steps=4, save_last=True, save_top_k=2, monitor="step", mode="max")
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))
+    data, written = Data(world), loggers(args.dir / "logs", args.board)
+    if args.shape == "config":
+        written.append(CSVLogger(args.dir / "logs/named", name="other"))
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp_find_unused_parameters_true" if manual else "ddp", max_epochs=4,
-        val_check_interval=0.5, accumulate_grad_batches=2 if args.shape in ("ema", "swa") else 1, log_every_n_steps=1,
-        precision="bf16-mixed", enable_model_summary=False, default_root_dir=args.dir,
-        gradient_clip_val=None if manual else 1.0, logger=loggers(args.dir / "logs", args.board),
-        callbacks=[Diary(args, ours), LearningRateMonitor(), *averages(args.shape), saves, ours],
+        val_check_interval=0.5, accumulate_grad_batches=2 if args.shape in ("ema", "swa", "scaler") else 1,
+        log_every_n_steps=1, enable_model_summary=args.shape == "config", default_root_dir=args.dir,
+        limit_train_batches=6 if args.shape == "config" else None, max_time="00:02:00:00",
+        gradient_clip_val=None if manual else 1.0, logger=written,
+        callbacks=[Diary(args, ours), LearningRateMonitor(), *averages(args.shape, args), saves, ours],
+        **({"plugins": scaled} if args.shape == "scaler" else {"precision": "bf16-mixed"}),
     )  # fmt: skip
-    trainer.fit(model, datamodule=Data(world))
+    if args.shape == "compile":  # torch 2.13 fails on self.log; with dynamic shapes bits depend on earlier ones
+        model.net.compile(dynamic=False)
+    trainer.fit(model, datamodule=data)
     note(args.dir, f"left {os.getpid()} {trainer.global_step}")
+    note(args.dir, "kept " + json.dumps(kept(trainer, data, args.dir), sort_keys=True, default=str))
     if trainer.is_global_zero:
         torch.save({name: value.clone() for name, value in model.state_dict().items()}, args.dir / "final.pt")
+
+
+def kept(trainer: Trainer, data: Data, directory: Path) -> dict[str, Any]:
+    """What is left of callbacks, data and precision; times are not."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    found = {type(one).__name__: one.state_dict() for one in callbacks}
+    found = {name: state for name, state in found.items() if state and name != "Timer"}
+    found |= {"data": data.state_dict(), "precision": trainer.precision_plugin.state_dict()}
+    text: dict[str, Any] = json.loads(json.dumps(found, default=str).replace(str(directory), ""))
+    return text
 
 
 if __name__ == "__main__":

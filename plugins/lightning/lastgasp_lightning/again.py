@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def watch_fits(recovery: Recovery) -> None:
         for one in asked:
             one.looked_at = True
         if why := cannot(self):
-            tell(why)
+            tell(why, any(one.asked for one in asked))
             return original(self, *args, **kwargs)
         kept = KeptTrainer(self, args[0] if args else kwargs["model"])
 
@@ -67,12 +68,25 @@ def watch_fits(recovery: Recovery) -> None:
             entry = current()
             assert entry is not None
             entry.objects = kept
+            if entry.held is not None:
+                _done_before(self.callbacks)
             return original(self, *args, **kwargs)
 
         return enter(entered, "", first=not dist.is_initialized())
 
     fit._lastgasp = True  # type: ignore[attr-defined]
     Trainer._fit_impl = fit  # type: ignore[method-assign]
+
+
+def _done_before(callbacks: list[Any]) -> None:
+    """A fit is entered again, and its config was saved: LightningCLI's callback meets other ranks in its first `setup`.
+
+    A new process would wait there for those that do not come, or refuse the file that is there.
+    """
+    cli: Any = sys.modules.get("lightning.pytorch.cli")
+    for one in callbacks:
+        if cli is not None and isinstance(one, cli.SaveConfigCallback):
+            one.already_saved = True
 
 
 def _watch_groups() -> None:
@@ -101,10 +115,11 @@ def _users_group() -> bool:
     return len(all_groups) > 1 or not _made or _made[0]() is not dist.group.WORLD
 
 
-def tell(why: str) -> None:
-    """Once, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        log.warning("this fit cannot be entered again: %s. After a fault the job restarts", why)
+def tell(why: str, asked: bool) -> None:
+    """One line of rank 0: a warning where the user has `asked` for it, and none where there is no launcher else."""
+    if os.environ.get("RANK", "0") == "0" and (asked or launched()):
+        level = logging.WARNING if asked else logging.INFO
+        log.log(level, "this fit cannot be entered again: %s. After a fault the job restarts", why)
 
 
 def cannot(trainer: Any) -> str:

@@ -22,7 +22,7 @@ from lastgasp.adapter.again import Recovery
 from lastgasp.adapter.arenas import arena_of
 from lastgasp_lightning.again import IN_PLACE, tell, watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
-from lastgasp_lightning.enters import Enters
+from lastgasp_lightning.enters import DEFAULT, RECOVERY, Enters
 from lastgasp_lightning.logversions import watch_versions
 from lastgasp_lightning.ranks import require_supported
 from lastgasp_lightning.run import LightningRun
@@ -95,7 +95,8 @@ class LastGasp(Enters, Callback):
             sha256=sha256,
         )
         self.marks = MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
-        self.recovery = recovery_of(recovery, "restart")
+        self.recovery = recovery_of(recovery, DEFAULT)
+        self.asked = recovery is not None or bool(os.environ.get(RECOVERY))
         self._arena = arena_of(arena)
         watch_fits(self.recovery)
         self._run: LightningRun | None = None
@@ -118,7 +119,7 @@ class LastGasp(Enters, Callback):
         check_writable(self.config.directory)
         reorder(trainer, self)
         if self.recovery in IN_PLACE and not self.looked_at:
-            tell("LastGasp was added to its trainer when the fit had begun (configure_callbacks)")
+            tell("LastGasp was added to its trainer when the fit had begun (configure_callbacks)", self.asked)
         self._run = LightningRun(trainer, self.config, self.marks, self.recovery, self._arena)
         if self._run.entry is not None:
             self._run.entry.end = self._failed_first

@@ -7,10 +7,12 @@ were taken. `LASTGASP=1` adds `LastGasp` with the directory in `LASTGASP_DIR`, u
 
 from __future__ import annotations
 
+import os
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lastgasp.adapter import recovery_of, switched, tell_launcher
-from lastgasp_lightning.enters import Enters
+from lastgasp_lightning.enters import DEFAULT, RECOVERY, Enters
 
 
 def callbacks() -> list[Callback]:
@@ -39,7 +41,7 @@ def _automatic() -> Callback:
 
     found = AutoLastGasp()
     watch_versions()
-    found.recovery = recovery_of(None, "restart")
+    found.recovery, found.asked = recovery_of(None, DEFAULT), bool(os.environ.get(RECOVERY))
     watch_fits(found.recovery)
     return found
 
@@ -65,7 +67,7 @@ class AutoLastGasp(Enters, Callback):
             trainer.callbacks = others  # type: ignore[attr-defined]
             return
         real = LastGasp()
-        real.looked_at = self.looked_at
+        real.looked_at, real.asked = self.looked_at, self.asked
         trainer.callbacks = [real if c is self else c for c in trainer.callbacks]  # type: ignore[attr-defined]
         real.setup(trainer, pl_module, stage)
 

@@ -3,7 +3,7 @@
 Lightning does not save them, so that a mean over an epoch would begin anew at a resume in its middle, and an
 early stop or a plateau scheduler that watches it would decide differently. Each rank has its own: they are reduced
 over the ranks only where the user asks for that, and at the end of the epoch. Metrics that are torchmetrics objects
-keep their state themselves and are not covered.
+keep their state themselves and are not covered: `unsaved` names them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torchmetrics import Metric
 
 _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
            "dataloader_idx", "metric_attribute")  # fmt: skip
@@ -146,3 +147,17 @@ def restore_results(trainer: Any, rows: list[dict[str, Any]]) -> None:
         metric._update_count = 1
         metric.has_reset = row["has_reset"]
         results[row["key"]] = metric
+
+
+def unsaved(trainer: Any) -> list[str]:
+    """Names of the module's torchmetrics objects that have accumulated what its `state_dict` does not hold.
+
+    Those that a validation logs do not count: it is done again.
+    """
+    validated = {id(one.value) for one in trainer.fit_loop.epoch_loop.val_loop._results.values() if not one.is_tensor}
+    return sorted(
+        name
+        for name, one in trainer.lightning_module.named_modules()
+        if isinstance(one, Metric) and one._update_count and not all(one._persistent.values())
+        and id(one) not in validated
+    )  # fmt: skip

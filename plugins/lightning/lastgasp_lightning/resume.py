@@ -115,6 +115,8 @@ class Resume:
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
             loop._restarting = False  # else the plateau schedulers of this epoch's end are left out
         trainer.should_stop = trainer.should_stop or record["stopping"]
+        if (accumulate := record.get("accumulate")) is not None:  # callbacks change it only when an epoch starts
+            trainer.accumulate_grad_batches = accumulate
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         _skip_second_save(trainer, record)
         _start_averaging(trainer)
@@ -142,6 +144,8 @@ class Resume:
         if rows is record["results"] and rows and record.get("results_rank") != trainer.global_rank:
             self._note(f"the epoch's accumulators of self.log on rank {trainer.global_rank} are those of another rank")
         restore_results(trainer, rows)
+        if lost := record.get("unsaved"):
+            self._note(f"torchmetrics objects begin anew, without what they had in this epoch: {', '.join(lost)}")
         logs._first_loop_iter, logs._current_fx = record["logging"]
         if logs._first_loop_iter is not None:
             logs.on_batch_end()

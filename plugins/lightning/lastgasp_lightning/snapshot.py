@@ -24,7 +24,11 @@ _MID_STEP = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward"
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state of the loops at one boundary. Holds references and shallow copies; nothing is cloned."""
+    """The state of the loops at one boundary. Holds references and shallow copies; nothing is cloned.
+
+    Attributes:
+        accumulate: batches of a step, where a callback has changed their number since the fit began (else None).
+    """
 
     step: int
     counters: tuple[Any, ...]
@@ -40,6 +44,7 @@ class Snapshot:
     callbacks: dict[str, Any]
     extra: tuple[Any, dict[str, Any]]
     flags: tuple[bytes, bytes]
+    accumulate: int | None
     all_callbacks: bool = False
 
 
@@ -52,7 +57,7 @@ class Snapshotter:
 
     def __init__(self, trainer: Any, earlier: bool = False) -> None:
         self._trainer, self._strategy = trainer, trainer.strategy
-        self._fit = trainer.fit_loop
+        self._fit, self._accumulate = trainer.fit_loop, trainer.accumulate_grad_batches
         self._epoch = trainer.fit_loop.epoch_loop
         self._val = self._epoch.val_loop
         self._logs = trainer._logger_connector
@@ -89,6 +94,7 @@ class Snapshotter:
             _states(self._mid_step) if self._mid_step else {},
             self.extra.take(),
             self.flags.take(),
+            accumulate if (accumulate := self._trainer.accumulate_grad_batches) != self._accumulate else None,
         )
 
     def loops(self, snapshot: Snapshot) -> dict[str, Any]:

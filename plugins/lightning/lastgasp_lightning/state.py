@@ -25,7 +25,7 @@ from lastgasp_lightning.boundary_form import patch_groups, saved_steps, set_batc
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
-from lastgasp_lightning.metrics import OwnAccumulators, encode_results
+from lastgasp_lightning.metrics import OwnAccumulators, encode_results, unsaved
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
@@ -390,6 +390,7 @@ class LightningState:
             "buffers": self._buffers(snapshot.step, aux_states),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,
+            "accumulate": snapshot.accumulate,
             "buckets": self._buckets.layout,
             "reloads": snapshot.reloads,
             "stopping": snapshot.stopping,
@@ -399,6 +400,7 @@ class LightningState:
             "saved_steps": saved_steps(self._trainer),
             "results": encode_results(snapshot.results),
             "results_rank": self._trainer.global_rank,
+            "unsaved": unsaved(self._trainer),
             "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
             "logging": snapshot.logging,
             "flags": self._snapshots.flags.record(snapshot.flags),
