@@ -199,10 +199,11 @@ def test_who_has_not_asked_is_told_only_where_the_job_would_restart(
 
 
 def test_a_config_that_was_saved_is_not_saved_by_a_new_process() -> None:
-    callback = SaveConfigCallback(MagicMock(), MagicMock())
+    parser = MagicMock()
+    callback = SaveConfigCallback(parser, MagicMock())
     again._done_before([Own(), callback])
     callback.setup(MagicMock(), MagicMock(), "fit")
-    callback.parser.save.assert_not_called()  # type: ignore[attr-defined]
+    parser.save.assert_not_called()
 
 
 def test_metrics_that_have_more_than_their_state_says_are_named(tmp_path: Path) -> None:

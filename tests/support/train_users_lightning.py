@@ -186,7 +186,8 @@ class Parser:
 def averages(shape: str, args: argparse.Namespace) -> list[Callback]:
     """What the shape adds."""
     if shape == "config":
-        return [SaveConfigCallback(Parser(), "fit"), RichProgressBar(), OnExceptionCheckpoint(args.dir / "raised")]  # type: ignore[arg-type]
+        parser: Any = Parser()
+        return [SaveConfigCallback(parser, parser), RichProgressBar(), OnExceptionCheckpoint(args.dir / "raised")]
     if shape == "scaler":
         return [Counter(), Timer("00:01:00:00", interval="step")]
     if shape == "once":
