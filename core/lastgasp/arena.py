@@ -5,6 +5,9 @@ computed while copying. A process with a descriptor of it (the launcher opens `/
 read it after the rank's death. A slot is marked as torn before its first byte changes, and as complete after its last
 one, so a kill in mid-copy leaves the other slot. The digest covers step, length and identity as well. What does not
 verify is never returned.
+
+Where a partner host gets copies (a buddy), there are four slots: two for the steps that go there, so that this host
+still holds such a step once it has arrived, and two for those in between.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,17 +25,19 @@ import xxhash
 from lastgasp.errors import LastgaspError
 
 ID_BYTES = 16
-SLOTS = 2
+NAME = "lastgasp-arena"
+"""Of the memory, as /proc/PID/fd shows it."""
+SLOTS, BUDDY_SLOTS = 2, 4
+"""Of an arena, and of one whose steps go to a partner host."""
 CHUNK = 1 << 19
 """Bytes that are copied and digested at a time: small enough to be still in a core's cache for the digest."""
 SHARE = 0.8
 """The part of a host's available memory that arenas may take."""
 _PAGE = 4096
 _MAGIC = int.from_bytes(b"LGARENA1", "little")
-_FILE = struct.Struct("<qq16s")  # magic, bytes of one slot, identity
-_SLOT = struct.Struct("<qqq16sq")  # seq_begin, step, length, digest, seq_end
-_SIZE, _IDENTITY = 1, slice(2, 4)
-_BEGIN, _STEP, _LENGTH, _DIGEST, _END = 0, 1, 2, slice(3, 5), 5
+_FILE = struct.Struct("<qq16sqqq")  # magic, bytes of one slot, identity, slots, rank, is a copy of another
+_SLOT = struct.Struct("<qqq16sqq")  # seq_begin, step, length, digest, for the buddy, seq_end
+_BEGIN, _STEP, _LENGTH, _DIGEST, _BUDDY, _END = 0, 1, 2, slice(3, 5), 5, 6
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -49,22 +54,31 @@ class Arena:
         identity: random bytes that tell this arena from all others, so that a descriptor number that now belongs to
             something else is noticed.
         capacity: greatest payload, bytes; 0 until `reserve`.
+        slots: how many `reserve` makes.
+        buddy: steps that are marked for it are to go to a partner host.
+        rank: whose it is, for who finds it without being told; -1 where that is not known.
+
+    Args:
+        identity, rank: of the arena that this one is a copy of; by default the identity is its own.
     """
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("lastgasp-arena", os.MFD_CLOEXEC)
-        self.identity = os.urandom(ID_BYTES)
-        self.capacity = 0
-        self._seq = self._next = 0
+    def __init__(self, identity: bytes = b"", rank: int = -1) -> None:
+        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        self.identity, self._copy = identity or os.urandom(ID_BYTES), bool(identity)
+        self.capacity, self.slots, self.buddy, self.rank = 0, SLOTS, False, rank
+        self._seq = 0
         self._closed = False
         self._file = memoryview(bytearray(_FILE.size)).cast("q")
         self._headers: list[memoryview] = []
         self._payloads: list[memoryview] = []
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, *, touch: bool = True) -> None:
         """Make room for payloads of `capacity` bytes, and touch it: the first touch costs ten times the copy.
 
         The memory only grows, and growing loses what it held.
+
+        Args:
+            touch: False where the first copy may take its time.
 
         Raises:
             OSError: there is no such memory.
@@ -72,21 +86,21 @@ class Arena:
         if capacity <= self.capacity:
             return
         size = _PAGE + -(-capacity // _PAGE) * _PAGE
-        total = _PAGE + SLOTS * size
+        total = _PAGE + self.slots * size
         self._file[0] = 0  # readers find nothing until the new slots are in place
         os.posix_fallocate(self.fd, 0, total)  # a host without the memory says so here, not by SIGBUS in the copy
         memory = self._map(mmap.mmap(self.fd, total, mmap.MAP_SHARED), size)
         for header in self._headers:
-            header[_BEGIN], header[_END] = -1, 0
-        for at in range(0, total, _PAGE):
+            header[_BEGIN], header[_END] = 0, -1
+        for at in range(0, total, _PAGE) if touch else ():
             memory[at] = memory[at]
-        _FILE.pack_into(memory, 0, 0, size, self.identity)
+        _FILE.pack_into(memory, 0, 0, size, self.identity, self.slots, self.rank, self._copy)
         self._file[0] = _MAGIC
         self.capacity = size - _PAGE
 
     def _map(self, mapped: mmap.mmap, size: int) -> memoryview:
         memory = memoryview(mapped)
-        starts = [_PAGE + size * i for i in range(SLOTS)]
+        starts = [_PAGE + size * i for i in range(self.slots)]
         self._headers = [memory[at : at + _SLOT.size].cast("q") for at in starts]
         self._payloads = [memory[at + _PAGE : at + size] for at in starts]
         self._file = memory[: _FILE.size].cast("q")
@@ -109,26 +123,27 @@ class Arena:
         kept = next((i for i, slot in enumerate(found) if slot.complete and slot.step == step), -1)
         if kept < 0:
             raise DamagedArena(f"the arena does not hold step {step}")
-        size = starts[1] - starts[0]
+        size, self.slots = starts[1] - starts[0], len(starts)
         self._map(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), size)
-        self._next, self._seq = 1 - kept, found[kept].begin
-        self._headers[self._next][_END] = -1
+        self._seq = found[kept].begin
+        for i, header in enumerate(self._headers):
+            if i != kept:
+                header[_END] = -1
         os.close(self.fd)
         self.fd, self.identity, self.capacity = fd, identity, size - _PAGE
 
-    def copy(self, step: int, pieces: Iterable[memoryview | bytes]) -> None:
-        """Copy the state of `step` over the older slot.
+    def copy(self, step: int, pieces: Iterable[memoryview | bytes], *, buddy: bool = False) -> None:
+        """Copy the state of `step` over the oldest slot of its kind.
 
         Args:
             pieces: contiguous bytes, all together at most `capacity`.
+            buddy: this step is to go to a partner host.
 
         Raises:
-            ValueError: they are more than that; the other slot is unharmed.
+            ValueError: they are more than that; the other slots are unharmed.
         """
-        self._seq = seq = self._seq + 1
-        header, payload = self._headers[self._next], self._payloads[self._next]
-        header[_BEGIN] = seq
-        hasher, at = _started(self.identity, step), 0
+        header, payload = self._begin(buddy)
+        hasher, at = started(self.identity, step), 0
         for each in pieces:
             piece = memoryview(each)
             size = piece.nbytes
@@ -139,10 +154,50 @@ class Arena:
                 payload[at : at + len(part)] = part
                 hasher.update(part)
                 at += len(part)
-        header[_STEP], header[_LENGTH] = step, at
-        header[_DIGEST] = memoryview(_ended(hasher, at)).cast("q")
-        header[_END] = seq
-        self._next = (self._next + 1) % SLOTS  # not before: the slot of a copy that failed is the next one's
+        header[_BUDDY] = buddy
+        self._end(header, step, at, ended(hasher, at))
+
+    def receive(self, step: int, length: int, digest: bytes, fill: Callable[[memoryview], None]) -> None:
+        """Put the state of `step` from another host over the oldest slot.
+
+        Args:
+            length: of it, at most `capacity`; digest: that it must have.
+            fill: fills what it is given, a chunk; called until all has come.
+
+        Raises:
+            DamagedArena: it has another digest; the other slots are unharmed.
+        """
+        header, payload = self._begin(False)
+        hasher = started(self.identity, step)
+        for begin in range(0, length, CHUNK):
+            part = payload[begin : min(begin + CHUNK, length)]
+            fill(part)
+            hasher.update(part)
+        if ended(hasher, length) != digest:
+            raise DamagedArena(f"what has come of step {step} does not match its digest")
+        header[_BUDDY] = False
+        self._end(header, step, length, digest)
+
+    def _begin(self, buddy: bool) -> tuple[memoryview, memoryview]:
+        self._seq += 1
+        slot = self._oldest(buddy)
+        self._headers[slot][_BEGIN] = self._seq
+        return self._headers[slot], self._payloads[slot]
+
+    def _end(self, header: memoryview, step: int, length: int, digest: bytes) -> None:
+        header[_STEP], header[_LENGTH] = step, length
+        header[_DIGEST] = memoryview(digest).cast("q")
+        header[_END] = self._seq
+
+    def _oldest(self, buddy: bool) -> int:
+        """The slot that the next copy takes: a torn one, else the oldest of its kind, which has half of them."""
+        held = [(header[_BEGIN], bool(header[_BUDDY]), i) for i, header in enumerate(self._headers)]
+        for i, header in enumerate(self._headers):
+            if header[_BEGIN] != header[_END]:
+                return i
+        same, others = [one for one in held if one[1] == buddy], [one for one in held if one[1] != buddy]
+        idle = buddy and same and others and max(others) < min(same)  # all steps that are copied go there now
+        return min(same if len(same) >= len(held) // 2 and not idle else others)[2]
 
     def forget(self) -> None:
         """Empty both slots: what they hold is of a training that is over."""
@@ -162,6 +217,7 @@ class _Slot:
     step: int
     length: int
     digest: bytes
+    buddy: int
     end: int
 
     @property
@@ -169,16 +225,55 @@ class _Slot:
         return 0 < self.begin == self.end
 
 
-def steps(fd: int, identity: bytes) -> tuple[int, ...]:
+def steps(fd: int, identity: bytes, *, buddy: bool = False) -> tuple[int, ...]:
     """The steps that the arena behind `fd` holds, newest first; none if it is another arena, or none yet.
 
     Reads the headers alone, in microseconds: the payload is verified by who reads it.
+
+    Args:
+        buddy: only those that are to go to a partner host.
     """
     try:
         found = [_slot(fd, at) for at in _starts(fd, identity)]
     except (OSError, DamagedArena):
         return ()
-    return tuple(sorted((slot.step for slot in found if slot.complete), reverse=True))
+    wanted = (slot.step for slot in found if slot.complete and (slot.buddy or not buddy))
+    return tuple(sorted(wanted, reverse=True))
+
+
+def whose(fd: int) -> tuple[int, bytes, bool] | None:
+    """Rank and identity of the arena behind `fd`, and whether it is a copy on a partner host; None if it is none."""
+    raw = os.pread(fd, _FILE.size, 0)
+    if len(raw) < _FILE.size:
+        return None
+    magic, _, identity, _, rank, copy = _FILE.unpack(raw)
+    return (rank, identity, bool(copy)) if magic == _MAGIC and rank >= 0 else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the payload of a step lies in an arena's file, what digest it must have, and how much a slot can hold."""
+
+    at: int
+    length: int
+    digest: bytes
+    capacity: int
+
+
+def find(fd: int, identity: bytes, step: int) -> Found | None:
+    """Where `step` lies; None if the arena does not hold it (any more). Reads headers alone.
+
+    Raises:
+        DamagedArena: another arena, or none yet.
+        OSError: `fd` cannot be read.
+    """
+    starts = _starts(fd, identity)
+    capacity = starts[1] - starts[0] - _PAGE
+    for at in starts:
+        slot = _slot(fd, at)
+        if slot.complete and slot.step == step and 0 <= slot.length <= capacity:
+            return Found(at + _PAGE, slot.length, slot.digest, capacity)
+    return None
 
 
 @contextlib.contextmanager
@@ -201,20 +296,22 @@ def verified(fd: int, identity: bytes, step: int) -> Iterator[memoryview]:
     # A private mapping: nobody can change the arena through it, and torch takes its bytes without a warning. It is
     # unmapped when the last view of it is gone, which may be one of the caller's.
     payload = memoryview(mmap.mmap(fd, at + _PAGE + slot.length, access=mmap.ACCESS_COPY))[at + _PAGE :]
-    hasher = _started(identity, step)
+    hasher = started(identity, step)
     hasher.update(payload)
-    if _ended(hasher, slot.length) != slot.digest:
+    if ended(hasher, slot.length) != slot.digest:
         raise DamagedArena(f"the arena's copy of step {step} does not match its digest")
     yield payload
     if _slot(fd, at) != slot:
         raise DamagedArena(f"the arena's copy of step {step} was overwritten while it was read")
 
 
-def _started(identity: bytes, step: int) -> xxhash.xxh3_128:
+def started(identity: bytes, step: int) -> xxhash.xxh3_128:
+    """Begin the digest of a payload."""
     return xxhash.xxh3_128(identity + struct.pack("<q", step))
 
 
-def _ended(hasher: xxhash.xxh3_128, length: int) -> bytes:
+def ended(hasher: xxhash.xxh3_128, length: int) -> bytes:
+    """The digest, once all `length` bytes are in it."""
     hasher.update(struct.pack("<q", length))
     return hasher.digest()
 
@@ -224,23 +321,38 @@ def _starts(fd: int, identity: bytes) -> list[int]:
     raw = os.pread(fd, _FILE.size, 0)
     if len(raw) < _FILE.size:
         raise DamagedArena("the arena holds nothing yet")
-    magic, size, found = _FILE.unpack(raw)
-    if magic != _MAGIC or found != identity or size <= 0:
+    magic, size, found, slots, _, _ = _FILE.unpack(raw)
+    if magic != _MAGIC or found != identity or size <= 0 or slots not in (SLOTS, BUDDY_SLOTS):
         raise DamagedArena("it is another arena, or one that is being enlarged")
-    return [_PAGE + size * i for i in range(SLOTS)]
+    return [_PAGE + size * i for i in range(slots)]
 
 
 def _slot(fd: int, at: int) -> _Slot:
     raw = os.pread(fd, _SLOT.size, at)
-    return _Slot(*_SLOT.unpack(raw)) if len(raw) == _SLOT.size else _Slot(0, -1, 0, b"", -1)
+    return _Slot(*_SLOT.unpack(raw)) if len(raw) == _SLOT.size else _Slot(0, -1, 0, b"", 0, -1)
 
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def needed(payload: int) -> int:
+def needed(payload: int, slots: int = SLOTS) -> int:
     """Bytes of memory that an arena for such payloads takes."""
-    return _PAGE + SLOTS * (_PAGE + -(-payload // _PAGE) * _PAGE)
+    return _PAGE + slots * (_PAGE + -(-payload // _PAGE) * _PAGE)
+
+
+def in_use(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Bytes of all arenas on this host, and how many there are, as far as this user may see their processes."""
+    found: dict[int, int] = {}
+    for process in proc.iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if f"memfd:{NAME}" in os.readlink(link):
+                        stat = link.stat()
+                        found[stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values()), len(found)
 
 
 def available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:

@@ -22,6 +22,8 @@ log = logging.getLogger("lastgasp")
 
 ArenaMode = int | Literal["auto"]
 """Steps between two copies; 0 copies none; auto chooses."""
+BuddyMode = int | Literal["auto"]
+"""Steps between two copies that go to a partner host; 0: none go there; auto: all that are made."""
 BUDGET = 0.01
 """The part of a step's time that copies may take where N is chosen."""
 WARM_UP, MEASURED = 2, 8
@@ -32,8 +34,10 @@ ROOM = 1 << 16
 
 class _Memory(msgspec.Struct, frozen=True, array_like=True):
     host: str
-    needed: int
+    size: int
+    """Of what is to be copied, where more memory is needed for it; else 0."""
     available: int | None
+    buddy: str
 
 
 class Filling:
@@ -41,15 +45,25 @@ class Filling:
 
     Args:
         arena: this rank's.
-        mode: which steps are copied.
+        mode: which steps are copied; buddy: which of these go to a partner host, where there is one.
         gather: among all ranks; note: tells people.
 
     Attributes:
         every: steps between two copies; 0 copies none.
     """
 
-    def __init__(self, arena: Arena, mode: ArenaMode, gather: Gather, note: Callable[[str], None], rank: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        mode: ArenaMode,
+        gather: Gather,
+        note: Callable[[str], None],
+        rank: int,
+        *,
+        buddy: BuddyMode = 0,
+    ) -> None:
         self._arena, self._gather, self._note, self._rank = arena, gather, note, rank
+        self._buddy, arena.buddy, arena.rank = buddy, buddy != 0, rank
         self.every = 1 if mode == "auto" else mode
         self._choosing = mode == "auto"
         self._checked = False
@@ -92,18 +106,30 @@ class Filling:
                 return
         if size > self._arena.capacity:
             self._arena.reserve(size + ROOM)
-        self._arena.copy(step, _with_fault(payload, step))
+        apart = self.apart
+        self._arena.copy(step, _with_fault(payload, step), buddy=apart > 0 and step % apart == 0)
+
+    @property
+    def apart(self) -> int:
+        """Steps between two copies that go to a partner host, a multiple of `every`; 0: none go."""
+        if not self._buddy or not self.every:
+            return 0
+        return self.every if self._buddy == "auto" else self.every * -(-self._buddy // self.every)
 
     def _too_little(self, step: int, size: int) -> str:
         """Why the arenas of this host cannot be had; empty if they can. Asked of all ranks before any takes its own."""
-        needed = arenas.needed(size) if size - ROOM > self._arena.capacity else 0
-        own = _Memory(host_identity(), needed, arenas.available())
+        own = _Memory(
+            host_identity(), size if size - ROOM > self._arena.capacity else 0, arenas.available(), str(self._buddy)
+        )
         try:
             parts = self._gather(f"loop/arena/{step}", msgspec.json.encode(own))
         except LastgaspError as error:
             return f"the ranks could not compare their memory ({error})"
-        here = [one for part in parts if (one := msgspec.json.decode(part, type=_Memory)).host == own.host]
-        total, known = sum(one.needed for one in here), [one.available for one in here if one.available is not None]
+        said = [msgspec.json.decode(part, type=_Memory) for part in parts]
+        here = [one for one in said if one.host == own.host]
+        self._pair(said, one_host=len(here) == len(said))
+        total = sum(arenas.needed(one.size, self._arena.slots) for one in here if one.size)
+        known = [one.available for one in here if one.available is not None]
         if self._rank == 0:
             log.info("arenas: %.0f MB of memory on each host with as many ranks as this one, so that a killed rank's "
                      "shard outlives it", total / 1e6)  # fmt: skip
@@ -111,6 +137,19 @@ class Filling:
             needs, has = f"{total / 1e6:.0f} MB", f"{min(known) / 1e6:.0f} MB"
             return f"the arenas of this host's {len(here)} ranks need {needs}, and {has} of memory are available"
         return ""
+
+    def _pair(self, said: Sequence[_Memory], one_host: bool) -> None:
+        """Whether copies go to a partner host: all ranks find the same."""
+        asked = {one.buddy for one in said}
+        if len(asked) > 1 and self._rank == 0:
+            self._note(f"LASTGASP_BUDDY differs between ranks ({', '.join(sorted(asked))}; 0 is off): no copies go to "
+                       "partner hosts, and the loss of a host costs the steps since the last checkpoint")  # fmt: skip
+        if one_host or len(asked) > 1:
+            self._buddy = 0
+        self._arena.slots = arenas.BUDDY_SLOTS if self._buddy else arenas.SLOTS
+        if self._buddy and self._rank == 0:
+            which = "each copied step" if self._buddy == "auto" else f"the first copied step of each {self._buddy}"
+            log.info("arenas: %s goes to a partner host, too, which takes as much memory there", which)
 
     def _off(self, why: str) -> None:
         self.every = 0

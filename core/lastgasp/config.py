@@ -163,6 +163,16 @@ def arena_of(given: object) -> int | Literal["auto"]:
     return "auto" if found is None else found
 
 
+def buddy_of() -> int | Literal["auto"]:
+    """`LASTGASP_BUDDY`, else off: which of the copied steps go to a partner host, as in `arena_of`.
+
+    Raises:
+        ConfigError: it is none of "auto", "off", "every N".
+    """
+    found = pick("buddy", None, os.environ, _arena)
+    return 0 if found is None else found
+
+
 def _arena(field: str, value: object) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
@@ -171,7 +181,7 @@ def _arena(field: str, value: object) -> int | Literal["auto"]:
     word, _, number = str(value).partition(" ")
     if word == "every" and number.isascii() and number.isdigit() and int(number) > 0:
         return int(number)
-    raise ConfigError(field, value, "'auto', 'off' or 'every N' with N of at least 1", "Leave it out for auto.")
+    raise ConfigError(field, value, "'auto', 'off' or 'every N' with N of at least 1", "Leave it out for the default.")
 
 
 def flag(field: str, value: object) -> bool:

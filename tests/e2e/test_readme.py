@@ -71,7 +71,7 @@ def test_every_variable_of_the_code_is_explained() -> None:
     assert used - internal <= explained
     names = {f"LASTGASP_{f.name.upper()}" for f in dataclasses.fields(GaspConfig)}
     names |= {"LASTGASP_MARKS", "LASTGASP_PROFILING_LIMIT_MB", "LASTGASP_REQUIRE_MANIFEST", "LASTGASP_ATTEMPTS"}
-    names |= {"LASTGASP_RECOVERY", "LASTGASP_ARENA"}
+    names |= {"LASTGASP_RECOVERY", "LASTGASP_ARENA", "LASTGASP_BUDDY"}
     everything = used | names | {"LASTGASP_DIR"}
     assert explained <= everything
 

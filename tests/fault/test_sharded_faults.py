@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lastgasp import arena
 from lastgasp.checkpoint import verify
 from lastgasp.gasp.attempt import FROM_ARENAS
 from lastgasp.pytorch.sharded import LAYOUT
@@ -25,6 +27,7 @@ from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import lean
 from support.matrix import LIMIT, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
+from support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
 Reference = References[tuple[int, str], Path]
@@ -117,16 +120,24 @@ def test_sharded_rest_of_the_matrix(case: ShardedCase, tmp_path: Path, reference
 
 
 @contextmanager
-def killed_together(fired: Path, count: int) -> Iterator[None]:
-    """Once so many ranks have stopped, kill them all."""
+def killed_together(fired: Path, count: int, launcher: set[int] | None = None) -> Iterator[None]:
+    """Once so many ranks have stopped, kill them all.
+
+    Args:
+        launcher: if given, it is killed first, and the inodes of what arenas there were are put in.
+    """
     over = threading.Event()
 
     def kill() -> None:
         while len(stopped := read_log(fired)) < count:
             if over.wait(0.05):
                 return
-        for one in stopped if count else ():
-            os.kill(int(str(one["pid"])), signal.SIGKILL)
+        pids = [int(str(one["pid"])) for one in stopped] if count else []
+        if launcher is not None:
+            launcher.update(*(open_arenas(pid) for pid in pids))
+            os.kill(int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -135,6 +146,41 @@ def killed_together(fired: Path, count: int) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def open_arenas(pid: int) -> set[int]:
+    """The inodes of the arenas that a process has open."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if arena.NAME in os.readlink(link):
+                    found.add(link.stat().st_ino)
+    return found
+
+
+def processes() -> list[int]:
+    """All of this machine."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def test_ranks_and_launcher_are_killed_and_nothing_is_left(tmp_path: Path, reference: Reference) -> None:
+    """Arenas go with the last process that has them; the next start begins with the newest file, and cleans up."""
+    case, fired, arenas = ShardedCase("killed-together", "data", "all", "run"), tmp_path / "fired", set[int]()
+    folders = {"LASTGASP_RING_DIR": str(tmp_path / "ring"), "LASTGASP_RUNTIME_DIR": str(tmp_path / "run")}
+    for folder in folders.values():
+        Path(folder).mkdir(mode=0o700)
+    faulty = folders | {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)}
+    with killed_together(fired, case.world, arenas):
+        first = run_case(case, tmp_path, faulty)
+    assert first.returncode == -signal.SIGKILL, first.output[-4000:]
+    assert len(arenas) == case.world
+    until(lambda: not any(arenas & open_arenas(pid) for pid in processes()), "the memory of the arenas is free")
+    second = run_case(case, tmp_path, folders)
+    assert second.ok, second.output[-4000:]
+    assert "step=00000004.dcp: step 4" in second.output and "was killed: nothing is taken over" in second.output
+    assert differences(reference[case.world, case.shape], tmp_path / "final.pt") == [], second.output[-4000:]
+    assert [list(Path(folder).iterdir()) for folder in folders.values()] == [[], []]
 
 
 def check(case: ShardedCase, folder: Path, reference: Reference) -> None:

@@ -1,8 +1,8 @@
-"""A rank of a real job for tests with hosts: gloo between them, a hand-written loop or Lightning's.
+"""A rank of a real job for tests with hosts: gloo between them, a hand-written loop (`sharded`: FSDP2) or Lightning's.
 
-Usage: hosts_torch.py loop|lightning DIRECTORY STEPS PACE. Each rank draws random numbers of its own in every step, so
-that a step too many or too few, or a rank whose generator was not restored, shows in the end. Writes `at-RANK-ATTEMPT`
-(the step it has completed) and `end-RANK` (what it holds at the end) into DIRECTORY.
+Usage: hosts_torch.py loop|sharded|lightning DIRECTORY STEPS PACE. Each rank draws random numbers of its own in every
+step, so that a step too many or too few, or a rank whose generator was not restored, shows in the end. Writes
+`at-RANK-ATTEMPT` (the step it has completed) and `end-RANK` (what it holds at the end) into DIRECTORY.
 
 HOSTS_GATE=STEP: no rank goes on behind that step before the file DIRECTORY/go is there. HOSTS_SAVE_SECOND=RANK: this
 rank's gasp waits until another one has committed.
@@ -69,7 +69,12 @@ def ended(directory: Path, net: nn.Module) -> None:
     digest = hashlib.sha256()
     for name, value in net.state_dict().items():
         digest.update(name.encode() + value.numpy().tobytes())
-    (directory / f"end-{RANK}").write_text(f"{digest.hexdigest()} {torch.rand(()).item()} {random.random()}")
+    ended_with(directory, digest.hexdigest())
+
+
+def ended_with(directory: Path, state: str) -> None:
+    """And what it would draw next."""
+    (directory / f"end-{RANK}").write_text(f"{state} {torch.rand(()).item()} {random.random()}")
 
 
 def loop(directory: Path, steps: int, pace: float) -> None:
@@ -89,6 +94,39 @@ def loop(directory: Path, steps: int, pace: float) -> None:
             completed(directory, s.step, pace)
             held(directory, s.step)
     ended(directory, net.module)
+
+
+def sharded(directory: Path, steps: int, pace: float) -> None:
+    """The same with `fully_shard`: each rank holds what no other one does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lastgasp.pytorch import Session, TorchState
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in (net[0], net[4]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8)
+    seed()
+    with Session.open(directory, state=TorchState(net, optimizer, schedule), max_steps=steps, keep=9) as s:
+        while s.step < steps:
+            optimizer.zero_grad()
+            loss_of(net).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            s.updated()
+            completed(directory, s.step, pace)
+            held(directory, s.step)
+    digest = hashlib.sha256()
+    for parameter in net.parameters():
+        digest.update(parameter.detach().to_local().numpy().tobytes())  # type: ignore[attr-defined]
+    ended_with(directory, digest.hexdigest())
+    dist.destroy_process_group()
 
 
 def lightning(directory: Path, steps: int, pace: float) -> None:
@@ -148,7 +186,7 @@ def main() -> None:
     directory.mkdir(exist_ok=True)
     if os.environ.get("HOSTS_SAVE_SECOND") == str(RANK):
         save_second(directory)
-    {"loop": loop, "lightning": lightning}[sys.argv[1]](directory, steps, pace)
+    {"loop": loop, "sharded": sharded, "lightning": lightning}[sys.argv[1]](directory, steps, pace)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,48 @@ def test_it_holds_the_last_two_steps(arena: Arena) -> None:
     assert read(arena, 5) == data[5] and read(arena, 4) == data[4]
     with pytest.raises(DamagedArena, match=r"does not hold step 3, but \[5, 4\]"):
         read(arena, 3)
+
+
+def test_steps_for_the_buddy_have_slots_of_their_own(arena: Arena) -> None:
+    arena.slots = arenas.BUDDY_SLOTS
+    data = {}
+    for step in range(1, 12):
+        arena.reserve(BIG)
+        data[step] = bytes([step]) * BIG
+        arena.copy(step, [data[step]], buddy=step % 4 == 0)
+    assert steps(arena.fd, arena.identity) == (11, 10, 8, 4)
+    assert steps(arena.fd, arena.identity, buddy=True) == (8, 4)
+    assert all(read(arena, step) == data[step] for step in (11, 10, 8, 4))
+    for step in range(12, 20):  # where each copied step goes there, all slots are for these
+        arena.copy(step, [data[1]], buddy=True)
+    assert steps(arena.fd, arena.identity, buddy=True) == (19, 18, 17, 16)
+    for step in (20, 21):
+        arena.copy(step, [data[1]])
+    assert steps(arena.fd, arena.identity) == (21, 20, 19, 18)
+
+
+def test_a_copy_with_another_digest_is_not_taken(arena: Arena) -> None:
+    data = fill(arena, 1)
+    found = arenas.find(arena.fd, arena.identity, 1)
+    assert found is not None and found.length == BIG and os.pread(arena.fd, BIG, found.at) == data
+    copy = Arena(arena.identity)
+    copy.reserve(found.capacity, touch=False)
+
+    def fill_with(source: bytes) -> Callable[[memoryview], None]:
+        left = memoryview(source)
+
+        def fill(part: memoryview) -> None:
+            nonlocal left
+            part[:], left = left[: len(part)], left[len(part) :]
+
+        return fill
+
+    with pytest.raises(DamagedArena, match="of step 1 does not match"):
+        copy.receive(1, BIG, found.digest, fill_with(data[:-1] + b"?"))
+    assert steps(copy.fd, copy.identity) == () and arenas.find(copy.fd, copy.identity, 1) is None
+    copy.receive(1, BIG, found.digest, fill_with(data))
+    assert read(copy, 1) == data
+    copy.close()
 
 
 def test_a_copy_that_is_cut_short_leaves_the_other_slot(arena: Arena) -> None:

@@ -16,7 +16,7 @@ Situation = tuple[tuple[RankView, ...], ReplicaGroups, int, ArenasHeld]
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Up to four ranks on two hosts, some dead, some stuck; arenas with any two steps, or none."""
+    """Up to four ranks on two hosts, some dead, some stuck; arenas with any two steps, or none; copies elsewhere."""
     ranks = list(range(draw(st.integers(1, 4))))
     group = st.lists(st.sampled_from(ranks), min_size=1, max_size=2, unique=True).map(tuple)
     replicas = tuple(draw(st.lists(group, min_size=1, max_size=3)))
@@ -33,17 +33,27 @@ def situations(draw: st.DrawFn) -> Situation:
         )  # fmt: skip
     steps = {rank: tuple(draw(st.sets(st.integers(0, 4), max_size=2))) for rank in ranks if draw(st.booleans())}
     hosts = {rank: draw(st.sampled_from("ab")) for rank in ranks}
-    return tuple(views), replicas, draw(st.integers(0, 2)), ArenasHeld(steps, hosts)
+    copies = {
+        rank: (draw(st.sampled_from("abc")), tuple(draw(st.sets(st.integers(0, 4), max_size=2))))
+        for rank in ranks if draw(st.booleans())
+    }  # fmt: skip
+    return tuple(views), replicas, draw(st.integers(0, 2)), ArenasHeld(steps, hosts, copies)
 
 
-def sources(situation: Situation, shard: tuple[int, ...], step: int) -> set[tuple[int, int]]:
-    """All pairs of who could write that shard of that step, and from which rank's arena (-1: from its own state)."""
+def sources(situation: Situation, shard: tuple[int, ...], step: int) -> set[tuple[int, int, bool]]:
+    """Who could write that shard of that step, from which rank's arena (-1: its own state), and whether from a copy."""
     views, _, _, arenas = situation
     by_rank = {view.rank: view for view in views}
-    live = {(rank, -1) for rank in shard if by_rank[rank].holds and by_rank[rank].step == step}
+    live = {(rank, -1, False) for rank in shard if by_rank[rank].holds and by_rank[rank].step == step}
     kept = {rank for rank in shard if step in arenas.steps.get(rank, ())}
-    near = {(v.rank, rank) for rank in kept for v in views if v.writes and arenas.hosts[rank] == arenas.hosts[v.rank]}
-    return live | near
+    near = {
+        (v.rank, rank, False)
+        for rank in kept for v in views if v.writes and arenas.hosts[rank] == arenas.hosts[v.rank]
+    }  # fmt: skip
+    copied = {rank: arenas.buddies[rank][0] for rank in shard if step in arenas.buddies.get(rank, ("", ()))[1]}
+    writers = [view.rank for view in views if view.writes]
+    far = {(who, rank, True) for rank, host in copied.items() for who in writers if arenas.hosts[who] == host}
+    return live | near | far
 
 
 def possible(situation: Situation) -> set[int]:
@@ -66,11 +76,13 @@ def test_the_newest_step_that_can_be_had_is_saved_from_where_it_is(situation: Si
     assert found.step == best > durable and found.lost >= 0
     owners = found.arenas or (-1,) * len(replicas)
     for shard, saver, owner in zip(replicas, found.savers, owners, strict=True):
-        assert (saver, owner) in sources(situation, shard, best)
+        buddy, all_sources = owner in found.buddies, sources(situation, shard, best)
+        assert (saver, owner, buddy) in all_sources
+        assert not buddy or not [one for one in all_sources if one[1] >= 0 and not one[2]]  # an arena comes first
         fit = [v.rank for v in views if v.rank in shard and v.holds and v.step == best and not v.faulty]
         assert owner < 0 or not fit  # a live rank comes first
         own = next((view for view in views if view.rank == owner), None)
-        assert own is None or not own.writes or saver == owner  # nobody else reads what a rank can write itself
+        assert own is None or not own.writes or saver == owner or buddy  # a rank writes its own
 
 
 @given(situations())
@@ -127,10 +139,47 @@ def test_a_rank_that_answers_says_itself_what_its_arena_holds() -> None:
         def hosts(self) -> dict[int, str]:
             return {0: "a", 1: "a", 2: "a"}
 
-        def reference(self, rank: int) -> ArenaRef:
+        def buddies(self) -> dict[int, tuple[str, tuple[int, ...]]]:
+            return {1: ("b", (4, 3))}
+
+        def reference(self, rank: int, *, buddy: bool = False) -> ArenaRef:
             return ArenaRef(rank=rank)
 
     said = Prepared(recovery=1, step=5, durable=0, usable=True, arena=(5, 4))
     members = {0: Member(rank=0, prepared=said), 1: Member(rank=1, prepared=said, gone="died")}
-    assert arenas_held(Look(), members, {(2, 5)}).steps == {0: (5, 4), 1: (5, 4), 2: (4,)}
+    damaged = {(2, 5, False), (1, 4, True)}
+    found = arenas_held(Look(), members, damaged)
+    assert (found.steps, found.buddies) == ({0: (5, 4), 1: (5, 4), 2: (4,)}, {1: ("b", (3,))})
     assert arenas_held(None, members, set()) == ArenasHeld()
+
+
+def host_lost(
+    survivors: int, arena: tuple[int, ...], copy: tuple[int, ...], durable: int = 0, heard: int = 0
+) -> Decision:
+    """Rank 1's host is lost, and with it its arena; the host of rank 0 has a copy. `heard`: its last heartbeat."""
+    views = (
+        RankView(rank=0, step=survivors, holds=True, writes=True),
+        RankView(rank=1, step=heard, holds=False, alive=False, why="gone"),
+    )
+    held = ArenasHeld({0: arena, 1: ()}, {0: "a", 1: "b"}, {1: ("a", copy)})
+    return decide_with_arenas(views, ((0,), (1,)), durable, held)
+
+
+def test_a_lost_hosts_shard_is_taken_from_the_partner() -> None:
+    """All then save that older step; what is lost is what the others had completed, for the lost one cannot say."""
+    found = host_lost(survivors=17, arena=(17, 16, 15, 10), copy=(15, 10), heard=12)
+    assert isinstance(found, SavePlan)
+    assert (found.step, found.lost, found.savers) == (15, 2, (0, 0))
+    assert (found.arenas, found.buddies) == ((0, 1), frozenset({1}))
+    behind = host_lost(survivors=17, arena=(17, 16, 15, 10), copy=(10, 5))
+    assert isinstance(behind, SavePlan) and (behind.step, behind.lost) == (10, 7)
+    even = host_lost(survivors=15, arena=(15, 14, 10), copy=(15, 10))
+    assert isinstance(even, SavePlan) and (even.step, even.lost, even.arenas) == (15, 0, (-1, 1))
+
+
+def test_a_copy_that_is_too_old_saves_nothing_and_says_so() -> None:
+    found = host_lost(survivors=17, arena=(17, 16, 15, 10), copy=(5,), durable=3)
+    assert isinstance(found, GiveUp)
+    assert found.lost == 14 and "partner hosts hold copies: rank 1 5" in found.reason
+    on_disk = host_lost(survivors=17, arena=(17, 16, 15, 10), copy=(10,), durable=12)
+    assert isinstance(on_disk, GiveUp) and on_disk.lost == 5

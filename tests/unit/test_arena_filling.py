@@ -6,7 +6,7 @@ import pytest
 
 from lastgasp import _clock, arena
 from lastgasp.arena import Arena, steps
-from lastgasp.arena_filling import MEASURED, WARM_UP, ArenaMode, Filling, every_of
+from lastgasp.arena_filling import MEASURED, WARM_UP, ArenaMode, BuddyMode, Filling, every_of
 
 LAST = WARM_UP + MEASURED
 
@@ -14,17 +14,18 @@ LAST = WARM_UP + MEASURED
 class Ranks:
     """Stands for the other ranks: what this one says comes back, with what a slow one says of its copies."""
 
-    def __init__(self, slow: str = "0.025") -> None:
+    def __init__(self, slow: str = "0.025", other: str = "") -> None:
+        self.other = other  # what it says of its host, its memory and its buddy
         self.slow, self.asked, self.notes = slow.encode(), list[str](), list[str]()
 
     def gather(self, tag: str, payload: bytes) -> list[bytes]:
         """As `ports.Gather`."""
         self.asked.append(tag)
-        return [payload, self.slow] if "every" in tag else [payload, payload]
+        return [payload, self.slow] if "every" in tag else [payload, self.other.encode() or payload]
 
-    def filling(self, arena: Arena, mode: ArenaMode) -> Filling:
+    def filling(self, arena: Arena, mode: ArenaMode, buddy: BuddyMode = 0) -> Filling:
         """That of rank 0."""
-        return Filling(arena, mode, self.gather, self.notes.append, 0)
+        return Filling(arena, mode, self.gather, self.notes.append, 0, buddy=buddy)
 
 
 @pytest.mark.parametrize("mode", ["auto", 1])
@@ -72,3 +73,27 @@ def test_too_little_memory_is_told_with_its_figures(monkeypatch: pytest.MonkeyPa
 
 def test_n_keeps_copies_within_the_budget() -> None:
     assert [every_of(part) for part in (0.0, 0.01, 0.011, 0.02, 0.5)] == [1, 1, 2, 2, 50]
+
+
+@pytest.mark.parametrize(
+    ("other", "buddy", "held", "sent"),
+    [
+        ('["other host", 0, null, "4"]', 4, (14, 12, 10, 8), (12, 8)),
+        ('["other host", 0, null, "auto"]', "auto", (14, 12, 10, 8), (14, 12, 10, 8)),
+        ("", 4, (14, 12), ()),  # all ranks are on one host
+        ('["other host", 0, null, "auto"]', 4, (14, 12), ()),  # they do not agree
+    ],
+)
+def test_which_steps_go_to_a_partner_host(
+    other: str, buddy: BuddyMode, held: tuple[int, ...], sent: tuple[int, ...]
+) -> None:
+    own, ranks = Arena(), Ranks(other=other)
+    filling = ranks.filling(own, 2, buddy)
+    assert own.buddy
+    for step in range(1, 16):
+        filling.fill(step, lambda: [b"state"])
+    assert steps(own.fd, own.identity) == held
+    assert steps(own.fd, own.identity, buddy=True) == sent
+    assert bool(ranks.notes) == ("auto" in other and buddy == 4)
+    assert filling.apart == (4 if sent and buddy == 4 else 2 if sent else 0)
+    own.close()

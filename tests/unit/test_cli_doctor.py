@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from lastgasp import cli
+from lastgasp.arena import Arena, in_use, needed
 from lastgasp.doctor import look
 from lastgasp.doctor.machine import JobFacts
 from lastgasp.events import Incident, Phases, encode_incident
@@ -48,6 +49,16 @@ def test_what_a_warm_restart_takes_is_reported(monkeypatch: pytest.MonkeyPatch) 
     assert "restarts: ranks start anew (LASTGASP_WARM=off)" in run()[1]
     monkeypatch.setenv("LASTGASP_WARM", "maybe")
     assert "LASTGASP_WARM='maybe'" in run()[1]
+
+
+def test_what_arenas_take_is_reported() -> None:
+    own = Arena()
+    own.reserve(3_000_000)
+    taken, count = in_use()
+    assert taken >= needed(3_000_000) and count >= 1
+    said = json.loads(run("--json")[1])["arenas"]
+    assert "80% of what is available" in said and "of running jobs take" in said
+    own.close()
 
 
 def test_the_directory_may_come_from_the_environment_and_need_not_exist(

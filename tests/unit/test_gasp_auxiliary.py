@@ -118,7 +118,10 @@ def test_what_an_arena_holds_of_a_dead_rank_is_not_lost() -> None:
         def hosts(self) -> dict[int, str]:
             return dict.fromkeys(range(WORLD), "a")
 
-        def reference(self, rank: int) -> m.ArenaRef:
+        def buddies(self) -> dict[int, tuple[str, tuple[int, ...]]]:
+            return {}
+
+        def reference(self, rank: int, *, buddy: bool = False) -> m.ArenaRef:
             return m.ArenaRef(rank=rank)
 
     machine = job(Buffers({0: STEP, 1: STEP}, {}))

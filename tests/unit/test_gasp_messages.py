@@ -39,7 +39,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Refused(reason="wrong token"),
     m.Begin(
         step=3, durable=2, buffer_fd=-1, recovery="auto", together=((0, 1),), arena_fd=11, arena_id=b"id",
-        from_files=True,
+        from_files=True, buddy=True,
     ),
     m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),
@@ -89,7 +89,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     ),
     m.AskSwitch(ranks=(0, 3), on=1, off=16, wait=5.0),
     m.Keeper(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, host="boot:1"),
-    m.Keep(rank=3, pid=77, buffer_fd=9, arena_fd=11, arena_id=b"id"),
+    m.Keep(rank=3, pid=77, buffer_fd=9, arena_fd=11, arena_id=b"id", buddy=True),
     m.AskKept(rank=3),
     m.AskLeft(),
     m.Left(step=7, durable=4, arena=m.ArenaRef(rank=1, pid=70, fd=12, identity=b"id")),
@@ -98,6 +98,14 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Forks(attempt=2, cannot="there is no warm process"),
     m.Agreed(attempt=2, ending="saved"),
     m.Exited(attempt=2, incarnation=1, rank=3, how="killed by SIGKILL"),
+    m.Listens(port=4711),
+    m.Pair(pair=2, address="10.0.0.2:4711", owners=(2, 3)),
+    m.Copied(pair=2, rank=3, steps=(10, 5), pid=70, fd=13, identity=b"id"),
+    m.Remarked(text="too little memory"),
+    m.Sender(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC, pair=2),
+    m.Offers(owners=(2, 3), sizes=(4096, 8192), identities=(b"one", b"two")),
+    m.Sends(rank=3, step=10, length=4000, digest=NONCE[:16]),
+    m.Took(why="full", full=True),
     m.SwitchDone(results=(SwitchResult(rank=0, mask=15), SwitchResult(rank=3, why="no answer within 5 s"))),
 )  # fmt: skip
 BOUNDS = st.integers(-(2**63), 2**63 - 1)
@@ -106,6 +114,7 @@ DECODERS: tuple[Callable[[bytes], m.Message], ...] = (
     m.from_controller,
     m.from_operator,
     m.from_keeper,
+    m.from_sender,
     m.greeting,
 )
 SPOKEN_BY: tuple[tuple[UnionType, Callable[[bytes], m.Message]], ...] = (
@@ -113,6 +122,7 @@ SPOKEN_BY: tuple[tuple[UnionType, Callable[[bytes], m.Message]], ...] = (
     (m.FromController, m.from_controller),
     (m.FromOperator, m.from_operator),
     (m.FromKeeper, m.from_keeper),
+    (m.FromSender, m.from_sender),
 )
 
 
@@ -167,6 +177,9 @@ def strategy(kind: type[m.Message]) -> st.SearchStrategy[Any]:
         "faults": st.lists(faults, max_size=3).map(tuple),
         "ranks": st.none() | ranks,
         "steps": ranks,
+        "owners": ranks,
+        "sizes": ranks,
+        "identities": st.lists(st.binary()).map(tuple),
         "ends": st.lists(st.text()).map(tuple),
         "states": st.lists(st.binary()).map(tuple),
         "wait": st.floats(0, 1e9),

@@ -116,11 +116,11 @@ def test_a_controller_writes_it_and_takes_it_away(directory: Path) -> None:
 # -- who lives -------------------------------------------------------------------------------------
 
 
-def put(directory: Path, name: str = "x.json", **change: object) -> Path:
+def put(folder: Path, name: str = "x.json", /, **change: object) -> Path:
     """A file as this process would have written it, but for `change`."""
     one = announced()
     one.withdraw()
-    path = directory / name
+    path = folder / name
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(one._file, **change)))
     path.chmod(0o600)
     return path
@@ -133,6 +133,19 @@ def test_files_of_dead_controllers_are_removed(directory: Path) -> None:
     put(directory, "another process of that number.json", born=1)
     assert running_jobs() == []
     assert list(directory.iterdir()) == []
+
+
+def test_the_next_job_in_the_directory_says_that_nothing_is_taken_over(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lastgasp.controller")
+    put(directory, "killed.json", pid=1 << 22, directory="/ckpts")
+    put(directory, "of another job.json", pid=1 << 22, directory="/other")
+    one = announced()
+    one.tell("digits", "/ckpts")
+    assert [path.name for path in directory.iterdir()] == [one._file.name]
+    assert [f"in /ckpts (process {1 << 22}) was killed" in record.message for record in caplog.records] == [True]
+    one.withdraw()
 
 
 def test_a_defunct_controller_is_dead(directory: Path) -> None:

@@ -10,6 +10,7 @@ import click
 import msgspec
 from rich.table import Table
 
+from lastgasp.arena import SHARE, available, in_use
 from lastgasp.backends import choose_backend
 from lastgasp.doctor.checks import Diagnosis, every_check, examine, printable
 from lastgasp.doctor.look import look
@@ -49,6 +50,8 @@ class Report(msgspec.Struct, frozen=True):
     """What is installed, with versions."""
     restarts: str
     """How torchrun's ranks are started again after a fault, and what that takes."""
+    arenas: str
+    """How much memory of this host the copies of sharded state may take, and how much they take now."""
     diagnoses: list[Diagnosis]
     errors: int
     warnings: int
@@ -90,9 +93,8 @@ def report_of(machine: Machine) -> Report:
     """Everything about a machine."""
     diagnoses = examine(machine)
     errors = sum(one.severity == "error" for one in diagnoses)
-    return Report(
-        _backend(machine), frameworks(machine), _restarts(machine), diagnoses, errors, len(diagnoses) - errors
-    )
+    about = _backend(machine), frameworks(machine), _restarts(machine), _arenas(machine)
+    return Report(*about, diagnoses, errors, len(diagnoses) - errors)
 
 
 def _backend(machine: Machine) -> str:
@@ -114,10 +116,20 @@ def _restarts(machine: Machine) -> str:
     )
 
 
+def _arenas(machine: Machine) -> str:
+    has = available(machine.root / "proc/meminfo", machine.root / "sys/fs/cgroup")
+    taken, count = in_use(machine.root / "proc")
+    now = f"{count} of running jobs take {taken / 1e9:.1f} GB now" if count else "no running job has any"
+    if has is None:
+        return f"this host does not say how much memory there is for them; {now}"
+    return f"those of a host may take {SHARE * has / 1e9:.1f} GB ({SHARE:.0%} of what is available); {now}"
+
+
 def _print(report: Report) -> None:
     out = console()
     found = ", ".join(f"{name} {version}" for name, version in report.frameworks.items()) or "none"
     out.print(f"{escape(report.backend)}\nframeworks: {escape(found)}\nrestarts: {escape(report.restarts)}")
+    out.print(f"arenas: {escape(report.arenas)}")
     if report.diagnoses:
         table = Table("", "what is wrong, and what to do", "check", title_justify="left")
         for one in report.diagnoses:

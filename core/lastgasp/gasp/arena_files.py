@@ -50,6 +50,7 @@ def begin(status: RankStatus, source: StateSource, together: tuple[tuple[int, ..
         together=together,
         arena_fd=arena.fd if arena is not None else -1,
         arena_id=arena.identity if arena is not None else b"",
+        buddy=arena is not None and arena.buddy,
     )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lastgasp import arena
 from lastgasp.topology import host_identity
 
 from . import messages as m
-from .arena_decision import Steps
+from .arena_decision import Buddies, Steps
 from .keeper import open_buffer
 from .keepers import Keepers
+from .partners import Partners
 
 TRIES = 2
 """Attempts in a row that are given what was left without one of them having begun to train."""
@@ -43,12 +44,17 @@ class Arenas:
 
     Args:
         keepers: of the arenas on other hosts.
+        token: the job's; note: takes what people should know.
+
+    Attributes:
+        partners: where copies of arenas go.
     """
 
-    def __init__(self, keepers: Keepers) -> None:
+    def __init__(self, keepers: Keepers, token: str, note: Callable[[str], None]) -> None:
         self._keepers = keepers
         self._host = host_identity()
         self._kept: dict[int, _Kept] = {}
+        self.partners = Partners(keepers, self._host, token, note, self._own)
         self._left: dict[int, _Left] = {}
         self._durable = self._tries = 0
 
@@ -70,6 +76,10 @@ class Arenas:
             self._kept[rank] = _Kept(host, fd, begin.arena_id)
         return again
 
+    def _own(self, rank: int) -> tuple[int, bytes] | None:
+        kept = self._kept.get(rank)
+        return None if kept is None or kept.fd < 0 else (kept.fd, kept.identity)
+
     def _drop(self, rank: int) -> None:
         kept = self._kept.pop(rank, None)
         if kept is not None and kept.fd >= 0:
@@ -80,6 +90,7 @@ class Arenas:
         for rank in list(self._kept):
             self._drop(rank)
         self.drop_left()
+        self.partners.close()
 
     # -- from attempt to attempt --------------------------------------------------------------------------
 
@@ -89,6 +100,7 @@ class Arenas:
         Args:
             durable: the newest step on disk, as far as the attempt before knew.
         """
+        self.partners.begin()
         if self._left and self._kept.keys() != self._left.keys():
             for rank in list(self._kept):
                 self._drop(rank)
@@ -139,8 +151,14 @@ class Arenas:
         """As `ArenaLook` says."""
         return {rank: kept.host for rank, kept in self._kept.items()}
 
-    def reference(self, rank: int) -> m.ArenaRef:
+    def buddies(self) -> Buddies:
         """As `ArenaLook` says."""
+        return self.partners.held()
+
+    def reference(self, rank: int, *, buddy: bool = False) -> m.ArenaRef:
+        """As `ArenaLook` says."""
+        if buddy:
+            return self.partners.reference(rank)
         kept = self._kept.get(rank)
         return m.ArenaRef(rank=rank) if kept is None else self._reference(rank, kept)
 

@@ -39,3 +39,28 @@ class SwitchDone(Message, frozen=True, kw_only=True):
     """Controller: what each of them answered, by rank."""
 
     results: tuple[SwitchResult, ...]
+
+
+class Operator(Message, frozen=True, kw_only=True):
+    """Operator: the proof (in the role "operator", for rank -1). I ask; I am no rank."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+    mac: bytes
+
+
+class SwitchOrder(Message, frozen=True, kw_only=True):
+    """Controller: turn the marks of `on` on and those of `off` off (`steps.bits`)."""
+
+    order: int
+    on: int
+    off: int
+
+
+class Switched(Message, frozen=True, kw_only=True):
+    """Rank: done, and `mask` is on now; or -1, and why not."""
+
+    order: int
+    mask: int
+    why: str = ""

@@ -19,10 +19,11 @@ from . import messages as m
 from .actions import RecordPhase
 from .again import Again, Offer
 from .auxiliary import NoBuffers, RankBuffers
-from .decision import NOT_NEEDED
+from .decision import NOT_NEEDED, SavePlan
 from .groups import unpack
 from .ladder import ENTER, Ladder
 from .machine import Machine
+from .members import Outcome
 from .observer import Observer
 from .progress import Progress
 
@@ -31,6 +32,10 @@ UNUSED_KEPT = 1000
 GROUPS_SHOWN = 64
 """At most so many ranks of differing replica groups are named in an error."""
 FROM_ARENAS = "saved from arenas, copies that launchers keep in memory: those of ranks {}"
+FROM_BUDDIES = (
+    "the shards of ranks {ranks}, whose host was lost, were saved from copies on partner hosts, which are of step "
+    "{step}: {lost} completed steps are done again"
+)
 GATHER_TIMEOUT = 300.0
 """Seconds within which all ranks must join a gather, including the start-up of the slowest one."""
 
@@ -275,10 +280,23 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
             incident.notes.append(machine.shrunk)
     if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None
-    if out.arenas and (text := FROM_ARENAS.format(", ".join(map(str, out.arenas)))) not in incident.notes:
-        incident.notes.append(text)
-    if machine.unlike and machine.unlike not in incident.notes:
-        incident.notes.append(machine.unlike)
+    notes = [*holder_notes(out), *([machine.unlike] if machine.unlike else [])]
+    incident.notes += [note for note in notes if note not in incident.notes]
+
+
+def notes_of(plan: SavePlan) -> list[str]:
+    """Which shards were not written by who held them."""
+    outcome = Outcome()
+    outcome.planned(plan)
+    return holder_notes(outcome)
+
+
+def holder_notes(out: Outcome) -> list[str]:
+    """The same of a recovery."""
+    notes = [FROM_ARENAS.format(", ".join(map(str, out.arenas)))] if out.arenas else []
+    if out.buddies:
+        notes.append(FROM_BUDDIES.format(ranks=", ".join(map(str, out.buddies)), step=out.step, lost=out.lost))
+    return notes
 
 
 def _with_a_reason(unused: Iterable[Unused]) -> list[Unused]:

@@ -56,8 +56,10 @@ class OpenBuffers:
             peer.buffer_fd = open_buffer(peer.pid, begin.buffer_fd)
         elif peer.elsewhere is not None and begin.buffer_fd >= 0:
             host, pid = peer.elsewhere
-            fds = (begin.buffer_fd, begin.arena_fd)
-            order = m.Keep(rank=peer.rank, pid=pid, buffer_fd=fds[0], arena_fd=fds[1], arena_id=begin.arena_id)
+            order = m.Keep(
+                rank=peer.rank, pid=pid, buffer_fd=begin.buffer_fd, arena_fd=begin.arena_fd, arena_id=begin.arena_id,
+                buddy=begin.buddy,
+            )  # fmt: skip
             self._keepers.keep(host, order)
 
     def _descriptor(self, rank: int) -> int:

@@ -72,7 +72,7 @@ class Controller:
         self._expected: int | None = None
         self.keepers = Keepers(self.incidents.died_at, self._not_replacing)
         self._buffers = OpenBuffers(self._peers, self.keepers)
-        self.arenas = Arenas(self.keepers)
+        self.arenas = Arenas(self.keepers, token, self.incidents.note)
         self._watch: ProcessMonitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_s = _clock.wall_ns() // 1_000_000_000
@@ -331,7 +331,10 @@ class Controller:
             return False
         host, pid = peer.elsewhere or (self._identity, peer.pid or 0)
         self._buffers.keep(peer, begin)
-        return self.arenas.keep(rank, host, pid, begin)
+        again = self.arenas.keep(rank, host, pid, begin)
+        if begin.buddy and self.attempt is not None:
+            self.arenas.partners.begins(rank, host, self.attempt.hello.world_size, self.attempt.machine.replicas)
+        return again
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None

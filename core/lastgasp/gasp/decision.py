@@ -39,7 +39,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SavePlan:
     """Save `step`; `savers[i]` writes shard i: its own state, or the arena of rank `arenas[i]` if that is not -1.
 
-    Without arenas that is empty.
+    Without arenas that is empty. `buddies`: of which of these ranks it is the copy on a partner host that is written.
     """
 
     step: int
@@ -47,6 +47,11 @@ class SavePlan:
     unused: tuple[Unused, ...]
     lost: int
     arenas: tuple[int, ...] = ()
+    buddies: frozenset[int] = frozenset()
+
+    def damaged(self, owner: int) -> tuple[int, int, bool]:
+        """What cannot be used any more, where the arena of `owner` that this plan wanted is damaged."""
+        return owner, self.step, owner in self.buddies
 
     @property
     def common(self) -> int:

@@ -19,6 +19,7 @@ from lastgasp.errors import LastgaspError
 from lastgasp.topology import host_identity
 
 from . import messages as m
+from .buddies import Buddies
 from .link import Channel
 from .operator import NOBODY
 
@@ -81,8 +82,11 @@ class BufferKeeper:
         """Our descriptor and the identity, by rank."""
         self._of: dict[int, tuple[int, int]] = {}
         """Process and its descriptor, by rank."""
-        self._closed = threading.Event()
+        self._buddies = Buddies(token, self._has, lambda text: self._tell(m.Remarked(text=text)))
+        self._listening: Channel | None = None
+        self._closed, self._telling = threading.Event(), threading.Lock()
         self._poke_r, self._poke_w = os.pipe()
+        os.set_blocking(self._poke_w, False)
         self._thread = threading.Thread(target=self._run, name="lastgasp-keeper", daemon=True)
         self._thread.start()
 
@@ -90,9 +94,11 @@ class BufferKeeper:
         """End the thread; idempotent."""
         if self._closed.is_set():
             return
-        self._closed.set()
-        os.write(self._poke_w, b"x")
+        with self._telling, contextlib.suppress(BlockingIOError):
+            self._closed.set()
+            os.write(self._poke_w, b"x")
         self._thread.join(2 * REACH + AGAIN)
+        self._buddies.close()
         if not self._thread.is_alive():
             arenas = (fd for fd, _ in self._arenas.values())
             for descriptor in (*self._buffers.values(), *arenas, self._poke_r, self._poke_w):
@@ -108,10 +114,16 @@ class BufferKeeper:
         """Tell it that a process which was to take a rank's place has ended; does not wait."""
         self._tell(exited)
 
+    def _has(self, copied: m.Copied) -> None:
+        if self.connected:  # else all are told once it is
+            self._tell(copied)
+
     def _tell(self, message: m.Message) -> None:
-        if not self._closed.is_set():
-            self._to_tell.append(message)
-            os.write(self._poke_w, b"x")
+        with self._telling:  # from any thread, and never after the pipe was closed
+            if not self._closed.is_set():
+                self._to_tell.append(message)
+                with contextlib.suppress(BlockingIOError):  # it is full: the thread will wake up
+                    os.write(self._poke_w, b"x")
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -124,6 +136,8 @@ class BufferKeeper:
                     if self._forks is not None:
                         link.send(self._forks)
                     self.connected = True
+                    for copied in self._buddies.held():
+                        link.send(copied)
                     self._serve(link)
                 self.connected = False
             self._closed.wait(AGAIN)
@@ -146,10 +160,14 @@ class BufferKeeper:
             for message in link.receive():
                 if isinstance(message, m.Keep):
                     self._keep(message)
+                    if message.buddy and message.rank in self._arenas:  # its process lives, or did
+                        self._listen(link)
                 elif isinstance(message, m.AskKept):
                     link.send(self._kept(message.rank))
                 elif isinstance(message, m.Agreed):
                     self.agreed = message
+                elif isinstance(message, m.Pair):
+                    self._buddies.pair(message, self._arenas)
 
     def _keep(self, message: m.Keep) -> None:
         """Replace the buffer of an earlier attempt's rank of the same number.
@@ -168,6 +186,16 @@ class BufferKeeper:
             os.close(before[0])
         if (arena_fd := open_buffer(message.pid, message.arena_fd)) >= 0:
             self._arenas[message.rank] = arena_fd, message.arena_id
+
+    def _listen(self, link: Channel) -> None:
+        """Take copies of other hosts' arenas, and say where; once on each connection."""
+        if self._listening is link:
+            return
+        self._listening = link
+        try:
+            link.send(m.Listens(port=self._buddies.listen(link.own_address)))
+        except (OSError, LastgaspError) as error:
+            link.send(m.Remarked(text=f"a host cannot take copies of the arenas of others: {m.one_line(error)}"))
 
     def _kept(self, rank: int) -> m.Kept:
         buffer_fd = self._buffers.get(rank, -1)

@@ -26,6 +26,8 @@ class Keepers:
 
     Attributes:
         connected, most: how many launchers are connected, and the most there have been; read by other threads.
+        on_buddy: called with what is said about copies on partner hosts: host, its address, message.
+        own_address: by which the launchers of other hosts reach this one; empty before the first has connected.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Keepers:
         self._arenas: dict[int, m.Kept] = {}
         self._forks: dict[asyncio.StreamWriter, m.Forks | None] = {}
         self._agreed: m.Agreed | None = None
+        self.on_buddy: Callable[[str, str, m.Listens | m.Copied | m.Remarked], None] = lambda *said: None
+        self.own_address = ""
 
     @staticmethod
     def admit(hello: m.Keeper, token: str, nonce: bytes) -> None:
@@ -51,7 +55,7 @@ class Keepers:
 
     async def serve(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one keeper until it disconnects; the newest of a host counts."""
-        self._writers[host] = writer
+        self._writers[host], self.own_address = writer, str(writer.get_extra_info("sockname")[0])
         for where, order in self._buffers.values():
             if where == host:
                 writer.write(m.frame(order))
@@ -62,7 +66,11 @@ class Keepers:
         self.most = max(self.most, self.connected)
         try:
             while True:
-                self._heard(writer, m.from_keeper(await read_frame(reader, m.MAX_FRAME)))
+                message = m.from_keeper(await read_frame(reader, m.MAX_FRAME))
+                if isinstance(message, m.Listens | m.Copied | m.Remarked):
+                    self.on_buddy(host, str(writer.get_extra_info("peername")[0]), message)
+                else:
+                    self._heard(writer, message)
         finally:
             self.connected -= 1
             del self._forks[writer]
@@ -121,6 +129,12 @@ class Keepers:
         self._buffers[order.rank] = (host, order)
         if (writer := self._writers.get(host)) is not None:
             writer.write(m.frame(order))
+
+    def send(self, host: str, message: m.Message) -> None:
+        """To the launcher of that host, if it is connected."""
+        if (writer := self._writers.get(host)) is not None:
+            with contextlib.suppress(ControlError):
+                writer.write(m.frame(message))
 
     def ask(self, rank: int) -> None:
         """Ask for the states of a dead rank; no effect for a rank without a buffer on another host."""

@@ -46,6 +46,8 @@ class Keep(Message, frozen=True, kw_only=True):
     buffer_fd: int
     arena_fd: int = -1
     arena_id: bytes = b""
+    buddy: bool = False
+    """Steps of its arena are to go to a partner host."""
 
 
 class AskKept(Message, frozen=True, kw_only=True):
@@ -90,3 +92,13 @@ class Exited(Message, frozen=True, kw_only=True):
     incarnation: int
     rank: int
     how: str
+
+
+class Keeper(Message, frozen=True, kw_only=True):
+    """Launcher of another host: the proof (in the role "keeper", for rank -1). I keep the buffers of the ranks here."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+    mac: bytes
+    host: str

@@ -59,7 +59,9 @@ class Channel:
         self._deadline = _clock.monotonic() + seconds
         _live.add(self)
 
-    def _greet(self, token: str, role: m.Role, rank: int, hello: m.Greeting) -> tuple[m.Challenge, m.Welcome]:
+    def _greet(
+        self, token: str, role: m.Role, rank: int, hello: m.Greeting | m.Sender, peer: m.Role = "controller"
+    ) -> tuple[m.Challenge, m.Welcome]:
         """Authenticate mutually by the token; close the socket on failure."""
         try:
             challenge = self._expect(m.Challenge)
@@ -67,8 +69,8 @@ class Channel:
             mac = m.proof(token, role, challenge.nonce, rank)
             self.send(msgspec.structs.replace(hello, version=__version__, nonce=nonce, mac=mac))
             welcome = self._expect(m.Welcome)
-            if not m.proven(token, "controller", nonce, rank, welcome.mac):
-                raise AuthenticationError("the controller does not know this job's token: another job's address?")
+            if not m.proven(token, peer, nonce, rank, welcome.mac):
+                raise AuthenticationError(f"the {peer} does not know this job's token: another job's address?")
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError | EOFError) and not isinstance(error, LastgaspError):
@@ -99,6 +101,11 @@ class Channel:
     def fileno(self) -> int:
         """For select."""
         return self._socket.fileno()
+
+    @property
+    def own_address(self) -> str:
+        """This host's address on this connection."""
+        return str(self._socket.getsockname()[0])
 
     def send(self, message: m.Message) -> None:
         """Send one message; raises OSError when the controller is gone."""

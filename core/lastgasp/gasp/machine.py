@@ -78,7 +78,8 @@ class Machine:
     _asked_again: int = 0
     _deadline: float = 0.0
     _current: CurrentSave | None = None
-    _damaged: set[tuple[int, int]] = field(default_factory=set)  # rank and step of damaged copies in arenas
+    _damaged: set[tuple[int, int, bool]] = field(default_factory=set)
+    """Rank and step of damaged arenas, and whether it is the copy on a partner host."""
     _here: set[int] = field(default_factory=set)
     """Ranks that are connected and can answer."""
     _awaited: set[int] = field(default_factory=set)
@@ -249,7 +250,7 @@ class Machine:
         if current is None or self.state == "over":
             return []
         if message.arena >= 0:
-            self._damaged.add((message.arena, current.plan.step))
+            self._damaged.add(current.plan.damaged(message.arena))
         else:
             member.failed, member.failures = message.why, member.failures + 1
         return self._plan_again(now)
@@ -352,9 +353,7 @@ class Machine:
             return self._end("gave_up", decision.reason)
         self.state, self.plan, self._current = "saving", self.plan + 1, CurrentSave(decision)
         self._deadline = now + self.save_timeout
-        out = self.outcome
-        out.step, out.lost, out.savers = decision.step, decision.lost, decision.savers
-        out.arenas = tuple(sorted({owner for owner in decision.arenas if owner >= 0}))
+        self.outcome.planned(decision)
         return self._save_orders()
 
     def _save_orders(self) -> list[Action]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lastgasp.events import Ending, Fault, Unused
 
 from . import messages as m
+from .decision import SavePlan
 
 
 @dataclass(slots=True)
@@ -74,6 +75,14 @@ class Outcome:
     unused: tuple[Unused, ...] = ()
     arenas: tuple[int, ...] = ()
     """Ranks whose shards were written from their arenas."""
+    buddies: tuple[int, ...] = ()
+    """Ranks whose shards were written from the copies of their arenas on partner hosts."""
+
+    def planned(self, plan: SavePlan) -> None:
+        """This is going to be saved."""
+        self.step, self.lost, self.savers = plan.step, plan.lost, plan.savers
+        self.arenas = tuple(sorted({owner for owner in plan.arenas if owner >= 0} - plan.buddies))
+        self.buddies = tuple(sorted(plan.buddies))
 
     def release(self, recovery: int) -> m.Release:
         """The order that tells it to all ranks."""

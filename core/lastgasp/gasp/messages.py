@@ -18,8 +18,19 @@ from lastgasp.events import Ending, Fault
 from .again import Again
 from .asks import AskRanks as AskRanks
 from .asks import AskSwitch as AskSwitch
+from .asks import Operator as Operator
 from .asks import Ranks as Ranks
 from .asks import SwitchDone as SwitchDone
+from .asks import Switched as Switched
+from .asks import SwitchOrder as SwitchOrder
+from .buddy_messages import Copied as Copied
+from .buddy_messages import Listens as Listens
+from .buddy_messages import Offers as Offers
+from .buddy_messages import Pair as Pair
+from .buddy_messages import Remarked as Remarked
+from .buddy_messages import Sender as Sender
+from .buddy_messages import Sends as Sends
+from .buddy_messages import Took as Took
 from .cards import WorkerCard
 from .keeping import Agreed as Agreed
 from .keeping import ArenaRef as ArenaRef
@@ -29,6 +40,7 @@ from .keeping import DropLeft as DropLeft
 from .keeping import Exited as Exited
 from .keeping import Forks as Forks
 from .keeping import Keep as Keep
+from .keeping import Keeper as Keeper
 from .keeping import Kept as Kept
 from .keeping import Left as Left
 from .wire import HEADER as HEADER
@@ -121,6 +133,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """Entered again, this rank begins with the newest checkpoint, and not with what ranks hold in memory."""
     elastic: bool = False
     """Its training may be entered again with fewer ranks."""
+    buddy: bool = False
+    """Steps of its arena are to go to a partner host."""
 
 
 class Regroup(Message, frozen=True, kw_only=True):
@@ -321,45 +335,10 @@ class Ended(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class SwitchOrder(Message, frozen=True, kw_only=True):
-    """Controller: turn the marks of `on` on and those of `off` off (`steps.bits`)."""
-
-    order: int
-    on: int
-    off: int
-
-
-class Switched(Message, frozen=True, kw_only=True):
-    """Rank: done, and `mask` is on now; or -1, and why not."""
-
-    order: int
-    mask: int
-    why: str = ""
-
-
 class Noted(Message, frozen=True, kw_only=True):
     """Rank: a note for the incident's record (`Session.note`)."""
 
     text: str
-
-
-class Operator(Message, frozen=True, kw_only=True):
-    """Operator: the proof (in the role "operator", for rank -1). I ask; I am no rank."""
-
-    protocol: int
-    version: str
-    nonce: bytes
-    mac: bytes
-
-
-class Keeper(Message, frozen=True, kw_only=True):
-    """Launcher of another host: the proof (in the role "keeper", for rank -1). I keep the buffers of the ranks here."""
-
-    protocol: int
-    version: str
-    nonce: bytes
-    mac: bytes
-    host: str
 
 
 FromRank = (
@@ -368,10 +347,11 @@ FromRank = (
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed
+    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
-FromKeeper = Keeper | Kept | Forks | Exited
+FromKeeper = Keeper | Kept | Forks | Exited | Listens | Copied | Remarked
+FromSender = Sender | Offers | Sends
 Greeting = Hello | Operator | Keeper
 
 _encoder = msgspec.msgpack.Encoder()
@@ -379,6 +359,7 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 _from_controller: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
 _from_operator: msgspec.msgpack.Decoder[FromOperator] = msgspec.msgpack.Decoder(FromOperator)
 _from_keeper: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
+_from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
 _greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
@@ -424,6 +405,15 @@ def from_keeper(body: bytes) -> FromKeeper:
         ProtocolError: it is not one.
     """
     return _decode(_from_keeper, body)
+
+
+def from_sender(body: bytes) -> FromSender:
+    """Decode a message of a partner host's launcher.
+
+    Raises:
+        ProtocolError: it is not one.
+    """
+    return _decode(_from_sender, body)
 
 
 def greeting(body: bytes) -> Greeting:

@@ -44,4 +44,5 @@ def save_orders(
 def _with_arenas(order: m.Save, rank: int, plan: SavePlan, arenas: ArenaLook) -> m.Save:
     mine = [owner for saver, owner in zip(plan.savers, plan.arenas, strict=True) if saver == rank]
     owners = dict.fromkeys(owner for owner in mine if owner >= 0)
-    return msgspec.structs.replace(order, own=-1 in mine, arenas=tuple(map(arenas.reference, owners)))
+    references = tuple(arenas.reference(owner, buddy=owner in plan.buddies) for owner in owners)
+    return msgspec.structs.replace(order, own=-1 in mine, arenas=references)

@@ -100,6 +100,10 @@ class Announcement:
             return
         old, self._file = self._file, msgspec.structs.replace(self._file, job=job, directory=directory)
         self._write(old.name)
+        with contextlib.suppress(OSError, ConfigError), open_private(self._directory) as folder:
+            for dead in [one for one in _removed(folder) if one.directory == directory]:
+                log.info("the launcher of an earlier job in %s (process %d) was killed: nothing is taken over of what "
+                         "it or its ranks kept in memory, arenas among it", directory, dead.pid)  # fmt: skip
 
     def withdraw(self) -> None:
         """Remove the file at the controller's end; idempotent."""
@@ -158,6 +162,7 @@ def running_jobs() -> list[JobFile]:
     for directory in _candidates():
         try:
             with open_private(directory) as folder:
+                list(_removed(folder))
                 found += _listed(folder)
         except ConfigError as error:
             refused.append(error)
@@ -171,17 +176,26 @@ def running_jobs() -> list[JobFile]:
 
 
 def _listed(folder: int) -> Iterator[JobFile]:
+    yield from (job for _, job, dead in _seen(folder) if not dead)
+
+
+def _removed(folder: int) -> Iterator[JobFile]:
+    """Remove the files of controllers of this host that were killed."""
+    for name, job, dead in _seen(folder):
+        if dead:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            yield job
+
+
+def _seen(folder: int) -> Iterator[tuple[str, JobFile, bool]]:
+    """The files of this boot: name, contents, and whether the controller is known to be dead."""
     here = host_identity()
     boot = here.partition(":")[0]
     for name in os.listdir(folder):
         job = _read(folder, name) if name.endswith(".json") and not name.startswith(".") else None
-        if job is None or job.host.partition(":")[0] != boot:
-            continue  # from another machine (shared file system), or from before a reboot
-        if job.host == here and _born(job.pid) != job.born:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
-            continue
-        yield job
+        if job is not None and job.host.partition(":")[0] == boot:  # else of another machine (shared file system)
+            yield name, job, job.host == here and _born(job.pid) != job.born
 
 
 def _read(folder: int, name: str) -> JobFile | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgasp import _clock
@@ -15,8 +15,11 @@ from lastgasp.ports import Contributor, SaveResult, StateSource, own_source
 from lastgasp.topology import Place
 
 from . import messages as m
-from .attempt import new_incident, write_incident
-from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide
+from .arena_decision import ArenasHeld, decide_with_arenas
+from .arena_files import BadArena, save
+from .arenas_here import ArenasHere
+from .attempt import new_incident, notes_of, write_incident
+from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan
 from .rank_status import RankStatus
 from .settled import SavedElsewhere
 from .views import nothing_new, safe_step
@@ -45,6 +48,8 @@ class _Case:
     fault: Fault
     elsewhere: SavedElsewhere
     begun: bool
+    reached: set[int] = field(default_factory=set)
+    """Ranks whose auxiliary state is saved with their arenas."""
 
 
 class _Settled(Exception):
@@ -78,7 +83,8 @@ def recover_uncoordinated(
         outcome = _decide_and_save(status, source, place, hello.finish_timeout, case, last=True)
     incident.phases.released = _clock.wall_ns()
     incident.notes += known.notes
-    if place.world_size > 1 and (incident.savers or incident.ending != "saved"):
+    unreached = {*range(place.world_size)} - case.reached - {place.rank}
+    if unreached and (incident.savers or incident.ending != "saved"):
         incident.notes.append(OUT_OF_REACH)
     try:
         write_incident(incident, Path(hello.directory))
@@ -91,12 +97,19 @@ def _decide_and_save(
     status: RankStatus, source: StateSource, place: Place, finish: float, case: _Case, last: bool = False
 ) -> m.Release:
     """Raises Moved, but not the `last` time."""
-    decision = _decide(status, place, finish)
+    here = ArenasHere.of_launcher(source)
+    decision = _decide(status, place, finish, here.held())
     case.incident.phases.agreed = _clock.wall_ns()
-    return _carry_out(decision, source, case, last)
+    while True:
+        try:
+            return _carry_out(decision, source, case, last, here)
+        except BadArena as error:
+            log.warning("%s", error)
+            assert isinstance(decision, SavePlan)
+            decision = _decide(status, place, finish, here.without(error.rank, decision.step))
 
 
-def _decide(status: RankStatus, place: Place, finish: float) -> Decision:
+def _decide(status: RankStatus, place: Place, finish: float, held: ArenasHeld) -> Decision:
     deadline = _clock.monotonic() + finish
     trouble = status.look_again()
     while (trouble or not status.consistent) and not status.broken and _clock.monotonic() < deadline:
@@ -104,15 +117,15 @@ def _decide(status: RankStatus, place: Place, finish: float) -> Decision:
         trouble = status.look_again()
     why = status.broken or trouble or ("" if status.consistent else f"still inside its update after {finish:g} s")
     views = tuple(
-        RankView(rank=r, step=status.step, holds=not why, why=why)
+        RankView(rank=r, step=status.step, holds=not why, why=why, writes=True)
         if r == place.rank
         else RankView(rank=r, step=-1, holds=False, alive=False, why="unknown: the controller is gone")
         for r in range(place.world_size)
     )
-    return decide(views, place.replicas, status.durable)
+    return decide_with_arenas(views, place.replicas, status.durable, held)
 
 
-def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool) -> m.Release:
+def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool, here: ArenasHere) -> m.Release:
     incident = case.incident
     incident.unused = list(decision.unused)
     if isinstance(decision, NothingToSave):
@@ -125,7 +138,9 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool)
         return _release(incident, -1, "")
     incident.steps_lost = decision.lost
     try:
-        result = _save(decision, source, case)
+        result = _save(decision, source, case, here)
+    except BadArena:
+        raise
     except _Settled as settled:
         return _as_settled(incident, settled, source, decision.step)
     except Exception as error:  # whatever it is, the record says so
@@ -137,6 +152,7 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool)
         return _release(incident, -1, "")
     incident.ending, incident.step_saved, incident.files = "saved", decision.step, [result.path]
     incident.savers, incident.nbytes = sorted(set(decision.savers)), result.nbytes
+    incident.notes += notes_of(decision)
     return _release(incident, decision.step, result.path)
 
 
@@ -161,12 +177,18 @@ def _contributed(source: StateSource, step: int, path: str) -> str:
         return m.one_line(error)
 
 
-def _save(plan: SavePlan, source: StateSource, case: _Case) -> SaveResult:
+def _save(plan: SavePlan, source: StateSource, case: _Case, here: ArenasHere) -> SaveResult:
     incident, fault = case.incident, case.fault
     if found := case.elsewhere.look(plan.step):
         raise _Settled(*found)
     aux = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
-    result = source.save(plan.step, aux, f"rank {fault.rank}: {fault.cause}")
+    why, references = f"rank {fault.rank}: {fault.cause}", here.references(plan.arenas)
+    order = m.Save(
+        recovery=0, plan=0, step=plan.step, aux=aux, reason=why, own=-1 in plan.arenas, common=plan.common,
+        arenas=references,
+    )  # fmt: skip
+    result = save(source, order) if references else source.save(plan.step, aux, why)
+    case.reached.update(plan.arenas)
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
     # Both were saving at the same time. A contributor still publishes: it finds the first commit, and adds to it.
     if found := case.elsewhere.look(plan.step + isinstance(own_source(source), Contributor)):

@@ -12,7 +12,8 @@ from lastgasp.errors import ProtocolError
 
 HEADER = 4
 """Bytes of the length in front of a frame."""
-Role = Literal["rank", "controller", "operator", "keeper"]
+Role = Literal["rank", "controller", "operator", "keeper", "sender", "receiver"]
+"""sender, receiver: launchers of two hosts, of which one keeps copies of the other one's arenas."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

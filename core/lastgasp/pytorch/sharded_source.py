@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lastgasp.adapter.run import AdapterRun
-from lastgasp.arena import Arena, DamagedArena, verified
+from lastgasp.arena import Arena, DamagedArena, steps, verified
 from lastgasp.arena_filling import ArenaMode, Filling
 from lastgasp.arena_taking import Taken, taken_over
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.config import GaspConfig
+from lastgasp.config import GaspConfig, buddy_of
 from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.ports import Layout, SaveResult, Wanted
 from lastgasp.pytorch.aux_state import AuxRecorder
@@ -89,7 +89,9 @@ class ShardedSource:
         self.arena = Arena() if protected else None
         self._filling: Filling | None = None
         if self.arena is not None:
-            self._filling = Filling(self.arena, mode, session.gather, session.note, self.rank)
+            self._filling = Filling(
+                self.arena, mode, session.gather, session.note, self.rank, buddy=buddy_of()
+            )
             life.on_close(self.arena.close, last=True)
 
     def describe(self, shards: Shards) -> None:
@@ -170,12 +172,9 @@ class ShardedSource:
     def keep(self, small: SmallState) -> None:
         """A step is complete: follow the tensors, and keep its small state."""
         self.shards.look()
-        held = self._filling.every if self._filling is not None else 1
-        for step in [step for step in self._kept if step < small.step - 2 * held - 1]:
+        held = steps(self.arena.fd, self.arena.identity) if self.arena is not None else ()
+        for step in self._kept.keys() - {small.step - 1, *held}:
             del self._kept[step]
-        if held > 1:  # of those in between only the newest
-            for step in [s for s in self._kept if s % held]:
-                del self._kept[step]
         self._kept[small.step] = small
         self._completed = True
 

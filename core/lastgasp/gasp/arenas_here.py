@@ -1,0 +1,77 @@
+"""The arenas that a rank finds at its launcher by itself, once the controller is gone with its host."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lastgasp import arena
+from lastgasp.ports import StateSource
+
+from . import messages as m
+from .arena_decision import ArenasHeld
+from .arena_files import arena_of
+
+log = logging.getLogger("lastgasp")
+_HERE = "here"
+
+
+@dataclass
+class ArenasHere:
+    """Arenas of this host's ranks, and copies of other hosts' ones, by the open files of the launcher.
+
+    The launcher serves one job, and frees what is of an earlier attempt.
+    """
+
+    _found: dict[int, tuple[m.ArenaRef, tuple[int, ...], bool]] = field(default_factory=dict)
+    """How it is opened, its steps, and whether it is a copy."""
+
+    @classmethod
+    def of_launcher(cls, source: StateSource) -> ArenasHere:
+        """What there is; nothing where this rank has no arena, or its parent is no launcher with any (any more)."""
+        found, launcher = cls(), os.getppid()
+        if arena_of(source) is None:
+            return found
+        try:
+            for name in os.listdir(f"/proc/{launcher}/fd"):
+                found._look(launcher, int(name))
+        except OSError as error:
+            log.debug("the launcher's arenas cannot be seen: %s", error)
+        return found
+
+    def _look(self, launcher: int, number: int) -> None:
+        path = f"/proc/{launcher}/fd/{number}"
+        try:
+            if arena.NAME not in os.readlink(path):
+                return
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            known = arena.whose(fd)
+            if known is None:
+                return
+            rank, identity, copy = known
+            steps = arena.steps(fd, identity)
+        finally:
+            os.close(fd)
+        if steps and (rank not in self._found or max(steps) > max(self._found[rank][1])):
+            self._found[rank] = m.ArenaRef(rank=rank, pid=launcher, fd=number, identity=identity), steps, copy
+
+    def held(self) -> ArenasHeld:
+        """For the decision: all of them are on this host."""
+        own = {rank: steps for rank, (_, steps, copy) in self._found.items() if not copy}
+        copies = {rank: (_HERE, steps) for rank, (_, steps, copy) in self._found.items() if copy}
+        return ArenasHeld(own, dict.fromkeys(own, _HERE), copies)
+
+    def without(self, rank: int, step: int) -> ArenasHeld:
+        """The same once that step of that rank has turned out to be damaged."""
+        reference, steps, copy = self._found[rank]
+        self._found[rank] = reference, tuple(one for one in steps if one != step), copy
+        return self.held()
+
+    def references(self, owners: Iterable[int]) -> tuple[m.ArenaRef, ...]:
+        """How those are opened; -1 stands for none."""
+        return tuple(self._found[owner][0] for owner in dict.fromkeys(owners) if owner >= 0)
