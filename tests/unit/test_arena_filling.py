@@ -97,3 +97,11 @@ def test_which_steps_go_to_a_partner_host(
     assert bool(ranks.notes) == ("auto" in other and buddy == 4)
     assert filling.apart == (4 if sent and buddy == 4 else 2 if sent else 0)
     own.close()
+
+
+def test_a_framework_that_sends_no_copies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_BUDDY", "auto")
+    own, ranks = Arena(), Ranks(other='["other host", 0, null, "0"]')
+    ranks.filling(own, 1).fill(1, lambda: [b"state"])
+    assert ["has no effect with this framework" in note for note in ranks.notes] == [True]
+    own.close()
