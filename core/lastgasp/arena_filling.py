@@ -147,8 +147,8 @@ class Filling:
                        "partner hosts, and the loss of a host costs the steps since the last checkpoint")  # fmt: skip
         wanted = os.environ.get("LASTGASP_BUDDY", "off") not in ("", "off")
         if wanted and not self._buddy and not one_host and self._rank == 0:
-            self._note("LASTGASP_BUDDY has no effect with this framework: no copies go to partner hosts, and the loss of "
-                       "a host costs the steps since the last checkpoint")  # fmt: skip
+            self._note("LASTGASP_BUDDY has no effect with this framework: no copies go to partner hosts, and the loss "
+                       "of a host costs the steps since the last checkpoint")  # fmt: skip
         if one_host or len(asked) > 1:
             self._buddy = 0
         self._arena.slots = arenas.BUDDY_SLOTS if self._buddy else arenas.SLOTS
