@@ -31,7 +31,7 @@ class HostsJob:
 
     Args:
         script: a Python file and its arguments.
-        options: of the launcher.
+        options: of the launcher; python: its interpreter, by default that of Lightning jobs.
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class HostsJob:
         endpoint: str,
         ranks: int = 1,
         options: Sequence[str] = ("--rdzv-conf", "join_timeout=60"),
+        python: str = "",
         **variables: str,
     ) -> None:
         self.hosts = hosts
         nodes = ["--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         where = ["--rdzv-id", "job", "--rdzv-endpoint", f"{endpoint}:29400", *options]
-        self._command = [lean.python(), "-m", "lastgasp", "run", *nodes, *where, *map(str, script)]
+        self._command = [python or lean.python(), "-m", "lastgasp", "run", *nodes, *where, *map(str, script)]
         paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
         self._variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "LASTGASP_TOKEN": uuid.uuid4().hex} | variables
         self.launchers: dict[str, Started] = {}

@@ -185,7 +185,7 @@ def main() -> None:
     again_faults.install(args.dir)
     if args.full:
         vars(again_here)["available"] = lambda: 1000
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     seed_everything(7 + 1000 * rank)
     x = torch.randn(4 * 5 * world * args.accumulate, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -193,7 +193,8 @@ def main() -> None:
     if args.configured:
         model.given = [ours]
     trainer = Trainer(
-        accelerator="cpu", devices=world, strategy="ddp", max_steps=STEPS, max_epochs=-1, val_check_interval=3,
+        accelerator="cpu", devices=here, num_nodes=world // here, strategy="ddp", max_steps=STEPS, max_epochs=-1,
+        val_check_interval=3,
         accumulate_grad_batches=args.accumulate, log_every_n_steps=1, enable_model_summary=False,
         default_root_dir=args.dir, logger=loggers(args.dir / "logs", args.board),
         callbacks=callbacks_of(args, ours),

@@ -239,8 +239,6 @@ class Ladder(Machine):
             return unable[0]
         if self.offer is None:
             return "the job's launcher cannot do it (it is none of lastgasp)"
-        if self._from_files and self.offer.host:
-            return "the job has several hosts, and its training begins with files"
         return ""
 
     def _cannot_shrink(self, members: tuple[int, ...]) -> str:

@@ -24,7 +24,7 @@ from lastgasp.config import Recovery
 from lastgasp.errors import DeadlineExceeded
 from lastgasp.gasp.again import INCARNATION, ORDER, Again
 from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.pytorch.cut import cut_connections
+from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups
 
@@ -54,7 +54,8 @@ class EnteredFromFiles:
             if life.place.rank == 0:
                 log.warning("this training cannot be entered again: %s. After a fault the job restarts", self.why)
         elif life.session.backend.backend == "embedded":
-            status.recovery, status.from_files, life.before_again = recovery, True, self._agreed
+            status.recovery, status.from_files, status.ends = recovery, True, outside
+            life.before_again = self._agreed
 
     def _agreed(self, again: Again) -> None:
         self._again = again

@@ -129,8 +129,6 @@ def cannot(trainer: Any) -> str:
         return f"its strategy is {type(strategy).__name__}, and only 'ddp' can make its process group anew"
     if not launched():
         return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
-    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        return "the job has several hosts"
     if _users_group():
         return "a process group was there before that the script itself has made"
     if threading.current_thread() is not threading.main_thread():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -98,7 +97,5 @@ def _cannot(before: bool) -> str:
         return "it is not the first training of its script"
     if threading.current_thread() is not threading.main_thread():
         return "train() is not called on the main thread, where signals arrive"
-    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        return "the job has several hosts"
     groups: Any = getattr(getattr(distributed_c10d, "_world", None), "pg_map", ())
     return "the script has made process groups of its own, which cannot be made again" if len(groups) > 1 else ""
