@@ -38,7 +38,7 @@ class Drawn:
 
 
 def loader_of(model: nn.Module | None = None, **settings: Any) -> ElasticLoader:
-    return ElasticLoader(Drawn(), model or nn.Linear(4, 1), 2, **({"ranks": 4, "seed": 3} | settings))
+    return ElasticLoader(Drawn(), model or nn.Linear(4, 1), batch_size=2, **({"ranks": 4, "seed": 3} | settings))
 
 
 def opened(folder: Path, loader: ElasticLoader, optimizer: Any = None, **options: Any) -> Session:
@@ -149,8 +149,8 @@ def test_a_loop_that_would_train_on_something_else_is_stopped(body: Any, why: st
         train()
 
 
-def test_a_training_goes_on_behind_the_last_step_with_the_micro_batches_that_it_had(tmp_path: Path) -> None:
-    """`ranks` is left out the second time, where the job has fewer; another seed is refused."""
+def test_a_training_goes_on_behind_the_last_step(tmp_path: Path) -> None:
+    """And with no others: another seed is refused."""
 
     def train(steps: int, **settings: Any) -> tuple[ElasticLoader, list[Any]]:
         torch.manual_seed(1)
@@ -168,7 +168,7 @@ def test_a_training_goes_on_behind_the_last_step_with_the_micro_batches_that_it_
         return loader, seen
 
     _, first = train(2)
-    _, second = train(5, ranks=None)
+    _, second = train(5)
     loader, third = train(6)
     whole = [epoch_and_rows[0] for epoch_and_rows in first + second + third]
     assert whole == [0] * 12 + [1] * 12

@@ -47,7 +47,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--final", type=Path)
-    parser.add_argument("--ranks", type=int)
     parser.add_argument("--batch", default="constant", choices=["constant", "scaled"])
     parser.add_argument("--any-order", action="store_true", help="gradients are summed as it comes")
     args = parser.parse_args()
@@ -62,8 +61,8 @@ def training(args: argparse.Namespace) -> None:
     torch.manual_seed(3 + 1000 * dist.get_rank())
     net = network()
     loader = ElasticLoader(
-        Noisy(), net, 4, ranks=args.ranks, seed=5, canonical=not args.any_order, batch=args.batch,
-    )  # fmt: skip
+        Noisy(), net, batch_size=4, ranks=4, seed=5, canonical=not args.any_order, batch=args.batch
+    )
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 10], 0.7)
     with Session.open(args.dir, state=TorchState(net, optimizer, schedule, elastic=loader), max_steps=12) as s:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,7 @@ LEFT_EARLY = (
 class ElasticLoader:
     """Batches for a loop under `train` whose number of ranks may change, and the gradient of each global batch.
 
-        loader = ElasticLoader(dataset, net, batch_size=32, seed=1)
+        loader = ElasticLoader(dataset, net, batch_size=32, ranks=4, seed=1)
         with Session.open("ckpts", state=TorchState(net, optimizer, elastic=loader)) as s:
             for epoch in s.epochs(90):
                 for step in s.batches(loader):
@@ -56,7 +55,8 @@ class ElasticLoader:
         model: its parameters get the gradients, and it is not wrapped by DDP: all ranks begin with rank 0's
             parameters and buffers. Buffers are those that the first micro-batch of each step leaves.
         batch_size: samples of a micro-batch.
-        ranks: of the complete job; default: as many as the training was begun with, also where it is resumed.
+        ranks: of the complete job, so the micro-batches of a step. Not read from the environment: what a script
+            computes from it (a learning rate's schedule) must not change when ranks are missing.
         seed: of the order of the samples, and of random numbers.
         shuffle: another order in each epoch.
         canonical: sum gradients in one order, whoever has computed them: the result is then the same, to the last
@@ -79,8 +79,8 @@ class ElasticLoader:
         dataset: Any,
         model: nn.Module,
         batch_size: int,
+        ranks: int,
         *,
-        ranks: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         canonical: bool = False,
@@ -90,24 +90,19 @@ class ElasticLoader:
         pin_memory: bool = False,
     ) -> None:
         self.rank, self.world = _place()
-        self._given, ranks = ranks, self.world if ranks is None else ranks
         self.plan = Plan(samples=len(dataset), batch_size=batch_size, ranks=ranks, seed=seed, shuffle=shuffle)
         _check(self.world, ranks, batch, model)
-        self.model, self.epoch, self.offset, self._batch, self._canonical = model, 0, 0, batch, canonical
+        self.model, self.epoch, self.offset, self._batch = model, 0, 0, batch
         self._reader = Reader(dataset, collate_fn, seed)
         self._workers, self._pinned = num_workers, pin_memory
-        self._divide()
+        self.micros = ranks if batch == "constant" else self.world
+        self._shares = owners(self.micros, self.world)
+        self._sum = GradientSum(model.parameters(), self._shares, canonical)
         self._buffers = [buffer for buffer in model.buffers() if buffer is not None]
         self._open: GlobalBatch | None = None
         self.known = False
         self.used: dict[str, Any] = {"digest": "", "steps": 0, "samples": 0, "plan": self._depends_on()}
         self._like_rank_0([*model.parameters(), *self._buffers])
-
-    def _divide(self) -> None:
-        """Who does which micro-batches."""
-        self.micros = self.plan.ranks if self._batch == "constant" else self.world
-        self._shares = owners(self.micros, self.world)
-        self._sum = GradientSum(self.model.parameters(), self._shares, self._canonical)
 
     def _depends_on(self) -> dict[str, Any]:
         plan = self.plan
@@ -141,7 +136,7 @@ class ElasticLoader:
         """The steps of the epoch from `offset` on."""
         if not self.known or _place() != (self.rank, self.world):
             raise UsageError(NOT_HERE)
-        self._continue_plan()
+        self._require_same_plan()
         self._open = None
         epoch, order, begin, mine = self.epoch, self.plan.order(self.epoch), self.offset, self._shares[self.rank]
 
@@ -167,13 +162,8 @@ class ElasticLoader:
     def _offsets(self, begin: int) -> range:
         return range(begin, self.plan.samples, self.plan.batch_size * self.micros)
 
-    def _continue_plan(self) -> None:
-        """A training that is resumed goes on with as many micro-batches as it had, unless `ranks` says otherwise."""
-        before = self.used["plan"]
-        if self._given is None and before["ranks"] != self.plan.ranks and before["ranks"] >= self.world:
-            self.plan = replace(self.plan, ranks=before["ranks"])
-            self._divide()
-        own = self._depends_on()
+    def _require_same_plan(self) -> None:
+        before, own = self.used["plan"], self._depends_on()
         if before != own:
             raise UsageError(f"the training that is resumed had an ElasticLoader with {before}, this one has {own}: "
                              "which samples were used cannot be told")  # fmt: skip
