@@ -8,8 +8,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
+import trustme
 
 from lastgasp import arena
 from lastgasp.arena import Arena, verified
@@ -17,6 +19,7 @@ from lastgasp.gasp import buddy_receiver, buddy_sender
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.buddies import Buddies
 from lastgasp.gasp.partners import ring
+from support.certificates import issue
 from support.waiting import until
 
 TOKEN = "a" * 64
@@ -165,6 +168,28 @@ def test_strangers_and_other_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) 
         sender.buddies.pair(order(receiver, 0), known(own))
         until(lambda: receiver.holds(0) == (4,), "its own partner is")
     one.close()
+
+
+def test_with_tls_a_host_without_a_certificate_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buddy_sender, "AGAIN", 0.01)
+    variables = issue(tmp_path / "tls", trustme.CA(), "node-0")
+    with monkeypatch.context() as secured:
+        for name, value in variables.items():
+            secured.setenv(name, value)
+        with two_hosts(1) as (sender, receiver, [one]):
+            data = filled(one, 4)
+            sender.buddies.pair(order(receiver, 0), known(one))
+            until(lambda: receiver.holds(0) == (4,), "step 4 is there")
+            assert read(receiver.copied[0], 4) == data
+            for name in variables:
+                secured.delenv(name)
+            secured.setattr(buddy_sender, "REACH", 0.5)
+            secured.setattr(buddy_sender, "MISSED", 1)
+            plain = End()
+            plain.buddies.pair(order(receiver, 0), known(one))
+            until(lambda: bool(plain.notes), "who has no certificate is not let in")
+            assert sender.notes == [] and len(receiver.copied) == 1
+            plain.close()
 
 
 def test_nothing_is_left() -> None:
