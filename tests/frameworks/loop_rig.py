@@ -112,6 +112,7 @@ class Parts:
     scaler: Any = None
     optimizers: list[Any] = field(default_factory=list)
     folder: Path = Path()
+    prepared: list[Any] = field(default_factory=list)
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """Squared error on noisy inputs; random numbers of all three generators."""

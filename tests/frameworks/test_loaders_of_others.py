@@ -74,6 +74,32 @@ def test_a_state_of_generators_is_encoded_fast() -> None:
     assert b"torch._utils" not in position.state() and b"storage" not in position.state()
 
 
+# -- accelerate -----------------------------------------------------------------------------------------------
+
+
+def accelerated(kind: str, workers: int) -> Callable[[], Any]:
+    accelerate = package("accelerate")
+    data: Callable[[], Any] = {"shuffled": Numbers, "seeded": Numbers, "iterable": Stream}[kind]
+
+    def make() -> Any:
+        settings = accelerate.DataLoaderConfiguration(use_seedable_sampler=kind == "seeded")
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+        return accelerator.prepare(DataLoader(data(), 4, shuffle=kind != "iterable", num_workers=workers))
+
+    return make
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffled", "seeded", "iterable"])
+def test_accelerate(kind: str, workers: int, restored_environ: None) -> None:
+    """It has `state_dict` by name only, fetches a batch ahead, and shuffles by the number of the pass."""
+    loop = Loop(accelerated(kind, workers), epochs=3)
+    assert loop.check(stops(workers)) == ""
+    if not workers:
+        loop.check_twice(6, 2)
+        Loop(accelerated(kind, 0), epochs=3, most=3).check((2, 3, 4, 6))
+
+
 # -- WebDataset -----------------------------------------------------------------------------------------------
 
 

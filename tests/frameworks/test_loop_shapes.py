@@ -108,6 +108,18 @@ def accumulating(s: Session, p: Parts) -> None:
         p.tick()
 
 
+def accelerated(s: Session, p: Parts) -> None:
+    accelerator, optimizer, scheduler = p.prepared
+    for _ in s.epochs(4):
+        for batch in s.batches(p.data):
+            p.tick()
+            with accelerator.accumulate(p.model):
+                accelerator.backward(p.loss(batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+
 def breaking(s: Session, p: Parts) -> None:
     for _ in s.epochs(4):
         for number, batch in s.enumerate(p.data):
@@ -359,6 +371,17 @@ def averaged(p: Parts) -> TorchState:
     return TorchState({"model": p.model, "ema": p.other}, optimizer, extra={"best": p.best})
 
 
+def prepared(p: Parts) -> TorchState:
+    """As `Accelerator.prepare` wraps them: the loader counts its passes, the optimizer has no hooks."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = Adam(p.model.parameters(), lr=0.02)
+    scheduler = StepLR(optimizer, 2, 0.8)
+    p.model, optimizer, p.data, scheduler = accelerator.prepare(p.model, optimizer, p.data, scheduler)
+    p.prepared = [accelerator, optimizer, scheduler]
+    return TorchState(p.model, optimizer, scheduler)
+
+
 def bare(p: Parts) -> TorchState:
     return TorchState(p.model)
 
@@ -367,6 +390,7 @@ SHAPES = {
     "plain": Shape(plain, adam),
     "per-epoch": Shape(per_epoch, momentum),
     "freezing": Shape(freezing, adam),
+    "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),
     "breaking": Shape(breaking, adam),
     "breaking-a-wrapper": Shape(breaking_a_wrapper, adam),
@@ -410,7 +434,7 @@ def childrens_signal() -> Iterator[None]:
     signal.signal(signal.SIGCHLD, before)
 
 
-@pytest.mark.usefixtures("childrens_signal")
+@pytest.mark.usefixtures("childrens_signal", "restored_environ")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_loop_that_was_cut_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 6)
@@ -418,7 +442,7 @@ def test_a_loop_that_was_cut_ends_as_if_it_had_not_been(name: str, tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.usefixtures("childrens_signal")
+@pytest.mark.usefixtures("childrens_signal", "restored_environ")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_loop_may_be_cut_anywhere(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 10_000)
@@ -439,7 +463,7 @@ def check(name: str, folder: Path, most: int) -> None:
         assert left <= ticks - cut + 12, f"cut at tick {cut} of {ticks}: {left} were done again"
 
 
-@pytest.mark.usefixtures("childrens_signal")
+@pytest.mark.usefixtures("childrens_signal", "restored_environ")
 def test_random_numbers_of_workers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the start once, and where a run is resumed in the middle of a pass."""
     run(SHAPES["workers"], tmp_path, 9)

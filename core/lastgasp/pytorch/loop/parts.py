@@ -78,6 +78,24 @@ class Parts:
         return found if set(found) == set(self.items) else None
 
 
+def inner(given: Any, attribute: str, needs: str) -> Any:
+    """`given`, with what `Accelerator.prepare` and others wrap around an object taken off: it has the hooks and counts.
+
+    Args:
+        given: one object, a list or a dict of them, or None.
+        attribute: of a wrapper, where it has the object.
+        needs: the attribute that a wrapper lacks and that the object has. Where nothing has it, `given` is returned.
+    """
+    if isinstance(given, Mapping):
+        return {name: inner(item, attribute, needs) for name, item in given.items()}
+    if isinstance(given, list | tuple):
+        return [inner(item, attribute, needs) for item in given]
+    found = given
+    while found is not None and not hasattr(found, needs):
+        found = getattr(found, attribute, None)
+    return given if found is None else found
+
+
 def unwrapped(module: Any) -> nn.Module:
     """The user's module inside DDP and `torch.compile`."""
     while True:

@@ -21,7 +21,7 @@ class ScheduleWatch:
         self._usual = [0] * len(self._schedulers)
 
     def _counts(self) -> list[int]:
-        return [int(getattr(s, "_step_count", 0)) for s in self._schedulers]
+        return [_count(s) for s in self._schedulers]
 
     def opens(self) -> None:
         """An update begins."""
@@ -40,3 +40,12 @@ class ScheduleWatch:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 for _ in range(-done):
                     scheduler.step()
+
+
+def _count(scheduler: Any) -> int:
+    """How often it was stepped. SequentialLR counts in `last_epoch` alone, ChainedScheduler in those that it chains."""
+    while not hasattr(scheduler, "_step_count") and (chained := getattr(scheduler, "_schedulers", None)):
+        if hasattr(scheduler, "last_epoch"):
+            break
+        scheduler = chained[0]
+    return int(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0)))

@@ -17,11 +17,13 @@ from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
-from lastgasp.pytorch.loop.parts import Parts, ddp_of, unwrapped
+from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.topology import ReplicaGroups, data_parallel
 
+HOOKS = "_optimizer_step_pre_hooks"
+"""What torch's optimizers keep their hooks in."""
 _SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule")
 
 
@@ -74,14 +76,18 @@ class TorchState:
         elastic: Any = None,
     ) -> None:
         self.models = Parts.of("model", model, "named_parameters")
-        self.optimizers = Parts.of("optimizer", optimizer, "param_groups")
-        self.schedulers = Parts.of("scheduler", scheduler, "load_state_dict")
+        self.optimizers = Parts.of("optimizer", inner(optimizer, "optimizer", HOOKS), "param_groups")
+        self.schedulers = Parts.of("scheduler", inner(scheduler, "scheduler", "optimizer"), "load_state_dict")
         self.scaler, self.sampler, self.replicated = scaler, sampler, replicated
         self.extra, self.elastic = dict(extra or {}), elastic
         if elastic is not None:
             self._require_elastic(elastic)
             elastic.known = True
             self.sampler, self.replicated, self.extra[ELASTIC] = elastic, True, elastic.used
+        for item in self.optimizers.values():
+            if not hasattr(item, HOOKS):
+                remedy = "A class derived from it must call its __init__; of a wrapper give what is inside."
+                raise ConfigError("optimizer", type(item).__name__, "a torch.optim.Optimizer", remedy)
         if not self.models:
             raise ConfigError("model", model, "at least one nn.Module", "Give the model that is trained.")
         for name, item in self.extra.items():

@@ -6,6 +6,7 @@ loading, a loader with `state_dict` restores its own state, anything else is ite
 that iterates its loaders itself holds an `EpochPosition`; that of a custom training loop calls each position itself.
 """
 
+from lastgasp.pytorch.position import accelerated as _accelerated
 from lastgasp.pytorch.position import known as _known
 from lastgasp.pytorch.position.epoch import EpochPosition
 from lastgasp.pytorch.position.protocol import (
@@ -43,4 +44,4 @@ __all__ = [
     "register_loader",
     "untrack_sampler",
 ]
-del _known
+del _accelerated, _known

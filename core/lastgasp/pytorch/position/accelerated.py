@@ -1,0 +1,60 @@
+"""Loaders that Hugging Face accelerate has prepared."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from lastgasp.pytorch.position.generators import OwnGenerators
+from lastgasp.pytorch.position.loaders import StreamPosition
+from lastgasp.pytorch.position.protocol import PassStart
+from lastgasp.pytorch.position.registry import register_loader
+from lastgasp.pytorch.position.samplers import index_sampler
+from lastgasp.pytorch.rng import RngRecorder
+
+
+class AcceleratedPosition(StreamPosition):
+    """A loader of `Accelerator.prepare`, which fetches one batch ahead and counts its passes, by which it shuffles.
+
+    It is iterated again. Its `state_dict` is that of a loader that it may hold, which knows nothing of the batch ahead
+    where there is one rank, and is missing where that loader is torch's own.
+    """
+
+    live = True
+
+    def __init__(self, loader: Any, recorder: RngRecorder) -> None:
+        super().__init__(loader, recorder)
+        made_here = [] if loader.num_workers else [loader.dataset, loader.collate_fn]
+        # its samplers lie deeper than in a loader of torch's, behind the one that takes this rank's share
+        self._own = OwnGenerators([index_sampler(loader), loader.generator, *made_here], recorder.used)
+        self._number: int | None = 0
+
+    def begin(self) -> None:
+        """Remember the number of this pass, too."""
+        super().begin()
+        self.start.generators = []  # they are among its own, of which some samplers make one in their first pass only
+        self._number = int(getattr(self.loader, "iteration", 0))
+        self.start.counters = pickle.dumps((self._number, getattr(self._sampler(), "initial_seed", None)))
+
+    def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
+        """Count as the loader did when the pass began, or when it was over."""
+        following, generators = pickle.loads(state) if state else (None, b"")
+        number, seed = pickle.loads(start.counters) if start.counters else (following, None)
+        if seed is not None:
+            self._sampler().initial_seed = seed
+        self._number = following if over else number
+        if self._number is not None and hasattr(self.loader, "iteration"):
+            self.loader.iteration = self._number
+        return super().resume(start, generators, consumed, over)
+
+    def state(self) -> bytes:
+        """The number of the next pass, if this one ends here, and the generators."""
+        ended = bool(getattr(self.loader, "end_of_dataloader", False))
+        return pickle.dumps(((self._number or 0) + ended, super().state()))
+
+    def _sampler(self) -> Any:
+        """The one that shuffles, behind those that take shares."""
+        return getattr(self.loader, "get_sampler", lambda: None)()
+
+
+register_loader("accelerate.data_loader:DataLoaderAdapter", AcceleratedPosition)
