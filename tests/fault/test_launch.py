@@ -56,6 +56,16 @@ def test_a_job_that_always_fails_at_the_same_step_is_stopped(tmp_path: Path) -> 
 
 
 @pytest.mark.full
+def test_an_exception_behind_each_update_does_not_restart_the_job_for_ever(tmp_path: Path) -> None:
+    """Each restart completes one step more, so that it is progress by the count of steps."""
+    done = finish(run(WORKER, tmp_path / "d", "raise", 0), tmp_path)
+    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert "lastgasp: stopped: one exception has ended the training 5 times in a row" in done.output
+    assert "(OSError: the log of step 5 cannot be written)" in done.output
+    assert [incident.step_saved for incident in incidents(tmp_path / "d")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.full
 def test_each_attempt_has_a_store_of_its_own_and_the_same_controller(tmp_path: Path) -> None:
     """(f) torch would read the dead attempt's addresses in a store that was used before."""
     finish(run(WORKER, tmp_path / "d", "die", 1), tmp_path)

@@ -48,6 +48,7 @@ def main() -> None:
         sys.exit(exitcodes.REFUSED)
     session.take_sigterm()
     begin = newest(directory)
+    steps = begin + 1 if mode == "raise" else steps
     session.training_started(begin, begin)
     try:
         for step in range(begin + 1, steps + 1):
@@ -67,6 +68,11 @@ def finish(session: Session, mode: str, rank: int) -> None:
     if mode == "train":
         session.close()
         return
+    if mode == "raise":
+        session.gather("about to raise", b"")
+        if rank == 1:
+            session.fault("exception", f"OSError: the log of step {session.status.step} cannot be written")
+            sys.exit(1)
     if mode == "die" and rank == 1:
         session.gather("about to die", b"")  # so that all are at the same step
         os.kill(os.getpid(), signal.SIGKILL)

@@ -26,6 +26,7 @@ from .machine import Machine
 from .members import Outcome
 from .observer import Observer
 from .progress import Progress
+from .repeats import LIMIT, Repeats
 
 UNUSED_KEPT = 1000
 """At most so many ranks that did not save are named in an incident."""
@@ -70,6 +71,10 @@ class Attempt:
     """Ranks that got a new process in this attempt, oldest first."""
     unprotected: bool = False
     """Its ranks only register and mark (`lastgasp.unprotected`): no recovery will follow a death."""
+    before: Repeats = field(default_factory=Repeats)
+    """How often in a row the incarnations before ended by one exception."""
+    trained_s: list[float] = field(default_factory=list)
+    """When the first rank began to train and when the first fault was seen, monotonic seconds."""
     moved: bool = False
     """An unprotected rank has completed a step, or something like it."""
 
@@ -109,6 +114,7 @@ class Attempt:
         """Track whether this attempt made progress; a rank's heartbeats before its Begin are ignored."""
         if isinstance(message, m.Begin):
             self.begun.add(rank)
+            self.trained_s = self.trained_s or [_clock.monotonic()]
             self.begun_at = message.step if self.begun_at is None else min(self.begun_at, message.step)
         if rank in self.begun:
             self.reached = max(self.reached, message.step)
@@ -145,6 +151,12 @@ class Attempt:
             takers = again.for_rank(-1).takers
             self.machine.holders = frozenset(range(self.hello.world_size)).difference(takers)
 
+    def follows(self, repeats: Repeats) -> None:
+        """How often in a row the incarnations before this one ended by one exception."""
+        self.before = repeats
+        if isinstance(self.machine, Ladder) and repeats.count >= LIMIT - 1:
+            self.machine.weary = f"the same exception has ended the training {repeats.count} times in a row"
+
     def offered(self, offer: Offer) -> None:
         """The launcher says what it can do for a recovery in place."""
         machine, hello = self.machine, self.hello
@@ -160,6 +172,14 @@ class Attempt:
     def progressed_now(self) -> bool:
         """At least one step was completed in this incarnation."""
         return self.moved or (self.begun_at is not None and self.reached > self.begun_at)
+
+    @property
+    def repeats(self) -> Repeats:
+        """The same, with this one. One that did not come to train does not count."""
+        if self.begun_at is None or len(self.trained_s) < 2:
+            return self.before
+        steps, (begun, ended) = self.reached - self.begun_at, self.trained_s
+        return self.before.then(self.machine.faults, steps, ended - begun)
 
     @property
     def newest_held(self) -> int:
@@ -206,6 +226,7 @@ class Attempt:
         """Record the time of a phase; open the incident at the first one and complete it at the last."""
         now = _clock.wall_ns()
         if self.incident is None:
+            self.trained_s = [*self.trained_s[:1], _clock.monotonic()]
             self.incident = new_incident(self.hello, self.machine.recovery, now)
             self.incident.notes = self.notes
             if isinstance(self.machine, Observer):

@@ -56,6 +56,8 @@ class Incidents:
     def begin(self, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Start another attempt; called when its first rank joins."""
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
+        if self.previous is not None:
+            self.current.follows(self.previous.repeats)
         if self.previous is not None and self.previous.again is not None:
             self._in_memory = self.previous
         if self._in_arenas is not None:

@@ -40,6 +40,7 @@ class Ladder(Machine):
         holders: ranks that have entered again with the step in memory, as far as they get.
         elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
         missing: how many of those launchers cannot be reached; address: by which a rank has reached the controller.
+        weary: why no further exception is answered in place; empty while they are.
 
     Attributes:
         again: what was agreed for a recovery in place; None where there was none.
@@ -54,6 +55,7 @@ class Ladder(Machine):
     elsewhere: Callable[[int], str] = lambda others: ""
     missing: Callable[[int], int] = lambda others: 0
     address: Callable[[int], str] = lambda rank: ""
+    weary: str = ""
     again: Again | None = None
     not_in_place: str = ""
     shrunk: str = ""
@@ -217,6 +219,8 @@ class Ladder(Machine):
         for fault in others:
             if fault.kind != "exception" or fault.rank in self._stubborn or fault.rank in lost:
                 return f"a fault of that kind is not answered in place ({fault.kind} on rank {fault.rank})"
+        if others and self.weary:
+            return self.weary
         return "recovery=replace: no step is tried again" if cap == "replace" and (others or not lost) else ""
 
     def _impossible(self, step: int, lost: tuple[int, ...], holders: list[int]) -> str:

@@ -23,6 +23,7 @@ from .again import Again, Offer
 from .attempt import Attempt
 from .controller import Controller
 from .ladder import Ladder
+from .repeats import Repeats
 from .resetfile import ResetWatch
 from .starter import Starter
 
@@ -130,6 +131,11 @@ class ControllerThread:
         """This attempt completed at least one new step."""
         found = self._attempt(attempt)
         return found is not None and found.progressed
+
+    def repeats(self, attempt: int) -> Repeats:
+        """How often in a row one exception has ended the training, up to this attempt."""
+        found = self._attempt(attempt)
+        return found.repeats if found is not None else Repeats()
 
     def living_launchers(self, attempt: int, size: int) -> int | None:
         """How many of the job's `size` launchers are connected, this one included.

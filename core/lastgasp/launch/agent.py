@@ -255,7 +255,7 @@ class GaspAgent(LocalElasticAgent):
     def _judge(self, used: bool, codes: frozenset[int]) -> None:
         assert self._attempt is not None
         self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
-        self._restarts.left = self._attempt.leaves()
+        self._restarts.left, self._restarts.repeats = self._attempt.leaves(), self._attempt.repeats()
         refused = exitcodes.REFUSED in codes
         self._restarts.ended(self._attempt.number, used, self._attempt.progressed(refused), refused, codes)
         if self._restarts.should_give_up:

@@ -13,6 +13,7 @@ import msgspec
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp.addresses import address_towards
 from lastgasp.gasp.keeper import BufferKeeper
+from lastgasp.gasp.repeats import Repeats
 from lastgasp.gasp.secret import REMEDY, Secret
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.signin import Desk
@@ -88,6 +89,10 @@ class LaunchAttempt:
         if self.controller is not None:
             return self.controller.progressed(self.number)
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
+
+    def repeats(self) -> Repeats:
+        """How often in a row one exception has ended the training; the launcher with the controller judges that."""
+        return Repeats() if self.controller is None else self.controller.repeats(self.number)
 
     def leaves(self) -> str:
         """How the recovery ended (`events.Ending`), where no restart shall follow it; else empty."""

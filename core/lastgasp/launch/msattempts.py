@@ -14,6 +14,7 @@ from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.operator import OperatorLink
+from lastgasp.gasp.repeats import Repeats
 from lastgasp.gasp.secret import FILE, TOKEN, token_from_environment
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.attempts import HOLD_WITHOUT_CONTROLLER
@@ -178,6 +179,10 @@ class MsAttempts:
             return exitcodes.REFUSED not in codes or exitcodes.SAVED in codes
         self._progressed = self._progressed or self._controller.progressed(self.number)
         return self._progressed
+
+    def repeats(self) -> Repeats:
+        """How often in a row one exception has ended the training; the launcher with the controller judges that."""
+        return Repeats() if self._controller is None else self._controller.repeats(self.number)
 
     def event(self) -> str:
         """The recovery of this attempt in one line; empty if there was none, or another node's launcher reports it."""

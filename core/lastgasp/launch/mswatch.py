@@ -95,6 +95,7 @@ class Watch:
             progressed = self._attempts.progressed(codes)
             self._clear()
             how = frozenset(code for code in codes if code)
+            self._restarts.repeats = self._attempts.repeats()
             self._restarts.ended(self._attempts.number, self._attempts.joined(), progressed, refused, how)
             self._restarted += 1
             again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)

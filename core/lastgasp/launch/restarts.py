@@ -1,11 +1,13 @@
-"""Decides when the launcher stops restarting: no new step in three restarts, or two starts that fail alike. Pure."""
+"""Decides when the launcher stops restarting: no new step in three restarts, two starts that fail alike, or one
+exception five times in a row. Pure."""
 
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lastgasp import exitcodes
+from lastgasp.gasp.repeats import Repeats
 from lastgasp.launch.framework_verdict import Verdict
 
 DEFAULT_MAX_RESTARTS = 32767
@@ -24,6 +26,7 @@ class Restarts:
             use lastgasp keeps torchrun's own rule.
         verdict_of_framework: a framework's decision to end the job for good.
         left: how the recovery ended after which the job asked for no restart (`recovery="save"`); else empty.
+        repeats: how often in a row one exception has ended the training.
     """
 
     always: bool
@@ -31,6 +34,7 @@ class Restarts:
     refused: bool = False
     verdict_of_framework: Verdict | None = None
     left: str = ""
+    repeats: Repeats = field(default_factory=Repeats)
     starts: int = 0
     _ever_used: bool = False
     _how: frozenset[int] = frozenset()
@@ -58,7 +62,7 @@ class Restarts:
     @property
     def should_give_up(self) -> bool:
         """Another restart would most likely fail in the same place."""
-        stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT
+        stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT or self.repeats.hopeless
         return self.verdict_of_framework is not None or bool(self.left) or self.refused or stuck
 
     @property
@@ -88,6 +92,12 @@ class Restarts:
                 f"stopped: {self.starts} starts in a row failed in the same way (exit code {codes}) before any rank "
                 "had joined the job, so the fault is in the command line, the script or its machine. Look at the first "
                 "traceback above; the checkpoints are kept."
+            )
+        if self.repeats.hopeless:
+            return (
+                f"stopped: one exception has ended the training {self.repeats.count} times in a row, each time soon "
+                f"after it had gone on ({self.repeats.cause}), so the fault is in the job. Look at the traceback "
+                "above; the checkpoints are kept, and the job resumes from them when it is started again."
             )
         return (
             f"stopped: {self.without_progress} restarts in a row completed no new step, so the fault is in the job, "
