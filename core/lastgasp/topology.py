@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def check_replicas(replicas: ReplicaGroups, world_size: int) -> None:
 
 
 def host_identity() -> str:
-    """Return an id shared by all processes that see each other in /proc: boot id and pid namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    """Return an id shared by all processes that see each other in /proc: boot id, or host name, and pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # sandboxes such as gVisor have no such file
+        boot = socket.gethostname()
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{boot}:{space}"

@@ -51,6 +51,19 @@ def step(session: Session, state: TorchState) -> None:
     session.updated()
 
 
+def test_a_learning_rate_that_was_changed_since_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint's counts, as with any `load_state_dict`; also where that one was written by a resumed run."""
+    for lr in (0.1, 0.1, 0.01, 0.01):
+        caplog.clear()
+        model = nn.Linear(4, 3)
+        state = TorchState(model, SGD(model.parameters(), lr=lr))
+        with Session.open(tmp_path, state=state, every=1) as session:
+            step(session, state)
+        told = "lr of optimizer is 0.1 (the script: 0.01)" in caplog.text
+        assert told == (lr == 0.01 and session.step == 3), caplog.text
+    assert next(iter(state.optimizers.values())).param_groups[0]["lr"] == 0.1
+
+
 # -- four lines -----------------------------------------------------------------------------------
 
 

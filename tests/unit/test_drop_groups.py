@@ -44,3 +44,12 @@ def test_a_group_whose_thread_is_stuck_is_left_to_it(stuck: bool, monkeypatch: p
     for thread in threading.enumerate():
         if thread.name == "lastgasp-drop-groups":
             thread.join(60)
+
+
+def test_accelerate_makes_the_group_anew(restored_environ: None) -> None:
+    """Its states belong to the process: a further Accelerator would take the group that is gone for granted."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    accelerate.Accelerator(cpu=True)
+    assert accelerate.PartialState._shared_state
+    module.forget_accelerate()
+    assert not accelerate.PartialState._shared_state and not accelerate.state.GradientState._shared_state

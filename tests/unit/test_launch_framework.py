@@ -89,6 +89,24 @@ def test_helpers_of_a_killed_parent_are_ended_and_nothing_else(tmp_path: Path) -
             process.communicate()
 
 
+def test_other_processes_of_a_killed_parent_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that it has started goes on, and holds the port that the new rank's needs."""
+    mark = orphans.new_mark()
+    code = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL).pid, flush=True)"
+    environ = os.environ | {orphans.MARK: mark}
+    started = subprocess.run([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    server = int(started.stdout)
+    try:
+        assert orphans.reap(mark) == []
+        orphans.tell_of_others(mark)
+        assert f"{server} (sleep 600)" in caplog.text and "may hold ports" in caplog.text
+        caplog.clear()
+        orphans.tell_of_others(orphans.new_mark())
+        assert caplog.text == ""
+    finally:
+        os.kill(server, signal.SIGKILL)
+
+
 def test_another_round_is_left_alone() -> None:
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=time.sleep, args=(600,))

@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from lastgasp import topology
 from lastgasp.events import Incident, encode_incident
 from lastgasp.gasp.lifeline import LOST_AFTER
 from lastgasp.gasp.signin import VARIABLE, Desk, Entry, sign
@@ -221,7 +222,7 @@ def test_a_launcher_without_the_controller_hears_that_its_rank_has_refused(desk:
 # -- another torch ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", ["gone", "other arguments"])
+@pytest.mark.parametrize("change", ["gone", "other arguments", "no /proc"])
 def test_under_another_torch_torchrun_runs_as_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -229,9 +230,30 @@ def test_under_another_torch_torchrun_runs_as_ever(
     vars(api)["LocalElasticAgent"] = LocalElasticAgent
     if change == "gone":
         monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_no_such_method", ("self",))
+    elif change == "no /proc":
+        monkeypatch.setattr(os.path, "exists", lambda path: False)
     else:
         monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_shutdown", ("self", "more"))
     with caplog.at_level(logging.WARNING, "lastgasp.launch"):
         torchrun_hook.swap_agent(api)
     assert vars(api)["LocalElasticAgent"] is LocalElasticAgent
-    assert len(caplog.records) == 1 and "the job runs without its hold" in caplog.text
+    assert len(caplog.records) == 1 and "the job runs without lastgasp's hold" in caplog.text
+
+
+def test_without_proc_connections_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "listdir", gone)
+    assert guard_connections() == 0 and own_address(1) == ""
+
+
+def test_a_host_without_a_boot_id_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes have part of /proc."""
+    whole = topology.host_identity()
+
+    def gone(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    assert topology.host_identity() == f"{socket.gethostname()}:{whole.partition(':')[2]}"

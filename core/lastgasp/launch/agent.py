@@ -101,7 +101,10 @@ class GaspAgent(LocalElasticAgent):
         )
         if self._attempt.number > 0 and self._attempt.led and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._attempt)
+        mark = self._mark
         self._reap(worker_group)
+        if mark and not self._mark and self._is_ours():
+            orphans.tell_of_others(mark)
         self._mark = orphans.new_mark()
         self._stopping.clear()
         os.environ.update(self._attempt.environment | {orphans.MARK: self._mark} | self._warm.begin())

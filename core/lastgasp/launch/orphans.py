@@ -18,6 +18,8 @@ log = logging.getLogger("lastgasp.launch")
 
 MARK = "LASTGASP_ROUND"
 """An environment variable that identifies the workers of one attempt and their children."""
+_END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"compile_worker")
+_SHOWN = 3
 _HELPERS = (b"from multiprocessing.spawn import", b"from multiprocessing.forkserver import")
 
 
@@ -46,10 +48,37 @@ def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
     return found
 
 
+def tell_of_others(mark: str) -> None:
+    """Log what else the workers of the attempt `mark` have started, such as a server, once they have ended.
+
+    It is left alone, as by torchrun; but new workers may need what it holds.
+    """
+    here = os.getpid() if os.getpid() != 1 else -1  # children of the launcher are no orphans, unless all orphans are
+    left = [(pid, _read(pid, "cmdline")) for pid in _of_attempt(mark) if _parent(pid) != here]
+    others = [f"{pid} ({_shown(cmdline)})" for pid, cmdline in left if _is_users(cmdline)]
+    if others:
+        shown = ", ".join(others[:_SHOWN]) + (" and more" if len(others) > _SHOWN else "")
+        log.warning("left running: processes that dead ranks had started, which may hold ports or files that the new "
+                    "ranks need: %s", shown)  # fmt: skip
+
+
+def _is_users(cmdline: bytes) -> bool:
+    return bool(cmdline) and not any(name in cmdline for name in _END_BY_THEMSELVES)
+
+
+def _shown(cmdline: bytes) -> str:
+    return " ".join(os.fsdecode(cmdline).split("\0")).strip()[:80].encode("ascii", "replace").decode()
+
+
 def _of_attempt(mark: str) -> list[int]:
     needle = f"{MARK}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
     return [pid for pid in pids if needle in _read(pid, "environ").split(b"\0")]
+
+
+def _parent(pid: int) -> int:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _is_helper(cmdline: bytes, command: Sequence[str]) -> bool:

@@ -60,7 +60,7 @@ def swap_agent(api: ModuleType) -> None:
     if not hasattr(sys.modules.get(TASKD_PATCH, _Unpatched), "__lastgasp__"):
         return
     if why := _differs():
-        log.warning("this torch's launcher is not the one that lastgasp knows (%s): the job runs without its hold", why)
+        log.warning("torchrun is left as it is (%s): the job runs without lastgasp's hold", why)
         return
     from lastgasp.launch.agent import GaspAgent
 
@@ -80,7 +80,9 @@ _OVERRIDDEN = {
 
 
 def _differs() -> str:
-    """How torch's agent differs from the supported one; empty if it does not."""
+    """How torch's agent, or this machine, differs from the supported one; empty if it does not."""
+    if not os.path.exists("/proc/self/stat"):
+        return "/proc is not mounted, in which the ends of processes are seen"
     try:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 

@@ -8,6 +8,7 @@ torch 2.13 about once in 50 recoveries of four ranks on a busy machine.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from typing import Any
 
@@ -41,3 +42,11 @@ def drop_groups(wrapped: list[Any]) -> None:
     dropper.join(GRACE)
     if dropper.is_alive():
         log.info("a collective of the old process group does not end: its thread is left behind until its timeout")
+
+
+def forget_accelerate() -> None:
+    """Have the next `Accelerator` of Hugging Face's make the process group anew: its states outlive each object."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()

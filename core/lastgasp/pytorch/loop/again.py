@@ -18,7 +18,7 @@ from lastgasp.errors import UsageError
 from lastgasp.gasp.again import order_of_this_process
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
-from lastgasp.pytorch.drop_groups import drop_groups
+from lastgasp.pytorch.drop_groups import drop_groups, forget_accelerate
 from lastgasp.pytorch.handover import hand_over
 from lastgasp.pytorch.loop.memory import Held, Memory
 
@@ -203,6 +203,7 @@ def _enter_again(entry: Entry) -> None:
         drain()
         cut_connections(held.again.pids, held.again.ends)
         drop_groups(held.wrapped)
+        forget_accelerate()
         if entry.objects is not None:
             entry.objects.renew(held.state)
             held.state = None

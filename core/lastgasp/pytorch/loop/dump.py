@@ -34,4 +34,5 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
     for note in notes:
         run.engine.note(note)
     checkpoint[KEY] = record_of(aux_states, run.place, run.per_rank, run.buckets.layouts, notes)
+    checkpoint[KEY]["as_set"] = run.state.as_set.values
     return checkpoint

@@ -186,6 +186,7 @@ class Run:
         `shards` fills those of a sharded model; by default from `path`.
         """
         self.state.load(checkpoint, str(path), shards)
+        self.state.as_set.tell(checkpoint[KEY].get("as_set"))
         self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path

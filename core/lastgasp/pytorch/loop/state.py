@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp.pytorch.as_set import AsSet
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
@@ -101,6 +102,9 @@ class TorchState:
         self.modules = {name: unwrapped(module) for name, module in self.models.items.items()}
         self.container = nn.ModuleDict(self.modules)
         self.flags = Flags(self.container)
+        called = ({parts.label(name): one for name, one in parts.items.items()}
+                  for parts in (self.optimizers, self.schedulers))  # fmt: skip
+        self.as_set = AsSet(*called)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
         self.sharded = any(hasattr(p, "device_mesh") for p in self.container.parameters())
 
