@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from lastgasp.errors import NotSaveable
-from lastgasp.ports import SaveResult, StateSource
+from lastgasp.ports import InPlace, SaveResult, StateSource
 from lastgasp.steps.attach import no_mark
 
 
@@ -16,11 +16,15 @@ class DeferredSource:
     Attributes:
         inner: the adapter's own source; None before training begins.
         mark: the step mark around a gasp's save.
+        in_place: continues the training in the same process by another leader's orders; None where that cannot be,
+            and `not_in_place` says why.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.inner: StateSource | None = None
+        self.in_place: InPlace | None = None
+        self.not_in_place = ""
         self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
 
     @property

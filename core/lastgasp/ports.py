@@ -198,9 +198,40 @@ class InPlace(Protocol):
         """Wait until the device has finished all queued work."""
 
 
+def in_place_of(source: StateSource) -> InPlace | None:
+    """What continues this source's training in the same process: the adapter's own source, or what it has set."""
+    own = own_source(source)
+    found = own if isinstance(own, InPlace) else getattr(source, "in_place", None)
+    return found if isinstance(found, InPlace) else None
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A fault was repaired, and the processes of all ranks that were not lost go on.
+
+    Attributes:
+        number: how often that has happened in this process, from 1.
+        step: the completed step that all begin with.
+        source, takers: this rank gives its state of that step to those ranks, or is one of them and takes it from that
+            rank; -1 and empty for all others.
+    """
+
+    number: int
+    step: int
+    source: int = -1
+    takers: tuple[int, ...] = ()
+
+
 @runtime_checkable
 class Repairs(Protocol):
     """What a RecoveryBackend can also have: it repairs faults while processes go on (MindIO: retry and recover)."""
+
+    def goes_on(self, kind: str, cause: str) -> Repaired | None:
+        """Training ended with an exception on this rank (arguments as for `RecoveryBackend.fault`): wait for a repair.
+
+        Called on the training thread in place of `fault`, which follows where the answer is None: then this rank does
+        not go on. Otherwise the training is entered again, with `training_started` at its start.
+        """
 
     def protect(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the training function, which is then entered again, with the same arguments, after each such repair.

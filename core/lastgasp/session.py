@@ -26,7 +26,7 @@ from lastgasp.gasp.hello import hello_of
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
-from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up
+from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up, gone_on
 from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.signin import Entry, sign
 from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
@@ -212,6 +212,8 @@ class Session:
 
     def training_started(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
+        self._ended = False
+        self.status.renew()
         self.status.step, self.status.durable = step, durable
         self.step_completed = self._first_step_completed
         self._backend.training_started()
@@ -284,6 +286,14 @@ class Session:
         """
         return self._processor.left(GATHER_TIMEOUT)
 
+    def auxiliary(self, step: int, seconds: float) -> Mapping[int, bytes]:
+        """The auxiliary states of `step` that the controller keeps, by rank; none if it does not answer in time.
+
+        For a job that another backend leads. May be called from any thread.
+        """
+        kept = self._processor.consult(step, None, seconds)
+        return kept.aux if kept is not None else {}
+
     def drop_left(self) -> None:
         """Not all ranks can use it: have it freed."""
         self._processor.tell(m.DropLeft())
@@ -310,6 +320,8 @@ class Session:
         Returns:
             How the recovery ended. Never raises, never waits for longer than the save's limits.
         """
+        if isinstance(self._backend, Repairs) and (repaired := self._backend.goes_on(kind, cause)) is not None:
+            return gone_on(repaired)
         if kind != "peer":
             # The caller may handle its own exception, and its traceback and clean-up are worth more than a
             # fast restart. In a job of one rank nobody waits for it to end.

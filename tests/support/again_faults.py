@@ -14,8 +14,14 @@ from typing import Any
 
 VARIABLE = "TEST_SECOND_FAULT"
 """POINT,WHO,VICTIM: `WHO` is a rank or `launcher`, `VICTIM` is `self`, `launcher` or a rank."""
+DEVICE = "TEST_DEVICE_FAULT"
+"""What a device says in step 9 of rank 1 (`device_fault`)."""
 LAUNCHER, FOLDER = "TEST_LAUNCHER", "TEST_FOLDER"
 IN_RANK = {
+    "stop": "lastgasp.pytorch.loop.led:Led.stop",
+    "clean": "lastgasp.pytorch.loop.led:Led.clean",
+    "rollback": "lastgasp.pytorch.loop.led:Led.rollback",
+    "kept": "lastgasp.pytorch.loop.led:Led.keep",
     "step left": "lastgasp.adapter.run:AdapterRun.failed",
     "released": "lastgasp.pytorch.loop.again_here:AgainHere.keep",
     "state kept": "lastgasp.pytorch.loop.again:_enter_again",
@@ -65,6 +71,14 @@ def at(point: str) -> None:
     except FileExistsError:
         return
     kill(_pid(victim, directory))
+
+
+def device_fault(step: int, text: str = os.environ.get(DEVICE, "")) -> None:
+    """Raise once what a device says, in step 9 of rank 1."""
+    again = os.environ.get("LASTGASP_INCARNATION"), os.environ.get("LASTGASP_ATTEMPT")
+    if text and (step, os.environ["RANK"], *again) == (8, "1", None, "0"):
+        Path(os.environ.get("LASTGASP_FAULT_LOG", os.devnull)).touch()  # the first fault: `at` brings the second
+        raise RuntimeError(text)
 
 
 def kill(pid: int) -> None:

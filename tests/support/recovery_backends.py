@@ -76,6 +76,13 @@ BACKENDS = [
 ]
 
 
+LEADERS = [
+    pytest.param(TORCH, id="stand-in"),
+    pytest.param(REAL, id="real", marks=[pytest.mark.ascend, _no_mindio]),
+]
+"""What leads a job of torch's on Ascend."""
+
+
 class Trace:
     """What the stand-in did in all processes, in order."""
 

@@ -182,6 +182,20 @@ def ends(args: argparse.Namespace, s: Session) -> None:
     vars(engine._backend)["goodbye"] = goodbye
 
 
+def memory(args: argparse.Namespace, s: Session) -> None:
+    """The device's memory has an error in step 9 of rank 1, which has overwritten a parameter."""
+    if (s.step, os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (8, "1", None):
+        with torch.no_grad():
+            next(iter(next(iter(s._run.state.models.values())).parameters())).fill_(float("nan"))
+    again_faults.device_fault(s.step, "UCE ERROR")
+
+
+def bad_link(args: argparse.Namespace, s: Session) -> None:
+    """The link fails again each time, until the job was restarted."""
+    if (s.step, os.environ["RANK"], os.environ["LASTGASP_ATTEMPT"]) == (8, "1", "0"):
+        raise RuntimeError("HCCL OP RETRY FAILED")
+
+
 def wait_for_rank_0(args: argparse.Namespace, s: Session) -> None:
     """Before its update rank 1 waits until rank 0 has completed that step."""
     while s.step == 8 and os.environ["RANK"] == "1" and not (args.dir / "ahead").exists():
@@ -191,9 +205,12 @@ def wait_for_rank_0(args: argparse.Namespace, s: Session) -> None:
 
 TRICKS: dict[str, Trick] = {
     "none": lambda args, s: None,
+    "bad_link": bad_link,
     "behind": behind,
     "bug": bug,
     "ends": lambda args, s: None,
+    "link": lambda args, s: again_faults.device_fault(s.step, "HCCL OP RETRY FAILED"),
+    "memory": memory,
     "stubborn": stubborn,
 }
 

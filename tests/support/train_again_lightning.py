@@ -120,6 +120,7 @@ class Diary(Callback):
             run.progress("data")
             time.sleep(0.01)
         again_faults.at("first step")
+        again_faults.device_fault(trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The fit is over."""

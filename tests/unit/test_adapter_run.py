@@ -130,6 +130,24 @@ def test_a_state_that_cannot_be_kept_in_memory_is_saved(run: AdapterRun, caplog:
     assert (incident.ending, incident.step_saved, incident.faults[0].cause) == ("saved", 4, "MemoryError: no room")
 
 
+def test_a_session_that_another_backend_knows_goes_on_with_the_next_entry(run: AdapterRun) -> None:
+    begun(run)
+    undone: list[str] = []
+    run.on_close(lambda: undone.append("hook"))
+    run.on_close(lambda: undone.append("recorder"), last=True)
+    run.on_completed(lambda: undone.append("completed"))
+    run.stays, run.before_again = True, lambda again: undone.append("kept")
+    again = Again(incarnation=1, step=4, source=-1, takers=(), lost=(), port=0)
+    run.session.status.release(Release(recovery=0, ending="in_place", step=4, path="", reason="", again=again))
+    run.failed(Released(run.session.status.outcome or Release(recovery=0, ending="open", step=0, path="", reason="")))
+    assert undone == ["kept", "hook", "recorder"]
+    begun(run)
+    assert run.session.status.outcome is None and not run.session.status.held
+    run.session.before_update()
+    run.session.step_completed(5)
+    assert run.session.status.step == 5
+
+
 def test_a_state_between_two_steps_is_not_saved(run: AdapterRun, caplog: pytest.LogCaptureFixture) -> None:
     training = begun(run)
     run.session.before_update()

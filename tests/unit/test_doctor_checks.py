@@ -108,6 +108,9 @@ def installed(**versions: str) -> Callable[[Box], None]:
     return lambda box: box.installed(**versions)
 
 
+INFO = "/usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
+
+
 def env(**more: str) -> Callable[[Box], None]:
     return lambda box: box.env(**more)
 
@@ -196,6 +199,9 @@ CASES: list[tuple[str, Step, Step]] = [
     ("preload-absent", TASKD, lambda box: (box.root / "lib/libmspti.so").unlink()),
     ("preload-missing", TASKD, env(LD_PRELOAD="/lib/libtaskd.so")),
     ("preload-missing", TASKD, lambda box: (box.root / "lib/libmspti.so").unlink()),
+    ("marks-versions", then(TASKD, lambda box: box.file(INFO, "package_name=x\nversion=8.2.RC1\n")),
+     lambda box: box.file(INFO, "package_name=x\nversion=8.0.RC3\n")),
+    ("marks-versions", TASKD, lambda box: box.installed(mindspore="2.6.0")),
     ("taskd-log-symlink", TASKD, link_log),
     ("taskd-log-mode", TASKD, another_users_log),
     ("umask", then(TASKD, lambda box: box.set(umask=0o027)), then(lambda box: (box.root / "work/taskd_log").rmdir(),
@@ -273,6 +279,7 @@ FIXES: dict[str, tuple[str, ...]] = {
     "env-too-late": ("Export POD_IP before",),
     "hyper-parallel": ("PYTHONPATH",),
     "lightning-series": ("'lightning>=2.6,<2.7'",),
+    "marks-versions": ("Install CANN 8.2.RC1", "do not preload"),
     "master-addr": ("export MASTER_ADDR=",),
     "master-port": ("another MASTER_PORT",),
     "megatron-series": ("0.19.2",),

@@ -55,6 +55,14 @@ def test_what_savers_pass_on_reaches_the_publisher_and_all_are_released() -> Non
     assert not [action for action in actions if isinstance(action, Kill)]
 
 
+def test_a_repair_in_place_asks_without_an_incident() -> None:
+    observer = job()
+    [answer] = observer.said(0, m.Consult(step=4), 2.0)
+    assert isinstance(answer, Send) and observer.state == "running"
+    observer.gone(1, "killed", "killed", 7, 3.0)
+    assert sent(observer.tick(3.0 + PATIENCE, 9, frozenset()), m.Prepare)  # it has not saved for this one
+
+
 def test_parts_of_another_step_are_not_passed_on() -> None:
     observer = job()
     observer.said(0, m.Consult(step=4, saved=SAVED), 3.0)

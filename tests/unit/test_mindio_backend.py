@@ -18,11 +18,13 @@ from lastgasp.backends.ascend.mindio import backend, exits, shutdown, validation
 from lastgasp.backends.ascend.mindio.backend import Control, MindioBackend
 from lastgasp.backends.ascend.mindio.handlers import Handlers
 from lastgasp.backends.ascend.mindio.lastword import LastWord
+from lastgasp.backends.ascend.mindio.parking import Parking
 from lastgasp.backends.ascend.mindio.strategies import Strategies
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.rank_status import RankStatus, given_up
+from lastgasp.ports import Repaired
 from lastgasp.topology import Place, data_parallel
 
 SAVED = m.Release(recovery=0, ending="saved", step=7, path="p", reason="")
@@ -66,6 +68,7 @@ class Rank:
         self.backend = MindioBackend(GaspConfig.resolve(directory), place, source, control)
         self.backend.strategies, self.backend._api, self.backend._state = strategies or RETRY, self, "running"
         self.Action, self.ReportState = Action, ReportState
+        self.parking = self.backend._parking = Parking(self, 1, self.status, (strategies or RETRY).retry, 60.0)
         self.led_elsewhere: Any = None
 
     # -- MindIO ---
@@ -80,8 +83,10 @@ class Rank:
         return self.next_action
 
     def tft_wait_repair_action(self) -> int:
-        """What the test wants."""
+        """What the test wants; on MindIO's thread the rollback has been ordered before."""
         self.calls.append("repair")
+        if self.next_action == Action.RETRY.value:
+            self.parking.rolled_back(7)
         return self.next_action
 
     def tft_destroy_processor(self) -> None:
@@ -250,13 +255,67 @@ def test_a_rank_that_is_not_taken_in_does_not_train(tmp_path: Path) -> None:
     assert "train" not in rank.calls
 
 
+def test_who_only_sees_a_collective_fail_waits_for_the_order_to_stop(tmp_path: Path) -> None:
+    """MindIO waits for the report that follows its order, and would miss one that came before."""
+    rank = Rank(tmp_path)
+    threading.Timer(0.3, rank.parking.stopped).start()
+    repaired = rank.backend.goes_on("peer", "RuntimeError: connection closed by peer")
+    assert rank.calls == ["RS_NORMAL", "next", "repair"]
+    assert repaired is not None and (repaired.number, repaired.step, repaired.takers) == (1, 7, ())
+    assert not rank.parking.stop_came.is_set()
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "gives", "takes"),
+    [([1], [0], (0,), False), ([0], [1], (1,), True), ([1, 1], [0, 2], (0, 2), False)],
+)
+def test_a_repair_says_who_gives_its_state_to_whom(
+    tmp_path: Path, src: list[int], dst: list[int], gives: tuple[int, ...], takes: bool
+) -> None:
+    parking = Rank(tmp_path).parking
+    parking.stopped()
+    parking.repair({"src": src, "dst": dst})
+    assert parking.takes == takes
+    parking.rolled_back(7)
+    assert parking._repaired == Repaired(1, 7, src[0], gives)
+
+
+@pytest.mark.parametrize(("src", "dst"), [([0, 1], [1, 2]), ([0, 2], [1, 1]), ([0], [2])])
+def test_a_repair_that_cannot_be_carried_out_is_refused(tmp_path: Path, src: list[int], dst: list[int]) -> None:
+    with pytest.raises(NotSaveable, match="neither give nor take"):
+        Rank(tmp_path).parking.repair({"src": src, "dst": dst})
+
+
+def test_a_rank_whose_memory_is_bad_is_no_holder(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.next_action = Action.EXIT.value
+    assert rank.backend.goes_on("exception", "RuntimeError: UCE ERROR") is None
+    assert "memory" in rank.status.broken
+    assert rank.parking.told  # MindIO is not told twice: it would wait for an exit order that has come
+
+
+def test_a_rank_that_waits_for_the_end_of_training_goes_on_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, others = Rank(tmp_path), threading.Event()
+    monkeypatch.setattr(rank, "gather", lambda *_: others.wait(60.0))
+    rank.parking.stopped()
+    rank.backend.goodbye()
+    others.set()
+    outcome = rank.status.outcome
+    assert outcome is not None and outcome.again is not None and outcome.again.step == 7
+    assert "destroy" not in rank.calls
+    rank.status.renew()
+    assert rank.status.outcome is None and not rank.status.held
+
+
 @pytest.mark.parametrize("kind", [5, 6])
 def test_a_state_that_nobody_holds_is_not_repaired_in_place(tmp_path: Path, kind: int) -> None:
     rank = Rank(tmp_path)
     processor: Any = rank
     handlers = Handlers(
         rank.backend._config, rank.backend._place, rank.backend._source, rank.status, processor, RETRY,
-        over=lambda ended: None, leave=lambda: None,
+        over=lambda ended: None, leave=lambda: None, parking=rank.parking,
     )  # fmt: skip
     info = {"type": [0], "repair_type": kind, "src": [0], "dst": [0], "rank_list": [0]}
     with pytest.raises(NotSaveable, match="newest good checkpoint"):

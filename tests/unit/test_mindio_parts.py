@@ -18,7 +18,7 @@ from lastgasp.backends.ascend.mindio import api, exits, limits, shutdown, valida
 from lastgasp.backends.ascend.mindio.controller import Endpoint, Once, _answer, ask_for_dump, serve, tell_used
 from lastgasp.backends.ascend.mindio.handlers import answering
 from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
-from lastgasp.backends.ascend.mindio.strategies import decide_strategies
+from lastgasp.backends.ascend.mindio.strategies import CANNOT, decide_strategies
 from lastgasp.backends.ascend.mindio.window import Window
 from lastgasp.errors import ConfigError, DeadlineExceeded
 from lastgasp.gasp.messages import Release
@@ -144,20 +144,20 @@ def test_what_mindio_cannot_describe_is_refused(groups: ReplicaGroups, words: st
 
 
 def test_nothing_is_asked_for_and_nothing_is_refused() -> None:
-    found = decide_strategies("", in_place=False, taskd=False, nodes=1, mindspore=False)
+    found = decide_strategies("", "it cannot", taskd=False, nodes=1, mindspore=False)
     assert (found.retry, found.recover, found.elastic, dict(found.refused)) == (False, False, False, {})
 
 
 def test_what_the_adapter_can_do_is_granted() -> None:
-    assert decide_strategies("", in_place=True, taskd=False, nodes=1, mindspore=False).retry
-    found = decide_strategies("retry,recover,dump", in_place=True, taskd=True, nodes=2, mindspore=False)
+    assert decide_strategies("", "", taskd=False, nodes=1, mindspore=False).retry
+    found = decide_strategies("retry,recover,dump", "", taskd=True, nodes=2, mindspore=False)
     assert (found.retry, found.recover, found.elastic) == (True, True, False)
 
 
 @pytest.mark.parametrize(
     ("asked", "more", "why"),
     [
-        ("retry", {"in_place": False}, "cannot roll a step back"),
+        ("retry", {"why_not": CANNOT}, "cannot roll a step back"),
         ("recover", {"taskd": False}, "only where TaskD asks for it"),
         ("arf", {"nodes": 1}, "two nodes"),
         ("elastic-training", {}, "fewer ranks"),
@@ -166,7 +166,7 @@ def test_what_the_adapter_can_do_is_granted() -> None:
     ],
 )
 def test_what_it_cannot_is_refused_with_the_reason(asked: str, more: dict[str, Any], why: str) -> None:
-    given: dict[str, Any] = {"in_place": True, "taskd": True, "nodes": 2, "mindspore": False}
+    given: dict[str, Any] = {"why_not": "", "taskd": True, "nodes": 2, "mindspore": False}
     found = decide_strategies(f"dump, {asked}", **(given | more))
     [refused] = found.refused.values()
     assert why in refused

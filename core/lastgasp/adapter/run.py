@@ -116,6 +116,7 @@ class AdapterRun:
         begun: `begin` was called.
         alike: all replicas hold the same, as was found when training began.
         alike_before: they did, when the training that is entered again here was begun.
+        stays: the session goes on with the next entry of the training: another backend leads, which knows it.
         before_again: called when the training is to be entered again in this process: keeps the state of the step.
             None: it cannot be.
 
@@ -138,7 +139,7 @@ class AdapterRun:
             check_writable(config.directory)
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
-        self.begun, self.alike, self.alike_before = False, True, False
+        self.begun, self.alike, self.alike_before, self.stays = False, True, False, False
         self.before_again: Callable[[Again], object] | None = None
         self._training: Training | None = None
         self._completed, self._undo, self._release = ExitStack(), ExitStack(), ExitStack()
@@ -257,11 +258,22 @@ class AdapterRun:
         try:
             self.before_again(outcome.again)
         except BaseException as error:  # the others may not have been able to keep it, either
+            if self.stays:  # the leader has yet to notice
+                self._exit(self.session.fault("peer", cause_of(error)), cause_of(error))
             self.save_alone(error)
+            self.close(completed=False)
             raise
-        finally:
+        if self.stays:
+            self._let_go()
+        else:
             self.close(completed=False)
         return True
+
+    def _let_go(self) -> None:
+        """Undo what belongs to this entry of the training."""
+        _, undo, release = (each.pop_all() for each in (self._completed, self._undo, self._release))
+        undo.close()
+        release.close()
 
     def save_alone(self, error: BaseException) -> None:
         """Save what this rank holds, without its controller; `error` is why the training is not entered again here."""

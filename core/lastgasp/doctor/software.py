@@ -29,6 +29,13 @@ FRAMEWORKS = {
 """Distributions of what lastgasp has an adapter or a layout for, and their packages."""
 _TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _CANN = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+_INSTALLED = "*-linux/ascend_toolkit_install.info"
+FOR_MARKS = {
+    "CANN": ((8, 2), "8.2.RC1"),
+    "TaskD": ((7, 1), "7.1.RC1"),
+    "MindSpore": ((2, 7), "2.7.0"),
+}
+"""The first versions with which TaskD collects step marks, as MindCluster's guide on slow nodes has them."""
 LOADS_BACKENDS = (2, 5)
 """The torch from which on it loads torch_npu automatically."""
 
@@ -124,6 +131,33 @@ def torch_npu_cann(machine: Machine) -> Iterator[Match]:
     else:
         fix = "Install CANN, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch without NPUs."
         yield Match(f"torch_npu is installed and CANN is not (no libhccl.so), so importing {fails} fails", fix)
+
+
+@check("marks-versions", "warning", "taskd.md §6", "A version with which TaskD collects no step marks")
+def marks_versions(machine: Machine) -> Iterator[Match]:
+    """As MindCluster's guide has it. torch_npu's own number says nothing about the series that the guide means."""
+    if not machine.taskd_job:
+        return
+    taskd, mindspore = machine.version("taskd"), machine.version("mindspore")
+    found = {"CANN": _cann_version(machine), "TaskD": taskd, "MindSpore": mindspore}
+    for name, (needed, text) in FOR_MARKS.items():
+        version = found[name]
+        if version and version < needed:
+            what = f"{name} {_dotted(version)} is installed; TaskD collects step marks from {text} on"
+            yield Match(what, f"Install {name} {text}, or have lastgasp write the files: do not preload libmspti.so.")
+
+
+def _cann_version(machine: Machine) -> tuple[int, ...]:
+    """As its installer has written it; empty where that is not to be found."""
+    homes = [machine.env[name] for name in _TOOLKITS if machine.env.get(name)] + [*_CANN]
+    for file in (path for home in homes for path in sorted(machine.at(home).glob(_INSTALLED))):
+        try:
+            found = re.search(r"^version=(\d+(?:\.\d+)*)", file.read_text(errors="replace"), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return tuple(int(part) for part in found[1].split("."))
+    return ()
 
 
 def _is_cached(machine: Machine, library: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 
 from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
@@ -52,8 +53,11 @@ class OpenBuffers:
 
     def keep(self, peer: Peer, begin: m.Begin) -> None:
         """Open what must outlive the rank; on another host its launcher does."""
-        if peer.pid is not None and peer.buffer_fd < 0:
-            peer.buffer_fd = open_buffer(peer.pid, begin.buffer_fd)
+        if peer.pid is not None:
+            opened = open_buffer(peer.pid, begin.buffer_fd)
+            if opened >= 0 <= peer.buffer_fd:  # another backend leads, and the rank has entered its training again
+                os.close(peer.buffer_fd)
+            peer.buffer_fd = opened if opened >= 0 else peer.buffer_fd
         elif peer.elsewhere is not None and begin.buffer_fd >= 0:
             host, pid = peer.elsewhere
             order = m.Keep(

@@ -130,8 +130,10 @@ class Observer(Machine):
         parts = {rank: kept.part for rank, kept in sorted(self._kept.items()) if kept.plan == message.step}
         aux, remarks = auxiliary_states(message.step, self.members, self.buffers)
         answer = Send(rank=member.rank, message=m.Consulted(step=message.step, aux=aux, parts=parts))
-        phases: list[Action] = [] if self._asked else [RecordPhase(phase="agreed")]
-        self._asked = True
+        # Without a fault it is asked for a repair in place, which needs no record and nobody's patience.
+        saves = self.state != "running"
+        phases: list[Action] = [RecordPhase(phase="agreed")] if saves and not self._asked else []
+        self._asked = self._asked or saves
         return [*phases, answer, *remarks]
 
     def _on_leaders_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:

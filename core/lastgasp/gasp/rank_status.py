@@ -13,7 +13,9 @@ from collections.abc import Callable
 
 from lastgasp import _clock, exitcodes
 from lastgasp.events import Ending
+from lastgasp.ports import Repaired
 
+from .again import Again
 from .messages import Phase, Release, one_line
 
 log = logging.getLogger("lastgasp")
@@ -187,6 +189,13 @@ class RankStatus:
             self._over.set()
             self._gate.notify_all()
 
+    def renew(self) -> None:
+        """The training was entered again: forget the recovery in place before. One that ends the job stays."""
+        with self._gate:
+            if self.outcome is not None and self.outcome.again is not None:
+                self.outcome, self._held = None, False
+                self._over.clear()
+
     def wait_over(self, seconds: float) -> Release | None:
         """Wait for the outcome; None if it did not arrive in time."""
         self._over.wait(seconds)
@@ -195,6 +204,13 @@ class RankStatus:
 
 def _up_to_date() -> None:
     """Default of `look`: the training thread itself keeps `step` and `inside` up to date."""
+
+
+def gone_on(repaired: Repaired) -> Release:
+    """The outcome of a recovery in place that another backend has led."""
+    number, source = repaired.number, max(repaired.source, 0)  # below 0 all would begin with files
+    again = Again(incarnation=number, step=repaired.step, source=source, takers=repaired.takers, lost=(), port=0)
+    return Release(recovery=0, ending="in_place", step=repaired.step, path="", reason="", again=again)
 
 
 def given_up(reason: str) -> Release:

@@ -24,6 +24,7 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.again import LATER, Renewed, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
+from lastgasp.pytorch.loop.led import NO_STEP, Led, meet
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory, bytes_of
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
@@ -34,6 +35,7 @@ from lastgasp.topology import Place, data_parallel
 COPIES = 2
 """Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
 state has as many at a time."""
+NO_ENTRY = "the training is not inside of a function that lastgasp.pytorch.train calls"
 MEMORY = Path("memory")
 """Stands for the path of a checkpoint, in what is logged."""
 
@@ -59,13 +61,45 @@ class AgainHere:
         self._source: FromMemory | None = None
         self._bytes = 0
         entry, status = run.entry, run.life.session.status
-        embedded = run.life.session.backend.backend == "embedded"
-        if embedded and entry is not None and not entry.why and entry.sessions == 1:
+        if run.life.session.backend.backend != "embedded":
+            self._led()
+        elif entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             status.ends = outside
             status.elastic, status.cut_off = self.elastic(), cut_hosts
             status.cannot_again, run.life.before_again, self._bytes = self._no_room, self.keep, -1
             entry.objects = entry.objects or self.objects()
+
+    def _led(self) -> None:
+        """Another backend leads: let it order that the training is entered again, where that can be on all ranks."""
+        run, life = self.run, self.run.life
+        if run.place.world_size == 1:
+            return
+        peers, life.source.not_in_place = meet(life.session, self._cannot_be_led())
+        if life.source.not_in_place:
+            return
+        led = Led(self, peers)
+        life.source.in_place, life.before_again, life.stays = led, led.keep, True
+        run.entry.objects, self._bytes = run.entry.objects or self.objects(), -1
+
+    def _cannot_be_led(self) -> str:
+        entry, recovery = self.run.entry, self.run.recovery
+        if entry is None:
+            return NO_ENTRY
+        if entry.why or entry.sessions != 1:
+            return entry.why or "another session was opened in this training before"
+        return "" if recovery in ("auto", "retry") else f"recovery={recovery}"
+
+    def cannot_now(self) -> str:
+        """Why the training cannot be entered again at this moment; empty if it can."""
+        if self._memory is not None or self._held is not None:
+            return NO_STEP
+        return self._no_room()
+
+    def present(self) -> frozenset[str] | None:
+        """The manifests that were there when training began."""
+        found: frozenset[str] | None = self.run.source.present
+        return found
 
     # -- of a framework -----------------------------------------------------------------------------------
 
@@ -121,7 +155,7 @@ class AgainHere:
             return
         source = held.life.source.inner if held.life is not None else None
         if not isinstance(source, FromMemory):
-            source = FromMemory(memory.step, self._source_of(memory, self.run.place))
+            source = FromMemory(memory.step, self.source_of(memory, self.run.place))
         self.run.source.present = memory.present
         source.live = self.run.source
         self._source = self.run.source = source
@@ -159,7 +193,7 @@ class AgainHere:
             memory = Memory(again.step, checkpoint, durable, run.source.present)
             place = place_after(run.place, again)
             known = (status.recovery, status.elastic), run.users_handler, run.life.alike
-            source = self._source_of(memory, place)
+            source = self.source_of(memory, place)
             join = partial(_joined, self._make, self.contact)
             rejoin = partial(_rejoin, join, place, memory, source, known, between)
             alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
@@ -185,7 +219,8 @@ class AgainHere:
         return (f"copies of the state would take {needed / 1e9:.3g} GB of this host's memory, "
                 f"{free / 1e9:.3g} GB are available")  # fmt: skip
 
-    def _source_of(self, memory: Memory, place: Place) -> GaspSource:
+    def source_of(self, memory: Memory, place: Place) -> GaspSource:
+        """Saves what is in `memory`, as the rank that this one is at `place`."""
         config, alike = self.run.config, self.run.life.alike
         own, writer = memory.checkpoint[KEY]["small"].get(place.rank), self._writer
         if place.world_size != writer.place.world_size:

@@ -129,8 +129,8 @@ class FromMemory:
 class HeldTraining:
     """The training while it is entered again; implements `adapter.run.Training`."""
 
-    def __init__(self, source: FromMemory) -> None:
-        self.source: StateSource = source
+    def __init__(self, source: StateSource) -> None:
+        self.source = source
 
     def digests(self) -> Digests:
         """None: there is no model yet."""

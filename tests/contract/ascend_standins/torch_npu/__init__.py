@@ -39,5 +39,6 @@ def _range_end(range_id: int, domain: str = "default") -> None:
 
 
 npu = SimpleNamespace(
-    mstx=SimpleNamespace(range_start=_range_start, range_end=_range_end), current_stream=lambda: STREAM
-)
+    mstx=SimpleNamespace(range_start=_range_start, range_end=_range_end), current_stream=lambda: STREAM,
+    current_device=lambda: 0, stop_device=lambda device: None, restart_device=lambda device: None,
+)  # fmt: skip

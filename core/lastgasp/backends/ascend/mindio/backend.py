@@ -20,8 +20,8 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.processor import Processor
-from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up
-from lastgasp.ports import InPlace, StateSource, own_source
+from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up, gone_on
+from lastgasp.ports import Repaired, StateSource, in_place_of
 from lastgasp.topology import Place, ReplicaGroups
 
 from . import api as package
@@ -29,10 +29,12 @@ from . import exits, limits
 from .controller import Endpoint, ask_for_dump, start_controller, tell_used
 from .handlers import Handlers
 from .lastword import LastWord, park
+from .parking import Parking
+from .record import keep_record
 from .replicas import replica_info
 from .shutdown import destroy, hangs
-from .strategies import VARIABLES, Strategies, decide_strategies
-from .validation import Address, address_of, check_size, check_thread, checked_host, wait_for_listener
+from .strategies import CANNOT, VARIABLES, Strategies, decide_strategies
+from .validation import Address, address_of, check_size, check_thread, checked_host, taskd_address, wait_for_listener
 from .window import Window
 
 log = logging.getLogger("lastgasp")
@@ -48,6 +50,8 @@ TOGETHER = 60.0
 """Seconds that ranks wait for each other at the end of training: once one has exited, MindIO saves nothing."""
 TURN = 5.0
 """Seconds by which rank 0 precedes the others when all are asked to stop and no dump can be requested."""
+WAKE = 0.02
+"""Seconds between two looks for an order to stop, while ranks wait for each other at the end."""
 TASKD = "MINDX_TASK_ID"
 _PROCESSES = "TASKD_PROCESS_ENABLE"
 
@@ -89,8 +93,9 @@ class MindioBackend:
         self._limit = config.finish_timeout + 2 * config.save_timeout + 5
         self._api: Any = None
         self._window: Window | None = None
+        self._parking: Parking | None = None
         self._endpoint = Endpoint("", 0)
-        self._state = "new"
+        self._state, self._leader = "new", NAME
         self._rebooted = False
         self._after_all = threading.Lock()
         self._last_word: LastWord | None = None
@@ -100,6 +105,9 @@ class MindioBackend:
 
     def training_started(self) -> None:
         """Start the controller if that is our task, the processor and the handlers; agree on the address."""
+        if self._api is not None:  # it was entered again
+            self._processor.begin()
+            return
         check_thread()
         nbytes = int(getattr(self._source, "nbytes", 0))
         needed = limits.action_limit(nbytes, self._config.save_timeout, self._config.finish_timeout)
@@ -112,14 +120,16 @@ class MindioBackend:
         self._api = api = package.load()
         self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
+        self._parking = Parking(api, self._place.rank, self._status, self.strategies.retry, self._limit)
         self._handlers = Handlers(
             self._config, self._place, self._source, self._status, self._processor, self.strategies,
-            over=self._published, leave=self._leave,
+            over=self._published, leave=self._leave, parking=self._parking,
         )  # fmt: skip
         self._handlers.register(api)
         self._window = Window(api, self._status, self._limit)
         self._processor.led_elsewhere = self._told
-        self._processor.tell(m.Led(by=NAME if taskds is None else IN_MINDX))
+        self._leader = NAME if taskds is None else IN_MINDX
+        self._processor.tell(m.Led(by=self._leader))
         self._processor.begin()
         self._state = "running"
         self._last_word.install()
@@ -138,8 +148,8 @@ class MindioBackend:
     def _decide(self, taskd: bool) -> Strategies:
         asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
         nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("MS_NODE_NUM") or 1)
-        in_place = isinstance(own_source(self._source), InPlace)
-        found = decide_strategies(asked, in_place, taskd, nodes, package.for_mindspore())
+        why_not = "" if in_place_of(self._source) is not None else getattr(self._source, "not_in_place", "") or CANNOT
+        found = decide_strategies(asked, why_not, taskd, nodes, package.for_mindspore())
         for name, why in found.refused.items():
             log.warning("strategy %s is refused: %s", name, why)
         return found
@@ -156,7 +166,7 @@ class MindioBackend:
         return found
 
     def _look_for_taskds(self) -> Endpoint | None:
-        address = address_of(*_taskd_address(package.for_mindspore()))
+        address = address_of(*taskd_address(package.for_mindspore()))
         try:
             wait_for_listener(address, JOIN)
         except DeadlineExceeded as error:
@@ -227,6 +237,22 @@ class MindioBackend:
 
     # -- faults -----------------------------------------------------------------------------------
 
+    def goes_on(self, kind: str, cause: str) -> Repaired | None:
+        """As in `ports.Repairs`."""
+        parking = self._parking
+        if self._state != "running" or parking is None or not self._stays:
+            return None
+        fault = self._fault_here(kind, cause)
+        repaired = parking.wait(kind, cause)
+        if repaired is not None and exits.state_of(cause, True) not in ("RS_UNKNOWN", "RS_NORMAL", *exits.PARKED):
+            keep_record(self._config, self._place, fault, repaired, self._leader)
+        return repaired
+
+    @property
+    def _stays(self) -> bool:
+        granted = self.strategies
+        return granted is not None and (granted.retry or granted.recover)
+
     def fault(self, kind: str, cause: str) -> None:
         """Report to MindIO and wait for its ending; if it makes no checkpoint, our controller takes the lead."""
         fault = self._fault_here(kind, cause)
@@ -236,7 +262,8 @@ class MindioBackend:
         self._state = "faulted"
         self._processor.report(fault)
         try:
-            self._tell(kind, cause)
+            if self._parking is None or not self._parking.told:
+                self._tell(kind, cause)
         except BaseException as error:  # the fallback follows in any case
             log.error("MindIO could not be notified: %s", m.one_line(error))
         if self._status.wait_over(SETTLE) is None:
@@ -336,8 +363,8 @@ class MindioBackend:
 
         The loop must continue from the state that `rollback` has set. Without a granted strategy return `train` itself.
         """
-        granted, protected = self.strategies, exits.without_exits(train)
-        if granted is None or not (granted.retry or granted.recover):
+        protected = exits.without_exits(train)
+        if not self._stays:
             return train
 
         def run(*args: Any, **options: Any) -> Any:
@@ -346,7 +373,7 @@ class MindioBackend:
                 try:
                     return protected(*args, **options)
                 except RuntimeError as error:
-                    if not self._repaired(str(error)):
+                    if self.goes_on("exception", str(error)) is None:
                         raise
 
         return run
@@ -354,21 +381,8 @@ class MindioBackend:
     def _join_in(self) -> None:
         """Let a restarted rank wait until the others have sent it their step (mindio_tft.md §6, ARF)."""
         rebooted, self._rebooted = self._rebooted, False
-        if rebooted and not self._repaired(exits.ARF_FINISH):
+        if rebooted and self.goes_on("exception", exits.ARF_FINISH) is None:
             raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take this rank into the running job")
-
-    def _repaired(self, text: str) -> bool:
-        assert self.strategies is not None
-        state = exits.state_of(text, self.strategies.retry)
-        if state == "RS_UNKNOWN":
-            return False
-        api = self._api
-        api.tft_report_error(int(api.ReportState[state].value))
-        again = int(api.Action.RETRY.value)
-        if state not in exits.PARKED and api.tft_wait_next_action() != again:
-            return False
-        wait = package.hidden(api, "tft_wait_repair_action")
-        return wait is None or wait() == again
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -381,13 +395,30 @@ class MindioBackend:
     def _together(self) -> bool:
         """Wait until all ranks have reached the end of training: once one has exited, MindIO saves nothing (§7.1)."""
         self._status.progress("backward")  # to the hang watchdog this rank waits for others
-        whole = self._processor.gather("mindio-end", b"", TOGETHER)
+        ended = self._ended_everywhere()
+        if ended is None and (repaired := self.goes_on("peer", "a rank needs another one whose training has ended")):
+            self._status.release(gone_on(repaired))
+            return False
+        whole = ended[0] if ended else None
         if whole is not None and whole.missing:  # this rank has the last step, even if others are lost
             self.fault("peer", f"training ended here, but not everywhere: {whole.missing}")
             return False
         if self._status.held:  # a dump may need this rank
             self._status.wait_over(self._limit)
         return True
+
+    def _ended_everywhere(self) -> list[m.Gathered | None] | None:
+        """What `gather` has found; None where MindIO orders this rank to stop meanwhile."""
+        found: list[m.Gathered | None] = []
+        parking = self._parking
+        tag = f"mindio-end-{parking.number if parking else 0}"
+        ask = threading.Thread(target=lambda: found.append(self._processor.gather(tag, b"", TOGETHER)), daemon=True)
+        ask.start()
+        while ask.is_alive():
+            if self._stays and parking is not None and parking.stop_came.is_set():
+                return None
+            ask.join(WAKE)
+        return found
 
     def close(self) -> None:
         """Do nothing: the process's end informs MindIO."""
@@ -407,17 +438,3 @@ class MindioBackend:
 def taskd_has_controller(env: Mapping[str, str]) -> bool:
     """Whether TaskD's manager runs MindIO's controller, as it does unless process recovery is off."""
     return TASKD in env and env.get(_PROCESSES, "on") != "off"
-
-
-def _taskd_address(mindspore: bool) -> tuple[str, str]:
-    """Where TaskD's controller listens as seen from the first pod, and which variables say so.
-
-    It binds POD_IP there. MASTER_ADDR of a worker is what its launcher took, which may be localhost; with MindSpore the
-    scheduler's pod has it, which need not be rank 0's.
-    """
-    env = os.environ
-    own = ("MS_SCHED_HOST", "POD_IP") if mindspore else ("POD_IP", "MASTER_ADDR")
-    hosts = ("PROCESSOR_ADDR", "CONTROLLER_ADDR", "TTP_ADDR", "MS_TFT_IP", *own)
-    field = next((name for name in hosts if env.get(name)), own[0])
-    port = env.get("TTP_PORT") or env.get("MS_TFT_PORT") or "8000"
-    return f"{checked_host(env.get(field, ''), field)}:{port}", f"{field}, TTP_PORT"

@@ -20,10 +20,11 @@ from lastgasp.errors import NotSaveable
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.ports import InPlace, SaveResult, StateSource, own_source
+from lastgasp.ports import InPlace, SaveResult, StateSource, in_place_of
 from lastgasp.topology import Place
 
 from . import api as package
+from .parking import Parking
 from .strategies import Strategies
 
 log = logging.getLogger("lastgasp")
@@ -59,6 +60,7 @@ class Handlers:
     Args:
         over: called once the checkpoint is published.
         leave: ends the process, in MindSpore mode: called with nothing, must not return.
+        parking: where the training thread waits for a repair in place.
     """
 
     config: GaspConfig
@@ -69,6 +71,7 @@ class Handlers:
     strategies: Strategies
     over: Callable[[m.Ended], None]
     leave: Callable[[], None]
+    parking: Parking
     _saved: dict[int, SaveResult] = field(default_factory=dict)
     _published: set[int] = field(default_factory=set)
 
@@ -155,10 +158,10 @@ class Handlers:
     # -- in place ---------------------------------------------------------------------------------
 
     def _in_place(self) -> InPlace:
-        source = own_source(self.source)
-        if not isinstance(source, InPlace):
+        found = in_place_of(self.source)
+        if found is None:
             raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot continue in the same process"))
-        return source
+        return found
 
     def stop(self, args: Any, ctx: Any) -> None:
         """Abort what the device does, so that the training thread raises.
@@ -166,15 +169,17 @@ class Handlers:
         Before a dump only where TTP_STOP_CLEAN_BEFORE_DUMP=1 asks for it: our saves read the state of a rank that is
         stuck in a collective as it is, so they need no stop, and are done earlier.
         """
-        if isinstance(source := own_source(self.source), InPlace):
-            source.stop()
-        else:
-            stop_device()
+        self.parking.stopped()
+        stop_device()
+        if (in_place := in_place_of(self.source)) is not None:
+            in_place.stop()
 
     def clean(self, is_uce_error: bool, args: Any, ctx: Any) -> int:
         """0: good, 1: not, 2: memory is good without a repair; a plain int."""
-        if isinstance(source := own_source(self.source), InPlace):
-            return int(source.clean(bool(is_uce_error)))
+        if (in_place := in_place_of(self.source)) is not None:
+            found = int(in_place.clean(bool(is_uce_error)))
+            restart_device()
+            return found
         return 1 if is_uce_error else 0
 
     def repair(
@@ -187,12 +192,16 @@ class Handlers:
         """
         if int(repair_info.get("repair_type", 0)) in _LOADS:
             raise NotSaveable("no rank holds the state: the job must start again, from its newest good checkpoint")
+        self.parking.repair(repair_info)
         self._in_place().repair(step, dict(repair_info), bool(need_rebuild))
 
     def rollback(self, step: int, args: Any, ctx: Any) -> None:
         """On all ranks; the status word goes back, too."""
         self._in_place().rollback(step)
-        self.status.step, self.status.inside = step, False
+        self.status.step = self.status.begun = step
+        self.status.inside = self.status.passing = False
+        self.status.broken = "it has not got its state from another rank yet" if self.parking.takes else ""
+        self.parking.rolled_back(step)
 
     def rebuild_group(self, fault_ranks: Any, args: Any, ctx: Any) -> None:
         """Ranks were started anew."""
@@ -200,21 +209,30 @@ class Handlers:
 
     def stream_sync(self) -> None:
         """After a pause took effect."""
-        if isinstance(source := own_source(self.source), InPlace):
-            source.synchronize()
+        if (in_place := in_place_of(self.source)) is not None:
+            in_place.synchronize()
 
 
 def stop_device() -> None:
     """Torch mode's own way to end what hangs on the device; nothing where there is no NPU."""
+    _device("stop_device")
+
+
+def restart_device() -> None:
+    """Make a device that was stopped usable again."""
+    _device("restart_device")
+
+
+def _device(name: str) -> None:
     if package.for_mindspore():
         return
     try:
         import torch_npu  # type: ignore[import-not-found, unused-ignore]
 
         npu = torch_npu.npu
-        npu.stop_device(npu.current_device())
+        getattr(npu, name)(npu.current_device())
     except (ImportError, AttributeError) as error:
-        log.warning("the device cannot be stopped: %s", error)
+        log.warning("the device does not know %s: %s", name, error)
 
 
 def _refused(name: str, strategies: Strategies) -> Callable[..., None]:

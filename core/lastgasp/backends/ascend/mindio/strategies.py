@@ -26,20 +26,23 @@ class Strategies:
     refused: Mapping[str, str]
 
 
-def decide_strategies(asked: str, in_place: bool, taskd: bool, nodes: int, mindspore: bool) -> Strategies:
+CANNOT = "this adapter cannot roll a step back and continue in the same process"
+
+
+def decide_strategies(asked: str, why_not: str, taskd: bool, nodes: int, mindspore: bool) -> Strategies:
     """`dump` is always there.
 
     Args:
         asked: the comma list; empty asks for what the adapter can do without TaskD.
-        in_place: the adapter can continue in the same process (ports.InPlace).
+        why_not: why the training cannot continue in the same process (ports.InPlace); empty where it can.
         taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (mindio_tft.md §7.1).
         nodes: of the job; ARF needs two, since it ignores faults of the controller's own node (mindio_tft.md §16.13).
     """
     words = [word.strip().lower() for word in asked.split(",") if word.strip()]
-    wanted = {_NAMES.get(word, word) for word in words} or ({"retry"} if in_place else set())
+    wanted = {_NAMES.get(word, word) for word in words} or (set() if why_not else {"retry"})
     refused: dict[str, str] = {}
     for name in ("retry", "recover", "elastic-training"):
-        why = _why_not(name, in_place, taskd, nodes, mindspore)
+        why = _why_not(name, why_not, taskd, nodes, mindspore)
         if name in wanted and why:
             refused[name] = why
     for name in sorted(wanted - {"dump", "retry", "recover", "elastic-training"}):
@@ -48,9 +51,9 @@ def decide_strategies(asked: str, in_place: bool, taskd: bool, nodes: int, minds
     return Strategies("retry" in granted, "recover" in granted, "elastic-training" in granted, refused)
 
 
-def _why_not(name: str, in_place: bool, taskd: bool, nodes: int, mindspore: bool) -> str:
-    if not in_place:
-        return "this adapter cannot roll a step back and continue in the same process: the job restarts from the dump"
+def _why_not(name: str, why_not: str, taskd: bool, nodes: int, mindspore: bool) -> str:
+    if why_not:
+        return f"{why_not}: the job restarts from the dump"
     if name == "recover" and not taskd:
         return "MindIO starts single processes anew only where TaskD asks for it (MINDX_TASK_ID)"
     if name == "recover" and nodes < 2:

@@ -1,0 +1,104 @@
+"""What a training does by another leader's orders, without processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from lastgasp.errors import ControlError, NotSaveable
+from lastgasp.pytorch.loop import led
+from lastgasp.pytorch.loop.led import Led, Peer, meet
+from lastgasp.pytorch.loop.memory import FromMemory
+
+
+class Here:
+    """Stands for an `AgainHere` and its run, of rank 1 of 2 on step 8."""
+
+    def __init__(self, own: bytes = b"own") -> None:
+        self.bound: list[Any] = []
+        self.why = ""
+        session = SimpleNamespace(auxiliary=lambda step, seconds: {0: b"other"}, status=SimpleNamespace(durable=3))
+        life = SimpleNamespace(session=session, bind=lambda training: self.bound.append(training.source))
+        self.run: Any = SimpleNamespace(
+            place=SimpleNamespace(rank=1), life=life, source=SimpleNamespace(capture=lambda step: own), dump=self.dump
+        )
+
+    def dump(self, step: int, aux: Any) -> dict[str, Any]:
+        """The state, with the random states that it is given."""
+        if step != 8:
+            raise NotSaveable(f"this rank is at step 8, not on {step}")
+        return {"step": step, "aux": dict(aux)}
+
+    def cannot_now(self) -> str:
+        """What the test wants."""
+        return self.why
+
+    def present(self) -> None:
+        """Nothing was there."""
+
+    def source_of(self, memory: Any, place: Any) -> Any:
+        """What saves it."""
+        return SimpleNamespace(rank=1, present=None, memory=memory)
+
+
+def made(here: Here) -> Led:
+    """Of a job on one host."""
+    again_here: Any = here
+    return Led(again_here, ())
+
+
+def test_from_the_rollback_on_a_fault_is_answered_with_the_copy() -> None:
+    here = Here()
+    one = made(here)
+    assert one.clean(False) == 0
+    one.rollback(8)
+    [source] = here.bound
+    assert isinstance(source, FromMemory)
+    assert one._memory is not None and one._memory.durable == 3
+    assert one._memory.checkpoint["aux"] == {0: b"other", 1: b"own"}
+
+
+@pytest.mark.parametrize(("own", "step"), [(b"", 8), (b"own", 9)])
+def test_what_this_rank_does_not_have_ends_the_repair(own: bytes, step: int) -> None:
+    here = Here(own)
+    with pytest.raises(NotSaveable):
+        made(here).rollback(step)
+    assert here.bound == []
+
+
+def test_a_rank_that_takes_its_state_saves_nothing_until_it_has_it() -> None:
+    here = Here()
+    one = made(here)
+    one.repair(8, {"src": [0], "dst": [1]}, True)
+    one.rollback(8)
+    with pytest.raises(NotSaveable, match="not begun"):
+        here.bound[0].save(8, {}, "")
+
+
+def test_a_second_fault_before_a_new_step_is_not_repaired() -> None:
+    here = Here()
+    one = made(here)
+    one.rollback(8)
+    assert one.clean(False) == 1
+    here.why = "no room"
+    assert made(here).clean(False) == 1
+
+
+def test_all_ranks_know_why_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led, "host_identity", lambda: "here")
+    other = msgspec.json.encode(Peer("there", 7, ("10.0.0.2 4000",), "recovery=restart"))
+    session: Any = SimpleNamespace(gather=lambda tag, own: [own, other])
+    peers, why = meet(session, "")
+    assert why == "rank 1: recovery=restart"
+    assert [peer.host for peer in peers] == ["here", "there"]
+
+
+def test_ranks_that_cannot_be_asked_are_not_led() -> None:
+    def gather(tag: str, own: bytes) -> list[bytes]:
+        raise ControlError("rank 1 is gone")
+
+    session: Any = SimpleNamespace(gather=gather)
+    assert meet(session, "") == ((), "the ranks could not be asked: rank 1 is gone")
