@@ -21,7 +21,8 @@ class Here:
         self.bound: list[Any] = []
         self.why = ""
         session = SimpleNamespace(auxiliary=lambda step, seconds: {0: b"other"}, status=SimpleNamespace(durable=3))
-        life = SimpleNamespace(session=session, bind=lambda training: self.bound.append(training.source))
+        self.life = life = SimpleNamespace(session=session, alike=True)
+        life.bind = lambda training: self.bound.append(training.source)
         self.run: Any = SimpleNamespace(
             place=SimpleNamespace(rank=1), life=life, source=SimpleNamespace(capture=lambda step: own), dump=self.dump
         )
@@ -76,6 +77,13 @@ def test_a_rank_that_takes_its_state_saves_nothing_until_it_has_it() -> None:
     one.rollback(8)
     with pytest.raises(NotSaveable, match="not begun"):
         here.bound[0].save(8, {}, "")
+
+
+def test_ranks_that_differ_take_nothing_from_each_other() -> None:
+    here = Here()
+    here.life.alike = False
+    with pytest.raises(NotSaveable, match="different states"):
+        made(here).repair(8, {"src": [0], "dst": [1]}, True)
 
 
 def test_a_second_fault_before_a_new_step_is_not_repaired() -> None:

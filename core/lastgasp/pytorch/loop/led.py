@@ -92,7 +92,13 @@ class Led:
         """Nothing: the function makes its process groups itself."""
 
     def repair(self, step: int, pairs: Mapping[str, Any], rebuild: bool) -> None:
-        """The state is handed over when all ranks have entered the training again (`handover`)."""
+        """The state is handed over when all ranks have entered the training again (`handover`).
+
+        Raises:
+            NotSaveable: the ranks do not hold the same, so that none can take another one's state.
+        """
+        if not self._run.life.alike:
+            raise NotSaveable("the ranks were found to hold different states: none can take another one's")
         self._takes = self._run.place.rank in pairs["dst"]
 
     def rollback(self, step: int) -> None:
