@@ -112,10 +112,11 @@ def lose(one: Training, name: str, how: str) -> None:
     elif how == "link":
         victim.cut()
     else:
-        pids = [*ranks_of(victim, TORCH), one.job.launchers[name].pid]
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in pids:
-                os.kill(pid, number)
+        ranks = ranks_of(victim, TORCH)
+        for pid in ranks:  # none lives to answer that another one is gone
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (one.job.launchers[name].pid, *ranks):  # nsenter would stop together with a stopped launcher
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
