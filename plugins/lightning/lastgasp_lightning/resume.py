@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.adapter import CheckpointError
 from lastgasp.adapter.torch import WORKERS, AuxState, Flags, decode_aux, own_aux, restore_aux
@@ -129,6 +130,8 @@ class Resume:
         if record["batch"] and (reason := self._state.position.inexact):
             workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"
             self._note(workers if reason == WORKERS else f"the data may not be those that were due: {reason}")
+        if isinstance(ddp := trainer.strategy.model, DistributedDataParallel) and self._state.per_rank_buffers:
+            ddp.require_forward_param_sync = False  # else its first forward pass gives all ranks those of rank 0
         if self._aux is not None:
             restore_aux(self._aux, self._state._devices(), with_averages(trainer))
         self._aux, self._record = None, {}

@@ -148,11 +148,12 @@ class LightningState:
 
     @property
     def per_rank_buffers(self) -> bool:
-        """Whether each rank has module buffers of its own, instead of those that rank 0 broadcasts."""
+        """Whether each rank has module buffers of its own: DDP was told so, or optimization is manual (facts, §1)."""
         strategy = self._trainer.strategy
         if self._trainer.world_size == 1:
             return False
-        return not (isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("broadcast_buffers", True))
+        told = isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("broadcast_buffers", True)
+        return not (told and self._trainer.lightning_module.automatic_optimization)
 
     @property
     def buffer_rank(self) -> int:
