@@ -64,6 +64,16 @@ def test_a_learning_rate_that_was_changed_since_is_named(tmp_path: Path, caplog:
     assert next(iter(state.optimizers.values())).param_groups[0]["lr"] == 0.1
 
 
+def test_a_group_that_the_script_adds_later_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    state = tiny()
+    extra = nn.Linear(2, 2)
+    with Session.open(tmp_path, state=state, every=1) as session:
+        state.optimizers.items["optimizer"].add_param_group({"params": list(extra.parameters())})
+        step(session, state)
+    with pytest.raises(CheckpointMismatch, match=r"\[2, 2\] .* \[2\] here \(add_param_group must be called before"):
+        Session.open(tmp_path, state=tiny())
+
+
 # -- four lines -----------------------------------------------------------------------------------
 
 

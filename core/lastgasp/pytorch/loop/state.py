@@ -371,7 +371,8 @@ def _optimizer_problems(name: str, optimizer: Any, stored: Mapping[str, Any]) ->
     other = [len(group["params"]) for group in stored.get("param_groups", [])]
     if own == other:
         return []
-    return [f"optimizer {name}: its groups have {other} parameters in the checkpoint and {own} here"]
+    later = " (add_param_group must be called before the session opens)" if own == other[: len(own)] else ""
+    return [f"optimizer {name}: its groups have {other} parameters in the checkpoint and {own} here{later}"]
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
