@@ -14,6 +14,7 @@ from benchmarks.harness import Options, run, write
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "warm", "in_place", "in_place_lightning", "in_place_megatron",
     "marks", "flush", "marks_step", "slow", "megatron", "mindspore", "mindio_drop_in", "report", "scale", "sizes",
+    "arenas",
 )  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | No
     """Measure NAMES (all by default).
 
     They are: detect, callback, checkpoint, restart, warm, in_place, in_place_lightning, in_place_megatron, marks,
-    flush, marks_step, slow, megatron, mindspore, mindio_drop_in, report, scale, sizes.
+    flush, marks_step, slow, megatron, mindspore, mindio_drop_in, report, scale, sizes,
+    arenas.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

@@ -7,6 +7,7 @@ always done.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -36,6 +37,12 @@ _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 """Errors of a file system that cannot sync a directory; any other error is a disk error."""
 
 
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
+"""Errors of a kernel or a file system (NFS, FUSE) that cannot exchange names."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""As in linux/fcntl.h and linux/fs.h."""
+
+
 class Disk:
     """The calls that change what is on disk. Tests wrap it to fail or be killed at any of them."""
 
@@ -60,6 +67,17 @@ class Disk:
     def rename(self, src: Path, dst: Path) -> None:
         """Rename within one file system, over an existing file."""
         os.replace(src, dst)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Let two paths change places at once, whatever they are; False where kernel or file system cannot.
+
+        Raises:
+            OSError: one of them is not there, or the disk refused.
+        """
+        done = exchange(one, other)
+        if done not in (0, *_NO_EXCHANGE):
+            raise OSError(done, os.strerror(done), str(one), None, str(other))
+        return done == 0
 
     def link(self, src: Path, dst: Path) -> None:
         """Give `src` a second name. Raises OSError where the file system has no links, or not that many."""
@@ -90,6 +108,15 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def exchange(one: Path, other: Path) -> int:
+    """`renameat2(RENAME_EXCHANGE)`, which Python has not; returns its errno, 0 where it is done."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28; musl 1.2.6
+    if rename is None:
+        return errno.ENOSYS
+    failed = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
+    return ctypes.get_errno() if failed else 0
 
 
 _SAID: set[int] = set()

@@ -12,6 +12,7 @@ import msgspec
 
 from lastgasp.arena import Arena, DamagedArena
 from lastgasp.gasp.arena_files import BadArena, open_arena, read
+from lastgasp.gasp.messages import ArenaRef
 from lastgasp.session import Session
 
 
@@ -22,11 +23,13 @@ class Taken:
     Attributes:
         step: the step; durable: the newest one on disk.
         payload: what was copied into the arena, verified. Valid inside of the `with` block.
+        arena: where it is.
     """
 
     step: int
     durable: int
     payload: memoryview
+    arena: ArenaRef
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
@@ -35,29 +38,26 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 @contextlib.contextmanager
-def taken_over(
-    session: Session, arena: Arena | None, why_not: Callable[[memoryview], str]
+def left_by_all(
+    session: Session, why_not: Callable[[memoryview], str], *, newer: bool = False
 ) -> Iterator[Taken | None]:
-    """What all ranks can go on with, or None; then they begin with files. All ranks enter it together.
-
-    Where the block ends well the arena goes on with the memory that was left, so that at each moment it holds that
-    step or a newer one. What a block raises ends the rank: its state may be half of one step and half of another.
+    """What all ranks can use of what was left, or None; then it is freed. All ranks enter it together.
 
     Args:
         session: before `training_started`.
-        arena: this rank's, still empty; None where it has none.
         why_not: looks at a payload, and says why it is none for this training; empty if it is one.
+        newer: a step that is on disk, too, is taken from there.
 
     Raises:
         ControlError, DeadlineExceeded: the ranks could not agree.
         BadArena: the memory has changed meanwhile.
     """
-    if arena is None or not session.place.attempt or not session.has_controller:
+    if not session.place.attempt or not session.has_controller:
         yield None
         return
     with ExitStack() as stack:
         left, payload, why = session.left(), memoryview(b""), ""
-        step = left.step if left is not None else -1
+        step = left.step if left is not None and left.step >= left.durable + newer else -1
         if left is not None and step >= 0:
             try:
                 payload = stack.enter_context(read(left.arena, step))
@@ -73,10 +73,35 @@ def taken_over(
                 session.note(f"step {step} was left in arenas, but training cannot begin with it ({refusals[0]})")
             yield None
             return
-        yield Taken(step, left.durable, payload)
-        fd = open_arena(left.arena, os.O_RDWR)
+        yield Taken(step, left.durable, payload, left.arena)
+
+
+@contextlib.contextmanager
+def taken_over(
+    session: Session, arena: Arena | None, why_not: Callable[[memoryview], str], *, newer: bool = False
+) -> Iterator[Taken | None]:
+    """What all ranks can go on with, or None; then they begin with files. All ranks enter it together.
+
+    Where the block ends well the arena goes on with the memory that was left, so that at each moment it holds that
+    step or a newer one. What a block raises ends the rank: its state may be half of one step and half of another.
+
+    Args:
+        session, why_not, newer: as for `left_by_all`.
+        arena: this rank's, still empty; None where it has none.
+
+    Raises:
+        ControlError, DeadlineExceeded, BadArena: as `left_by_all`.
+    """
+    if arena is None:
+        yield None
+        return
+    with left_by_all(session, why_not, newer=newer) as taken:
+        yield taken
+        if taken is None:
+            return
+        fd = open_arena(taken.arena, os.O_RDWR)
         try:
-            arena.adopt(fd, left.arena.identity, step)
+            arena.adopt(fd, taken.arena.identity, taken.step)
         except (DamagedArena, OSError) as error:
             os.close(fd)
-            raise BadArena(left.arena.rank, str(error)) from error
+            raise BadArena(taken.arena.rank, str(error)) from error

@@ -14,7 +14,8 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import lean
-from support.matrix import LIMIT, SAVE_STEP, STEP, Case, References, check_saved, run_case, undisturbed
+from support.matrix import LIMIT, SAVE_STEP, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
+from support.together import killed_together
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_lightning_sharded.py"
 LAYOUT = DirectoryLayout("*.ckpt")
@@ -30,6 +31,16 @@ class LightningCase(Case):
 
     def __str__(self) -> str:
         return f"{super().__str__()}-{self.shape}"
+
+    @property
+    def faults(self) -> str:
+        """As of any case; or all ranks stop there, and are then killed together, so that nobody is left to save."""
+        return f"kind=sigstop,rank=all,step={STEP},phase={self.moment}" if self.rank == "all" else super().faults
+
+    @property
+    def fired(self) -> int:
+        """All, or as of any case."""
+        return self.world if self.rank == "all" else super().fired
 
     @property
     def should_give_up(self) -> bool:
@@ -62,6 +73,13 @@ REST = (
     *(LightningCase("sigkill", moment, "last", "run", 2, shape)
       for shape in ("ending", "accumulated", "manual")
       for moment in ("backward", "update", "arena_copy", "periodic_save")),
+    *(LightningCase(kind, moment, rank, "run", world, shape)
+      for world, shape in ((4, "hybrid"), (2, "tensor"), (4, "both"))
+      for kind, moment, rank in (("sigkill", "backward", "last"), ("sigkill", "update", "first"),
+                                 ("killed-together", "data", "all"))),
+    *(LightningCase("killed-together", moment, "all", "run", 2, shape) for shape, moment in (
+        ("plain", "forward"), ("plain", "arena_copy"), ("ending", "data"), ("accumulated", "backward"),
+        ("manual", "data"))),
 )  # fmt: skip
 
 
@@ -90,10 +108,17 @@ def test_lightning_sharded_rest_of_the_matrix(case: LightningCase, tmp_path: Pat
 def check(case: LightningCase, folder: Path, reference: Reference) -> None:
     """One case: no step lost, bit-equal, everything verified."""
     fired = folder / "fired"
-    done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
+    with killed_together(fired, case.world if case.rank == "all" else 0):
+        done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
     assert len(read_log(fired)) >= case.fired, done.output[-4000:]
     assert done.returncode == 0, done.output[-6000:]
-    check_saved(case, folder / "ckpts", done, LAYOUT, f"step={SAVE_STEP}.ckpt")
+    if case.rank == "all":
+        found = first_incident(folder / "ckpts")
+        assert (found.ending, found.step_saved, found.steps_lost) == ("in_arenas", STEP, 0), done.output[-6000:]
+        assert "training cannot begin with it" not in done.output
+        assert not list((folder / "ckpts").glob("gasp-*")), done.output[-4000:]
+    else:
+        check_saved(case, folder / "ckpts", done, LAYOUT, f"step={SAVE_STEP}.ckpt")
     assert differences(reference[case.world, case.shape], folder / "final.pt") == [], done.output[-4000:]
 
 

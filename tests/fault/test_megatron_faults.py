@@ -12,7 +12,18 @@ from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.megatron import place
 from support.megatron.job import GptJob
-from support.megatron.matrix import COVERING, LAST, PLACES, SAVE_STEP, Case, all_cases, reference
+from support.megatron.matrix import (
+    COVERING,
+    LAST,
+    PLACES,
+    SAVE_STEP,
+    STEP,
+    WITHOUT_REPLICAS,
+    Case,
+    all_cases,
+    reference,
+)  # fmt: skip
+from support.together import killed_together
 
 LAYOUT = DirectoryLayout("iter_*")
 LIMIT = 400.0
@@ -117,6 +128,29 @@ def _check_saved(case: Case, directory: Path, output: str) -> int:
     assert step in [c.step for c in found], where
     assert [p.name for p in directory.iterdir() if ".tmp" in p.name or p.name.startswith(".gasp-")] == []
     return step
+
+
+# -- all ranks at once ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", WITHOUT_REPLICAS)
+def test_all_ranks_killed_at_once_lose_no_step(layout: str, tmp_path: Path, references: dict[str, GptJob]) -> None:
+    """Nobody is left to save: the restart writes what arenas hold, and Megatron loads it."""
+    case = Case(layout, "sigstop", "forward", 0)
+    job, fired = case.job(tmp_path), tmp_path / "fired"
+    where = f"kind=sigstop,rank=all,step={STEP},phase=forward"
+    environ = {"LASTGASP_FAULT": where, "LASTGASP_FAULT_LOG": str(fired), "LASTGASP_ARENA": "every 1"}
+    with killed_together(fired, job.ranks):
+        done = job.run(environ, timeout=LIMIT)
+    assert len(read_log(fired)) == job.ranks and done.ok and done.left == (), done.output[-6000:]
+    incident = _incident(job.checkpoints, done.output)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("in_arenas", STEP, 0), incident
+    found = {c.step: verify(c.path, LAYOUT).ok for c in candidates([job.checkpoints], LAYOUT)}
+    assert found[STEP] and all(found.values()), found
+    assert [p.name for p in job.checkpoints.iterdir() if ".tmp" in p.name or p.name.startswith(".gasp-")] == []
+    assert f"step {STEP} was left in memory by ranks that are gone" in done.output
+    _check_losses(job, references[layout].losses())
 
 
 # -- torn updates ---------------------------------------------------------------------------------

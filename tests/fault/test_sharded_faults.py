@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lastgasp import arena
 from lastgasp.checkpoint import verify
 from lastgasp.gasp.attempt import FROM_ARENAS
 from lastgasp.pytorch.sharded import LAYOUT
@@ -27,6 +22,7 @@ from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import lean
 from support.matrix import LIMIT, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
+from support.together import killed_together, open_arenas
 from support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
@@ -117,46 +113,6 @@ def test_sharded_covering(case: ShardedCase, tmp_path: Path, reference: Referenc
 @pytest.mark.parametrize("case", [case for case in REST if case not in COVERING], ids=str)
 def test_sharded_rest_of_the_matrix(case: ShardedCase, tmp_path: Path, reference: Reference) -> None:
     check(case, tmp_path, reference)
-
-
-@contextmanager
-def killed_together(fired: Path, count: int, launcher: set[int] | None = None) -> Iterator[None]:
-    """Once so many ranks have stopped, kill them all.
-
-    Args:
-        launcher: if given, it is killed first, and the inodes of what arenas there were are put in.
-    """
-    over = threading.Event()
-
-    def kill() -> None:
-        while len(stopped := read_log(fired)) < count:
-            if over.wait(0.05):
-                return
-        pids = [int(str(one["pid"])) for one in stopped] if count else []
-        if launcher is not None:
-            launcher.update(*(open_arenas(pid) for pid in pids))
-            os.kill(int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def open_arenas(pid: int) -> set[int]:
-    """The inodes of the arenas that a process has open."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if arena.NAME in os.readlink(link):
-                    found.add(link.stat().st_ino)
-    return found
 
 
 def processes() -> list[int]:

@@ -106,6 +106,10 @@ class DyingDisk(Disk):
         self._call("rename")
         super().rename(src, dst)
 
+    def exchange(self, one: Path, other: Path) -> bool:
+        self._call("exchange")
+        return super().exchange(one, other)
+
     def link(self, src: Path, dst: Path) -> None:
         self._call("link")
         super().link(src, dst)

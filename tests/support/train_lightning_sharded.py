@@ -14,8 +14,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
+
+SHAPES = ("plain", "ending", "accumulated", "manual", "hybrid", "tensor", "both")
+TENSOR = ("tensor", "both")
+"""Two ranks share each of two layers: alone, or with `fully_shard` besides."""
 
 
 class Sharded(LightningModule):
@@ -24,18 +30,26 @@ class Sharded(LightningModule):
     def __init__(self, shape: str) -> None:
         super().__init__()
         self.shape = shape
+        odd = 34 if shape in TENSOR else 33
         self.net = nn.Sequential(
-            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 33), nn.Linear(33, 1)
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, odd), nn.Linear(odd, 1)
         )
         self.automatic_optimization = shape != "manual"
 
     def configure_model(self) -> None:
         """Shards of each layer."""
         found: Any = self.device_mesh
+        if self.shape in TENSOR:
+            parallelize_module(self.net, found["tensor_parallel"], {"4": ColwiseParallel(), "5": RowwiseParallel()})
+        if self.shape == "tensor":
+            return
+        mesh = found["data_parallel"]
+        if self.shape == "hybrid":
+            mesh = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
         for layer in self.net:
             if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=found["data_parallel"])
-        fully_shard(self.net, mesh=found["data_parallel"])
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Squared error on noisy inputs."""
@@ -78,12 +92,13 @@ def main() -> None:
     parser.add_argument("--final", type=Path)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--shape", default="plain", choices=("plain", "ending", "accumulated", "manual"))
+    parser.add_argument("--shape", default="plain", choices=SHAPES)
     parser.add_argument("--without", action="store_true", help="plain Lightning")
     parser.add_argument("--from", dest="start", help="ckpt_path")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    seed_everything(7 + 1000 * int(os.environ.get("LOCAL_RANK", "0")))
+    tensor = 2 if args.shape in TENSOR else 1
+    seed_everything(7 + 1000 * (int(os.environ.get("LOCAL_RANK", "0")) // tensor))  # who shares layers draws the same
     x = torch.randn(4 * 5 * args.devices * 2, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     callbacks: list[Callback] = [ModelCheckpoint(args.dir, "{step}", every_n_train_steps=4, save_top_k=-1)]
@@ -92,11 +107,13 @@ def main() -> None:
 
         callbacks.append(LastGasp(args.dir, arena="every 1"))
     trainer = Trainer(
-        accelerator="cpu", devices=args.devices, strategy=ModelParallelStrategy(args.devices, 1),
+        accelerator="cpu", devices=args.devices, strategy=ModelParallelStrategy(args.devices // tensor, tensor),
         max_steps=args.steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, callbacks=callbacks, accumulate_grad_batches=2 if args.shape == "accumulated" else 1,
     )  # fmt: skip
-    model = (Ending if args.shape == "ending" else Sharded)(args.shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)  # replicas begin alike: fully_shard does not see to that
+        model = (Ending if args.shape == "ending" else Sharded)(args.shape)
     loaders = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8)
     trainer.fit(model, *loaders, ckpt_path=args.start)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import multiprocessing
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from lastgasp._fs import is_temp
+from lastgasp._fs import DISK, Disk, is_temp
 from lastgasp.checkpoint import Manifest, Staged, candidates, verify
 from lastgasp.checkpoint.layout import next_path
+from lastgasp.checkpoint.moving import put_back
 from lastgasp.errors import CheckpointError, ConfigError
 from support.checkpoint_kit import FILES, FOLDERS, Died, DyingDisk, provenance, publish, put_file, put_folder
 
@@ -55,6 +57,54 @@ def test_death_while_overwriting_leaves_old_or_new(tmp_path: Path, at: int) -> N
         publish(path, NEW, provenance(2), disk)
     expected = (NEW, 2) if at >= 9 else (OLD, 1)
     assert _content_and_step(path) == expected
+
+
+class _NoExchange(DyingDisk):
+    def exchange(self, one: Path, other: Path) -> bool:
+        return False
+
+
+def _replace_last(folder: Path, step: int, disk: Disk) -> None:
+    with Staged(folder / "iter_last", FOLDERS, disk=disk) as staged:
+        staged.open("iter_last/rank0/shard.pt").write(f"data of {step}".encode())
+        staged.publish(provenance(step), replace=True)
+
+
+@pytest.mark.parametrize("kind", [DyingDisk, _NoExchange])
+def test_a_directory_is_replaced_and_is_there_at_any_death(tmp_path: Path, kind: type[DyingDisk]) -> None:
+    """`last.ckpt` of a sharded model; where names cannot be exchanged it is back once somebody selects."""
+    path, at, steps = tmp_path / "iter_last", 0, []
+    while True:
+        for left in tmp_path.iterdir():
+            DISK.remove(left)
+        _replace_last(tmp_path, 1, Disk())
+        disk = kind(at)
+        with contextlib.suppress(Died):
+            _replace_last(tmp_path, 2, disk)
+        if kind is _NoExchange:
+            put_back(tmp_path, FOLDERS)
+        verdict = verify(path, FOLDERS)
+        assert verdict.ok and verdict.step is not None, (at, verdict.reasons)
+        assert (path / "rank0" / "shard.pt").read_bytes() == f"data of {verdict.step}".encode()
+        steps.append(verdict.step)
+        if disk.calls <= at:
+            break
+        at += 1
+    assert steps == sorted(steps) and set(steps) == {1, 2}
+    assert ("exchange" in disk.log) == (kind is DyingDisk)
+    assert {one.name for one in tmp_path.iterdir() if not one.name.endswith(".lock")} == {
+        "iter_last", "iter_last.manifest.json"
+    }  # fmt: skip
+
+
+def test_names_change_places_whatever_they_are(tmp_path: Path) -> None:
+    link, folder = tmp_path / "link", tmp_path / "folder"
+    link.symlink_to("nowhere")
+    folder.mkdir()
+    assert DISK.exchange(folder, link)
+    assert folder.is_symlink() and link.is_dir()
+    with pytest.raises(FileNotFoundError):
+        DISK.exchange(folder, tmp_path / "none")
 
 
 @pytest.mark.parametrize("at", range(CALLS))

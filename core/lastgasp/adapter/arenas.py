@@ -2,15 +2,16 @@
 
 A state source with such state is a `ShardSource` too. Its `arena` is filled by a `Filling` at the end of each step, on
 the training thread, by all ranks at the same steps; docs/sharded.md says what that costs and saves. A restarted job
-asks by `taken_over` for what its ranks have left in their arenas, before it chooses a checkpoint.
+asks by `taken_over` for what its ranks have left in their arenas, before it chooses a checkpoint; or by `left_by_all`,
+and writes a checkpoint of it.
 """
 
 from __future__ import annotations
 
 from lastgasp.arena import Arena
 from lastgasp.arena_filling import ArenaMode, Filling
-from lastgasp.arena_taking import Taken, taken_over
+from lastgasp.arena_taking import Taken, left_by_all, taken_over
 from lastgasp.config import arena_of
 from lastgasp.ports import ShardSource, Wanted
 
-__all__ = ["Arena", "ArenaMode", "Filling", "ShardSource", "Taken", "Wanted", "arena_of", "taken_over"]
+__all__ = ["Arena", "ArenaMode", "Filling", "ShardSource", "Taken", "Wanted", "arena_of", "left_by_all", "taken_over"]

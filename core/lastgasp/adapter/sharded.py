@@ -7,7 +7,8 @@ sharded.
 
 from __future__ import annotations
 
-from lastgasp.pytorch.sharded import Shards, is_sharded, unsupported
+from lastgasp.pytorch.sharded import Shards, fill, is_sharded, unsupported
+from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_source import ShardedGasp, ShardedSource, SmallState
 
-__all__ = ["ShardedGasp", "ShardedSource", "Shards", "SmallState", "is_sharded", "unsupported"]
+__all__ = ["Payload", "ShardedGasp", "ShardedSource", "Shards", "SmallState", "fill", "is_sharded", "unsupported"]

@@ -11,9 +11,11 @@ If killed before 3, the old data and manifest remain. If killed after it, the ne
 manifest, which readers accept if the data matches it (`manifest_lookup`); the next commit puts it in place. If killed
 between the renames of scattered files, the data matches neither, and nothing of that name is used. Two processes that
 commit the same name take turns. For single files the last one wins, unless the first is known to be of the same
-attempt (`present`). For directories and scattered files the first wins, because they cannot be exchanged atomically:
+attempt (`present`). For directories and scattered files the first wins, because no other system call replaces them:
 the second finds the same step of the same job and discards its own; anything else of that name is refused or, if
-requested, moved aside. If the second is killed before its own is in place, `put_back` undoes the move.
+requested, moved aside. If the second is killed before its own is in place, `put_back` undoes the move. Where a
+directory is to be replaced (`last.ckpt`), it changes places with the new one in one call, and is removed behind the
+manifest; if the file system cannot do that it is moved aside meanwhile.
 
 The framework's own files that name the newest checkpoint (`markers`) are replaced after the data and before the
 manifest, so they never name missing data.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +41,7 @@ from .digest import READ_SIZE, HashingWriter
 from .layout import next_path
 from .manifest import FileEntry, Manifest, ManifestProblem, Provenance, build, encode, read
 from .manifest_lookup import heal, read_pair
-from .moving import set_aside
+from .moving import manifest_aside, set_aside
 from .structure import compare
 
 log = logging.getLogger("lastgasp")
@@ -191,6 +194,7 @@ class Staged:
         *,
         markers: Mapping[str, bytes] | None = None,
         aside: bool = False,
+        replace: bool = False,
         present: Collection[str] | None = None,
     ) -> Manifest:
         """Make the checkpoint visible, durably. Seals first. Return the manifest that is now in place.
@@ -202,6 +206,7 @@ class Staged:
             markers: files of the framework's own that name the newest checkpoint: path relative to the target's
                 parent -> content. Replaced atomically, one by one; not part of the checkpoint.
             aside: whether another checkpoint of that name is moved away (to a hidden name) rather than refused.
+            replace: whether what has that name, of whatever step, is removed once the new one has it; for directories.
             present: digests of the manifests that existed when this attempt of the job began. A single file of the
                 same step and attempt that is not among them is kept, because its commit may already have been
                 reported. None replaces any.
@@ -218,8 +223,10 @@ class Staged:
         manifest = build(provenance, self._entries())
         with locked(self.target.parent):
             heal(self.target, self._layout, self._disk)
-            standing = self._standing(manifest, aside, present)
-            if standing is None:
+            if replace and os.path.lexists(self.target):
+                standing = None
+                self._replace(manifest, markers or {})
+            elif (standing := self._standing(manifest, aside, present)) is None:
                 self._put_in_place(manifest, markers or {})
             else:  # its writer may have died before writing them
                 self._mark(markers or {})
@@ -255,6 +262,23 @@ class Staged:
             replace_durably(self._temp, self.target, self._disk)
         self._mark(markers)
         replace_durably(next_path(path), path, self._disk)
+
+    def _replace(self, manifest: Manifest, markers: Mapping[str, bytes]) -> None:
+        """Put the new directory in place of the old one, which is removed at the end."""
+        path = self._layout.manifest_path(self.target)
+        write_atomically(next_path(path), encode(manifest), self._disk)
+        if self._disk.exchange(self._temp, self.target):
+            self._disk.sync_dir(self.target.parent)
+            old = [self._temp]
+        else:
+            home = set_aside(self.target, self._layout, self._disk, tell=False)
+            replace_durably(self._temp, self.target, self._disk)
+            old = [home, manifest_aside(home)]
+        self._mark(markers)
+        replace_durably(next_path(path), path, self._disk)
+        for left in old:
+            with contextlib.suppress(OSError):
+                self._disk.remove(left)
 
     def _say_replaced(self, found: Manifest | ManifestProblem, job: str) -> None:
         """Warn that this job replaces what another job has saved."""

@@ -66,8 +66,8 @@ class SingleFile:
 class DirectoryLayout:
     """One directory per checkpoint, as Megatron's `iter_*`.
 
-    A directory checkpoint is never overwritten: POSIX has no portable atomic exchange of two directories,
-    so each save needs a new name (see `commit`).
+    A directory checkpoint is overwritten only where that is asked for (`Staged.publish(replace=True)`): POSIX has no
+    portable atomic exchange of two directories (see `commit`).
 
     Args:
         pattern: shell pattern of the directories' names.

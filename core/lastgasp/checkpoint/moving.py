@@ -43,20 +43,21 @@ def move_parts(checkpoint: Path, layout: Layout | None, home: Path, disk: Disk =
     return bool(folders)
 
 
-def set_aside(checkpoint: Path, layout: Layout, disk: Disk = DISK) -> Path:
+def set_aside(checkpoint: Path, layout: Layout, disk: Disk = DISK, *, tell: bool = True) -> Path:
     """Move a checkpoint and its manifest to a hidden name beside it, to free its path.
 
-    It is never removed; `lastgasp verify` lists it. The caller holds the lock of the directory. Raises OSError.
+    Nothing here removes it; `lastgasp verify` lists it. The caller holds the lock of the directory, and says with
+    `tell` whether people hear of it. Raises OSError.
     """
     home = next(
         path
         for number in itertools.count(1)
         if not os.path.lexists(path := checkpoint.with_name(f".{checkpoint.name}.aside-{number}"))
     )
-    _log.warning("%s was there already: moved to %s", checkpoint, home.name)
+    _log.log(logging.WARNING if tell else logging.DEBUG, "%s was there already: moved to %s", checkpoint, home.name)
     move_parts(checkpoint, layout, home, disk)
     with contextlib.suppress(FileNotFoundError):
-        disk.rename(layout.manifest_path(checkpoint), _manifest_of(home))
+        disk.rename(layout.manifest_path(checkpoint), manifest_aside(home))
     return home
 
 
@@ -107,7 +108,7 @@ def _move_back(checkpoint: Path, home: Path, layout: Layout, disk: Disk) -> None
         make_directory(place.parent)
         disk.rename(path, place)
     with contextlib.suppress(FileNotFoundError):
-        disk.rename(_manifest_of(home), layout.manifest_path(checkpoint))
+        disk.rename(manifest_aside(home), layout.manifest_path(checkpoint))
     with contextlib.suppress(FileNotFoundError):
         disk.remove(next_path(layout.manifest_path(checkpoint)))
     for folder in sorted({checkpoint.parent, *(place.parent for _, place in ways)}):
@@ -117,6 +118,6 @@ def _move_back(checkpoint: Path, home: Path, layout: Layout, disk: Disk) -> None
     _log.warning("%s stands again: the save that wanted its place was cut short", checkpoint)
 
 
-def _manifest_of(home: Path) -> Path:
-    """A name without the manifests' suffix, so that it is not mistaken for a checkpoint's manifest."""
+def manifest_aside(home: Path) -> Path:
+    """Where `set_aside` puts the manifest: a name without the manifests' suffix, so that it is not taken for one."""
     return home.with_name(f"{home.name}.manifest")

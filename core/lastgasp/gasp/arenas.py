@@ -62,19 +62,20 @@ class Arenas:
         """Open a rank's arena, if it has one; on another host its launcher does.
 
         Returns:
-            Whether it goes on with what was left there.
+            Whether it goes on with what was left there, or with a checkpoint that the ranks have made of that.
         """
         left = self._left.get(rank)
         again = left is not None and left.kept.identity == begin.arena_id
+        written = bool(self._left) and begin.step == begin.durable == self._common() > self._durable
         if not again:
             self.drop_left()
         if begin.arena_fd < 0:
-            return False
+            return written
         self._drop(rank)
         fd = open_buffer(pid, begin.arena_fd) if host == self._host else -1
         if fd >= 0 or host != self._host:
             self._kept[rank] = _Kept(host, fd, begin.arena_id)
-        return again
+        return again or written
 
     def _own(self, rank: int) -> tuple[int, bytes] | None:
         kept = self._kept.get(rank)
@@ -120,8 +121,11 @@ class Arenas:
         begun = bool(self._kept)  # what the next training of the same script begins with is something else
         if mine is None or mine.kept.host != host or not whole or begun or self._tries > TRIES:
             return m.Left()
-        step = max(set.intersection(*(set(left.steps) for left in self._left.values())), default=-1)
+        step = self._common()
         return m.Left(step=step, durable=self._durable, arena=mine.reference) if step >= self._durable else m.Left()
+
+    def _common(self) -> int:
+        return max(set.intersection(*(set(left.steps) for left in self._left.values())), default=-1)
 
     def drop_left(self) -> None:
         """Free what was left: training begins with something else."""

@@ -106,13 +106,16 @@ class ShardedSource:
             raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
                               "Initialise them with the same seed, or shard them with fully_shard.")  # fmt: skip
 
-    def take_over(self, why_not: Callable[[Payload], str], take: Callable[[Taken, Payload], SmallState]) -> bool:
+    def take_over(
+        self, why_not: Callable[[Payload], str], take: Callable[[Taken, Payload], SmallState], *, newer: bool = False
+    ) -> bool:
         """Begin with what the ranks before have left in their arenas; False where that cannot be.
 
         Before `describe`; all ranks call it together.
 
         Args:
             why_not: says why a payload is none for this training; empty if it is one. take: fills the state with it.
+            newer: as `taken_over`.
 
         Raises:
             LastgaspError: as `taken_over`, and what `take` raises.
@@ -121,7 +124,7 @@ class ShardedSource:
             found = Payload(payload)
             return found.why_not(self.rank, self._writer.place.world_size) or why_not(found)
 
-        with taken_over(self.life.session, self.arena, refused) as taken:
+        with taken_over(self.life.session, self.arena, refused, newer=newer) as taken:
             if taken is None:
                 return False
             self._kept[taken.step] = take(taken, Payload(taken.payload))

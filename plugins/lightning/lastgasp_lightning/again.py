@@ -153,6 +153,11 @@ class LightningAgain(AgainHere):
 
     layout = LAYOUT
 
+    def durable(self, step: int) -> int:
+        """As in the base; and where training begins with what was left in arenas."""
+        shards = self.run.shards
+        return super().durable(step) if shards is None or shards.durable is None else int(shards.durable)
+
     def objects(self) -> Renewed:
         """Kept since before the first entry."""
         found: Renewed = self.run.entry.objects

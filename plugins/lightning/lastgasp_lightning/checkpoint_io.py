@@ -127,8 +127,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._original.remove_checkpoint(path)
         if not is_remote(path):
             LAYOUT.manifest_path(Path(path)).unlink(missing_ok=True)
-            if Path(path).absolute() == self._durable:
-                self._status.durable = 0
+            self.gone(Path(path).absolute())
+
+    def gone(self, target: Path) -> None:
+        """What had this name is not there any more."""
+        if target == self._durable:
+            self._status.durable = 0
 
 
 def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:

@@ -109,6 +109,7 @@ class LightningRun(Training):
             from lastgasp_lightning.sharded_io import ShardedCheckpoints
 
             self.state.shards, self.state.completed = self.shards, self.complete
+            self.selector.left = self.shards.begin_with
             on_close(ShardedCheckpoints(self, io).install())
         on_close(self.selector.install())
         on_close(self.tuning.install())

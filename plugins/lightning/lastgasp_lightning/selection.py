@@ -46,6 +46,7 @@ class LightningSelector:
         loaded: called on all ranks once it is loaded.
         note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
+        left: begins with what ranks before have left in arenas, where it is newer than all files; says whether it did.
         loading: the verified path that is being loaded.
     """
 
@@ -56,6 +57,7 @@ class LightningSelector:
         self.note: Callable[[str], None] = log.warning
         self.present: frozenset[str] | None = None
         self.memory: Callable[[], Memory] | None = None
+        self.left: Callable[[Callable[[dict[str, Any]], None]], bool] | None = None
         self.loading: Path | None = None
         self._layout = SHARDED if is_sharded_by(trainer.strategy) else LAYOUT
 
@@ -102,6 +104,11 @@ class LightningSelector:
         policy = SelectionPolicy(config, self._place, folders, self._layout, local, fit=fit, instead=bool(given))
         policy.note = self.note
         selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
+        if self.left is not None and self.left(lambda checkpoint: self._load_held(lambda: checkpoint, load)):
+            selector.pass_over()
+            self.present = selector.present
+            self.loaded()
+            return True
 
         def restore(candidate: Candidate) -> None:
             self.resumed, self.same_run = True, not selector.named
@@ -121,11 +128,16 @@ class LightningSelector:
         return found
 
     def _load_memory(self, memory: Memory, load: Callable[[Path], None]) -> None:
+        self._load_held(lambda: cloned(memory.checkpoint), load)  # optimizers train the very tensors they are given
+        self.present = memory.present
+        self.loaded()
+
+    def _load_held(self, checkpoint: Callable[[], dict[str, Any]], load: Callable[[Path], None]) -> None:
+        """Have Lightning restore from what is no file."""
         connector = self._trainer._checkpoint_connector
         given = connector._ckpt_path
-        # Optimizers train the very tensors that they are given.
         undo = replace_method(
-            self._trainer.strategy, "load_checkpoint", lambda _: lambda *args, **options: cloned(memory.checkpoint)
+            self._trainer.strategy, "load_checkpoint", lambda _: lambda *args, **options: checkpoint()
         )
         try:
             self.resumed = self.same_run = True
@@ -133,8 +145,6 @@ class LightningSelector:
         finally:
             undo()
             connector._ckpt_path = given
-        self.present = memory.present
-        self.loaded()
 
     def _warn(self, given: Any, path: Path) -> None:
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0

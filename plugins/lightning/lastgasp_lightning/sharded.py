@@ -6,20 +6,24 @@ for that. So what hooks optimizers comes in `on_train_start` there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import xxhash
 from torch import Tensor
 
 from lastgasp.adapter import ConfigError, ManifestWriter
-from lastgasp.adapter.arenas import ArenaMode
-from lastgasp.adapter.sharded import ShardedSource, Shards, is_sharded, unsupported
+from lastgasp.adapter.arenas import ArenaMode, Taken
+from lastgasp.adapter.sharded import Payload, ShardedSource, Shards, fill, is_sharded, unsupported
 from lastgasp.adapter.torch import AuxRecorder, buffers_of
 from lastgasp_lightning.again import gasp_path
 from lastgasp_lightning.checkpoint_io import SHARDED
 from lastgasp_lightning.compat import replace_method
+from lastgasp_lightning.leaving import Files, Leaving, Restored
 from lastgasp_lightning.snapshot import Snapshot
+from lastgasp_lightning.state import KEY
 
 META, OWN = "meta.pt", "lastgasp.pt"
 """Lightning's file with all but tensors, and ours: plain Lightning reads the first one with `weights_only=True`."""
@@ -45,6 +49,7 @@ class LightningShards(ShardedSource):
     def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
         super().__init__(run.life, writer, run.config, mode)
         self._run, self._trainer = run, run.trainer
+        self._leaving = Leaving(run)
 
     def begin(self) -> None:
         """The state is loaded: see what this rank has of it. All ranks call it together.
@@ -53,17 +58,39 @@ class LightningShards(ShardedSource):
             ConfigError: something of it cannot be saved by the survivors.
         """
         trainer, on_close = self._trainer, self._run.life.on_close
-        models = {_MODEL: trainer.lightning_module}
-        optimizers = {str(number): optimizer for number, optimizer in enumerate(trainer.optimizers)}
+        models, optimizers = self._parts()
         if found := unsupported(models, optimizers):
             raise ConfigError("model", *found)
         if not is_sharded(models):
             raise ConfigError("model", "configure_model() shards nothing", "parameters that are DTensors",
                               "Call fully_shard in it, or use strategy='ddp'.")  # fmt: skip
         self.describe(Shards(models, optimizers, self.rank, trainer.world_size, single_optimizer=False))
+        self._compare()
         connector, strategy = trainer._checkpoint_connector, trainer.strategy
         on_close(replace_method(connector, "_get_lightning_module_state_dict", self._instead(self._stated)))
         on_close(replace_method(strategy, "optimizer_state", self._instead(lambda optimizer: optimizer.state_dict())))
+
+    def _compare(self) -> None:
+        """Say so where ranks that should hold the same part (HSDP) do not: a checkpoint has one of the two.
+
+        Lightning and torch see to that as little as they do when the model is made.
+        """
+        parts = "\n".join(f"{e.name} {e.offsets} {e.sizes}" for e in self.shards.found.table.entries if not e.buffer)
+        mine = [xxhash.xxh3_128_digest(parts.encode())]
+        mine += [value for _, value in sorted(self.shards.digests().items())]
+        found: dict[bytes, tuple[int, list[bytes]]] = {}
+        for rank, said in enumerate(self._run.session.gather("sharded/parts", msgspec.msgpack.encode(mine))):
+            part, *values = msgspec.msgpack.decode(said, type=list[bytes])
+            first, others = found.setdefault(part, (rank, values))
+            if others != values:
+                self._run.session.note(f"ranks {first} and {rank} should hold the same part of the model (HSDP), and "
+                                       "hold other values: a resume will not be bit-equal. Initialise the model with "
+                                       "one seed on all ranks")  # fmt: skip
+                return
+
+    def _parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        optimizers = {str(number): optimizer for number, optimizer in enumerate(self._trainer.optimizers)}
+        return {_MODEL: self._trainer.lightning_module}, optimizers
 
     def _instead(self, dumped: Any) -> Any:
         """Lightning's own may gather, and reshards live parameters: not on a thread of ours."""
@@ -76,6 +103,41 @@ class LightningShards(ShardedSource):
     def _stated(self) -> dict[str, Any]:
         """What a user's `on_save_checkpoint` finds in a gasp: this rank's parts."""
         return {str(leaf.path[-1]): leaf.value for leaf in self.shards.found.tensors if leaf.path[0] == _MODEL}
+
+    # -- from what was left in arenas -----------------------------------------------------------------------
+
+    def begin_with(self, load: Callable[[dict[str, Any]], None]) -> bool:
+        """Restore the fit from it; False where there is nothing, or as new a checkpoint. All ranks call it together.
+
+        A checkpoint of the same step may know more: ModelCheckpoint saves behind the copy, and remembers its files.
+
+        Args:
+            load: has Lightning restore from its checkpoint but for tensors.
+
+        Raises:
+            CheckpointMismatch: it is of another model or optimizer.
+            LastgaspError: as `take_over`.
+        """
+        return self.take_over(self._leaving.why_not, lambda taken, payload: self._take(load, taken, payload),
+                              newer=True)  # fmt: skip
+
+    def _take(self, load: Callable[[dict[str, Any]], None], taken: Taken, payload: Payload) -> Restored:
+        own = {self.rank: payload.aux} if payload.aux else {}
+        first = self._run.session.gather("arenas/first", payload.aux if self.rank == 0 else b"")[0]  # what was logged
+        restored = Restored.of(taken.step, bytes(payload.more), own | ({0: first} if first else {}))
+        models, optimizers = self._parts()
+        fill(payload.shards, models, optimizers, rank=self.rank, world_size=self._trainer.world_size,
+             single_optimizer=False)  # fmt: skip
+        checkpoint, record = restored.files(restored.aux)
+        load(checkpoint | {KEY: record})
+        return restored
+
+    def more(self, kept: Any) -> bytes:
+        """Lightning's checkpoint of that step, and what a bit-equal resume needs."""
+        own = self.capture(kept.step)
+        return self._leaving.written(
+            lambda: self._files(kept, self.dump_small(kept), {self.rank: own} if own else {})
+        )
 
     # -- what a checkpoint has ----------------------------------------------------------------------------
 
@@ -98,17 +160,25 @@ class LightningShards(ShardedSource):
         found = buffers_of(step, {self.rank: own} if own else {}, self.recorder, [self.rank])
         return {f"{_MODEL}.{name}": value for name, value in found.items()}
 
-    def dump_small(self, kept: Snapshot) -> dict[str, Any]:
-        """Lightning's checkpoint as it stands now, for `beside`."""
+    def dump_small(self, kept: Snapshot | Restored) -> dict[str, Any]:
+        """Lightning's checkpoint as it stands now, for `beside`; before the first step as it was left."""
+        if isinstance(kept, Restored):
+            return {}
         checkpoint: dict[str, Any] = self._run.state.dump_live()
         if checkpoint["state_dict"].keys() != self._stated().keys():
             self._run.session.note("on_save_checkpoint has changed checkpoint['state_dict']: a gasp of a sharded model "
                                    "has what the model has")  # fmt: skip
         return checkpoint
 
-    def beside(self, kept: Snapshot, small: dict[str, Any], aux: Mapping[int, bytes]) -> Mapping[str, Any]:
+    def beside(
+        self, kept: Snapshot | Restored, small: dict[str, Any], aux: Mapping[int, bytes]
+    ) -> Mapping[str, Any]:
         """Lightning's file, and what a bit-equal resume needs."""
+        checkpoint, record = kept.files(aux) if isinstance(kept, Restored) else self._files(kept, small, aux)
+        return {META: checkpoint, OWN: record}
+
+    def _files(self, kept: Snapshot, small: dict[str, Any], aux: Mapping[int, bytes]) -> Files:
         checkpoint, record = dict(small), self._run.state.at_boundary(small, kept, aux)
         for key in ("state_dict", "optimizer_states"):
             checkpoint.pop(key)
-        return {META: checkpoint, OWN: record}
+        return checkpoint, record

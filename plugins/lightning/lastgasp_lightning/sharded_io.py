@@ -107,9 +107,9 @@ class ShardedCheckpoints:
         make_directory(target.parent)
         with Staged(target, SHARDED, sha256=self._run.config.sha256) as staged:
             staged.adopt(temp, tuple(entries))
-            if target.exists() or target.is_symlink():  # last.ckpt: Lightning would write into it
-                self._io.remove_checkpoint(target)
-            staged.publish(self._run.writer.provenance(step, "periodic"), aside=True)
+            # last.ckpt, into which Lightning would write: at no moment nothing has that name
+            staged.publish(self._run.writer.provenance(step, "periodic"), replace=True)
+        self._io.gone(target)
 
     # -- load ---------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class LightningState:
         self._recorder: AuxRecorder | None = None
         self._parts = b"", b""
         self._undo: list[compat.Undo] = []
-        self._dumping: int | None = None
+        self._dumping: set[int] = set()
         self._in_module_hook = self._fresh = self._later = False
         self._faulted = False
         self.shards: LightningShards | None = None
@@ -305,17 +305,17 @@ class LightningState:
 
     def dump_live(self) -> dict[str, Any]:
         """Lightning's checkpoint as everything stands now."""
-        self._dumping = threading.get_ident()
+        self._dumping.add(threading.get_ident())  # a save's thread, and where shards are copied the training thread
         try:
             checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
             return checkpoint
         finally:
-            self._dumping = None
+            self._dumping.discard(threading.get_ident())
 
     @property
     def dumping(self) -> bool:
         """Whether the calling thread is in `dump_live`."""
-        return self._dumping == threading.get_ident()
+        return threading.get_ident() in self._dumping
 
     def at_boundary(self, checkpoint: dict[str, Any], snapshot: Snapshot, aux: Mapping[int, bytes]) -> dict[str, Any]:
         """Bring what `dump_live` returned to a boundary. Returns the record that goes with it."""

@@ -94,7 +94,7 @@ class Training:
         self._run = run = Run(megatron)
         atexit.register(self._close)
         try:
-            run.selector.steer()
+            run.choose()
             result = call(*args, **kwargs)
             run.selector.done()
             run.bind(*result[:3])

@@ -15,6 +15,8 @@ from lastgasp_megatron.again import not_again
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import verdict_of
+from lastgasp_megatron.keeping import needs_arenas
+from lastgasp_megatron.left import save_left
 from lastgasp_megatron.marks import MegatronMarks
 from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.ranks import device, untried, versions
@@ -70,6 +72,13 @@ class Run:
         self.selector.note = self.session.note
         writer = ManifestWriter(FORMAT, place, sha256=self._options.gasp.sha256)
         self.saver = Saver(args, Manifests(writer, self.session.gather, self.session.status))
+
+    def choose(self) -> None:
+        """Choose the checkpoint that Megatron will load, with what ranks before have left in arenas."""
+        place, session = self._place, self.session
+        if self._arena != 0 and not place.incarnation and needs_arenas(place, session):
+            save_left(session, place, self._options.gasp)
+        self.selector.steer()
 
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """The model is built and loaded."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, SaveResult, cause_of, require_alike
 from lastgasp.adapter.arenas import Arena, Wanted
 from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp.adapter.testing import faults
-from lastgasp.adapter.torch import save_verified
 from lastgasp_megatron.aux_state import RandomState
-from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed, with_random
+from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
 from lastgasp_megatron.devices import Device, HostCopies
 from lastgasp_megatron.image import Image, Piece, decoded, encoded, problem
-from lastgasp_megatron.merge import layout_of, merged, weights_of_masters, weights_of_merged, with_values
+from lastgasp_megatron.merge import layout_of, weights_of_masters, weights_of_merged
 from lastgasp_megatron.shards import Exchange, Slice, copied, held_of
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
+from lastgasp_megatron.writing import write_file
 
 
 class MegatronSource:
@@ -166,7 +165,7 @@ class MegatronSource:
             away = {name: found for name, found in slices.items() if name not in merged_here}
             nbytes = sum(self._exchange.put(step, name, found) for name, found in away.items())
             for image in files:
-                self._write_file(image, slices, aux, staged, order)
+                write_file(image, slices, aux, staged, lambda name: self._taken(step, name, order))
             faults.fire_at("gasp_save", step)
             part = part_of(staged) if files else b""
             if own is not None and files:
@@ -177,20 +176,6 @@ class MegatronSource:
             raise
         begun = staged.first_byte_ns or 0
         return SavedPart(step=step, staged=staged, nbytes=staged.nbytes + nbytes, first_byte_ns=begun, part=part)
-
-    def _write_file(
-        self, image: Image, slices: Mapping[str, Slice], aux: Mapping[int, bytes], staged: Staged, order: int
-    ) -> None:
-        """The file of a rank, and before it that of the optimizer of all ranks with the same part of the model."""
-        assert image.content is not None
-        state: dict[Any, Any] = {}
-        if image.layout is not None:
-            names, step = image.shard.names, image.step
-            others = {name: self._taken(step, name, order) for name in names if name not in slices}
-            state = merged(image.layout, [{**slices, **others}[name] for name in names])
-            save_verified(state, staged, image.file.rpartition("/")[0] + "/distrib_optim.pt")
-        content = with_random(with_values(image.content, state), image.rank, image.shard, aux)
-        save_verified(content, staged, image.file)
 
     def _taken(self, step: int, name: str, order: int) -> Slice:
         return self._exchange.take(step, name, lambda: self._order != order)

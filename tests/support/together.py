@@ -1,0 +1,54 @@
+"""All ranks of a job are killed at once, so that none is left who could save anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lastgasp import arena
+from lastgasp.testing.faults import read_log
+
+
+@contextmanager
+def killed_together(fired: Path, count: int, launcher: set[int] | None = None) -> Iterator[None]:
+    """Once so many ranks have stopped (`kind=sigstop,rank=all`, logged in `fired`), kill them all; 0 kills nobody.
+
+    Args:
+        launcher: if given, it is killed first, and the inodes of what arenas there were are put in.
+    """
+    over = threading.Event()
+
+    def kill() -> None:
+        while len(stopped := read_log(fired)) < count:
+            if over.wait(0.05):
+                return
+        pids = [int(str(one["pid"])) for one in stopped] if count else []
+        if launcher is not None:
+            launcher.update(*(open_arenas(pid) for pid in pids))
+            os.kill(int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def open_arenas(pid: int) -> set[int]:
+    """The inodes of the arenas that a process has open."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if arena.NAME in os.readlink(link):
+                    found.add(link.stat().st_ino)
+    return found
