@@ -184,10 +184,12 @@ def ends(args: argparse.Namespace, s: Session) -> None:
 
 def memory(args: argparse.Namespace, s: Session) -> None:
     """The device's memory has an error in step 9 of rank 1, which has overwritten a parameter."""
-    if (s.step, os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (8, "1", None):
+    try:
+        again_faults.device_fault(s.step, "UCE ERROR")
+    except RuntimeError:
         with torch.no_grad():
             next(iter(next(iter(s._run.state.models.values())).parameters())).fill_(float("nan"))
-    again_faults.device_fault(s.step, "UCE ERROR")
+        raise
 
 
 def bad_link(args: argparse.Namespace, s: Session) -> None:
