@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.full, pytest.mark
     [
         ("persistent", ""),
         ("compiled", ""),
-        ("accelerated", ""),
         ("two", ""),
         ("generator", "that was made before the function was called again"),
         ("once", "cannot set number of interop threads"),

@@ -151,26 +151,6 @@ def address(args: Args) -> None:
     one_model(args, data(0))
 
 
-def accelerated(args: Args) -> None:
-    """What Hugging Face accelerate has prepared; its states outlive a call of the function."""
-    from accelerate import Accelerator
-
-    accelerator: Any = Accelerator(cpu=True)
-    begin()
-    net = small()
-    made = net, torch.optim.AdamW(net.parameters(), lr=0.01), data(0)
-    model, optimizer, batches = accelerator.prepare(*made)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        accelerator.backward((model(x) - x).square().mean())
-        optimizer.step()
-
-    with Session.open(args.dir, state=TorchState(model, optimizer), max_steps=STEPS) as s:
-        loop(args, s, batches, step)
-    end(args, net)
-
-
 def two(args: Args) -> None:
     """A generator and a discriminator in turn, with a scaler; the second one has a process group of its own."""
     begin()
@@ -194,7 +174,6 @@ def two(args: Args) -> None:
 
 
 SHAPES: dict[str, Callable[[Args], None]] = {
-    "accelerated": accelerated,
     "address": address,
     "compiled": compiled,
     "generator": generator,
