@@ -102,7 +102,7 @@ def _kill(place: Path, width: int) -> float:
     place.mkdir()
     log = place / "fault.log"
     environ = os.environ | {"OMP_NUM_THREADS": "1", ENV_LOG: str(log)}
-    environ[ENV_FAULT] = "kind=sigkill,rank=1,step=5,phase=backward"
+    environ[ENV_FAULT] = "kind=sigkill,rank=1,step=2,phase=backward"
     done = run_job(_command(place, width, 1), place / "log", timeout=LIMIT, environ=environ)
     faults, paths = read_log(log), list((place / "ckpts" / "incidents").glob("*.json"))
     if not faults or not paths:
