@@ -56,8 +56,12 @@ _SCRIPTS = {
     "train_gpt.py": "loop",
     "train_transformers.py": "transformers",
     "train_again_transformers.py": "transformers",
+    "train_again_shapes.py": "loop",
+    "train_elastic.py": "loop",
+    "train_lightning_sharded.py": "lightning",
     "train_reused.py": "loop",
     "train_replicated.py": "loop",
+    "train_sharded.py": "loop",
 }
 """What each imports at its top, or does not go without. Ranks that import no torch must not find it imported."""
 
