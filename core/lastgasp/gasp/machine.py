@@ -236,7 +236,7 @@ class Machine:
         current = self._ordered(member.rank, message.recovery, message.plan)
         if current is None or self.state != "saving":
             return []
-        current.saved[member.rank] = message
+        current.take(member.rank, message)
         if current.unsaved:
             return []
         publisher = self.members[current.plan.savers[0]]
@@ -367,12 +367,12 @@ class Machine:
     def _ordered(self, rank: int, recovery: int, plan: int) -> CurrentSave | None:
         """The current save, if this is a rank's answer to an order of it."""
         current, same = self._current, (recovery, plan) == (self.recovery, self.plan)
-        return current if same and current is not None and rank in current.plan.savers else None
+        return current if same and current is not None and rank in current.savers else None
 
     @property
     def _savers(self) -> frozenset[int]:
         """Of the current plan."""
-        return frozenset(self._current.plan.savers) if self._current is not None else frozenset()
+        return self._current.savers if self._current is not None else frozenset()
 
     def _after_loss(self, rank: int, now: float) -> list[Action]:
         """A rank was lost during a recovery: continue without it."""
