@@ -13,7 +13,7 @@ from lastgasp.gasp.actions import Action, Kill, Send
 from lastgasp.gasp.again import Again, Offer
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.progress import Progress
-from lastgasp.topology import data_parallel
+from lastgasp.topology import ReplicaGroups, data_parallel
 
 WORLD, START, STEP = 3, 4, 8
 OFFER = Offer(attempt=0, incarnation=1, port=77)
@@ -308,9 +308,9 @@ def test_a_step_that_cannot_be_saved_is_not_gone_on_with_from_files() -> None:
 class Second:
     """The incarnation after `Job`: rank 1 is replaced, the others hold the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: ReplicaGroups = (tuple(range(WORLD)),)) -> None:
         self.machine = Ladder(
-            replicas=data_parallel(WORLD), world_size=WORLD, finish_timeout=5, save_timeout=50,
+            replicas=replicas, world_size=WORLD, finish_timeout=5, save_timeout=50,
             progress=Progress(limit=20), incarnation=1, enter_by=40.0, holders=frozenset({0, 2}),
         )  # fmt: skip
 
@@ -343,6 +343,22 @@ def test_a_survivor_that_has_not_said_what_it_holds_is_waited_for(joined: bool) 
     actions = job.answer(0, STEP)
     [saved] = [action.message for action in actions if isinstance(action, Send)]
     assert isinstance(saved, m.Save) and saved.step == STEP
+
+
+def test_each_shard_is_waited_for() -> None:
+    """One rank has said that it holds its shard, and dies; the holder of the other shard has not come yet."""
+    job = Second(((0,), (1, 2)))
+    job.machine.joined(2, 0.0)
+    job.begin(2)
+    job.machine.joined(1, 0.0)
+    job.machine.gone(1, "process died", "killed", 1, 1.0)
+    job.answer(2, STEP)
+    assert job.machine.state == "preparing"
+    job.machine.joined(0, 2.0)
+    job.begin(0)
+    actions = job.answer(0, STEP)
+    saves = [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, m.Save)]
+    assert [save.step for save in saves] == [STEP, STEP]
 
 
 def test_survivors_that_do_not_come_are_not_waited_for() -> None:

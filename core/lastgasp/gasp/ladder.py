@@ -138,10 +138,13 @@ class Ladder(Machine):
 
     @property
     def _may_come(self) -> bool:
-        """No rank has said yet that it holds the step of this incarnation, and some still may."""
-        if not self.holders or any(self.members[rank].begun for rank in self._here):
+        """Of some shard no rank has said yet that it holds the step of this incarnation, and some still may."""
+        return bool(self.holders) and any(map(self._awaits, self.replicas))
+
+    def _awaits(self, shard: tuple[int, ...]) -> bool:
+        if any(rank in self._here and self.members[rank].begun for rank in shard):
             return False
-        return any(rank not in self.members or self.members[rank].here for rank in self.holders)
+        return any(rank in self.holders and (rank not in self.members or self.members[rank].here) for rank in shard)
 
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         if self.plan == 0 and any(self._recovery.values()):
