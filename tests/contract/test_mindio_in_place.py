@@ -10,7 +10,7 @@ import pytest
 from lastgasp.testing.weights import differences
 from support import logged
 from support.again_faults import DEVICE, VARIABLE
-from support.launchers import SUPPORT, finish, incidents, torchrun
+from support.launchers import SUPPORT, finish, incidents, torchrun, undisturbed_jobs
 from support.recovery_backends import LEADERS, TORCH, Backend, Trace, used
 
 WORKER = SUPPORT / "train_again.py"
@@ -23,16 +23,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Final weights of a job without a fault, by its number of ranks."""
-    found: dict[int, Path] = {}
-
-    def final(ranks: int) -> Path:
-        if ranks not in found:
-            folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
-            assert finish(job(ranks, folder), folder, LASTGASP_WARM="off").ok
-            found[ranks] = folder / "final.pt"
-        return found[ranks]
-
-    return final
+    return undisturbed_jobs(tmp_path_factory, lambda folder, ranks: job(ranks, folder))
 
 
 def job(ranks: int, directory: Path, *more: str) -> list[str]:

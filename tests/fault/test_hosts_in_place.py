@@ -13,7 +13,7 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
-from support.launchers import SUPPORT, finish, incidents, torchrun
+from support.launchers import SUPPORT, incidents, torchrun, undisturbed_jobs
 from support.waiting import until
 
 LIMIT = 200.0
@@ -26,18 +26,10 @@ pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.full
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Final weights of a job without a fault on one host, by its number of ranks."""
-    found: dict[int, Path] = {}
-
-    def final(ranks: int) -> Path:
-        if ranks not in found:
-            folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
-            (folder / "go").touch()
-            found[ranks] = folder / "final.pt"
-            command = torchrun(WORKER, "--dir", folder, "--final", found[ranks], ranks=ranks)
-            assert finish(command, folder, LASTGASP_WARM="off").ok
-        return found[ranks]
-
-    return final
+    return undisturbed_jobs(
+        tmp_path_factory,
+        lambda folder, ranks: torchrun(WORKER, "--dir", folder, "--final", folder / "final.pt", ranks=ranks),
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lastgasp.testing.weights import differences
 from support import lean
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
-from support.launchers import SUPPORT, finish, incidents, torchrun
+from support.launchers import SUPPORT, incidents, torchrun, undisturbed_jobs
 from support.megatron import place
 from support.megatron.job import SCRIPT, TWO_INSTANCES, GptJob
 from support.waiting import until
@@ -63,18 +63,10 @@ def check(job: HostsJob, directory: Path, processes: dict[int, list[str]], repla
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Final weights of a job without a fault on one host, by script and number of ranks."""
-    found: dict[tuple[Path, int], Path] = {}
-
-    def final(script: Path, ranks: int) -> Path:
-        if (script, ranks) not in found:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            (folder / "go").touch()
-            command = [_python(script), *torchrun(script, "--dir", folder, ranks=ranks)[1:]]
-            assert finish(command, folder, LASTGASP_WARM="off").ok
-            found[script, ranks] = folder / "final.pt"
-        return found[script, ranks]
-
-    return final
+    return undisturbed_jobs(
+        tmp_path_factory,
+        lambda folder, script, ranks: [_python(script), *torchrun(script, "--dir", folder, ranks=ranks)[1:]],
+    )
 
 
 def _python(script: Path) -> str:

@@ -14,7 +14,7 @@ from lastgasp.exitcodes import SAVED
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, until
+from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, undisturbed_jobs, until
 
 WORKER = SUPPORT / "train_again.py"
 READY = "a restart will fork its ranks from a warm process"
@@ -25,17 +25,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Final weights of a job without a fault, by its number of ranks."""
-    found: dict[int, Path] = {}
-
-    def final(ranks: int) -> Path:
-        if ranks not in found:
-            folder = tmp_path_factory.mktemp(f"undisturbed{ranks}")
-            (folder / "go").touch()
-            found[ranks] = folder / "final.pt"
-            assert finish(job(torchrun, ranks, folder), folder, LASTGASP_WARM="off").ok
-        return found[ranks]
-
-    return final
+    return undisturbed_jobs(tmp_path_factory, lambda folder, ranks: job(torchrun, ranks, folder))
 
 
 def job(launcher: Any, ranks: int, directory: Path, *more: str) -> list[str]:

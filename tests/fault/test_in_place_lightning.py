@@ -17,7 +17,18 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from lastgasp_lightning.checkpoint_io import LAYOUT
 from support import logged
-from support.launchers import LIMIT, SUPPORT, Running, finish, incidents, run, running, torchrun, until
+from support.launchers import (
+    LIMIT,
+    SUPPORT,
+    Running,
+    finish,
+    incidents,
+    run,
+    running,
+    torchrun,
+    undisturbed_jobs,
+    until,
+)
 
 WORKER = SUPPORT / "train_again_lightning.py"
 READY = "a restart will fork its ranks from a warm process"
@@ -36,17 +47,7 @@ def job(launcher: Any, ranks: int, directory: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Directory of a job without a fault, by its number of ranks and arguments."""
-    found: dict[tuple[Any, ...], Path] = {}
-
-    def directory(ranks: int, *more: str) -> Path:
-        if (ranks, *more) not in found:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            (folder / "go").touch()
-            assert finish(job(torchrun, ranks, folder, *more), folder, LASTGASP_WARM="off").ok
-            found[(ranks, *more)] = folder
-        return found[(ranks, *more)]
-
-    return directory
+    return undisturbed_jobs(tmp_path_factory, lambda folder, ranks, *more: job(torchrun, ranks, folder, *more), "")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support.launchers import LIMIT, SUPPORT, Running, finish, incidents, run, running, until
+from support.launchers import LIMIT, SUPPORT, Running, incidents, run, running, undisturbed_jobs, until
 
 WORKER = SUPPORT / "train_again_transformers.py"
 READY = "a restart will fork its ranks from a warm process"
@@ -32,17 +32,7 @@ def job(ranks: int, directory: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Result of a job without a fault, by its number of ranks and arguments."""
-    found: dict[tuple[Any, ...], Path] = {}
-
-    def final(ranks: int, *more: str) -> Path:
-        if (ranks, *more) not in found:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            (folder / "go").touch()
-            assert finish(job(ranks, folder, *more), folder, LASTGASP_WARM="off").ok
-            found[(ranks, *more)] = folder / "final.pt"
-        return found[(ranks, *more)]
-
-    return final
+    return undisturbed_jobs(tmp_path_factory, lambda folder, ranks, *more: job(ranks, folder, *more))
 
 
 @contextmanager

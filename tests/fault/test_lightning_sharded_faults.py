@@ -14,8 +14,8 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import lean
-from support.matrix import LIMIT, SAVE_STEP, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
-from support.together import killed_together
+from support.matrix import LIMIT, SAVE_STEP, STEP, References, check_saved, first_incident, run_case, undisturbed
+from support.together import ShardedCase, killed_together
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_lightning_sharded.py"
 LAYOUT = DirectoryLayout("*.ckpt")
@@ -24,29 +24,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @dataclass(frozen=True)
-class LightningCase(Case):
+class LightningCase(ShardedCase):
     """One job with one fault."""
-
-    shape: str = "plain"
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}-{self.shape}"
-
-    @property
-    def faults(self) -> str:
-        """As of any case; or all ranks stop there, and are then killed together, so that nobody is left to save."""
-        return f"kind=sigstop,rank=all,step={STEP},phase={self.moment}" if self.rank == "all" else super().faults
-
-    @property
-    def fired(self) -> int:
-        """All, or as of any case."""
-        return self.world if self.rank == "all" else super().fired
-
-    @property
-    def nobody_left(self) -> bool:
-        """All ranks are killed before one has saved; of two, the second one while it writes both shards."""
-        second = self.moment == "gasp_save" and self.kind in ("sigkill", "sigstop")
-        return self.rank == "all" or (self.world == 2 and second)
 
     @property
     def exact_step(self) -> int | None:

@@ -21,8 +21,8 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import lean
-from support.matrix import LIMIT, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
-from support.together import killed_together, open_arenas
+from support.matrix import LIMIT, STEP, References, check_saved, first_incident, run_case, undisturbed
+from support.together import ShardedCase, killed_together, open_arenas
 from support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
@@ -31,31 +31,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
-class ShardedCase(Case):
+class LoopCase(ShardedCase):
     """One job with one fault."""
-
-    shape: str = "plain"
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}-{self.shape}"
-
-    @property
-    def faults(self) -> str:
-        """As of any case; or all ranks stop there, and are then killed together, so that nobody is left to save."""
-        where = f"step={STEP},phase={self.moment}"
-        if self.rank == "two":
-            return f"kind={self.kind},rank=1,{where};kind={self.kind},rank={self.world - 1},{where}"
-        return f"kind=sigstop,rank=all,{where}" if self.rank == "all" else super().faults
-
-    @property
-    def fired(self) -> int:
-        """All, or as of any case."""
-        return self.world if self.rank == "all" else super().fired
-
-    @property
-    def nobody_left(self) -> bool:
-        """All ranks are killed before one has saved; of two, the second one while it writes both shards."""
-        return self.rank == "all" or (self.world == 2 and self.moment == "gasp_save")
 
     @property
     def exact_step(self) -> int | None:
@@ -76,22 +53,22 @@ class ShardedCase(Case):
 
 
 COVERING = (
-    ShardedCase("sigkill", "arena_copy", "last", "run"),
-    ShardedCase("killed-together", "arena_copy", "all", "run"),
+    LoopCase("sigkill", "arena_copy", "last", "run"),
+    LoopCase("killed-together", "arena_copy", "all", "run"),
 )
 MOMENTS = ("data", "forward", "backward", "update", "after_update", "arena_copy", "periodic_save", "gasp_save")
 REST = (
-    *(ShardedCase("sigkill", moment, rank, "run") for moment, rank in itertools.product(MOMENTS, ("first", "last"))),
-    *(ShardedCase("killed-together", "data", "all", "run", 4, shape) for shape in ("plain", "hybrid")),
-    *(ShardedCase(kind, moment, "last", "run") for kind, moment in itertools.product(
+    *(LoopCase("sigkill", moment, rank, "run") for moment, rank in itertools.product(MOMENTS, ("first", "last"))),
+    *(LoopCase("killed-together", "data", "all", "run", 4, shape) for shape in ("plain", "hybrid")),
+    *(LoopCase(kind, moment, "last", "run") for kind, moment in itertools.product(
         ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))
       if (kind, moment) != ("exception", "periodic_save")),  # the job trains on without that checkpoint
-    *(ShardedCase("sigkill", moment, "last", "run", 4, shape)
+    *(LoopCase("sigkill", moment, "last", "run", 4, shape)
       for shape in ("hybrid", "accumulated", "half") for moment in ("backward", "update")),
-    *(ShardedCase("sigkill", moment, "last", "run", 2, shape)
+    *(LoopCase("sigkill", moment, "last", "run", 2, shape)
       for shape in ("summed", "offload", "checkpointed") for moment in ("backward", "update")),
-    ShardedCase("sigkill", "gasp_save", "last", "run", 4),  # of who saves the first one's shard, too
-    ShardedCase("sigkill", "data", "two", "run", 4),
+    LoopCase("sigkill", "gasp_save", "last", "run", 4),  # of who saves the first one's shard, too
+    LoopCase("sigkill", "data", "two", "run", 4),
 )  # fmt: skip
 
 
@@ -100,18 +77,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Final weights of uninterrupted jobs, by world size and shape."""
     folder = tmp_path_factory.mktemp("reference")
     return References(
-        lambda key: undisturbed(ShardedCase("none", "none", "first", "run", *key), folder / "-".join(map(str, key)))
+        lambda key: undisturbed(LoopCase("none", "none", "first", "run", *key), folder / "-".join(map(str, key)))
     )
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
-def test_sharded_covering(case: ShardedCase, tmp_path: Path, reference: Reference) -> None:
+def test_sharded_covering(case: LoopCase, tmp_path: Path, reference: Reference) -> None:
     check(case, tmp_path, reference)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in REST if case not in COVERING], ids=str)
-def test_sharded_rest_of_the_matrix(case: ShardedCase, tmp_path: Path, reference: Reference) -> None:
+def test_sharded_rest_of_the_matrix(case: LoopCase, tmp_path: Path, reference: Reference) -> None:
     check(case, tmp_path, reference)
 
 
@@ -122,7 +99,7 @@ def processes() -> list[int]:
 
 def test_ranks_and_launcher_are_killed_and_nothing_is_left(tmp_path: Path, reference: Reference) -> None:
     """Arenas go with the last process that has them; the next start begins with the newest file, and cleans up."""
-    case, fired, arenas = ShardedCase("killed-together", "data", "all", "run"), tmp_path / "fired", set[int]()
+    case, fired, arenas = LoopCase("killed-together", "data", "all", "run"), tmp_path / "fired", set[int]()
     folders = {"LASTGASP_RING_DIR": str(tmp_path / "ring"), "LASTGASP_RUNTIME_DIR": str(tmp_path / "run")}
     for folder in folders.values():
         Path(folder).mkdir(mode=0o700)
@@ -139,7 +116,7 @@ def test_ranks_and_launcher_are_killed_and_nothing_is_left(tmp_path: Path, refer
     assert [list(Path(folder).iterdir()) for folder in folders.values()] == [[], []]
 
 
-def check(case: ShardedCase, folder: Path, reference: Reference) -> None:
+def check(case: LoopCase, folder: Path, reference: Reference) -> None:
     """One case: no step lost, bit-equal, everything verified."""
     fired = folder / "fired"
     with killed_together(fired, case.world if case.rank == "all" else 0):
@@ -175,12 +152,12 @@ def test_plain_torch_reads_the_directory(reference: Reference) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (2, 4)])
 def test_another_number_of_ranks_resumes(tmp_path: Path, before: int, after: int) -> None:
-    case = ShardedCase("none", "none", "first", "run", before)
+    case = LoopCase("none", "none", "first", "run", before)
     first = run_job(
         [*case.command(tmp_path / "ckpts", tmp_path / "8.pt"), "--steps", "8"], tmp_path / "log", timeout=LIMIT
     )
     assert first.ok, first.output[-4000:]
-    more = ShardedCase("none", "none", "first", "run", after)
+    more = LoopCase("none", "none", "first", "run", after)
     second = run_job(more.command(tmp_path / "ckpts", tmp_path / "12.pt"), tmp_path / "log-2", timeout=LIMIT)
     assert second.ok, second.output[-4000:]
     assert "step=00000008.dcp: step 8" in second.output

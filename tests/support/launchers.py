@@ -6,10 +6,12 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked, run_job
@@ -45,6 +47,28 @@ def finish(command: list[str], folder: Path, **variables: str) -> Finished:
     done = run_job(command, folder / "log", timeout=LIMIT, environ=environment(**variables))
     assert done.left == (), done.output[-4000:]
     return done
+
+
+def undisturbed_jobs(
+    factory: pytest.TempPathFactory, command: Callable[..., list[str]], result: str = "final.pt"
+) -> Callable[..., Path]:
+    """Results of jobs without a fault, each made when it is first asked for.
+
+    Args:
+        command: command line for a directory, and for what the test asks with.
+        result: what of the directory is given.
+    """
+    found: dict[tuple[Any, ...], Path] = {}
+
+    def make(*key: Any) -> Path:
+        if key not in found:
+            folder = factory.mktemp("undisturbed")
+            (folder / "go").touch()
+            assert finish(command(folder, *key), folder, LASTGASP_WARM="off").ok
+            found[key] = folder
+        return found[key] / result
+
+    return make
 
 
 class Running:

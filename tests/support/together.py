@@ -1,4 +1,4 @@
-"""All ranks of a job are killed at once, so that none is left who could save anything."""
+"""Jobs of models in shards, whose ranks may all be killed at once, so that none is left who could save anything."""
 
 from __future__ import annotations
 
@@ -8,10 +8,41 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lastgasp import arena
 from lastgasp.testing.faults import read_log
+from support.matrix import STEP, Case
+
+
+@dataclass(frozen=True)
+class ShardedCase(Case):
+    """One job of a model in shards, with one fault."""
+
+    shape: str = "plain"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-{self.shape}"
+
+    @property
+    def faults(self) -> str:
+        """As of any case; of two ranks; or all stop there, and are then killed together, so that nobody can save."""
+        where = f"step={STEP},phase={self.moment}"
+        if self.rank == "two":
+            return f"kind={self.kind},rank=1,{where};kind={self.kind},rank={self.world - 1},{where}"
+        return f"kind=sigstop,rank=all,{where}" if self.rank == "all" else super().faults
+
+    @property
+    def fired(self) -> int:
+        """All, or as of any case."""
+        return self.world if self.rank == "all" else super().fired
+
+    @property
+    def nobody_left(self) -> bool:
+        """All ranks are killed before one has saved; of two, the second one while it writes both shards."""
+        second = self.moment == "gasp_save" and self.kind in ("sigkill", "sigstop")
+        return self.rank == "all" or (self.world == 2 and second)
 
 
 @contextmanager
