@@ -12,7 +12,8 @@ from lastgasp.errors import ConfigError
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.controller import Controller
 from lastgasp.gasp.peers import Peer
-from lastgasp.launch.fewer import MIN_RANKS, least_ranks
+from lastgasp.launch.agent import GaspAgent
+from lastgasp.launch.fewer import MIN_RANKS, asked, least_ranks
 from lastgasp.launch.in_place import MISSING, InPlace
 
 AGAIN = Again(incarnation=1, step=8, source=0, takers=(1,), lost=(1,), port=7, members=(0, 2, 3))
@@ -88,10 +89,13 @@ def test_what_the_user_asks_for(
 ) -> None:
     monkeypatch.setenv(MIN_RANKS, given)
     settings = {} if nodes is None else {"settings": SimpleNamespace(min_nodes=nodes[0], max_nodes=nodes[1])}
-    assert least_ranks(SimpleNamespace(**settings), 4, hosts) == least
+    assert least_ranks(asked(), SimpleNamespace(**settings), 4, hosts) == least
 
 
-def test_what_is_no_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MIN_RANKS, "some")
+@pytest.mark.parametrize("given", ["some", "0", "-1", "1.5"])
+def test_what_is_no_number_of_ranks_is_refused_before_any_is_started(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MIN_RANKS, given)
     with pytest.raises(ConfigError, match=MIN_RANKS):
-        least_ranks(None, 1, 1)
+        GaspAgent(spec=MagicMock(), logs_specs=MagicMock())

@@ -28,7 +28,7 @@ from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.exitbarrier import wait_for_living
-from lastgasp.launch.fewer import least_ranks
+from lastgasp.launch.fewer import asked, least_ranks
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.in_place import MISSING, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
@@ -58,6 +58,7 @@ class GaspAgent(LocalElasticAgent):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._asked = asked()
         self._attempts = LaunchAttempts()
         self._restarts = Restarts(always=ours())
         self._attempt: LaunchAttempt | None = None
@@ -111,7 +112,7 @@ class GaspAgent(LocalElasticAgent):
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
         self._attempt.report_start(str(self._warm.start))
-        least = least_ranks(rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
+        least = least_ranks(self._asked, rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
         self._in_place = InPlace(self._attempt, worker_group, self._pcontext, self._warm, least)
         self._hold_before_closing(worker_group)
         return started
