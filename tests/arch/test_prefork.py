@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lastgasp.testing.jobs import read_proc
+from lastgasp.testing.jobs import ends_with_its_parent, read_proc, run_job
 from support import prefork
 from support.prefork import Prefork, client
 
@@ -46,9 +46,11 @@ def facts(path: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in OWN}
 
 
-@pytest.mark.parametrize("session", [False, True])
-def test_a_forked_process_is_as_a_fresh_one(session: bool, images: Prefork, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"start_new_session": session, "cwd": tmp_path}
+@pytest.mark.parametrize(
+    "options", [{}, {"start_new_session": True}, {"preexec_fn": ends_with_its_parent}], ids=["plain", "session", "ends"]
+)
+def test_a_forked_process_is_as_a_fresh_one(options: dict[str, Any], images: Prefork, tmp_path: Path) -> None:
+    options = options | {"cwd": tmp_path}
     done = ended(tmp_path / "facts", **options)
     forked = facts(tmp_path / "facts")
     images.on = False
@@ -77,6 +79,12 @@ def test_what_it_starts_is_forked_along(images: Prefork, tmp_path: Path) -> None
     assert sorted(lines) == sorted([f"{os.getpid()} forked: bare", f"{first['pid']} forked: bare"])
     assert (first["parent"], second["parent"]) == (os.getpid(), first["pid"])
     assert second["argv"] == [str(SCRIPT), str(tmp_path / "facts.again")]
+
+
+def test_a_job_is_forked(images: Prefork, tmp_path: Path) -> None:
+    """Half of all the tests' jobs are made by this function: what it asks of Popen must be what an image can do."""
+    assert run_job([sys.executable, str(SCRIPT), str(tmp_path / "facts")], tmp_path / "job", timeout=120).ok
+    assert images.counts == {"forked: bare": 1}
 
 
 def test_it_is_found_by_its_environment(images: Prefork, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Writes the facts to FILE. WHAT `again`: starts itself, with FILE.again. Else as 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -17,11 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support import interpreter
 
+PR_GET_PDEATHSIG = 2
+
 
 def main() -> None:
     """Write, then end as told."""
     path, what = [*sys.argv[1:], ""][:2]
-    facts = interpreter.interpreter() | {"environment": dict(os.environ)}
+    death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death))
+    facts = interpreter.interpreter() | {"environment": dict(os.environ), "death": death.value}
     Path(path).write_text(json.dumps(facts))
     print("written")
     if what == "again":

@@ -72,7 +72,7 @@ def run_job(
     environ = {**(os.environ if environ is None else environ), MARK: mark}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=_ends_with_its_parent
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=ends_with_its_parent
         )
         try:
             returncode = _wait(process, timeout)
@@ -115,7 +115,8 @@ def kill_marked(name: str, value: str) -> None:
         time.sleep(0.01)
 
 
-def _ends_with_its_parent() -> None:
+def ends_with_its_parent() -> None:
+    """For `subprocess.Popen(preexec_fn=)`: this process gets SIGTERM when the one that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.launch.warm_process import NoFork, _collecting_orphans, order_for
+from lastgasp.testing.jobs import ends_with_its_parent
 from support.prefork.images import MODULES, image_of
 from support.prefork.order import ROOM, Order, room_for
 from support.prefork.server import BOOT
@@ -31,8 +32,8 @@ LINE, VARIABLES = 1 << 13, 1 << 14
 """Bytes of room for command lines and environments in /proc."""
 TESTS = str(Path(__file__).parents[2])
 _FORKABLE = {
-    "executable": (None,), "preexec_fn": (None,), "close_fds": (True,), "pass_fds": ((),), "shell": (False,),
-    "restore_signals": (True,), "gid": (None,), "gids": (None,), "uid": (None,), "umask": (-1,),
+    "executable": (None,), "preexec_fn": (None, ends_with_its_parent), "close_fds": (True,), "pass_fds": ((),),
+    "shell": (False,), "restore_signals": (True,), "gid": (None,), "gids": (None,), "uid": (None,), "umask": (-1,),
     "process_group": (-1, None),
 }  # fmt: skip
 _RESTORED = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -271,6 +272,7 @@ def _fork(prefork: Prefork, asked: Mapping[str, Any]) -> int:
         limits=plain.limits,
         parent=os.getpid(),
         session=bool(asked["start_new_session"]),
+        ends_with_parent=asked["preexec_fn"] is ends_with_its_parent,
         ignored=sorted(_ignored() - _RESTORED),
         blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         nested=image_of(command) != "launcher" and (not isinstance(prefork, _Nested) or "-m" in command[1:3]),

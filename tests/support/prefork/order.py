@@ -30,6 +30,7 @@ class Order:
         command, environment, umask, limits: as in `lastgasp.launch.warm_child.Order`.
         parent: process id of who asks.
         session: it is to lead a session of its own.
+        ends_with_parent: it is to end when who asks does (`lastgasp.testing.jobs.ends_with_its_parent`).
         ignored, blocked: signals.
         nested: it may start processes of the same image.
     """
@@ -40,6 +41,7 @@ class Order:
     limits: list[list[int]]
     parent: int
     session: bool
+    ends_with_parent: bool
     ignored: list[int]
     blocked: list[int]
     nested: bool

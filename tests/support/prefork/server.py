@@ -16,6 +16,7 @@ from types import FrameType
 
 from lastgasp.launch import warm_checks, warm_child
 from lastgasp.launch.warm_server import _content, _receive, _send
+from lastgasp.testing.jobs import ends_with_its_parent
 from support.prefork.order import Order, become
 
 BOOT = (
@@ -88,6 +89,10 @@ class Image:
             if parent != between:
                 os._exit(1)  # the parent is gone
             time.sleep(0.001)
+        if order.ends_with_parent:
+            ends_with_its_parent()
+            if os.getppid() != order.parent:
+                os._exit(1)
         nested = self._nested(connection, descriptors) if order.nested else None
         try:
             become(order, streams, self._imported)
