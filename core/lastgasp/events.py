@@ -81,7 +81,8 @@ class Incident(msgspec.Struct, kw_only=True):
     restart: str = ""
     """How the controller's host started its ranks again: warm, or cold and why; empty where it did not."""
     rung: str = ""
-    """How a fault was answered in place: retry, replace or shrink; empty if not."""
+    """How a fault was answered in place: retry, replace or shrink; grow where there was none, and ranks that were
+    missing were taken in again; empty if neither."""
     from_files: bool = False
     """Answered in place, all ranks began with the checkpoint, and not with what some held in memory."""
     incarnation: int = 0

@@ -20,6 +20,8 @@ _SIGNAL = re.compile(r"\bSIG[A-Z]+\b")
 
 def event(incident: Incident) -> str:
     """Describe one recovery: which ranks failed how and in which step, and what was saved by whom and how fast."""
+    if incident.rung == "grow":
+        return _outcome(incident)
     # A collective that failed on a peer is a symptom, not the cause.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
     return f"{_faults(causes, incident.world_size)}; {_outcome(incident)}"
@@ -74,6 +76,7 @@ def _outcome(incident: Incident) -> str:
             "retry": "that step is done again",
             "replace": "a new process takes its place",
             "shrink": "training goes on with fewer ranks",
+            "grow": "ranks that were missing are taken in",
         }[incident.rung]
         where = "on disk" if incident.from_files else "held in memory"
         return f"step {incident.step_saved} is {where}{lost}; {then}, all other processes stay"
@@ -139,6 +142,8 @@ class Tally:
         if incident.id in self._counted or end is None:
             return
         self._counted.add(incident.id)
+        if incident.rung == "grow":  # it was no fault
+            return
         self.survived += 1
         self.lost_ns += max(0, end - begin) if begin is not None else 0
 

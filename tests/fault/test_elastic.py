@@ -33,9 +33,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(directory: Path, *more: str, ranks: int = 4) -> list[str]:
+def job(directory: Path, *more: str, ranks: int = 4, script: Path = WORKER) -> list[str]:
     """Its command line."""
-    command = run(WORKER, "--dir", directory, "--final", directory / "final.pt", *more, ranks=ranks)
+    command = run(script, "--dir", directory, "--final", directory / "final.pt", *more, ranks=ranks)
     at = command.index("run") + 1
     return [*command[:at], "--min-ranks", "2", *command[at:]]
 
@@ -75,6 +75,91 @@ def check_samples(directory: Path, undisturbed: Path) -> None:
     assert all(len(digests) == 1 for _, _, digests in steps.values())
 
 
+GROWN = "ranks that were missing are taken in"
+
+
+def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, undisturbed: Path) -> None:
+    """Four ranks, three, two, and four: the processes that live through it stay, and nothing is lost."""
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    faults = "kind=sigkill,rank=2,step=3,phase=backward;kind=sigkill,rank=0,step=6,phase=backward,incarnation=1"
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug", "LASTGASP_FAULT_LOG": str(log)}
+    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, **variables) as [started]:
+        for incarnation, step in enumerate(GATES[:2]):
+            go(directory, step, started, incarnation)
+        until(lambda: entered(directory, 1)[-1:] == [(6, 2)], "two ranks are left")
+        (directory / "grow").touch()
+        until(lambda: GROWN in started.output, "the others are taken in")
+        for step in GATES[2:]:
+            (directory / f"go-{step}").touch()
+        assert started.code() == 0, started.output[-8000:]
+    assert len(read_log(log)) == 2, started.output[-8000:]
+    first, second, third = incidents(directory)
+    assert [(one.rung, one.ending, one.steps_lost) for one in (first, second, third)] == [
+        ("shrink", "in_place", 0), ("shrink", "in_place", 0), ("grow", "in_place", 0),
+    ], started.output[-8000:]  # fmt: skip
+    assert (third.world_size, third.faults, third.incarnation) == (2, [], 2)
+    assert "2 of 4 ranks were missing, and have new processes: training goes on with all of them" in third.notes
+    assert any("digest" in note for note in third.notes)
+    rows = {rank: pids(directory, rank) for rank in range(4)}
+    assert rows[1][0] == rows[1][-1] and rows[3][0] == rows[3][-1], rows
+    assert rows[0][0] != rows[0][-1] and rows[2][0] != rows[2][-1], rows
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", ["handover,3,self", "handover,3,0", "state taken,3,1"])
+def test_a_rank_dies_while_another_one_is_taken_in(second: str, tmp_path: Path, undisturbed: Path) -> None:
+    """The new one, who gives it the state, or somebody else: the step is saved, and all four start again with it."""
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    (directory / "grow").touch()
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug", "LASTGASP_FAULT_LOG": str(log)}
+    variables |= {"LASTGASP_FAULT": "kind=sigkill,rank=3,step=3,phase=backward", again_faults.VARIABLE: second}
+    with running(tmp_path, job(directory), **variables) as [one]:
+        go(directory, GATES[0], one, 0)
+        until(lambda: GROWN in one.output, "another one is taken in")
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert one.code() == 0, one.output[-8000:]
+    assert (directory / "second").exists()
+    told = [(found.rung, found.ending, found.step_saved, found.steps_lost) for found in incidents(directory)]
+    assert told == [("shrink", "in_place", 3, 0), ("grow", "in_place", 6, 0), ("", "saved", 6, 0)], one.output[-8000:]
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["other code", "die"])
+def test_who_cannot_be_taken_in_does_no_harm(what: str, tmp_path: Path, undisturbed: Path) -> None:
+    """The script was edited, or the new process ends: the others do not notice, and train to the end."""
+    directory, log, script = tmp_path / "d", tmp_path / "faults.log", tmp_path / "train_elastic.py"
+    directory.mkdir()
+    script.write_bytes(WORKER.read_bytes())
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug", "LASTGASP_FAULT_LOG": str(log)}
+    faults = "kind=sigkill,rank=3,step=3,phase=backward"
+    with running(tmp_path, job(directory, script=script), LASTGASP_FAULT=faults, **variables) as [one]:
+        go(directory, GATES[0], one, 0)
+        until(lambda: "started " in (directory / "rank-3").read_text(), "a new process has begun")
+        if what == "other code":
+            script.write_bytes(WORKER.read_bytes() + b"# edited\n")
+        (tmp_path / "grow").write_text(what)
+        (tmp_path / "grow").rename(directory / "grow")
+        until(lambda: "rank 3 stays missing" in one.output, "it is given up")
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert one.code() == 0, one.output[-8000:]
+    why = "exited with code 5" if what == "die" else "it runs other code than the ranks that are there (the script)"
+    assert why in one.output
+    [first] = incidents(directory)
+    assert (first.rung, first.steps_lost) == ("shrink", 0)
+    assert [len(set(pids(directory, rank))) for rank in range(3)] == [1, 1, 1]
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.full
 def test_the_job_goes_on_with_fewer_ranks_down_to_the_fewest(tmp_path: Path, undisturbed: Path) -> None:
     """Four ranks, three, two; then all four again from the step that the last one has saved. No step is lost."""
     directory, log = tmp_path / "d", tmp_path / "faults.log"
@@ -190,6 +275,12 @@ def entered(directory: Path, rank: int) -> list[tuple[int, int]]:
         return []
     rows = [line.split() for line in lines if line.startswith("entered ")]
     return [(int(step), int(world)) for _, _, step, _, world in rows]
+
+
+def pids(directory: Path, rank: int) -> list[int]:
+    """The processes that have entered the training as this rank, in their order."""
+    lines = (directory / f"rank-{rank}").read_text().splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("entered ")]
 
 
 def ready(job: HostsJob, incarnation: int) -> bool:

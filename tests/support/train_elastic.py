@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lastgasp.gasp.joining import JOINS
 from lastgasp.pytorch import ElasticLoader, Session, TorchState, train
 from support import again_faults
 from support.again_faults import note
@@ -52,7 +53,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     again_faults.install(args.dir)
+    newcomer(args.dir, os.environ.get(JOINS, ""))
     train(training, args)
+
+
+def newcomer(directory: Path, joins: str) -> None:
+    """A process that is to be taken in: it goes on once there is the file `grow`, or ends where that says so."""
+    if not joins:
+        return
+    note(directory, f"started {os.getpid()}")
+    while not (directory / "grow").exists():
+        time.sleep(0.01)
+    if (directory / "grow").read_text() == "die":
+        raise SystemExit(5)
 
 
 def training(args: argparse.Namespace) -> None:

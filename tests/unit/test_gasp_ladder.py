@@ -9,8 +9,8 @@ import pytest
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, Send
-from lastgasp.gasp.again import Again, Offer
+from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send
+from lastgasp.gasp.again import NEW, Again, Offer
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.progress import Progress
 from lastgasp.topology import ReplicaGroups, data_parallel
@@ -435,3 +435,98 @@ def test_a_job_shrinks_only_where_it_may_and_must(
     assert job.machine.not_in_place.endswith(why)
     rung = "replace" if "no_process" in offer else "shrink"
     assert why or (job.again().rung, bool(job.machine.shrunk)) == (rung, rung == "shrink")
+
+
+GROW = Offer(attempt=0, incarnation=1, port=77, grow=(0, NEW, 1, 2))
+
+
+def stopped(job: Job, now: float = 1.0) -> dict[int, m.Prepare]:
+    """Who is told to stop, by the passing of time alone."""
+    return prepares(job.machine.tick(now, 1, frozenset()))
+
+
+def prepares(actions: list[Action]) -> dict[int, m.Prepare]:
+    """The orders to stop."""
+    sent = [action for action in actions if isinstance(action, Send)]
+    return {one.rank: one.message for one in sent if isinstance(one.message, m.Prepare)}
+
+
+def phases(actions: list[Action]) -> list[str]:
+    """What goes into the incident."""
+    return [action.phase for action in actions if isinstance(action, RecordPhase)]
+
+
+def test_who_waits_is_taken_in_at_the_end_of_a_step() -> None:
+    job = Job(offer=GROW, elastic=ALL)
+    told = stopped(job)
+    assert {rank: (one.faults, one.target) for rank, one in told.items()} == dict.fromkeys(ALL, ((), -1))
+    assert [*map(job.answer, (0, 1))] == [[], []]
+    actions = job.answer(2)
+    again = job.again()
+    assert (orders(actions), phases(actions)) == (dict.fromkeys(ALL, again), ["detected", "agreed", "released"])
+    assert (again.rung, again.members, again.lost, again.takers, again.step) == ("grow", (0, NEW, 1, 2), (), (), STEP)
+    own = again.for_rank(1)
+    assert (own.rank, own.source, own.takers, own.environment["WORLD_SIZE"]) == (2, 0, (1,), "4")
+    assert (job.machine.grown, job.machine.faults) == (
+        "1 of 4 ranks were missing, and have new processes: training goes on with all of them", []
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        pytest.param({"elastic": frozenset({0, 1})}, "not every rank trains with an ElasticLoader", id="not elastic"),
+        pytest.param({"recovery": "retry"}, "not every rank can be entered again with new ones", id="no new ranks"),
+        pytest.param({"replicas": ((0,), (1, 2))}, "the ranks do not all hold the same state", id="shards"),
+        pytest.param({"offer": msgspec.structs.replace(GROW, grow=(0, NEW, 1))}, "", id="of other ranks"),
+        pytest.param({"offer": OFFER}, "", id="nobody waits"),
+    ],
+)
+def test_nobody_is_stopped_where_nobody_can_be_taken_in(change: dict[str, Any], why: str) -> None:
+    job = Job(**{"offer": GROW, "elastic": ALL} | change)
+    assert (stopped(job), job.machine.not_grown) == ({}, why)
+
+
+def test_before_a_step_is_complete_nobody_is_stopped() -> None:
+    job = Job(offer=GROW, elastic=ALL)
+    job.machine.members[1].step = START
+    assert (stopped(job), job.machine.not_grown) == ({}, "")
+    job.machine.members[1].step = START + 1
+    assert len(stopped(job)) == WORLD
+
+
+@pytest.mark.parametrize("trouble", ["no room", "late", "left", "no step"])
+def test_where_it_is_not_to_be_all_train_on(trouble: str) -> None:
+    """Nothing goes into an incident, no process is harmed, and the next fault is answered as ever."""
+    job = Job(offer=None, elastic=ALL)
+    assert stopped(job, 0.5) == {}
+    job.machine.offer = GROW
+    stopped(job)
+    job.answer(0, usable=trouble != "no step")
+    job.answer(1, usable=trouble != "no step")
+    if trouble == "late":
+        actions = job.machine.tick(20.0, 1, frozenset())
+        assert (stopped(job, 21.0), job.machine.not_grown) == ({}, "")
+        assert job.machine._waiting(81.0) == GROW.grow, "once more, after a while"
+    elif trouble == "left":
+        actions = job.machine.said(2, m.Goodbye(), 2.0)
+    else:
+        said = m.Prepared(recovery=1, step=STEP, durable=START, usable=trouble == "no room", why="no room")
+        actions = job.machine.said(2, said, 2.0)
+    still = ALL - {2} if trouble == "left" else ALL
+    assert {rank: one.target for rank, one in prepares(actions).items()} == dict.fromkeys(still, m.CALLED_OFF)
+    assert (len(actions), job.machine.state, job.machine.again) == (len(still), "running", None)
+    assert job.answer(2) == [], "an answer that comes now is to nothing"
+    assert {one.recovery for one in prepares(job.die(1)).values()} == {2}
+
+
+def test_a_fault_while_all_are_stopped_is_answered_as_ever() -> None:
+    job = Job(offer=GROW, elastic=ALL)
+    stopped(job)
+    job.answer(0)
+    actions = job.die(1)
+    assert phases(actions) == ["detected"]
+    assert {rank: len(one.faults) for rank, one in prepares(actions).items()} == {0: 1, 2: 1}
+    job.answer(0)
+    job.answer(2)
+    assert (job.again().rung, job.again().members, job.machine.grown) == ("replace", (), "")

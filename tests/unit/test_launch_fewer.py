@@ -14,7 +14,8 @@ from lastgasp.gasp.controller import Controller
 from lastgasp.gasp.peers import Peer
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.fewer import MIN_RANKS, asked, least_ranks
-from lastgasp.launch.in_place import MISSING, InPlace
+from lastgasp.launch.growth import MISSING
+from lastgasp.launch.in_place import InPlace
 
 AGAIN = Again(incarnation=1, step=8, source=0, takers=(1,), lost=(1,), port=7, members=(0, 2, 3))
 

@@ -44,6 +44,27 @@ def test_the_gate_parks_and_then_raises_the_outcome() -> None:
     assert seen[0].code == exitcodes.SAVED
 
 
+def test_a_rank_that_was_stopped_for_nothing_trains_on() -> None:
+    """Also one that waits for the end of the recovery before it leaves; a recovery that is over stays over."""
+    status, thread = stepping()
+    status.hold(30.0)
+    while not status.at_gate:
+        pass
+    waits = threading.Thread(target=status.wait_held, args=(30.0,))
+    waits.start()
+    step = status.step
+    status.go_on()
+    while status.step <= step:
+        pass
+    waits.join(30.0)
+    assert (waits.is_alive(), status.held, status.outcome) == (False, False, None)
+    status.hold(30.0)
+    status.release(SAVED)
+    status.go_on()
+    thread.join(30.0)
+    assert (thread.is_alive(), status.held, status.wait_held(0.0)) == (False, True, SAVED)
+
+
 def stepping() -> tuple[RankStatus, threading.Thread]:
     """A training thread in the middle of its steps."""
     status = RankStatus()

@@ -142,6 +142,8 @@ class Scale:
 
 def headline(incident: Incident) -> str:
     """One sentence: which rank failed where, and the result."""
+    if incident.rung == "grow":
+        return f"ranks that were missing were taken in: {outcome(incident)}"
     # A collective that failed on a peer is how the others saw it, not what went wrong.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
     first = causes[0] if causes else None
@@ -177,7 +179,8 @@ def outcome(incident: Incident) -> str:
         return f"step {incident.step_saved} saved by rank {savers}{lost}"
     if incident.ending == "in_place":
         where = "on disk" if incident.from_files else "held in memory"
-        return f"step {incident.step_saved} {where}{lost}, answered in place ({incident.rung})"
+        how = "done" if incident.rung == "grow" else "answered"
+        return f"step {incident.step_saved} {where}{lost}, {how} in place ({incident.rung})"
     if incident.ending == "in_arenas":
         return f"step {incident.step_saved} left in arenas, and gone on with{lost}"
     if incident.ending == "nothing_to_save" and incident.reason:

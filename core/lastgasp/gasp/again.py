@@ -7,11 +7,15 @@ from typing import Literal
 
 import msgspec
 
-Rung = Literal["retry", "replace", "shrink"]
+Rung = Literal["retry", "replace", "shrink", "grow"]
 INCARNATION = "LASTGASP_INCARNATION"
 """Set by lastgasp alone: the number of the newest recovery in place."""
 ORDER = "LASTGASP_AGAIN"
 """Set by lastgasp alone, for a process that takes the place of a dead rank: the encoded `Again`."""
+
+
+NEW = -1
+"""In `Again.members`: a process that was not there before."""
 
 
 class Again(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +33,9 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         ends: the ranks' ends of the TCP connections between hosts, as "address port".
         host: where the store is, if the job has several hosts; empty where `MASTER_ADDR` stays.
         saved: the step was also written to disk, since only one rank holds it.
-        members: where nobody takes the places of the lost ranks: those that go on, in the order of their new numbers;
-            empty where all ranks keep theirs. `source`, `takers` and `aux` go by the numbers before.
+        members: where nobody takes the places of the lost ranks, or ranks that were missing are taken in again: who
+            goes on, in the order of their new numbers, `NEW` for a process that was not there; empty where all ranks
+            keep theirs. `source`, `takers` and `aux` go by the numbers before.
         vanished: addresses of hosts that have only ranks which are missing from now on: nothing may come from there,
             not even the end of a connection.
         rank: the own new number, for the process that has the order (`for_rank`); -1 in what all get.
@@ -71,18 +76,29 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         """For a rank that goes on, by its number before: the same by the numbers from this incarnation on."""
         if not self.members:
             return self
-        number = {before: now for now, before in enumerate(self.members)}
+        number = self.numbers
+        new = tuple(now for now, before in enumerate(self.members) if before == NEW)
         return msgspec.structs.replace(
             self,
             rank=number.get(rank, -1),
             source=number.get(self.source, -1),
-            takers=tuple(number[one] for one in self.takers if one in number),
+            takers=tuple(sorted((*(number[one] for one in self.takers if one in number), *new))),
             aux={number[one]: state for one, state in self.aux.items() if one in number},
         )
 
     @property
+    def numbers(self) -> dict[int, int]:
+        """New numbers by those before, of the ranks that go on; empty where all keep theirs."""
+        return {before: now for now, before in enumerate(self.members) if before != NEW}
+
+    @property
     def rung(self) -> Rung:
-        """shrink where ranks are missing from now on, replace where they get new processes, else retry."""
+        """shrink where ranks are missing from now on, replace where they get new processes, else retry.
+
+        grow where ranks that were missing are there again.
+        """
+        if NEW in self.members:
+            return "grow"
         return "shrink" if self.members else "replace" if self.lost else "retry"
 
 
@@ -95,6 +111,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         others: launchers that the job has besides this one.
         no_process: why no rank can get a new process; empty where it can.
         least: with how many ranks the job may go on where none can be had; 0: with no less than it has.
+        grow: `Again.members` of a job that takes in what waits for it; empty where nothing waits.
     """
 
     attempt: int
@@ -104,6 +121,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     others: int = 0
     no_process: str = ""
     least: int = 0
+    grow: tuple[int, ...] = ()
 
 
 def order_of_this_process() -> Again | None:

@@ -57,6 +57,10 @@ class Answering:
 
     def take(self, order: m.Prepare, hold_for: float) -> None:
         """Hold the training thread at the end of its step, for `hold_for` seconds at most, and answer when it is."""
+        if order.target >= m.CALLED_OFF:
+            self.drop()
+            self._status.go_on()
+            return
         status, all_run = self._status, all(fault.kind == "sigterm" for fault in order.faults)
         status.hold(hold_for, order.target, all_run)
         self._target = order.target

@@ -297,8 +297,8 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.not_in_place = machine.not_in_place
         incident.rung = machine.again.rung if machine.again is not None else ""
         incident.from_files = machine.again is not None and machine.again.from_files
-        if machine.shrunk and machine.shrunk not in incident.notes:
-            incident.notes.append(machine.shrunk)
+        told = (note for note in (machine.shrunk, machine.grown) if note and note not in incident.notes)
+        incident.notes.extend(told)
     if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None
     notes = [*holder_notes(out), *([machine.unlike] if machine.unlike else [])]

@@ -4,6 +4,9 @@ When all survivors have answered, it chooses between those rungs and the save. W
 machine is over, and the next incarnation has a machine of its own. Survivors join that one with the step that they hold
 in memory, so another fault at any moment of the recovery is an ordinary fault there: that step is saved. Ranks that
 begin with files (`Begin.from_files`) are entered again once the step has been saved.
+
+Where ranks are missing and new processes wait to take their places (`Offer.grow`), all ranks are stopped at the end of
+a step without a fault. If then anything is in the way, they train on.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from lastgasp.events import Ending, Fault
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send
-from .again import Again, Offer
+from .again import NEW, Again, Offer
 from .auxiliary import auxiliary_states
 from .decision import Decision, GiveUp, SavePlan
-from .machine import Machine
+from .machine import MARGIN, Machine
 from .members import Member
 
 SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
+GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
 ENTER = 30.0
 """Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
+AGAIN = 60.0
+"""Seconds until ranks are stopped once more to take in those that wait, where one did not answer in time."""
 
 
 @dataclass
@@ -46,6 +52,8 @@ class Ladder(Machine):
         again: what was agreed for a recovery in place; None where there was none.
         not_in_place: why there was none.
         shrunk: why ranks are missing from now on, and how many; empty where none are.
+        grown: how many ranks are there again; empty where none are.
+        not_grown: why ranks that wait are not taken in by this incarnation; empty while they may be.
     """
 
     incarnation: int = 0
@@ -59,6 +67,8 @@ class Ladder(Machine):
     again: Again | None = None
     not_in_place: str = ""
     shrunk: str = ""
+    grown: str = ""
+    not_grown: str = ""
     began_at: int = -1
     """The greatest step from which a rank of this incarnation began."""
     _recovery: dict[int, str] = field(default_factory=dict)
@@ -73,6 +83,9 @@ class Ladder(Machine):
     """Ranks that can go on with fewer."""
     _stubborn: set[int] = field(default_factory=set)
     """Ranks that raised what would come again."""
+    _growing: tuple[int, ...] = ()
+    """While ranks are stopped without a fault: `Again.members` of what is to follow."""
+    _grow_after: float = 0.0
 
     @property
     def wanted(self) -> bool:
@@ -104,6 +117,8 @@ class Ladder(Machine):
 
     def _on_prepared(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Prepared)
+        if self.state == "running":  # what it was asked for was called off
+            return []
         crossed = bool(self.holders) and member.begun and message.step < self.began_at
         return [] if crossed else super()._on_prepared(member, message, now)
 
@@ -114,7 +129,10 @@ class Ladder(Machine):
         return super()._on_report(member, message, now)
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
-        """As the machine's; and a rank that does not enter in time is a fault."""
+        """As the machine's; and a rank that does not enter in time is a fault. Ranks that wait are taken in."""
+        if self.state == "running" and (waiting := self._waiting(now)):
+            self._growing = waiting
+            return self._stop_all(now)
         actions = super().tick(now, at_ns, stopped)
         if self.state != "running" or now < self.enter_by or self._late:
             return actions
@@ -125,15 +143,77 @@ class Ladder(Machine):
             actions += self._fault(Fault(kind="hang", rank=rank, cause=cause, step=self.began_at, seen_ns=at_ns), now)
         return actions
 
+    # -- growing ----------------------------------------------------------------------------------
+
+    def _waiting(self, now: float) -> tuple[int, ...]:
+        """`Again.members` with those that wait to be taken in; empty where none do, or not yet."""
+        grow = self.offer.grow if self.offer is not None else ()
+        if not grow or self.not_grown or now < self._grow_after:
+            return ()
+        ranks = range(self.world_size)
+        if [rank for rank in sorted(grow) if rank != NEW] != [*ranks] or len(self._here) < self.world_size:
+            return ()
+        if not all(rank in self._entered and self.members[rank].step > self.began_at for rank in ranks):
+            return ()
+        self.not_grown = self._cannot_grow()
+        return () if self.not_grown else grow
+
+    def _cannot_grow(self) -> str:
+        """Why nobody can be taken in; empty where they can."""
+        caps = {self._recovery.get(rank, "") for rank in self._here}
+        if not caps <= {"auto"} and not caps <= {"replace"}:
+            return "not every rank can be entered again with new ones"
+        if len(self.replicas) != 1:
+            return "the ranks do not all hold the same state"
+        return "" if self._elastic >= self._here else "not every rank trains with an ElasticLoader"
+
+    def _grow(self) -> list[Action]:
+        """All have answered: enter again with those that wait, or train on.
+
+        The step is not saved, even where one rank alone holds it: that is no worse than before.
+        """
+        chosen = self._choose(self._decide())
+        if isinstance(chosen, str):
+            self.not_grown = chosen
+            return self._train_on()
+        self._growing = ()
+        return [RecordPhase(phase="detected"), RecordPhase(phase="agreed"), *self._enter_again(chosen, 0)]
+
+    def _train_on(self) -> list[Action]:
+        """What the ranks were stopped for is not to be."""
+        self._growing, self.state, self.reach, self._asked_again = (), "running", -1, 0
+        self._awaited = set()
+        for member in self.members.values():
+            member.prepared = None
+        order = m.Prepare(recovery=self.recovery, faults=(), target=m.CALLED_OFF)
+        return [Send(rank=rank, message=order) for rank in self._here]
+
+    def _fault(self, fault: Fault, now: float) -> list[Action]:
+        growing, self._growing = self._growing, ()
+        actions = super()._fault(fault, now)
+        if not growing or self.state != "preparing":
+            return actions
+        self._awaited, self._deadline = set(self._here), now + self.finish_timeout + MARGIN
+        for rank in self._here:
+            self.members[rank].prepared = None
+        return [RecordPhase(phase="detected"), *actions, *self._ask(self._here), *self._decide_if_ready(now)]
+
+    # -- a decision -------------------------------------------------------------------------------
+
     def _decide_if_ready(self, now: float) -> list[Action]:
         if self.state == "preparing" and (self._may_come or (self.wanted and self.buffers.awaited)):
             return []  # ranks that are entered again get the dead ranks' states with the order itself
+        if self._growing and self.state == "preparing":
+            return [] if self._awaited else self._grow()
         return super()._decide_if_ready(now)
 
     def _deadline_passed(self, now: float) -> list[Action]:
         if self.state == "preparing" and self._may_come and now < self.enter_by:
             self._deadline = self.enter_by
             return []
+        if self.state == "preparing" and self._growing:  # some rank is busy; that is no fault
+            self._grow_after = now + AGAIN
+            return self._train_on()
         return super()._deadline_passed(now)
 
     @property
@@ -177,8 +257,12 @@ class Ladder(Machine):
         if why := self._forbidden(lost) or self._impossible(step, lost, holders):
             return why
         assert self.offer is not None
-        members: tuple[int, ...] = ()
-        if lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
+        members = self._growing
+        if members:
+            if lost:
+                return f"{_named(lost)} did not answer"
+            self.grown = GROWN.format(new=members.count(NEW), all=len(members))
+        elif lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
             members = tuple(rank for rank in range(self.world_size) if rank not in lost)
             if not self.offer.least:
                 return why
@@ -224,7 +308,8 @@ class Ladder(Machine):
                 return f"a fault of that kind is not answered in place ({fault.kind} on rank {fault.rank})"
         if others and self.weary:
             return self.weary
-        return "recovery=replace: no step is tried again" if cap == "replace" and (others or not lost) else ""
+        tried = bool(others) or not (lost or self._growing)
+        return "recovery=replace: no step is tried again" if cap == "replace" and tried else ""
 
     def _impossible(self, step: int, lost: tuple[int, ...], holders: list[int]) -> str:
         """Why it cannot be done now."""

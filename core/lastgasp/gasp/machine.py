@@ -278,11 +278,15 @@ class Machine:
     def _fault(self, fault: Fault, now: float) -> list[Action]:
         if self.state == "over" or not self.faults.remember(fault) or self.state != "running":
             return []
+        return [RecordPhase(phase="detected"), *self._stop_all(now), *self._decide_if_ready(now)]
+
+    def _stop_all(self, now: float) -> list[Action]:
+        """Have all ranks stop at the end of their step, and say what they hold."""
         self.state, self.recovery = "preparing", self.recovery + 1
         # A rank reports on its own when its update does not end in time; MARGIN allows for latency.
         self._deadline = now + self.finish_timeout + MARGIN
         self._awaited = {rank for rank in self._here if self.members[rank].prepared is None}
-        return [RecordPhase(phase="detected"), *self._ask(self._here), *self._decide_if_ready(now)]
+        return self._ask(self._here)
 
     def _ask(self, ranks: Iterable[int]) -> list[Action]:
         order = self._prepare_order()

@@ -58,6 +58,8 @@ MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
+CALLED_OFF = 1 << 62
+"""As the target of a Prepare: nobody needs to stop any more."""
 BUSY = "too many connections: try again"
 """The reason of a Refused after which one may retry: unauthenticated connections fill the port."""
 
@@ -170,7 +172,8 @@ class Prepare(Message, frozen=True, kw_only=True):
 
     `target` is the newest step that any rank has completed, dead ones included: ranks behind it may already have all
     its gradients and get a moment to complete it too. While no rank has stopped it is the newest step that any rank
-    has begun. A Prepare with a greater target lets a rank continue that has stopped before it.
+    has begun. A Prepare with a greater target lets a rank continue that has stopped before it; with `CALLED_OFF` all
+    train on, and none answers. Without `faults` ranks stop because others are to be taken in.
     """
 
     recovery: int

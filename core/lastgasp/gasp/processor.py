@@ -169,7 +169,7 @@ class Processor:
         if self._left or self._closed:
             return
         # Where a peer failed after the last step this rank may be its saver; and it may have to enter that step again.
-        outcome = self._status.wait_over(self._finish + 2 * self._save_limit) if self._status.held else None
+        outcome = self._status.wait_held(self._finish + 2 * self._save_limit) if self._status.held else None
         if outcome is not None and outcome.again is not None:
             return
         self._left = True

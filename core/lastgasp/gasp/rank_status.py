@@ -143,6 +143,16 @@ class RankStatus:
                 self.inside, self.begun, self.at_gate = True, self.step + 1, False
                 self._gate.notify_all()
 
+    def go_on(self) -> None:
+        """What the gate was closed for was called off: train on. No effect once a recovery is over."""
+        with self._gate:
+            if self.outcome is not None:
+                return
+            self._held, self._target, self.all_run = False, -1, False
+            if self.at_gate:
+                self.inside, self.begun, self.at_gate = True, self.step + 1, False
+            self._gate.notify_all()
+
     def look_again(self) -> str:
         """Update `step` and `consistent`; return the adapter's error, which leaves them unknown, or an empty string."""
         try:
@@ -195,6 +205,12 @@ class RankStatus:
             if self.outcome is not None and self.outcome.again is not None:
                 self.outcome, self._held = None, False
                 self._over.clear()
+
+    def wait_held(self, seconds: float) -> Release | None:
+        """As `wait_over`, but only as long as the gate is closed."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._over.is_set() or not self._held, seconds)
+        return self.outcome
 
     def wait_over(self, seconds: float) -> Release | None:
         """Wait for the outcome; None if it did not arrive in time."""

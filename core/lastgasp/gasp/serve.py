@@ -160,6 +160,11 @@ class ControllerThread:
         """How many of the launchers of the other hosts, `others` in number, cannot be reached."""
         return self._controller.keepers.missing(attempt, others)
 
+    def not_grown(self, attempt: int) -> str:
+        """Why ranks that wait are not taken in before there is another incarnation; empty where they may be."""
+        found = self._attempt(attempt)
+        return found.machine.not_grown if found is not None and isinstance(found.machine, Ladder) else ""
+
     def leaves(self, attempt: int) -> bool:
         """The ranks of this attempt asked that the job ends after a save, with no restart."""
         found = self._attempt(attempt)

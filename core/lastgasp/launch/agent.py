@@ -30,7 +30,8 @@ from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.fewer import asked, least_ranks
 from lastgasp.launch.forward import Forwarder
-from lastgasp.launch.in_place import MISSING, GoesOn, InPlace, until_it_goes_on
+from lastgasp.launch.growth import MISSING, CodeFile
+from lastgasp.launch.in_place import GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
@@ -67,7 +68,8 @@ class GaspAgent(LocalElasticAgent):
         self._hosts: Counter[str] | None = None
         self._ever_used = False
         self._stopping = threading.Event()
-        self._warm = Warm()
+        self._warm, self._code = Warm(), CodeFile()
+        self._in_place: InPlace | None = None
         self._warm.why = self._warm.why or differs()
         self._outlive_the_store()
 
@@ -79,6 +81,8 @@ class GaspAgent(LocalElasticAgent):
         self._ever_used = self._ever_used or self._in_use()
         self._attempts.end_attempt()
         self._attempt = None
+        if self._in_place is not None:
+            self._in_place.close()
         handler = worker_group.spec.rdzv_handler
         waiting = Waiting(handler, self._hosts, lambda: self._attempts.last_word.safe)
         with waiting if self._is_ours() and not is_alone(handler) else nullcontext():
@@ -108,17 +112,22 @@ class GaspAgent(LocalElasticAgent):
             orphans.tell_of_others(mark)
         self._mark = orphans.new_mark()
         self._stopping.clear()
-        os.environ.update(self._attempt.environment | {orphans.MARK: self._mark} | self._warm.begin())
+        least = least_ranks(self._asked, rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
+        own = {orphans.MARK: self._mark} | self._warm.begin() | self._code.begin(least > 0)
+        os.environ.update(self._attempt.environment | own)
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
         self._attempt.report_start(str(self._warm.start))
-        least = least_ranks(self._asked, rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
-        self._in_place = InPlace(self._attempt, worker_group, self._pcontext, self._warm, least)
+        self._in_place = InPlace(
+            self._attempt, worker_group, self._pcontext, self._warm, least, code=self._code
+        )
         self._hold_before_closing(worker_group)
         return started
 
     def _reap(self, worker_group: WorkerGroup) -> None:
         """End processes left by the workers of the previous attempt, once all of those workers have ended."""
+        if self._in_place is not None:
+            self._in_place.close()
         if self._mark and not self._running(worker_group):
             orphans.reap(self._mark, worker_group.spec.args if isinstance(worker_group.spec.entrypoint, str) else ())
             self._mark = ""
@@ -196,6 +205,7 @@ class GaspAgent(LocalElasticAgent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(used, frozenset(failure.exitcode for failure in result.failures.values()))
         elif result.state is WorkerState.HEALTHY and (ranks := ranks_of(self._pcontext)) is not None:
+            assert self._in_place is not None
             self._warm.look(ranks)
             self._in_place.look()
         return result
@@ -206,7 +216,7 @@ class GaspAgent(LocalElasticAgent):
         Returns:
             Whether the dead ranks were replaced, and nobody is to be stopped.
         """
-        assert self._attempt is not None
+        assert self._attempt is not None and self._in_place is not None
         known: set[int] = set()
         deadline = _clock.monotonic() + self._attempt.hold_limit()
         while _clock.monotonic() < deadline:
@@ -274,6 +284,8 @@ class GaspAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._stopping.set()
+        if self._in_place is not None:
+            self._in_place.close()
         if self._attempt is not None and self._in_use():
             timeout = max(timeout, int(self._attempt.hold_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt

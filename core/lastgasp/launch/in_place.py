@@ -17,15 +17,12 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import ORDER, Again, Offer
 from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch.attempts import LaunchAttempt
+from lastgasp.launch.growth import MISSING, CodeFile, Growth
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
 from lastgasp.launch.warm_torch import replacement
 
 log = logging.getLogger("lastgasp.launch")
-
-
-MISSING = -1
-"""Stands for the number of a rank that has none any more."""
 
 
 class GoesOn(Exception):
@@ -52,11 +49,16 @@ class InPlace:
     Args:
         attempt: as the launcher counts it.
         group: its workers; context: their processes.
-        least: with how many ranks it may go on; 0: with no less than it has.
+        least: with how many ranks it may go on; 0: with no less than it has. Then they may also become more again.
+        code: in which its ranks say what code they run.
     """
 
-    def __init__(self, attempt: LaunchAttempt, group: WorkerGroup, context: Any, warm: Warm, least: int = 0) -> None:
+    def __init__(
+        self, attempt: LaunchAttempt, group: WorkerGroup, context: Any, warm: Warm, least: int = 0,
+        *, code: CodeFile | None = None,
+    ) -> None:  # fmt: skip
         self._least = least
+        self._growth = Growth(group, context, warm, code) if code is not None and least else None
         self._attempt, self._group, self._context, self._warm = attempt, group, context, warm
         self._stores: dict[int, TCPStore] = {}
         self._offered: Offer | None = None
@@ -98,13 +100,28 @@ class InPlace:
             host=host,
             others=others,
             no_process=self._warm.cannot_fork or elsewhere,
-            least=0 if self._warm.may_come and not others else self._least,
+            least=self._least,
+            grow=self._grow(controller, coming),
         )
         if offer != self._offered:
             self._offered = offer
             controller.offer(offer)
             log.debug("a fault can be answered in place, as incarnation %d%s", coming,
                       offer.no_process and f"; no rank can be replaced: {offer.no_process}")  # fmt: skip
+
+    def _grow(self, controller: ControllerThread, coming: int) -> tuple[int, ...]:
+        """`Offer.grow`, once this launcher counts its ranks as those do that run now."""
+        again, growth = self._agreed(), self._growth
+        if growth is None or again is None or again.incarnation != coming - 1:
+            return ()
+        if again.members and again.incarnation > self._done:
+            return ()
+        return growth.look(controller.not_grown(self._attempt.number))
+
+    def close(self) -> None:
+        """The ranks of the attempt are to end, or have; idempotent."""
+        if self._growth is not None:
+            self._growth.close()
 
     def _kill_lost(self) -> None:
         """A rank of this host that gets a new process may still run: it hangs, or was cut off from the controller."""
@@ -176,17 +193,19 @@ class InPlace:
         self._number(again)
 
     def _number_anew(self) -> None:
-        """Ranks of other hosts are missing from now on: those of this one may have got other numbers."""
+        """Ranks of other hosts are missing from now on, or some are there again: others may have got other numbers."""
         again = self._agreed()
         if again is not None and again.members and again.incarnation > self._done and not self._lost(again):
             self._done = again.incarnation
             self._number(again)
 
     def _number(self, again: Again) -> None:
-        number = {before: now for now, before in enumerate(again.members)}
+        number = again.numbers
         for worker in self._group.workers:
             worker.global_rank = number.get(worker.global_rank, MISSING)
-        self._numbers = {"WORLD_SIZE": str(len(number))}
+        self._numbers = {"WORLD_SIZE": str(len(again.members))}
+        if self._growth is not None:
+            self._growth.agreed(again)
 
     def report_exit(self, rank: int, how: str, pid: int) -> None:
         """A worker of this host has ended. Another host's is known by its connection, but for one that has none yet."""

@@ -65,15 +65,18 @@ def ranks_of(context: PContext | None) -> Ranks | None:
     return Ranks(command, tuple(context.envs.values()))
 
 
-def replacement(warm: Warm, context: SubprocessContext, local: int, more: dict[str, str]) -> SubprocessHandler:
+def replacement(
+    warm: Warm, context: SubprocessContext, local: int, more: dict[str, str], cold: bool = False
+) -> SubprocessHandler:
     """A new process for a dead rank of this host; its log files go on.
 
     Args:
         local: its number on this host; more: what its environment gets, or has another value of.
+        cold: start one where none can be forked.
 
     Raises:
         NoFork: none can be forked.
-        OSError: its log files cannot be opened.
+        OSError: its log files cannot be opened, or it cannot be started.
     """
     handler = SubprocessHandler.__new__(SubprocessHandler)
     handler.local_rank_id = local
@@ -81,10 +84,11 @@ def replacement(warm: Warm, context: SubprocessContext, local: int, more: dict[s
     command = (str(context.entrypoint), *map(str, context.args[local]))
     streams = [number if file is None else file.fileno() for number, file in
                enumerate((None, handler._stdout, handler._stderr))]  # fmt: skip
-    forked = warm.fork(command, {**os.environ, **context.envs[local], **more}, streams)
-    if forked is None:
+    environment = {**os.environ, **context.envs[local], **more}
+    forked = warm.fork(command, environment, streams)
+    if forked is None and not cold:
         raise NoFork(warm.start.why)
-    vars(handler)["proc"] = forked
+    vars(handler)["proc"] = forked or handler._popen(command, environment)
     return handler
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lastgasp.errors import UsageError
 from lastgasp.gasp.again import order_of_this_process
+from lastgasp.gasp.joining import order_when_taken_in, tell_code
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups, forget_accelerate
@@ -142,6 +143,7 @@ def enter(function: Callable[[], T], why: str, first: bool = True) -> T:
         BaseException: what the function has raised, where it is not entered again.
     """
     global _current, _begun
+    tell_code()
     if why and os.environ.get("RANK", "0") == "0":
         log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
     entry = _current = Entry(why, _as_replacement(), first=first and not _begun)
@@ -171,8 +173,8 @@ def _cannot() -> str:
 
 
 def _as_replacement() -> Held | None:
-    """What the launcher has told a process that takes the place of a dead rank."""
-    order = order_of_this_process()
+    """What the launcher has told a process that takes the place of a dead rank, or that of a missing one."""
+    order = order_of_this_process() or order_when_taken_in()
     return Held(order) if order is not None else None
 
 

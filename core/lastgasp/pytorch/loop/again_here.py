@@ -304,7 +304,7 @@ def renumbered(checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:
     if again.members:
         record = checkpoint[KEY]
         before = record["small"]
-        record["small"] = {now: before[rank] for now, rank in enumerate(again.members) if rank in before}
+        record["small"] = {now: before[rank] for rank, now in again.numbers.items() if rank in before}
         record["world_size"] = len(again.members)
     return checkpoint
 

@@ -1,0 +1,94 @@
+"""A process for a rank that is missing: it runs the script up to its training, and waits there to be taken in.
+
+The ranks that are there train on meanwhile. It says to its host's launcher what code it runs, and gets the order to
+enter the training with the others; where the launcher is gone, or needs it no longer, it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import msgspec
+import xxhash
+
+from lastgasp import __version__
+
+from .again import Again
+from .imported import libraries, origin
+
+JOINS = "LASTGASP_JOINS"
+"""Set by lastgasp alone, for such a process: from where it reads its order, and where it writes to."""
+CODE = "LASTGASP_CODE"
+"""Set by lastgasp alone, for ranks that others may join later: the file in which one of them says what code it runs."""
+Code = dict[str, str]
+"""The user's modules by name with a digest of their files, and the versions of what they build on."""
+_KNOWN = ("torch", "lightning", "numpy")
+
+
+def code_of_this_process() -> Code:
+    """What this process runs."""
+    modules = {name: origin(module) for name, module in list(sys.modules.items())}
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    modules["__main__"] = os.path.abspath(script) if script else ""
+    found = {name: _digest(modules[name]) for name in modules.keys() - set(libraries(modules)) if modules[name]}
+    versions = {name: str(getattr(sys.modules[name], "__version__", "")) for name in _KNOWN if name in sys.modules}
+    return {name: text for name, text in found.items() if text} | {
+        f"version of {name}": text for name, text in versions.items()
+    } | {"version of Python": platform.python_version(), "version of lastgasp": __version__}  # fmt: skip
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return xxhash.xxh3_128_hexdigest(file.read())
+    except OSError:  # built in, or frozen
+        return ""
+
+
+def tell_code() -> None:
+    """On a rank that is about to train: say what it runs, where its launcher asks for that. Never raises."""
+    if not (path := os.environ.get(CODE)) or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    try:
+        with open(path, "ab", buffering=0) as file:
+            file.write(msgspec.json.encode(code_of_this_process()) + b"\n")
+    except OSError:  # the launcher is gone
+        return
+
+
+def different(ours: Code, theirs: Code) -> str:
+    """In what two processes run other code, in words; empty if in nothing that both have.
+
+    One may have imported what the other has not: ranks may do different things.
+    """
+    if not ours or "__main__" not in ours.keys() & theirs.keys():
+        return "it is not known what the other ranks run"
+    names = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
+    named = ("the script" if name == "__main__" else name for name in names[:3])
+    return f"it runs other code than the ranks that are there ({', '.join(named)})" if names else ""
+
+
+def order_when_taken_in() -> Again | None:
+    """Wait for the order, in a process that was started to be taken in; None in any other. Asked once.
+
+    Its launcher ends this wait in any case: by the order, by closing its end, or with its own end.
+
+    Raises:
+        SystemExit: there is no place for this process any more.
+    """
+    paths = os.environ.pop(JOINS, "").split()
+    if not paths:
+        return None
+    try:
+        with open(paths[0], "rb") as orders, open(paths[1], "wb", buffering=0) as words:
+            words.write(msgspec.json.encode(code_of_this_process()) + b"\n")
+            line = orders.readline()
+    except OSError:
+        line = b""
+    if not line:
+        raise SystemExit(0)
+    again = msgspec.json.decode(line, type=Again)
+    os.environ.update(again.environment)
+    return again
