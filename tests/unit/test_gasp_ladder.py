@@ -483,7 +483,8 @@ def test_who_waits_is_taken_in_at_the_end_of_a_step() -> None:
     ],
 )
 def test_nobody_is_stopped_where_nobody_can_be_taken_in(change: dict[str, Any], why: str) -> None:
-    job = Job(**{"offer": GROW, "elastic": ALL} | change)
+    given: dict[str, Any] = {"offer": GROW, "elastic": ALL} | change
+    job = Job(**given)
     assert (stopped(job), job.machine.not_grown) == ({}, why)
 
 

@@ -34,7 +34,7 @@ class Launcher:
         self.context.error_files = dict.fromkeys(range(4), os.devnull + "/none")
         self.code, self.program, self.processes = CodeFile(), WAITS, list[subprocess.Popen[str]]()
         group: Any = SimpleNamespace(workers=self.workers, group_world_size=1)
-        self.warm: Any = SimpleNamespace(changed="")
+        self.warm = MagicMock(changed="")
         monkeypatch.setattr(growth, "replacement", self._process)
         self.growth = Growth(group, self.context, self.warm, self.code)
         members = tuple(rank for rank in range(4) if rank not in missing)
