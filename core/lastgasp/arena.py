@@ -1,10 +1,10 @@
 """An arena: a copy of what one rank alone holds, in memory that outlives its SIGKILL.
 
-The memory is a memfd with two slots, which take turns; each holds the payload of one step and its xxh3-128 digest,
-computed while copying. A process with a descriptor of it (the launcher opens `/proc/PID/fd/N` while the rank lives) can
-read it after the rank's death. A slot is marked as torn before its first byte changes, and as complete after its last
-one, so a kill in mid-copy leaves the other slot. The digest covers step, length and identity as well. What does not
-verify is never returned.
+The memory is a memfd with two slots, which take turns; each holds the payload of one step and its digest
+(`arena_digest`), computed while copying. A process with a descriptor of it (the launcher opens `/proc/PID/fd/N` while
+the rank lives) can read it after the rank's death. A slot is marked as torn before its first byte changes, and as
+complete after its last one, so a kill in mid-copy leaves the other slot. The digest covers step, length and identity as
+well. What does not verify is never returned, and never counts.
 
 Where a partner host gets copies (a buddy), there are four slots: two for the steps that go there, so that this host
 still holds such a step once it has arrived, and two for those in between.
@@ -19,9 +19,9 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import xxhash
-
+from lastgasp.arena_digest import Check, Digest
 from lastgasp.errors import LastgaspError
 
 ID_BYTES = 16
@@ -34,7 +34,7 @@ CHUNK = 1 << 19
 SHARE = 0.8
 """The part of a host's available memory that arenas may take."""
 _PAGE = 4096
-_MAGIC = int.from_bytes(b"LGARENA1", "little")
+_MAGIC = int.from_bytes(b"LGARENA2", "little")
 _FILE = struct.Struct("<qq16sqqq")  # magic, bytes of one slot, identity, slots, rank, is a copy of another
 _SLOT = struct.Struct("<qqq16sqq")  # seq_begin, step, length, digest, for the buddy, seq_end
 _BEGIN, _STEP, _LENGTH, _DIGEST, _BUDDY, _END = 0, 1, 2, slice(3, 5), 5, 6
@@ -143,7 +143,7 @@ class Arena:
             ValueError: they are more than that; the other slots are unharmed.
         """
         header, payload = self._begin(buddy)
-        hasher, at = started(self.identity, step), 0
+        digest, at = Digest(self.identity, step), 0
         for each in pieces:
             piece = memoryview(each)
             size = piece.nbytes
@@ -152,10 +152,10 @@ class Arena:
             for begin in range(0, size, CHUNK):
                 part = piece[begin : begin + CHUNK]
                 payload[at : at + len(part)] = part
-                hasher.update(part)
+                digest.update(part)
                 at += len(part)
         header[_BUDDY] = buddy
-        self._end(header, step, at, ended(hasher, at))
+        self._end(header, step, at, digest.end())
 
     def receive(self, step: int, length: int, digest: bytes, fill: Callable[[memoryview], None]) -> None:
         """Put the state of `step` from another host over the oldest slot.
@@ -168,12 +168,12 @@ class Arena:
             DamagedArena: it has another digest; the other slots are unharmed.
         """
         header, payload = self._begin(False)
-        hasher = started(self.identity, step)
+        found = Digest(self.identity, step)
         for begin in range(0, length, CHUNK):
             part = payload[begin : min(begin + CHUNK, length)]
             fill(part)
-            hasher.update(part)
-        if ended(hasher, length) != digest:
+            found.update(part)
+        if found.end() != digest:
             raise DamagedArena(f"what has come of step {step} does not match its digest")
         header[_BUDDY] = False
         self._end(header, step, length, digest)
@@ -276,6 +276,13 @@ def find(fd: int, identity: bytes, step: int) -> Found | None:
     return None
 
 
+class Reading(NamedTuple):
+    """A payload, and what returns once it is known to be what was copied; that raises DamagedArena, each time."""
+
+    payload: memoryview
+    verify: Callable[[], None]
+
+
 @contextlib.contextmanager
 def verified(fd: int, identity: bytes, step: int) -> Iterator[memoryview]:
     """The payload of `step`, verified; at the end it is checked again, since its writer may be alive.
@@ -284,6 +291,20 @@ def verified(fd: int, identity: bytes, step: int) -> Iterator[memoryview]:
         DamagedArena: another arena, no such step, or not the bytes that were copied. At the end too: then what was
             made of the payload must be thrown away.
         OSError: `fd` cannot be read.
+    """
+    with reading(fd, identity, step) as found:
+        found.verify()
+        yield found.payload
+
+
+@contextlib.contextmanager
+def reading(fd: int, identity: bytes, step: int) -> Iterator[Reading]:
+    """The same, but it is verified beside the caller, who may do until then what can be thrown away.
+
+    The end of the block verifies in any case. Nothing of the payload may be unpickled before.
+
+    Raises:
+        DamagedArena, OSError: as `verified`.
     """
     for at in _starts(fd, identity):
         slot = _slot(fd, at)
@@ -296,24 +317,16 @@ def verified(fd: int, identity: bytes, step: int) -> Iterator[memoryview]:
     # A private mapping: nobody can change the arena through it, and torch takes its bytes without a warning. It is
     # unmapped when the last view of it is gone, which may be one of the caller's.
     payload = memoryview(mmap.mmap(fd, at + _PAGE + slot.length, access=mmap.ACCESS_COPY))[at + _PAGE :]
-    hasher = started(identity, step)
-    hasher.update(payload)
-    if ended(hasher, slot.length) != slot.digest:
-        raise DamagedArena(f"the arena's copy of step {step} does not match its digest")
-    yield payload
+    with Check(payload, identity, step) as check:
+
+        def verify() -> None:
+            if check.result() != slot.digest:
+                raise DamagedArena(f"the arena's copy of step {step} does not match its digest")
+
+        yield Reading(payload, verify)
+        verify()
     if _slot(fd, at) != slot:
         raise DamagedArena(f"the arena's copy of step {step} was overwritten while it was read")
-
-
-def started(identity: bytes, step: int) -> xxhash.xxh3_128:
-    """Begin the digest of a payload."""
-    return xxhash.xxh3_128(identity + struct.pack("<q", step))
-
-
-def ended(hasher: xxhash.xxh3_128, length: int) -> bytes:
-    """The digest, once all `length` bytes are in it."""
-    hasher.update(struct.pack("<q", length))
-    return hasher.digest()
 
 
 def _starts(fd: int, identity: bytes) -> list[int]:

@@ -128,13 +128,17 @@ class Wanted:
 
     Attributes:
         own: its own, from its live state.
-        arenas: rank -> the payload of that rank's arena, verified.
+        arenas: rank -> the payload of that rank's arena.
         common: the rank whose copy is saved of what all ranks have alike.
+        verify: returns once the payloads are known to be what was copied, and raises where they are not. It goes on
+            beside the caller, who unpickles nothing of them before it has called this. What is saved counts only if
+            they were, whether it was called or not.
     """
 
     own: bool
     arenas: Mapping[int, memoryview]
     common: int
+    verify: Callable[[], None] = lambda: None
 
 
 @runtime_checkable

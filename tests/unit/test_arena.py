@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgasp import arena as arenas
-from lastgasp.arena import Arena, DamagedArena, steps, verified
+from lastgasp.arena import Arena, DamagedArena, reading, steps, verified
+from lastgasp.arena_digest import ALONE, CHUNK, Check, Digest
 
 BIG = 3 * arenas.CHUNK + 77
 
@@ -127,6 +128,39 @@ def test_growing_starts_anew_and_shrinking_does_nothing(arena: Arena) -> None:
     assert read(arena, 2) == data
     arena.forget()
     assert steps(arena.fd, arena.identity) == ()
+
+
+SIZES = st.sampled_from((1, 4095, arenas.CHUNK, CHUNK - 1, CHUNK, 2 * CHUNK + 3))
+
+
+@settings(max_examples=20)
+@given(st.lists(SIZES, min_size=1, max_size=5), st.booleans())
+def test_the_digest_is_the_same_part_by_part_and_by_threads(sizes: list[int], threads: bool) -> None:
+    length = sum(sizes) + threads * ALONE
+    payload, digest, at = memoryview(bytes(range(256)) * (length // 256 + 1))[:length], Digest(b"id", 3), 0
+    for size in (*sizes, threads * ALONE):
+        digest.update(payload[at : at + size])
+        at += size
+    with Check(payload, b"id", 3) as check:
+        assert check.result() == digest.end() == check.result()
+    for other in (Check(payload[1:], b"id", 3), Check(payload, b"ie", 3), Check(payload, b"id", 4)):
+        with other:
+            assert other.result() != digest.end()
+
+
+@pytest.mark.parametrize("size", [5000, ALONE + 5])
+def test_one_that_is_read_before_it_is_verified_is_verified_at_the_end_in_any_case(arena: Arena, size: int) -> None:
+    data = fill(arena, 1, size)
+    with reading(arena.fd, arena.identity, 1) as found:
+        assert found.payload == data
+        found.verify()
+    flip(arena, os.fstat(arena.fd).st_size - 5000)
+    fill(arena, 2, size)
+    flip(arena, os.fstat(arena.fd).st_size - 5000)
+    with pytest.raises(DamagedArena, match="digest"), reading(arena.fd, arena.identity, 2) as found:
+        assert found.payload != data
+    with pytest.raises(KeyError), reading(arena.fd, arena.identity, 2):  # what was raised is not hidden
+        raise KeyError
 
 
 @given(st.integers(0, 5 * 4096 + 1), st.integers(0, 3))

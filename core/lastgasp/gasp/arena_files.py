@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-from lastgasp.arena import Arena, DamagedArena, steps, verified
+from lastgasp.arena import Arena, DamagedArena, Reading, reading, steps
 from lastgasp.ports import SaveResult, ShardSource, StateSource, Wanted, own_source
 
 from . import messages as m
@@ -67,9 +67,19 @@ def save(source: StateSource, order: m.Save) -> SaveResult:
     result: SaveResult | None = None
     try:
         with getattr(source, "mark", nullcontext()), ExitStack() as stack:
-            payloads = {ref.rank: stack.enter_context(_opened(ref, inner, order.step)) for ref in order.arenas}
-            wanted = Wanted(own=order.own, arenas=payloads, common=order.common)
-            result = inner.save_shards(order.step, order.aux, order.reason, wanted)
+            found = {ref.rank: stack.enter_context(_opened(ref, inner, order.step)) for ref in order.arenas}
+
+            def verify() -> None:
+                for each in found.values():
+                    each.verify()
+
+            payloads = {rank: each.payload for rank, each in found.items()}
+            wanted = Wanted(own=order.own, arenas=payloads, common=order.common, verify=verify)
+            try:
+                result = inner.save_shards(order.step, order.aux, order.reason, wanted)
+            except Exception:
+                verify()  # damage may be the cause of anything
+                raise
     except BadArena:
         if result is not None:
             source.discard(result)
@@ -77,9 +87,9 @@ def save(source: StateSource, order: m.Save) -> SaveResult:
     return result
 
 
-def _opened(ref: m.ArenaRef, source: ShardSource, step: int) -> AbstractContextManager[memoryview]:
+def _opened(ref: m.ArenaRef, source: ShardSource, step: int) -> AbstractContextManager[Reading]:
     own = source.arena
-    return read(ref, step, own.fd if own is not None and own.identity == ref.identity else -1)
+    return _reading(ref, step, own.fd if own is not None and own.identity == ref.identity else -1)
 
 
 def open_arena(ref: m.ArenaRef, flags: int = os.O_RDONLY) -> int:
@@ -95,26 +105,41 @@ def open_arena(ref: m.ArenaRef, flags: int = os.O_RDONLY) -> int:
 
 
 @contextlib.contextmanager
-def read(ref: m.ArenaRef, step: int, own: int = -1) -> Iterator[memoryview]:
+def read(ref: m.ArenaRef, step: int) -> Iterator[memoryview]:
     """The payload of `step`, verified.
-
-    Args:
-        own: descriptor of that arena, where it is this rank's.
 
     Raises:
         BadArena: there is none, or not any more; at the end too.
     """
+    with _reading(ref, step) as found:
+        found.verify()
+        yield found.payload
+
+
+@contextlib.contextmanager
+def _reading(ref: m.ArenaRef, step: int, own: int = -1) -> Iterator[Reading]:
+    """The same, verified beside the caller, and at the end in any case. `own`: descriptor of it, where it is ours."""
     fd = os.dup(own) if own >= 0 else open_arena(ref)
     try:
-        reading = verified(fd, ref.identity, step)
-        try:
-            payload = reading.__enter__()
-        except (DamagedArena, OSError) as error:
-            raise BadArena(ref.rank, str(error)) from error
-        yield payload
-        try:
-            reading.__exit__(None, None, None)
-        except DamagedArena as error:
-            raise BadArena(ref.rank, str(error)) from error
+        with _named(ref.rank), ExitStack() as stack:
+            try:
+                found = stack.enter_context(reading(fd, ref.identity, step))
+            except OSError as error:
+                raise BadArena(ref.rank, str(error)) from error
+
+            def verify() -> None:
+                with _named(ref.rank):
+                    found.verify()
+
+            yield Reading(found.payload, verify)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _named(rank: int) -> Iterator[None]:
+    """Says whose arena it is that is damaged."""
+    try:
+        yield
+    except DamagedArena as error:
+        raise BadArena(rank, str(error)) from error

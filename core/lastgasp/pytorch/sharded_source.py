@@ -242,7 +242,8 @@ class ShardedSource:
             for owner, payload in arenas.items():
                 there, plain = Payload(payload), wanted.common == owner
                 aux[owner] = there.aux
-                found.append(write_arena(staged, there.shards, plain=plain, groups=groups, rename=self.rename))
+                found.append(write_arena(staged, there.shards, plain=plain, groups=groups, rename=self.rename,
+                                         verify=wanted.verify))  # fmt: skip
         faults.fire_at("gasp_save")
         return part_of(staged, found, {rank: data for rank, data in aux.items() if data})
 

@@ -118,6 +118,7 @@ class MegatronSource:
         """The same for this rank's part, if it is wanted, and for those of the arenas."""
         require_alike(self._alike())
         self._order = order = next(self._orders)
+        wanted.verify()
         images = [decoded(payload) for payload in wanted.arenas.values()]
         for image in images:
             if why := problem(image):

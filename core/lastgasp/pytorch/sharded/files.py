@@ -19,6 +19,7 @@ from lastgasp.pytorch.sharded.table import Entry, Group, Image, Path, Table, byt
 PIECE = 32 << 20
 """Bytes that are brought from a device at once."""
 
+_Values = tuple[values.Objects, values.Groups]
 Rename = Callable[[Path], Path]
 """The place in the checkpoint's state dictionary of what has another one in the table (`names`)."""
 
@@ -81,16 +82,23 @@ def write_live(
     for (entry, tensor), leaf in zip(shards.tensors(), found.tensors, strict=True):
         pairs.append((entry, _like(entry, instead[leaf.buffer]) if leaf.buffer in instead else tensor))
     file = _File(staged, found.table.rank, rename)
-    return _write(file, found.table, pairs, shards.objects() if plain else (), groups if plain else None)
+    return _write(file, found.table, pairs, plain, lambda: (shards.objects(), groups))
 
 
 def write_arena(
-    staged: Staged, payload: Any, *, plain: bool, groups: values.Groups | None = None, rename: Rename = same
+    staged: Staged,
+    payload: Any,
+    *,
+    plain: bool,
+    groups: values.Groups | None = None,
+    rename: Rename = same,
+    verify: Callable[[], None] = lambda: None,
 ) -> bytes:
     """Write the file of another rank from its image. The rest is as for `write_live`.
 
     Args:
         groups: those in the image by default.
+        verify: called before something of the image is unpickled (`ports.Wanted`).
 
     Raises:
         ValueError: it is no image of shards.
@@ -98,13 +106,17 @@ def write_arena(
         OSError: the disk refused.
     """
     image = parse(payload)
-    known = values.decode(image.values)
-    groups = known.groups if groups is None else groups
-    if plain and groups is None:
-        raise NotSaveable("the values of the optimizers' parameter groups are not known")
+
+    def more() -> _Values:
+        verify()
+        known = values.decode(image.values)
+        found = known.groups if groups is None else groups
+        if found is None:
+            raise NotSaveable("the values of the optimizers' parameter groups are not known")
+        return known.objects, found
+
     pairs = [(entry, image) for entry in image.table.entries]
-    file = _File(staged, image.table.rank, rename)
-    return _write(file, image.table, pairs, known.objects if plain else (), groups if plain else None)
+    return _write(_File(staged, image.table.rank, rename), image.table, pairs, plain, more)
 
 
 def file_name(rank: int) -> str:
@@ -157,23 +169,20 @@ class _File:
 
 
 def _write(
-    file: _File,
-    table: Table,
-    pairs: Iterable[tuple[Entry, Tensor | Image]],
-    objects: values.Objects,
-    groups: values.Groups | None,
+    file: _File, table: Table, pairs: Iterable[tuple[Entry, Tensor | Image]], plain: bool, more: Callable[[], _Values]
 ) -> bytes:
-    """`groups` is None where only this rank's own parts are written."""
+    """`plain`: also what all ranks hold alike, with the values that are no tensors, for which `more` is asked last."""
     elsewhere = list[str]()
-    if groups is not None:
-        for path, value in (*objects, *groups_of(table.groups, groups)):
-            file.add_value(path, value)
     for entry, source in pairs:
-        if entry.plain and groups is None:
+        if entry.plain and not plain:
             elsewhere.append(file.named(entry.path))
         elif 0 not in entry.sizes or entry.sizes == entry.shape:
             file.add_tensor(entry, source)
-    if groups is None:
+    if plain:
+        objects, groups = more()
+        for path, value in (*objects, *groups_of(table.groups, groups)):
+            file.add_value(path, value)
+    else:
         elsewhere += [file.named((*group.path, "params")) for group in table.groups]
     if not file.rows:
         file.writer.write(b"\0")  # a rank without any part: an empty file would be taken for a lost one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pathlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from lastgasp.arena_digest import ALONE, threads
 from lastgasp.errors import CheckpointMismatch
 from lastgasp.pytorch.sharded import values
 from lastgasp.pytorch.sharded.files import groups_of
@@ -257,9 +259,16 @@ class _Memory:
         return self._values[name]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `_Kept.fill`."""
-        for name, tensor in tensors.items():
+        """As `_Kept.fill`, by as many threads as verify: each page is touched for the first time."""
+        def fill(name: str) -> None:
             entry = self._entries.get(name)
-            local_of(tensor).copy_(self._values[name] if entry is None else self._image.tensor(entry))
+            local_of(tensors[name]).copy_(self._values[name] if entry is None else self._image.tensor(entry))
+
+        if sum(local_of(tensor).nbytes for tensor in tensors.values() if tensor.device.type == "cpu") < ALONE:
+            for name in tensors:
+                fill(name)
+        else:
+            with ThreadPoolExecutor(threads()) as pool:
+                list(pool.map(fill, tensors))
 
 
