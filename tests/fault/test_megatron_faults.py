@@ -14,6 +14,7 @@ from support.megatron import place
 from support.megatron.job import GptJob
 from support.megatron.matrix import (
     COVERING,
+    EXPERTS_WITHOUT_REPLICAS,
     LAST,
     PLACES,
     SAVE_STEP,
@@ -134,7 +135,7 @@ def _check_saved(case: Case, directory: Path, output: str) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", WITHOUT_REPLICAS)
+@pytest.mark.parametrize("layout", [*WITHOUT_REPLICAS, *EXPERTS_WITHOUT_REPLICAS])
 def test_all_ranks_killed_at_once_lose_no_step(layout: str, tmp_path: Path, references: dict[str, GptJob]) -> None:
     """Nobody is left to save: the restart writes what arenas hold, and Megatron loads it."""
     case = Case(layout, "sigstop", "forward", 0)

@@ -27,12 +27,12 @@ def test_images_of_all_parts_become_the_files(parts: int) -> None:
     found = [through_bytes(image(part, parts)) for part in range(parts)]
     assert all((one.rank, one.step, one.aux, one.shard.part) == (i, 7, b"random", i) for i, one in enumerate(found))
     first = found[0]
-    assert first.layout is not None and first.content is not None
-    state = merged(first.layout, [copied(one.held or []) for one in found])
+    assert first.content is not None
+    state = merged(first.layouts[0], [copied(one.held[0]) for one in found])
     world = state[0][KIND]
     for key, expected in (("param", weights), ("exp_avg", weights * 2), ("exp_avg_sq", weights.square() * 3)):
         assert torch.equal(world[key], expected), key
-    model = with_values(first.content, state)["model"]
+    model = with_values(first.content, [state])["model"]
     for number, value in enumerate(torch.split(weights.to(torch.bfloat16), list(SIZES))):
         assert torch.equal(model[str(number)], value) and model[str(number)].dtype == params[number].dtype
 
@@ -44,9 +44,9 @@ def test_an_optimizer_that_has_all_comes_back_with_its_weights() -> None:
         "model": {"w": weights_of_masters(optimizer)[id(model)], "buffer": torch.arange(6).view(2, 3).t()},
         "optimizer": {"fp32_from_fp16_params": [[main]], "step": torch.tensor(3.0), "empty": torch.empty(0, 4)},
     }
-    found = through_bytes(dataclasses.replace(image(0, 1, **more), held=None, layout=None))
+    found = through_bytes(dataclasses.replace(image(0, 1, **more), held=(), layouts=()))
     assert found.content is not None
-    content = with_values(found.content, {})
+    content = with_values(found.content, [])
     assert torch.equal(content["model"]["w"], main.to(torch.bfloat16))
     assert torch.equal(content["model"]["buffer"], torch.arange(6).view(2, 3).t())
     kept = content["optimizer"]
@@ -77,8 +77,7 @@ def test_tensors_of_a_device_are_copied_to_the_host() -> None:
 def test_what_cannot_be_an_optimizers_state_is_not_saved(name: str, value: float) -> None:
     one = through_bytes(image(1, 2))
     assert problem(one) == ""
-    assert one.held is not None
-    tensors = one.held[0][KIND][0].pieces[0][2]
+    tensors = one.held[0][0][KIND][0].pieces[0][2]
     tensors[name][0] = value
     assert bool(problem(one)) == (name == "exp_avg_sq" or value != -1.0)
     tensors["param"][0] = float("nan")

@@ -87,7 +87,9 @@ TP1, TP2, TP2PP2 = ("mp_rank_00",), ("mp_rank_00", "mp_rank_01"), ("mp_rank_00_0
     [
         (TP2, {}, "holds TP2 PP1 in format torch, and the job asks for TP1 PP1"),
         (TP1, {"tensor_model_parallel_size": 2}, "holds TP1 PP1 in format torch, and the job asks for TP2 PP1"),
-        (TP2PP2, {"tensor_model_parallel_size": 2}, "holds TP2 PP2 in format torch, and the job asks for TP2 PP1"),
+        (TP2PP2, {"tensor_model_parallel_size": 2}, "holds TP2 and PP2 or EP2"),
+        (TP2PP2, {"expert_model_parallel_size": 2}, "holds TP2 and PP2 or EP2"),
+        (TP1, {"expert_model_parallel_size": 2}, "holds TP1 PP1 in format torch, and the job asks for TP1 PP1 EP2"),
     ],
 )
 def test_another_cut_is_reported_before_anything_is_loaded(
@@ -102,10 +104,11 @@ def test_another_cut_is_reported_before_anything_is_loaded(
     assert read_tracker(tmp_path).iteration == 4
 
 
-def test_the_same_cut_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
+def test_the_same_cut_is_loaded(other: str, tmp_path: Path) -> None:
     put(tmp_path, 4)
     put(tmp_path, 6, *TP2PP2)
-    sizes: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": 2, other: 2}
     assert start(tmp_path, **sizes) == 6
 
 

@@ -28,7 +28,7 @@ def test_slices_become_complete_tensors(parts: int) -> None:
         assert torch.equal(world[key], expected), key
     values = weights_of_merged(found[0])
     for param, value in zip(params, torch.split(weights.to(torch.bfloat16), list(SIZES)), strict=True):
-        assert torch.equal(values[id(param)].value(state), value)
+        assert torch.equal(values[id(param)].value([state]), value)
 
 
 def test_an_optimizer_that_made_no_update_has_moments_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +66,12 @@ def test_padding_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_come_from_their_fp32_copy() -> None:
     model, main = torch.zeros(3, dtype=torch.bfloat16), torch.tensor([1.001, -2.3, 0.1])
     optimizer = SimpleNamespace(float16_groups=[[model]], fp32_from_float16_groups=[[main]])
-    assert torch.equal(weights_of_masters(optimizer)[id(model)].value({}), main.to(torch.bfloat16))
+    assert torch.equal(weights_of_masters(optimizer)[id(model)].value([]), main.to(torch.bfloat16))
     assert weights_of_masters(SimpleNamespace()) == {}, "fp32 weights are the truth themselves"
 
 
 SHARD = Shard(tensor=0, pipeline=0, part=0, parts=2, data_ranks=(0, 1))
-FIRST, SECOND = SHARD.names
+FIRST, SECOND = SHARD.cuts[0].names
 
 
 def exchange(directory: Path, rank: int = 0, attempt: int = 0, seconds: float = 20.0) -> Exchange:
@@ -112,9 +112,8 @@ def test_what_older_attempts_left_is_removed_and_nothing_else(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("option", "value", "word"),
     [
-        ("num_experts", 4, "experts"),
         ("use_torch_fsdp2", True, "distributed"),
-        ("expert_model_parallel_size", 2, "1"),
+        ("moe_use_upcycling", True, "--moe-use-upcycling=True.*Convert the checkpoint"),
         ("reuse_fp32_param", True, "--reuse-fp32-param=True.*no fp32 weights"),
         ("swap_optimizer", True, "--swap-optimizer"),
         ("virtual_optimizer", ["all"], "--virtual-optimizer"),
@@ -137,6 +136,8 @@ def test_advice_names_the_flag_and_its_cost() -> None:
     )
     assert "arena" not in text and "--lastgasp-arena is off" in advice(((0,), (1,)), args, 1, off=True)
     assert advice(((0, 2), (1, 3)), args, 12 << 20) == ""
-    assert "A second data parallel rank" in advice(((0,), (1,)), SimpleNamespace(data_parallel_size=1), 1)
+    assert "A second one of the data parallel ranks" in advice(((0,), (1,)), SimpleNamespace(data_parallel_size=1), 1)
     args.data_parallel_size = 3
     assert "An even number of data parallel ranks" in advice(((0,), (1,), (2,)), args, 1)
+    args.data_parallel_size, args.expert_model_parallel_size = 2, 2
+    assert "An even number of ranks with the same experts" in advice(((0,), (1,)), args, 1)

@@ -32,10 +32,10 @@ class Steps:
 
     def __init__(self) -> None:
         self.step, self.inside, self.adam, self.settled, self.updated = STEP, False, STEP, True, True
-        self.boundary = Boundary(STEP, 56, 0, None, None, STEP)
+        self.boundary = Boundary(STEP, 56, 0, None, (None,), (STEP,))
 
-    def counted(self) -> int:
-        return self.adam
+    def counted(self) -> tuple[int, ...]:
+        return (self.adam,)
 
 
 class Composer:
@@ -88,7 +88,7 @@ def test_the_current_step_is_written_and_published(rank: SimpleNamespace) -> Non
         ({"inside": True}, STEP, "the update after step 7 has begun"),
         ({}, STEP - 1, "is at step 7, not at 6"),
         ({}, STEP + 1, "is at step 7, not at 8"),
-        ({"adam": STEP + 1}, STEP, "the optimizer has made 8 updates, not 7"),
+        ({"adam": STEP + 1}, STEP, "has made 8 updates, not 7"),
     ],
 )
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -167,7 +167,7 @@ def test_random_states_of_the_order_come_before_those_of_the_arena(
 
 def test_a_payload_that_cannot_be_made_costs_the_arena_alone(rank: SimpleNamespace) -> None:
     source, composer = rank.source, rank.composer
-    boundary = Boundary(STEP, 56, 0, None, None, STEP)
+    boundary = Boundary(STEP, 56, 0, None, (None,), (STEP,))
     assert source.payload(boundary)
     composer.meanwhile = lambda: 1 / 0
     with pytest.raises(ValueError, match="division by zero"):

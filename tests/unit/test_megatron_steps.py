@@ -100,7 +100,7 @@ def test_a_step_is_complete_when_the_inner_step_is_done(loop: Loop) -> None:
     loop.optimizer.step()
     assert loop.said == ["capture 1 before", "updating", "end 1"]
     boundary = loop.steps.boundary
-    assert (boundary.step, boundary.consumed, boundary.adam) == (1, 12, 1)
+    assert (boundary.step, boundary.consumed, boundary.adam) == (1, 12, (1,))
     assert boundary.scheduler == {"num_steps": 12, "max_lr": 1.0}, "the scheduler itself steps later"
     assert not loop.steps.inside
 
@@ -140,7 +140,7 @@ def test_the_counters_that_follow_are_those_that_were_foretold(loop: Loop) -> No
 def test_an_overflow_counts_as_an_iteration_with_its_own_scale(loop: Loop) -> None:
     loop.iteration(overflow=True)
     boundary = loop.steps.boundary
-    assert (boundary.step, boundary.adam, boundary.consumed, boundary.scaler) == (1, 0, 12, {"scale": 4.0})
+    assert (boundary.step, boundary.adam, boundary.consumed, boundary.scalers) == (1, (0,), 12, ({"scale": 4.0},))
     assert boundary.scheduler == {"num_steps": 0, "max_lr": 1.0}
     assert "updating" not in loop.said and loop.said[-1] == "end 1"
 
@@ -150,7 +150,7 @@ def test_the_scale_of_an_overflow_that_is_under_way_is_not_that_of_the_step_befo
     loop.steps.iteration_begin()
     loop.optimizer.overflow = True
     loop.optimizer.step()
-    assert loop.steps.boundary.scaler == {"scale": 8.0}
+    assert loop.steps.boundary.scalers == ({"scale": 8.0},)
 
 
 def test_iterations_that_are_skipped_count(loop: Loop) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lastgasp.adapter import NotSaveable
 from lastgasp_megatron.aux_state import native
 from lastgasp_megatron.merge import Weight
-from lastgasp_megatron.steps import Boundary, Built, is_stub, only
+from lastgasp_megatron.steps import Boundary, Built, is_stub, parts_of
 from lastgasp_megatron.topology import Shard
 
 log = logging.getLogger("lastgasp")
@@ -42,7 +42,7 @@ class Composer:
         state["iteration"] = boundary.step
         for index, chunk in enumerate(self._model):
             name = "model" if len(self._model) == 1 else f"model{index}"
-            state[name] = _weights(chunk.state_dict_for_save_checkpoint(keep_vars=True), weights)
+            state[name] = _weights(chunk.state_dict_for_save_checkpoint(keep_vars=True), weights, boundary.buffers)
         if not is_stub(self.optimizer):
             state["optimizer"] = self._optimizer_state(boundary)
         if boundary.scheduler is not None:
@@ -58,11 +58,18 @@ class Composer:
         return args
 
     def _optimizer_state(self, boundary: Boundary) -> Any:
-        fresh = is_distributed(self.optimizer) and not only(self.optimizer).optimizer.state
-        found = _before_any_update(only(self.optimizer)) if fresh else self.optimizer.state_dict()
-        if boundary.scaler is not None:
-            target = found[0] if isinstance(found, list) else found
-            target["grad_scaler"] = boundary.scaler
+        optimizer, parts = self.optimizer, parts_of(self.optimizer)
+        if is_distributed(optimizer) and not any(one.optimizer.state for one in parts):
+            states = [_before_any_update(one) for one in parts]
+            found: Any = states if len(states) > 1 else states[0]
+        else:
+            found = optimizer.state_dict()
+            chain = getattr(optimizer, "chained_optimizers", [optimizer])
+            pairs = zip(chain, found if isinstance(found, list) else [found], strict=True)
+            states = [state for one, state in pairs if not is_stub(one)]
+        for state, scaler in zip(states, boundary.scalers, strict=True):
+            if scaler is not None:
+                state["grad_scaler"] = scaler
         return found
 
     def _operations(self, step: int) -> float:
@@ -112,10 +119,13 @@ def with_random(content: dict[str, Any], rank: int, shard: Shard, aux: Mapping[i
     return content | {"rng_state": [native(aux.get(rank) or own) for rank in shard.data_ranks]}
 
 
-def _weights(state: Mapping[str, Any], weights: Mapping[int, Weight]) -> dict[str, Any]:
-    """A model's state with what stands for some of its parameters."""
+def _weights(
+    state: Mapping[str, Any], weights: Mapping[int, Weight], buffers: Mapping[int, Tensor]
+) -> dict[str, Any]:
+    """A model's state with what stands for some of its parameters, and its buffers as they were at the step's end."""
+    known = {**buffers, **weights}
     return {
-        key: weights.get(id(value), value.detach()) if isinstance(value, Tensor) else value
+        key: known.get(id(value), value.detach()) if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
 
@@ -128,5 +138,6 @@ def file_in_checkpoint(step: int) -> str:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether the optimizer's state is cut into slices."""
-    return hasattr(only(optimizer), "gbuf_ranges")
+    """Whether the state of each optimizer is cut into slices."""
+    parts = parts_of(optimizer)
+    return bool(parts) and all(hasattr(one, "gbuf_ranges") for one in parts)

@@ -34,8 +34,8 @@ class Image:
         file: the path of the rank's file, relative to the directory of checkpoints.
         content: of that file, without random states and with `merge.Weight` in place of weights; None where the file
             is another rank's, whose slice is the first.
-        held: its slice of the optimizer's state; None where the content has all of it.
-        layout: of that optimizer.
+        held: its slice of each optimizer's state; empty where the content has all of it.
+        layouts: of these optimizers.
         aux: the rank's auxiliary state.
         looked: the optimizer's tensors were found to be what they are taken for.
     """
@@ -45,8 +45,8 @@ class Image:
     step: int
     file: str
     content: dict[str, Any] | None
-    held: HeldSlice | None
-    layout: Layout | None
+    held: tuple[HeldSlice, ...]
+    layouts: tuple[Layout, ...]
     aux: bytes
     looked: bool
 
@@ -77,7 +77,8 @@ def problem(image: Image) -> str:
     """Why another rank's image cannot be saved, in words: an optimizer's state that cannot be one; else empty."""
     if not image.looked:
         return "it was made before the optimizer's state had been looked at"
-    for bucket in (bucket for kinds in image.held or [] for buckets in kinds.values() for bucket in buckets):
+    slices = (kinds for held in image.held for kinds in held)
+    for bucket in (bucket for kinds in slices for buckets in kinds.values() for bucket in buckets):
         for _, _, tensors in bucket.pieces:
             if found := _problem_of(tensors):
                 return found

@@ -15,9 +15,9 @@ from lastgasp.adapter import CheckpointError, GaspConfig, LastgaspError, Manifes
 from lastgasp.adapter.arenas import left_by_all
 from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp_megatron.image import Image, decoded, problem
-from lastgasp_megatron.shards import Exchange, copied
+from lastgasp_megatron.shards import Exchange
 from lastgasp_megatron.tracker import FORMAT, LAYOUT, checkpoint_path, write_tracker
-from lastgasp_megatron.writing import write_file
+from lastgasp_megatron.writing import passed_on, slices_of, write_file
 
 log = logging.getLogger("lastgasp")
 
@@ -109,18 +109,18 @@ class _Writing:
         return not problems
 
     def _put(self, image: Image) -> bytes:
-        if image.held is not None and image.content is None:
-            self._exchange.put(self._step, image.shard.name, copied(image.held))
+        slices = slices_of(image)
+        for name in passed_on(image, {image.shard.folder} if image.content is not None else ()):
+            self._exchange.put(self._step, name, slices[name])
         return b""
 
     def _file(self, image: Image, random: dict[int, bytes]) -> bytes:
         if image.content is None or not self._first_holder():
             return b""
-        slices = {image.shard.name: copied(image.held)} if image.held is not None else {}
         self._staged = staged = Staged(
             checkpoint_path(self._config.directory, self._step), LAYOUT, sha256=self._config.sha256
         )
-        write_file(image, slices, {rank: data for rank, data in random.items() if data}, staged,
+        write_file(image, slices_of(image), {rank: data for rank, data in random.items() if data}, staged,
                    lambda name: self._exchange.take(self._step, name, lambda: False))  # fmt: skip
         return part_of(staged)
 

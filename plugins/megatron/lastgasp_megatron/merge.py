@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,17 +36,23 @@ def layout_of(optimizer: Any) -> Layout:
     )
 
 
-def merged(layout: Layout, slices: list[Slice]) -> dict[Any, Any]:
-    """The content of `distrib_optim.pt`, as DistributedOptimizer.get_parameter_state_dp_zero returns it.
+Merged = dict[Any, Any]
+"""A whole optimizer's state, as DistributedOptimizer.get_parameter_state_dp_zero returns it."""
+
+
+def merged(layout: Layout, slices: list[Slice], weights_only: bool = False) -> Merged:
+    """What a `distrib_optim.pt` holds of one optimizer.
 
     Args:
         slices: of all parts, in order.
+        weights_only: without moments, for who writes no more than the model.
     """
+    keys = layout.keys[:1] if weights_only else layout.keys
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for number, (size, buckets) in enumerate(layout.buffers):
         kinds = slices[0][number]
         state[number] = {
-            kind: _world(layout.keys, size, buckets, [one[number][kind] for one in slices]) for kind in kinds
+            kind: _world(keys, size, buckets, [one[number][kind] for one in slices]) for kind in kinds
         }
     return state
 
@@ -78,23 +84,26 @@ def _fill(row: Tensor, pieces: list[Tensor]) -> None:
 class Weight(Protocol):
     """What stands for a parameter of the model until its fp32 weights are complete."""
 
-    def value(self, state: Mapping[Any, Any]) -> Tensor:
-        """The parameter, rounded as Megatron rounds it, by what `merged` returns; that is empty without slices."""
+    def value(self, states: Sequence[Merged]) -> Tensor:
+        """The parameter, rounded as Megatron rounds it, by what `merged` returns of each optimizer: none has slices, or
+        all have.
+        """
 
 
 @dataclass(frozen=True)
 class CutOut:
-    """A parameter that lies in buffer `buffer` from `begin` to `end`, padding left out."""
+    """A parameter that lies in buffer `buffer` of an optimizer from `begin` to `end`, padding left out."""
 
+    optimizer: int
     buffer: int
     begin: int
     end: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def value(self, state: Mapping[Any, Any]) -> Tensor:
+    def value(self, states: Sequence[Merged]) -> Tensor:
         """As `Weight` says."""
-        (world,) = state[self.buffer].values()
+        (world,) = states[self.optimizer][self.buffer].values()
         flat: Tensor = world["param"][self.begin : self.end]
         return flat.to(self.dtype).view(self.shape)
 
@@ -106,19 +115,19 @@ class Rounded:
     main: Tensor
     dtype: torch.dtype
 
-    def value(self, state: Mapping[Any, Any]) -> Tensor:
+    def value(self, states: Sequence[Merged]) -> Tensor:
         """As `Weight` says."""
         return self.main.detach().to(self.dtype)
 
 
-def weights_of_merged(optimizer: Any) -> dict[int, Weight]:
-    """id of each parameter in the buffers of a distributed optimizer -> what will be its value."""
+def weights_of_merged(optimizer: Any, place: int = 0) -> dict[int, Weight]:
+    """id of each parameter in the buffers of a distributed optimizer, which is at `place` -> what will be its value."""
     found: dict[int, Weight] = {}
     for number, buffer in enumerate(optimizer.buffers):
         begins = _unpadded_begins(buffer)
         for param, (start, end, bucket) in buffer.param_index_map.items():
             begin = begins[bucket] + start - buffer.buckets[bucket].offset
-            found[id(param)] = CutOut(number, begin, begin + end - start, param.dtype, tuple(param.shape))
+            found[id(param)] = CutOut(place, number, begin, begin + end - start, param.dtype, tuple(param.shape))
     return found
 
 
@@ -141,13 +150,13 @@ def weights_of_masters(optimizer: Any) -> dict[int, Weight]:
     return found
 
 
-def with_values(content: Mapping[str, Any], state: Mapping[Any, Any]) -> dict[str, Any]:
+def with_values(content: Mapping[str, Any], states: Sequence[Merged]) -> dict[str, Any]:
     """The content of a rank's file with the weights themselves: that of its models is one level deep."""
     return {
-        key: {name: _value(one, state) for name, one in part.items()} if key.startswith("model") else part
+        key: {name: _value(one, states) for name, one in part.items()} if key.startswith("model") else part
         for key, part in content.items()
     }
 
 
-def _value(one: Any, state: Mapping[Any, Any]) -> Any:
-    return one.value(state) if isinstance(one, CutOut | Rounded) else one
+def _value(one: Any, states: Sequence[Merged]) -> Any:
+    return one.value(states) if isinstance(one, CutOut | Rounded) else one

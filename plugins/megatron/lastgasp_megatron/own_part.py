@@ -13,13 +13,14 @@ from torch import Tensor
 
 from lastgasp.adapter import CheckpointError, Undo
 from lastgasp_megatron.shards import state_keys
-from lastgasp_megatron.steps import is_stub, only, wrap
+from lastgasp_megatron.steps import parts_of, wrap
 
 
 def without_gloo(optimizer: Any) -> Undo:
     """Make each rank of a distributed optimizer without a Gloo group load its own part; returns the undo."""
-    one = only(optimizer)
-    needed = not is_stub(one) and getattr(one, "data_parallel_group_gloo", one) is None and hasattr(one, "gbuf_ranges")
+    parts = parts_of(optimizer)
+    one: Any = parts[0] if len(parts) == 1 else None  # of several `settings` says no
+    needed = hasattr(one, "gbuf_ranges") and getattr(one, "data_parallel_group_gloo", one) is None
     if not needed or not hasattr(one, "_set_main_param_and_optimizer_states"):
         return lambda: None
 

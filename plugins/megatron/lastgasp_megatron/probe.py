@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lastgasp.adapter.checkpoint import Candidate, Damage, Verdict, zip_problem
 
-_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_\d+)?")
+_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
 def probe(checkpoint: Path, step: int | None, share: tuple[int, int] = (0, 1)) -> Verdict:
@@ -76,22 +76,36 @@ def _damage(checkpoint: Path, path: Path, detail: str) -> Damage:
 def misfit(candidate: Candidate, args: Any) -> str:
     """Why Megatron cannot load it, in words; empty if nothing prevents it.
 
-    Format torch has a folder for each tensor and pipeline rank, so that its names show the sizes; torch_dist reshards.
+    Format torch has a folder for each tensor, pipeline and expert parallel rank, so that its names
+    show the sizes; torch_dist reshards.
     """
     holds = _sizes(candidate)
-    asked = tuple(int(getattr(args, f"{kind}_model_parallel_size", 1) or 1) for kind in ("tensor", "pipeline"))
-    if holds is None or holds == asked:
+    if not holds:
         return ""
-    return f"holds TP{holds[0]} PP{holds[1]} in format torch, and the job asks for TP{asked[0]} PP{asked[1]}"
+    kinds = ("tensor", "pipeline", "expert")
+    tensor, pipeline, expert = (int(getattr(args, f"{kind}_model_parallel_size", 1) or 1) for kind in kinds)
+    # A part of a name is left out where its size is 1, so that a second one may be either.
+    asked = (tensor, *(size for size in (pipeline, expert) if size > 1))
+    if holds == asked:
+        return ""
+    wanted = f"TP{tensor} PP{pipeline}" + (f" EP{expert}" if expert > 1 else "")
+    return f"holds {_said(*holds)} in format torch, and the job asks for {wanted}"
 
 
-def _sizes(candidate: Candidate) -> tuple[int, int] | None:
-    """Tensor and pipeline parallel size of a checkpoint of format torch; None where it is of another."""
+def _said(tensor: int, second: int = 1, third: int = 1) -> str:
+    if third > 1 or second == 1:
+        return f"TP{tensor} PP{second}" + (f" EP{third}" if third > 1 else "")
+    return f"TP{tensor} and PP{second} or EP{second}"
+
+
+def _sizes(candidate: Candidate) -> tuple[int, ...]:
+    """Tensor, pipeline and expert parallel size of a checkpoint of format torch, as far as its names hold them; empty
+    where it is of another format.
+    """
     if candidate.manifest is not None:
         names = {Path(entry.path).parts[1] for entry in candidate.manifest.files if len(Path(entry.path).parts) > 2}
     else:
         names = {path.name for path in candidate.path.glob("mp_rank_*")}
     found = [match for name in names if (match := _FOLDER.fullmatch(name))]
-    if not found:
-        return None
-    return 1 + max(int(match[1]) for match in found), 1 + max(int(match[2] or 0) for match in found)
+    columns = zip(*(match.groups() for match in found), strict=True)
+    return tuple(1 + max(map(int, column)) for column in columns if None not in column)

@@ -141,4 +141,5 @@ def _preload(args: Any) -> MegatronPreload:
     gloo = getattr(args, "use_gloo_process_groups", getattr(args, "enable_gloo_process_groups", True))
     without = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
     optimizer = bool(getattr(args, "use_distributed_optimizer", False) and gloo and not without)
-    return MegatronPreload(file_in_checkpoint, optimizer=optimizer, first=shard_of(args).part == 0)
+    first = any(cut.part == 0 for cut in shard_of(args).cuts)
+    return MegatronPreload(file_in_checkpoint, optimizer=optimizer, first=first)

@@ -15,7 +15,6 @@ log = logging.getLogger("lastgasp")
 
 # Option -> its values that are refused, and what to do. Left out in a version of Megatron that has no such option.
 _REFUSED: dict[str, tuple[str, str]] = {
-    "num_experts": ("no experts", "Their groups differ from the dense ones, which this version cannot save."),
     "use_megatron_fsdp": ("the default", "Use --use-distributed-optimizer."),
     "use_custom_fsdp": ("the default", "Use --use-distributed-optimizer."),
     "use_torch_fsdp2": ("the default", "Use --use-distributed-optimizer."),
@@ -28,6 +27,13 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "optimizer_cuda_graph": ("the default", "Leave it out: its state cannot be read between two steps."),
     "overlap_param_gather_with_optimizer_step": ("the default", "Leave it out."),
     "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
+    # Of experts. What changes a step's computation alone (dispatchers, grouped and fused kernels, overlap) is not here.
+    "moe_use_upcycling": ("the default", "Convert the checkpoint in a run without lastgasp, then leave it out."),
+    "moe_single_grouped_weight": ("the default", "Leave it out: its weights are of a form that is untested."),
+    "moe_single_grouped_bias": ("the default", "Leave it out: its weights are of a form that is untested."),
+    "moe_enable_routing_replay": ("the default", "Leave it out: what it replays is in no checkpoint."),
+    "moe_paged_stash": ("the default", "Leave it out: it may do a step again by itself, which is untested."),
+    "moe_tp_extend_ep": ("the default", "Leave it out: experts are on other ranks than Megatron has them on."),
     # MindSpeed's. Between two steps the optimizer's tensors are of another form, or not where they seem to be.
     "reuse_fp32_param": ("the default", "Leave it out: between two steps it keeps no fp32 weights to save."),
     "swap_optimizer": ("the default", "Leave it out: between two steps the optimizer's state is not on the device."),
@@ -40,9 +46,8 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "non_persistent_ckpt_type": ("none: Megatron loads these without a check", "Leave it out."),
     "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
 }
-# The same for sizes: those above 1 are refused. The last two follow from options of other names.
+# The same for sizes: those above 1 are refused. They follow from options of other names.
 _ONE = {
-    "expert_model_parallel_size": "--expert-model-parallel-size",
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
     "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
 }
@@ -69,6 +74,7 @@ def refuse(args: Any) -> None:
     for name, option in _ONE.items():
         if (getattr(args, name, None) or 1) > 1:
             raise ConfigError(option, getattr(args, name), "1", "Leave it out, or train without lastgasp.")
+    _refuse_of_experts(args)
     format = getattr(args, "ckpt_format", "torch")
     if format not in ("torch", "torch_dist"):
         raise ConfigError("--ckpt-format", format, "torch or torch_dist", "Use one of them.")
@@ -77,3 +83,32 @@ def refuse(args: Any) -> None:
         raise ConfigError("--async-save", True, "only with --ckpt-format torch_dist", remedy)
     if not torch.distributed.is_initialized():
         raise ConfigError("torch.distributed", "not initialized", "initialize_megatron before the model", "Call it.")
+
+
+def _refuse_of_experts(args: Any) -> None:
+    """Refuse what was not run with experts, or where their groups are no part of the dense ones.
+
+    Raises:
+        ConfigError: as `refuse`.
+    """
+    experts, tensor = (_size(args, name) for name in ("expert_model_parallel_size", "tensor_model_parallel_size"))
+    if not getattr(args, "num_experts", None):
+        return
+    own = int(getattr(args, "expert_tensor_parallel_size", None) or tensor)
+    if own != tensor:
+        allowed = f"{tensor}, as --tensor-model-parallel-size"
+        remedy = "Leave it out: what a rank holds of the experts would be cut otherwise than all else."
+        raise ConfigError("--expert-tensor-parallel-size", own, allowed, remedy)
+    if experts == 1:
+        return
+    if _size(args, "pipeline_model_parallel_size") > 1:
+        remedy = "Leave one of the two out: both at once were not run, and a stage may have no experts."
+        raise ConfigError("--expert-model-parallel-size", experts, "1 with --pipeline-model-parallel-size", remedy)
+    gloo = getattr(args, "use_gloo_process_groups", getattr(args, "enable_gloo_process_groups", True))
+    if getattr(args, "use_distributed_optimizer", False) and not gloo:
+        remedy = "Leave it out: without Gloo groups Megatron cannot load what survivors save of two optimizers."
+        raise ConfigError("--disable-gloo-process-groups", True, "not with --expert-model-parallel-size", remedy)
+
+
+def _size(args: Any, name: str) -> int:
+    return int(getattr(args, name, None) or 1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastgasp_megatron.steps import is_stub, only
+from lastgasp_megatron.steps import parts_of
 
 _WHY = "some option keeps it in another form or elsewhere between two steps (as --reuse-fp32-param of MindSpeed does)"
 
@@ -37,11 +37,9 @@ def unsound(optimizer: Any, settled: bool) -> str:
         optimizer: Megatron's.
         settled: the weights of the model have been copied from the fp32 weights since the last update.
     """
-    one = only(optimizer)
-    if is_stub(one):
-        return ""
     with torch.no_grad():
-        return next((f"{said}: {_WHY}" for held in _all_held(one) for said in _problems(held, settled)), "")
+        found = (held for one in parts_of(optimizer) for held in _all_held(one))
+        return next((f"{said}: {_WHY}" for held in found for said in _problems(held, settled)), "")
 
 
 def _all_held(optimizer: Any) -> Iterator[_Held]:

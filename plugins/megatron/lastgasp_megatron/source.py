@@ -14,12 +14,12 @@ from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
 from lastgasp_megatron.devices import Device, HostCopies
 from lastgasp_megatron.image import Image, Piece, decoded, encoded, problem
-from lastgasp_megatron.merge import layout_of, weights_of_masters, weights_of_merged
-from lastgasp_megatron.shards import Exchange, Slice, copied, held_of
+from lastgasp_megatron.merge import Weight, layout_of, weights_of_masters, weights_of_merged
+from lastgasp_megatron.shards import Exchange, Slice, held_of
 from lastgasp_megatron.sound import unsound
-from lastgasp_megatron.steps import Boundary, Steps, is_stub, only
+from lastgasp_megatron.steps import Boundary, Steps, parts_of
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
-from lastgasp_megatron.writing import write_file
+from lastgasp_megatron.writing import passed_on, slices_of, write_file
 
 
 class MegatronSource:
@@ -48,7 +48,7 @@ class MegatronSource:
         alike: Callable[[], bool] = lambda: True,
     ) -> None:
         self._steps, self._random, self._composer, self._device = steps, random, composer, device
-        self._optimizer, self._shard = only(composer.optimizer), composer.shard
+        self._optimizer, self._shard = composer.optimizer, composer.shard
         self._writer, self._config, self._alike = writer, config, alike
         self._host = HostCopies()
         self.rank = writer.place.rank
@@ -77,11 +77,13 @@ class MegatronSource:
         Raises:
             NotSaveable: a part of the optimizer's state is missing.
         """
-        optimizer, shard, step = self._optimizer, self._shard, boundary.step
-        slices = is_distributed(optimizer) and not is_stub(optimizer)
+        parts, shard, step = parts_of(self._optimizer), self._shard, boundary.step
+        slices = is_distributed(self._optimizer)
         content = None
-        if not slices or shard.part == 0:
-            weights = weights_of_merged(optimizer) if slices else weights_of_masters(optimizer)
+        if not slices or shard.writes:
+            weights: dict[int, Weight] = {}
+            for place, one in enumerate(parts):
+                weights |= weights_of_merged(one, place) if slices else weights_of_masters(one)
             content = self._composer.compose(boundary, weights)
         return Image(
             rank=self.rank,
@@ -89,8 +91,8 @@ class MegatronSource:
             step=step,
             file=file_in_checkpoint(step),
             content=content,
-            held=held_of(optimizer, shard.parts) if slices else None,
-            layout=layout_of(optimizer) if slices else None,
+            held=tuple(held_of(one, cut.parts) for one, cut in zip(parts, shard.cuts, strict=True)) if slices else (),
+            layouts=tuple(layout_of(one) for one in parts) if slices else (),
             aux=self._random.read(step),
             looked=self.looked or not self._steps.updated,
         )
@@ -144,7 +146,8 @@ class MegatronSource:
         if boundary.step != step:
             raise NotSaveable(f"this rank is at step {boundary.step}, not at {step}")
         if boundary.adam != steps.counted():
-            raise NotSaveable(f"the optimizer has made {steps.counted()} updates, not {boundary.adam}")
+            made, known = (" and ".join(map(str, counts)) for counts in (steps.counted(), boundary.adam))
+            raise NotSaveable(f"the optimizer has made {made} updates, not {known}")
         return boundary
 
     def _require_sound(self) -> None:
@@ -158,13 +161,13 @@ class MegatronSource:
         images = [own, *images] if own is not None else images
         staged = Staged(checkpoint_path(self._config.directory, step), LAYOUT, sha256=self._config.sha256)
         try:
-            slices = {image.shard.name: copied(image.held) for image in images if image.held is not None}
+            slices = {name: found for image in images for name, found in slices_of(image).items()}
             if own is not None:
                 self._require(step)
             files = [image for image in images if image.content is not None]
-            merged_here = {name for image in files for name in image.shard.names}
-            away = {name: found for name, found in slices.items() if name not in merged_here}
-            nbytes = sum(self._exchange.put(step, name, found) for name, found in away.items())
+            here = {image.shard.folder for image in files}
+            away = {name for image in images for name in passed_on(image, here)}
+            nbytes = sum(self._exchange.put(step, name, slices[name]) for name in sorted(away))
             for image in files:
                 write_file(image, slices, aux, staged, lambda name: self._taken(step, name, order))
             faults.fire_at("gasp_save", step)

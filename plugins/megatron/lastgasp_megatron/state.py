@@ -12,12 +12,12 @@ from lastgasp.adapter import ConfigError, Digests, GaspConfig, ManifestWriter, P
 from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.torch import digests_of
 from lastgasp_megatron.aux_state import RandomState
-from lastgasp_megatron.compose import Composer, is_distributed
+from lastgasp_megatron.compose import Composer
 from lastgasp_megatron.devices import Device
 from lastgasp_megatron.keeping import Keeping, needs_arenas
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
-from lastgasp_megatron.steps import Boundary, Built, Steps, is_stub, only
+from lastgasp_megatron.steps import Boundary, Built, Steps, parts_of
 from lastgasp_megatron.topology import advice, shard_of
 from lastgasp_megatron.tracker import FORMAT
 
@@ -60,7 +60,8 @@ class MegatronState:
         *,
         arena: ArenaMode = 0,
     ) -> None:
-        _check(built.optimizer)
+        shard = shard_of(built.args)
+        _check(built.optimizer, len(shard.cuts))
         self._args, self._chunks, self._optimizer, _ = built
         self._place, self._session = place, session
         self._device = Device(_device(built.model))
@@ -73,7 +74,7 @@ class MegatronState:
             keep=self._keep,
         )
         self._begun = self.steps.step
-        composer, writer = Composer(built, shard_of(built.args)), ManifestWriter(FORMAT, place)
+        composer, writer = Composer(built, shard), ManifestWriter(FORMAT, place)
         self.source = MegatronSource(self.steps, self._random, composer, self._device, writer, config, alike=alike)
         self._off = arena == 0
         wanted = arena != 0 and needs_arenas(place, session)
@@ -128,8 +129,8 @@ class MegatronState:
 
     def digests(self) -> Digests:
         """Of what all holders of this rank's shard have in common: weights, and its part of the optimizer's state."""
-        optimizer = only(self._optimizer)
-        optimizers = {} if is_stub(optimizer) else {"optimizer": optimizer.optimizer}
+        parts = parts_of(self._optimizer)
+        optimizers = {f"optimizer {i}" if i else "optimizer": one.optimizer for i, one in enumerate(parts)}
         return digests_of({f"model chunk {i}": chunk for i, chunk in enumerate(self._chunks)}, optimizers)
 
     def settle(self, cause: str) -> str:
@@ -148,26 +149,29 @@ class MegatronState:
 
     def advice(self) -> str:
         """What would keep a lost rank's shard, and what it costs in memory; empty where nothing is needed."""
-        return advice(self._place.replicas, self._args, _bytes_held(only(self._optimizer)), off=self._off)
+        return advice(self._place.replicas, self._args, _bytes_held(self._optimizer), off=self._off)
 
 
 def _bytes_held(optimizer: Any) -> int:
     """Of optimizer state on this rank: fp32 weights and two moments, 12 bytes per parameter that it owns."""
-    if is_stub(optimizer):
-        return 0
-    owned: int = sum(param.numel() for group in optimizer.optimizer.param_groups for param in group["params"])
+    groups = (group for one in parts_of(optimizer) for group in one.optimizer.param_groups)
+    owned: int = sum(param.numel() for group in groups for param in group["params"])
     return owned * 3 * _FP32
 
 
-def _check(optimizer: Any) -> None:
-    real = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not is_stub(one)]
-    if len(real) > 1:
-        names = ", ".join(type(one).__name__ for one in real)
-        raise ConfigError("optimizer", names, "one optimizer", "Train without experts and without several optimizers.")
-    one = only(optimizer)
-    known = is_stub(one) or is_distributed(one) or type(one).__name__ in _KNOWN
-    if not known:
-        raise ConfigError("optimizer", type(one).__name__, f"DistributedOptimizer or one of {_KNOWN}", "Use Adam.")
+def _check(optimizer: Any, cuts: int) -> None:
+    """Whether its parts are those of `Shard.cuts`, and of kinds that are known."""
+    parts = parts_of(optimizer)
+    names = ", ".join(type(one).__name__ for one in parts)
+    if len(parts) > cuts:
+        allowed = "one optimizer, and with expert parallelism another one for the experts"
+        raise ConfigError("optimizer", names, allowed, "Train without several optimizers.")
+    if parts and len(parts) < cuts:
+        allowed = "one for the experts, too, on each rank"
+        raise ConfigError("optimizer", names, allowed, "Leave --expert-model-parallel-size out, or lastgasp.")
+    for one in parts:
+        if not hasattr(one, "gbuf_ranges") and type(one).__name__ not in _KNOWN:
+            raise ConfigError("optimizer", type(one).__name__, f"DistributedOptimizer or one of {_KNOWN}", "Use Adam.")
 
 
 _KNOWN = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")

@@ -1,14 +1,19 @@
-"""What a step is: one iteration of Megatron's, complete as soon as the inner optimizer's step is done.
+"""What a step is: one iteration of Megatron's, complete as soon as the inner optimizers' steps are done.
 
 The truth is Adam's step (docs/facts/megatron.md §3): between it and the end of the iteration there are collectives, the
-scheduler and the counters, all of which follow from it.
+scheduler and the counters, all of which follow from it. With expert parallelism there are two optimizers, and Megatron
+gathers the weights of the first before the second one's step. All gradients are ready before the first, so that of the
+second is made right behind it: no collective lies between the two, where a dead peer would leave a step half made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 from lastgasp.adapter import Undo, replace_attribute
 
@@ -21,16 +26,19 @@ class Boundary:
         step: completed iterations.
         consumed, skipped: training samples.
         scheduler: state of the parameter scheduler, None without one.
-        scaler: state of the loss scaler, None without one.
-        adam: updates that the inner optimizer has counted; None when unknown.
+        scalers: state of each optimizer's loss scaler, None without one.
+        adam: updates that each inner optimizer has counted; None when unknown.
+        buffers: the model's own buffers by their id, copied: such as the bias of a router, which is changed before the
+            update.
     """
 
     step: int
     consumed: int
     skipped: int
     scheduler: dict[str, Any] | None
-    scaler: dict[str, Any] | None
-    adam: int | None
+    scalers: tuple[dict[str, Any] | None, ...]
+    adam: tuple[int | None, ...]
+    buffers: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
 
 
 class Built(NamedTuple):
@@ -68,8 +76,11 @@ class Steps:
         step_completed: Callable[[int], None],
         keep: Callable[[Boundary], None] = lambda boundary: None,
     ) -> None:
-        self._args, _, self._optimizer, self._scheduler = built
-        self.inner = inner_of(built.optimizer)
+        self._args, model, self._optimizer, self._scheduler = built
+        self._parts = parts_of(built.optimizer)
+        self._inners = [one.optimizer for one in self._parts]
+        self._ahead: dict[int, Any] = {}  # what the steps that were made with the first one's have returned
+        self._buffers = [one for chunk in model for one in _kept_buffers(chunk)]
         self._capture, self._before_update, self._step_completed = capture, before_update, step_completed
         self._keep = keep
         self.step = self.logged = int(getattr(built.args, "iteration", 0) or 0)
@@ -78,15 +89,15 @@ class Steps:
         self.on_settled: Undo = _nothing
         self._counted = self._tried = False
         self._undo: list[Undo] = []
-        self.boundary = self._now(self.step)
+        self.boundary = self._now(self.step, self._copied())
 
     def install(self) -> None:
-        """Watch the two optimizers. Idempotent."""
+        """Watch Megatron's optimizer and the inner ones. Idempotent."""
         if self._undo:
             return
         self._undo.append(wrap(self._optimizer, "step", self._outer_step))
-        if self.inner is not None:
-            self._undo.append(wrap(self.inner, "step", self._inner_step))
+        for number, inner in enumerate(self._inners):
+            self._undo.append(wrap(inner, "step", partial(self._inner_step, number)))
 
     def uninstall(self) -> None:
         """Put everything back. Idempotent."""
@@ -98,6 +109,7 @@ class Steps:
     def iteration_begin(self) -> None:
         """The next iteration starts: what belongs to the completed step is settled now."""
         self._counted = self._tried = False
+        self._ahead.clear()
         begun = getattr(self._args, "curr_iteration", None)
         if begun is not None and begun > self.step:  # --iterations-to-skip: counted without an update
             self._settle(int(begun))
@@ -115,7 +127,7 @@ class Steps:
 
     def _settle(self, step: int) -> None:
         self._capture(step, True)
-        self.boundary = self._now(step)
+        self.boundary = self._now(step, self.boundary.buffers)
         self.step = step
 
     def _outer_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -125,11 +137,18 @@ class Steps:
         self.settled = True
         return result
 
-    def _inner_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _inner_step(self, number: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if number in self._ahead:
+            return self._ahead.pop(number)
+        if self.inside:  # made by the first one's
+            return original(*args, **kwargs)
         self._capture(self.step + 1, False)
         self._before_update()
         self.inside, self.settled = True, False
         result = original(*args, **kwargs)
+        for other, inner in enumerate(self._inners):
+            if other != number:
+                self._ahead[other] = inner.step(*args, **kwargs)
         self.updated = True
         self._complete(updated=True)
         return result
@@ -143,13 +162,13 @@ class Steps:
         self.inside = False
         self._step_completed(self.step)
 
-    def counted(self) -> int | None:
-        """What the inner optimizer counts now."""
-        return adam_step(self.inner)
+    def counted(self) -> tuple[int | None, ...]:
+        """What each inner optimizer counts now."""
+        return tuple(adam_step(inner) for inner in self._inners)
 
     # -- what belongs to it -----------------------------------------------------------------------
 
-    def _now(self, step: int) -> Boundary:
+    def _now(self, step: int, buffers: Mapping[int, Tensor]) -> Boundary:
         """Between two iterations all counters agree."""
         args, scheduler = self._args, self._scheduler
         return Boundary(
@@ -157,8 +176,9 @@ class Steps:
             consumed=int(getattr(args, "consumed_train_samples", 0) or 0),
             skipped=int(getattr(args, "skipped_train_samples", 0) or 0),
             scheduler=scheduler.state_dict() if scheduler is not None else None,
-            scaler=self._scaler(),
+            scalers=self._scalers(),
             adam=self.counted(),
+            buffers=buffers,
         )
 
     def _following(self, updated: bool) -> Boundary:
@@ -168,8 +188,9 @@ class Steps:
         if scheduler is not None and updated:
             scheduler = scheduler | {"num_steps": scheduler["num_steps"] + samples}
         return Boundary(
-            before.step + 1, before.consumed + samples, before.skipped, scheduler, self._scaler(), self.counted()
-        )
+            before.step + 1, before.consumed + samples, before.skipped, scheduler, self._scalers(), self.counted(),
+            self._copied(),
+        )  # fmt: skip
 
     def _samples(self) -> int:
         """Samples of one iteration, as `train_step` counts them for the scheduler."""
@@ -179,19 +200,34 @@ class Steps:
         ranks = int(args.data_parallel_size) * int(getattr(args, "gtp_weight_remat_size", 1) or 1)
         return int(get_num_microbatches()) * int(args.micro_batch_size) * ranks
 
-    def _scaler(self) -> dict[str, Any] | None:
-        scaler = getattr(only(self._optimizer), "grad_scaler", None)
-        return dict(scaler.state_dict()) if scaler is not None else None
+    def _scalers(self) -> tuple[dict[str, Any] | None, ...]:
+        scalers = [getattr(one, "grad_scaler", None) for one in self._parts]
+        return tuple(dict(scaler.state_dict()) if scaler is not None else None for scaler in scalers)
+
+    def _copied(self) -> dict[int, Tensor]:
+        found = [module._buffers[name] for module, name in self._buffers]
+        return {id(buffer): buffer.detach().clone() for buffer in found if buffer is not None}
 
 
 def _nothing() -> None:
     """The default of `on_settled`."""
 
 
-def only(optimizer: Any) -> Any:
-    """The one real optimizer in Megatron's chain, or the one that is not a chain."""
-    chain = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not is_stub(one)]
-    return chain[0] if chain else optimizer
+def _kept_buffers(chunk: Any) -> list[tuple[nn.Module, str]]:
+    """Where those of a part of the model are that are in its state."""
+    modules = chunk.modules() if isinstance(chunk, nn.Module) else ()
+    return [
+        (module, name)
+        for module in modules
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers in Megatron's chain that have parameters on this rank, or the one that is not a chain."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [one for one in chain if one is not None and not is_stub(one)]
 
 
 def is_stub(optimizer: Any) -> bool:
@@ -199,16 +235,8 @@ def is_stub(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
-def inner_of(optimizer: Any) -> Any:
-    """torch's optimizer inside, or None where this rank trains nothing."""
-    one = only(optimizer)
-    return None if is_stub(one) else one.optimizer
-
-
 def adam_step(inner: Any) -> int | None:
-    """How many updates the inner optimizer has made; None when that cannot be read without waiting for a device."""
-    if inner is None:
-        return None
+    """How many updates an inner optimizer has made; None when that cannot be read without waiting for a device."""
     counted = next((group["step"] for group in inner.param_groups if "step" in group), None)
     if counted is None:
         counted = next((state["step"] for state in inner.state.values() if "step" in state), None)

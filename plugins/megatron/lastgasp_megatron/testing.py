@@ -1,8 +1,9 @@
 """Faults inside a real Megatron loop: fires `lastgasp.testing.faults` at each phase, where `LASTGASP_FAULT` asks.
 
 data: the iteration begins. forward: in a module in the middle of the model. backward: before the gradients are
-reduced. update: inside the inner optimizer's step, before it changes anything. after_update: between the inner step
-and the all-gather of the parameters. step_end: when `optimizer.step` has returned. periodic_save: on a rank that
+reduced. before_update: when they are, and `optimizer.step` begins. update: inside the inner optimizer's step, before
+it changes anything; of two, inside the second's. after_update: between the inner step and the all-gather of the
+parameters. step_end: when `optimizer.step` has returned. periodic_save: on a rank that
 writes within `torch.save`, when the first bytes are written; on the others when the save begins.
 """
 
@@ -17,7 +18,7 @@ import torch
 
 from lastgasp.adapter import Undo
 from lastgasp.adapter.testing import FaultKit, FaultyArchive, install, kit_from_env
-from lastgasp_megatron.steps import inner_of, wrap
+from lastgasp_megatron.steps import parts_of, wrap
 
 
 def install_faults(model: Any, optimizer: Any) -> Undo:
@@ -43,8 +44,9 @@ class _Faults:
             self._before(chunk, "finish_grad_sync", "backward")
         inner = [module for module in model[0].modules() if any(True for _ in module.parameters(recurse=False))]
         self._stack.callback(inner[len(inner) // 2].register_forward_hook(self._in_forward).remove)
+        self._before(optimizer, "step", "before_update")
         self._after(optimizer, "step", "step_end")
-        self._watch_inner(inner_of(optimizer))
+        self._watch_inner([one.optimizer for one in parts_of(optimizer)])
         self._watch_saves()
 
     def _fire(self, phase: str) -> None:
@@ -71,13 +73,13 @@ class _Faults:
 
         self._stack.callback(wrap(owner, name, around))
 
-    def _watch_inner(self, inner: Any) -> None:
-        if inner is None:
+    def _watch_inner(self, inner: list[Any]) -> None:
+        if not inner:
             return
         # torch calls it inside of `step`, and so behind the update gate.
-        handle = inner.register_step_pre_hook(lambda *args: self._fire("update"))
+        handle = inner[-1].register_step_pre_hook(lambda *args: self._fire("update"))
         self._stack.callback(handle.remove)
-        self._after(inner, "step", "after_update")
+        self._after(inner[0], "step", "after_update")
 
     def _watch_saves(self) -> None:
         from megatron.core import parallel_state

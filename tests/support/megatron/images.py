@@ -21,8 +21,8 @@ def image(part: int, parts: int, **more: Any) -> Image:
         step=7,
         file="iter_0000007/mp_rank_00/model_optim_rng.pt",
         content=content | more if part == 0 else None,
-        held=held_of(found[part], parts),
-        layout=layout_of(found[part]),
+        held=(held_of(found[part], parts),),
+        layouts=(layout_of(found[part]),),
         aux=b"random",
         looked=True,
     )

@@ -28,6 +28,11 @@ DIST_OPT = "--use-distributed-optimizer"
 TWO_INSTANCES = f"{DIST_OPT} --num-distributed-optimizer-instances 2"
 TENSOR = "--tensor-model-parallel-size 2"
 PIPELINE = "--pipeline-model-parallel-size 2"
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"""
+"""Four experts, and a bias of each that changes at every iteration by what the router chose."""
+EXPERT_PARALLEL = f"{EXPERTS} --expert-model-parallel-size 2"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.megatron.job import DIST_OPT, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
+from support.megatron.job import DIST_OPT, EXPERT_PARALLEL, EXPERTS, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
 
 LAYOUTS: dict[str, tuple[int, str]] = {
     "dp2": (2, "--bf16"),
@@ -22,6 +22,24 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2-dp2-one-instance": (4, f"--bf16 {DIST_OPT} {TENSOR}"),
 }
 """Ranks and Megatron's flags."""
+OF_EXPERTS: dict[str, tuple[int, str]] = {
+    "experts-dp2": (2, f"--bf16 {EXPERTS}"),
+    "experts-dp2-one-instance": (2, f"--bf16 {EXPERTS} {DIST_OPT}"),
+    "experts-dp2-two-instances": (2, f"--bf16 {EXPERTS} {TWO_INSTANCES}"),
+    "ep2": (2, f"--bf16 {EXPERT_PARALLEL}"),
+    "ep2-one-instance": (2, f"--bf16 {EXPERT_PARALLEL} {DIST_OPT}"),
+    "ep2-dp4": (4, f"--bf16 {EXPERT_PARALLEL}"),
+    "ep2-dp4-one-instance": (4, f"--bf16 {EXPERT_PARALLEL} {DIST_OPT}"),
+    "ep2-dp4-two-instances": (4, f"--bf16 {EXPERT_PARALLEL} {TWO_INSTANCES}"),
+    "tp2-ep2-one-instance": (
+        4,  # gloo gathers equal sizes only, and the other dispatcher's differ
+        f"--bf16 {EXPERT_PARALLEL} {DIST_OPT} {TENSOR} --sequence-parallel --moe-token-dispatcher-type allgather",
+    ),
+}
+"""The same with experts: fewer combinations, and each rank."""
+EXPERTS_WITHOUT_REPLICAS = (
+    "experts-dp2-one-instance", "ep2", "ep2-one-instance", "ep2-dp4-one-instance", "tp2-ep2-one-instance",
+)  # fmt: skip
 WITHOUT_REPLICAS = ("tp2", "pp2", "tp2-pp2", "dp2-one-instance", "dp4-one-instance", "tp2-dp2-one-instance")
 """Each shard is on one rank only: that of a dead or a stopped one is in its arena."""
 KINDS = ("sigkill", "sigstop", "exception", "sigterm")
@@ -61,8 +79,9 @@ class Case:
         """The rank that it happens on."""
         if self.rank is not None:
             return self.rank
-        turn = (*LAYOUTS,).index(self.layout) + KINDS.index(self.kind) + (*MOMENTS, *OF_ARENAS).index(self.moment)
-        return 0 if turn % 2 == 0 else LAYOUTS[self.layout][0] - 1
+        layouts = (*LAYOUTS, *OF_EXPERTS)
+        turn = layouts.index(self.layout) + KINDS.index(self.kind) + (*MOMENTS, *OF_ARENAS).index(self.moment)
+        return 0 if turn % 2 == 0 else flags_of(self.layout)[0] - 1
 
     @property
     def environment(self) -> dict[str, str]:
@@ -74,15 +93,17 @@ class Case:
 
     @property
     def exact_step(self) -> int | None:
-        """The step that must be saved; None where the signal is asynchronous and some steps may follow."""
-        if self.kind == "sigterm":
+        """The step that must be saved; None where the signal is asynchronous and some steps may follow, and where the
+        others may have made their update, for which they need no more of the dead rank.
+        """
+        if self.kind == "sigterm" or self.moment == "before_update":
             return None
         at = {"after_update": STEP + 1, "step_end": STEP + 1, "periodic_save": SAVE_STEP}
         return at.get(self.moment, STEP)
 
     def job(self, folder: Path) -> GptJob:
         """It, under `lastgasp run` and with no line of lastgasp in the script."""
-        ranks, flags = LAYOUTS[self.layout]
+        ranks, flags = flags_of(self.layout)
         return GptJob(
             folder=folder, ranks=ranks, flags=flags, last=LAST, every=SAVE_STEP,
             launcher="run", launch_options=("--framework", "megatron"),
@@ -91,8 +112,13 @@ class Case:
 
 def reference(layout: str, folder: Path) -> GptJob:
     """The same job under stock torchrun, without lastgasp."""
-    ranks, flags = LAYOUTS[layout]
+    ranks, flags = flags_of(layout)
     return GptJob(folder=folder, ranks=ranks, flags=flags, last=LAST, every=SAVE_STEP)
+
+
+def flags_of(layout: str) -> tuple[int, str]:
+    """Ranks and Megatron's flags."""
+    return LAYOUTS[layout] if layout in LAYOUTS else OF_EXPERTS[layout]
 
 
 def all_cases() -> list[Case]:
@@ -101,6 +127,30 @@ def all_cases() -> list[Case]:
         *(Case(*combination) for combination in itertools.product(LAYOUTS, KINDS, MOMENTS)),
         *(Case(layout, "sigkill", moment) for layout in WITHOUT_REPLICAS for moment in OF_ARENAS),
         *(Case(layout, "exception", "update", 1) for layout in WITHOUT_REPLICAS),
+        *cases_of_experts(),
+    ]
+
+
+def cases_of_experts() -> list[Case]:
+    """Each rank in the backward and about to update; in the update where that loses nothing; other kinds once."""
+    return [
+        *(
+            Case(layout, "sigkill", moment, rank)
+            for layout, (ranks, _) in OF_EXPERTS.items()
+            for moment in ("backward", "before_update")
+            for rank in range(ranks)
+        ),
+        *(Case(layout, "sigkill", "after_update") for layout in OF_EXPERTS),
+        *(Case(layout, "sigkill", "periodic_save") for layout in OF_EXPERTS),
+        *(Case(layout, "exception", "backward", 1) for layout in OF_EXPERTS),
+        *(Case(layout, "sigterm", "forward", 0) for layout in OF_EXPERTS),
+        *(Case(layout, "sigstop", "backward") for layout in ("ep2-one-instance", "ep2-dp4-two-instances")),
+        *(
+            Case(layout, "sigkill", "update", rank)
+            for layout in EXPERTS_WITHOUT_REPLICAS
+            for rank in range(OF_EXPERTS[layout][0])
+        ),
+        *(Case(layout, "exception", "update", 1) for layout in EXPERTS_WITHOUT_REPLICAS),
     ]
 
 
