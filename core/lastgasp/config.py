@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +67,18 @@ def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str])
     try:
         if not isinstance(value, str | os.PathLike) or str(value) == "" or "\0" in str(value):
             raise ValueError(value)
-        str(value).encode()  # it travels in messages and records
-        return Path(value).expanduser().absolute()
+        path = Path(value).expanduser().absolute()
+        str(path).encode()  # it travels in messages and records
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        remedy = ("Start Python with PYTHONUTF8=1 or in a UTF-8 locale (LC_ALL=C.UTF-8)." if encoding != "utf-8" else
+                  "Use a path whose bytes are valid UTF-8.")  # fmt: skip
+        allowed = f"a path that Python can read here, where it takes paths for {encoding}"
+        raise ConfigError("dir", str(value), allowed, remedy) from None
     except (ValueError, RuntimeError):  # RuntimeError: ~somebody who does not exist
         raise ConfigError("dir", value, "a directory path", "Give dir=... or set LASTGASP_DIR.") from None
+    return path
 
 
 def pick(name: str, value: object, env: Mapping[str, str], check: Callable[[str, object], T]) -> T | None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
+
+from .output import write_error
 
 VARIABLE = "LASTGASP_LOG"
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG, "json": logging.INFO}
@@ -25,11 +26,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or any(not isinstance(one, _Handler) for one in _own().handlers):
             return
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            pass  # nobody reads it any more
+        write_error(self.format(record))
 
     def __repr__(self) -> str:
         return f"<{VARIABLE}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -427,7 +428,8 @@ def leave(outcome: m.Release, because: str = "") -> NoReturn:
         log.log(logging.DEBUG if outcome.ending == "saved" else logging.WARNING, "a peer is gone (%s)", because)
     if launched():
         leave_now(exit_code(outcome))
-    print(f"lastgasp: {describe(outcome)}", flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        print(f"lastgasp: {describe(outcome)}", flush=True)
     raise SystemExit(exit_code(outcome))
 
 
@@ -440,8 +442,6 @@ def leave_now(code: int) -> NoReturn:
         child.kill()
     flush_all(FLUSH_LIMIT)
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # None where it was closed from the start
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)

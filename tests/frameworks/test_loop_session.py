@@ -64,6 +64,27 @@ def test_a_learning_rate_that_was_changed_since_is_named(tmp_path: Path, caplog:
     assert next(iter(state.optimizers.values())).param_groups[0]["lr"] == 0.1
 
 
+def test_optimizers_that_the_state_lacks_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that replaces the state's makes steps as that one did; one of a forgotten model is a part of the training."""
+    known, forgotten, passing = tiny(), nn.Linear(4, 1), nn.Linear(4, 1)
+    [model] = known.modules.values()
+    plain, momentum = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1, momentum=0.9)
+    beside = Adam(forgotten.parameters())
+    with Session.open(tmp_path, state=known, every=2) as session:
+        for number in range(5):
+            SGD(passing.parameters()).step()  # as a search for an adversarial example has one
+            for one in (model, forgotten):
+                backward(one(torch.ones(2, 4)).sum())
+            if number == 1:
+                assert "TorchState" not in caplog.text
+            (plain if number == 0 else momentum).step()
+            beside.step()
+            assert session.updated() and session.step == number + 1
+    assert caplog.text.count("an optimizer (SGD) that is not in TorchState trains its model") == 1
+    assert caplog.text.count("an optimizer (Adam) trains parameters that are in no model of TorchState") == 1
+    assert [one.step for one in candidates([tmp_path], LAYOUT)] == [4, 2]
+
+
 def test_a_group_that_the_script_adds_later_is_refused_with_a_remedy(tmp_path: Path) -> None:
     state = tiny()
     extra = nn.Linear(2, 2)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -27,6 +28,7 @@ from frameworks.loop_rig import (
     differences,
     in_process,
     loader,
+    net,
     run,
 )
 from lastgasp.checkpoint import candidates
@@ -382,6 +384,33 @@ def prepared(p: Parts) -> TorchState:
     return TorchState(p.model, optimizer, scheduler)
 
 
+class Counts(nn.Module):
+    """Keeps a number beside its parameters, as layers for FP8 keep their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner, self._calls = net(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Depends on it."""
+        self._calls += 1
+        result: torch.Tensor = self._inner(x) * (1 + self._calls / 100)
+        return result
+
+    def get_extra_state(self) -> torch.Tensor:
+        """It."""
+        return torch.tensor(self._calls)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """It."""
+        self._calls = int(state)
+
+
+def counted(p: Parts) -> TorchState:
+    p.model = Counts()
+    return momentum(p)
+
+
 def bare(p: Parts) -> TorchState:
     return TorchState(p.model)
 
@@ -390,6 +419,7 @@ SHAPES = {
     "plain": Shape(plain, adam),
     "per-epoch": Shape(per_epoch, momentum),
     "freezing": Shape(freezing, adam),
+    "extra-state": Shape(per_epoch, counted),
     "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),
     "breaking": Shape(breaking, adam),

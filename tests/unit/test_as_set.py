@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lastgasp.errors import CheckpointMismatch
 from lastgasp.pytorch import TorchState
 from lastgasp.pytorch.as_set import AsSet
 
@@ -24,19 +25,22 @@ def as_set(optimizer: torch.optim.Optimizer, scheduler: Any) -> AsSet:
     return AsSet({"optimizer": optimizer}, {"scheduler": scheduler})
 
 
-def test_what_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    before = as_set(*made(0.1)).values
-    with caplog.at_level(logging.WARNING, "lastgasp"):
-        as_set(*made(0.1)).tell(before)
-        as_set(*made(0.1)).tell(None)  # of an earlier version
-        assert caplog.text == ""
-        as_set(*made(0.01, 20, betas=(0.8, 0.9))).tell(before)
-    assert "lr of optimizer, group 0 is 0.1 (the script: 0.01)" in caplog.text
-    assert "betas of optimizer, group 0 is (0.9, 0.999) (the script: (0.8, 0.9))" in caplog.text
-    assert "T_max of scheduler" in caplog.text or "more" in caplog.text
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    before, told = as_set(*made(0.1)).values, list[str]()
+    as_set(*made(0.1)).tell(before, told.append, tmp_path)
+    as_set(*made(0.1)).tell(None, told.append, tmp_path)  # of an earlier version
+    assert told == []
+    other = as_set(*made(0.01, 20, betas=(0.8, 0.9)))
+    other.tell(before, told.append)
+    [text] = told
+    assert "lr of optimizer, group 0 is 0.1 (the script: 0.01)" in text
+    assert "betas of optimizer, group 0 is (0.9, 0.999) (the script: (0.8, 0.9))" in text
+    assert "T_max of scheduler" in text or "more" in text
+    with pytest.raises(CheckpointMismatch, match="another trial"):
+        other.tell(before, told.append, tmp_path)
 
 
-def test_what_training_changes_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_training_changes_does_not_count() -> None:
     optimizer, scheduler = made(0.1)
     state = TorchState(nn.ModuleList(), optimizer, scheduler)
     before = dict(state.as_set.values)
@@ -44,6 +48,6 @@ def test_what_training_changes_does_not_count(caplog: pytest.LogCaptureFixture) 
         optimizer.step()
         scheduler.step()
     assert scheduler.get_last_lr() != [0.1, 0.1] and state.as_set.values == before
-    with caplog.at_level(logging.WARNING, "lastgasp"):
-        as_set(*made(0.1)).tell(before)
-    assert caplog.text == ""
+    told: list[str] = []
+    as_set(*made(0.1)).tell(before, told.append)
+    assert told == []

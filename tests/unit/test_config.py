@@ -99,11 +99,24 @@ def test_unknown_names_are_refused_with_those_that_exist(tmp_path: Path) -> None
         GaspConfig.resolve(tmp_path, keeep=2)
 
 
-@pytest.mark.parametrize("directory", ["", "a\0b", "a\udcffb", "~nosuchuser-lastgasp/x", 3, b"x", None])
+@pytest.mark.parametrize("directory", ["", "a\0b", "~nosuchuser-lastgasp/x", 3, b"x", None])
 def test_no_directory(directory: object) -> None:
     with pytest.raises(ConfigError, match=r"dir=.*Give dir=\.\.\. or set LASTGASP_DIR") as caught:
         GaspConfig.resolve(directory)  # type: ignore[arg-type]
     assert caught.value.field == "dir"
+
+
+def test_a_path_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What travels between processes must be text; in the locale C and without UTF-8 mode few paths are."""
+    odd = tmp_path / "a\udcffb"
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    for directory in (odd, "ckpts"):
+        with pytest.raises(ConfigError, match=r"dir=.* is not allowed.* valid UTF-8"):
+            GaspConfig.resolve(directory)
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(ConfigError, match="PYTHONUTF8=1"):
+        GaspConfig.resolve(odd)
 
 
 def test_the_directory_is_absolute_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

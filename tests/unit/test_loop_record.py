@@ -15,7 +15,7 @@ from torch import nn
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError
-from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, Since
+from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, Since, decode_aux
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, position_only
@@ -76,6 +76,42 @@ def test_whether_buffers_were_changed(large: bool) -> None:
         module.get_buffer("mask" if large else "num_batches_tracked").add_(1)
         one.capture(8, settled=True)
         assert one.since() == Since(drew=False, changed=True)
+
+
+@pytest.mark.parametrize("how", ["replaced", "data", "pointer", "in-place"])
+@pytest.mark.parametrize("size", [8, 1 << 15])
+def test_buffers_are_those_of_each_step_however_they_are_changed(how: str, size: int) -> None:
+    """DINO makes its centre anew in each step, VQ-VAE changes codebooks by `.data`: neither counts in `_version`."""
+    module = nn.Module()
+    module.register_buffer("centre", torch.zeros(size))
+    recorder = AuxRecorder((), module)
+    try:
+        for step in range(1, 9):
+            if how == "replaced":
+                module.centre = module.centre + 1
+            elif how == "pointer":
+                module.centre.data = module.centre + 1
+            else:
+                (module.centre.data if how == "data" else module.centre).add_(1)
+            recorder.capture(step, settled=True)
+            assert decode_aux(recorder.read(step) or b"").buffers["centre"].unique().tolist() == [step]
+    finally:
+        recorder.close()
+
+
+def test_a_sparse_buffer_is_kept_in_this_process() -> None:
+    """As graphs have them; no other process needs it, since DDP refuses such models."""
+    module = nn.Module()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    recorder = AuxRecorder((), module)
+    try:
+        for step in (1, 2, 3):
+            module.graph = (module.graph * 2 + torch.sparse_coo_tensor([[0], [step % 3]], [1.0], (3, 3))).coalesce()
+            recorder.capture(step, settled=True)
+        kept = recorder.buffers.on_device(3)["graph"].to_dense()
+        assert torch.equal(kept, module.graph.to_dense()) and "graph" not in decode_aux(recorder.read(3) or b"").buffers
+    finally:
+        recorder.close()
 
 
 def test_a_position_without_random_state() -> None:

@@ -55,6 +55,7 @@ class SelectionPolicy:
 
     Attributes:
         unnumbered: what was selected does not say of which fit it is.
+        several: there are checkpoints of several fits, or this is not the first one of its script.
         restarts_from_own: a restart looks for what this job has saved before anything else, although the user named no
             checkpoint (finetuning).
         preload: what loads this rank's files while they are verified; None verifies first.
@@ -79,7 +80,7 @@ class SelectionPolicy:
     ) -> None:
         self.config, self.place, self.folders, self.layout, self.local = config, place, list(folders), layout, local
         self.fit, self.instead, self.note = fit, instead, note
-        self.unnumbered = self._said = False
+        self.unnumbered = self.several = self._said = False
 
     @property
     def may_move(self) -> bool:
@@ -230,6 +231,7 @@ class SelectionPolicy:
         if self.fit is None:
             return found
         own = of_fit(found, self.fit.number)
+        self.several = self.fit.number > 0 or len(own) < len(found)
         if found and not own and self.place.rank == 0 and not self._said:
             log.warning("fit %d of this script starts from scratch: the %d checkpoints in %s are of other fits",
                         self.fit.number, len(found), self._where)  # fmt: skip

@@ -192,6 +192,17 @@ class AdapterRun:
         self.begun = True
         return self.alike
 
+    def compare_again(self) -> bool:
+        """Ranks that were alike may not be so any more: compare them once more. All ranks call it together.
+
+        Returns:
+            Whether they still are.
+        """
+        assert self._training is not None, "bind() comes before"
+        if self.alike:
+            self.alike = self.session.compare_replicas(self._training.digests)
+        return self.alike
+
     def enter_again(self, training: Training, step: int, durable: int, users_handler: Any) -> None:
         """After a fault: join with `step`, which `training` holds in memory, before the framework's own is there.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lastgasp.pytorch import exception_origin, fingerprints, rng
+from lastgasp.pytorch import exception_origin, extrastate, fingerprints, rng
+from lastgasp.pytorch.as_set import AsSet
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, own_aux, restore_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
@@ -50,6 +51,7 @@ __all__ = [
     "STATEFUL",
     "STREAM",
     "WORKERS",
+    "AsSet",
     "AuxRecorder",
     "AuxState",
     "BucketLayout",
@@ -84,6 +86,7 @@ __all__ = [
     "decode_epoch",
     "digests_of",
     "exception_origin",
+    "extrastate",
     "fingerprints",
     "fits",
     "from_rank_0",

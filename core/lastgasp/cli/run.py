@@ -16,6 +16,7 @@ from lastgasp.launch.ascend import Prepared, render
 from lastgasp.launch.framework import EXTRAS, STARTERS, split_framework
 from lastgasp.launch.msrun import FRAMEWORK, msrun_arguments, taskds_msrun, with_join
 from lastgasp.launch.msrun import launch as msrun
+from lastgasp.output import keep_open, write_error
 
 _DEFAULTS = {"--max-restarts": "32767", "--monitor-interval": "0.01"}
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
@@ -54,6 +55,7 @@ def run(dry_run: bool, min_ranks: int | None, arguments: tuple[str, ...]) -> Non
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
     86 no progress, 87 a rank refused to start, 1 anything else.
     """
+    keep_open()
     if min_ranks is not None:
         os.environ["LASTGASP_MIN_RANKS"] = str(min_ranks)
     prepared = prepared_here()
@@ -99,7 +101,7 @@ def _under_torchrun(arguments: list[str], prepared: Prepared) -> None:
             os.environ |= master_of(vars(get_args_parser().parse_args(complete)))
         launch(complete, prepared.taskd_agent)
     except ChildFailedError as error:
-        sys.stderr.write(f"{error}\n")
+        write_error(str(error))
         sys.exit(last_ending() or 1)
 
 

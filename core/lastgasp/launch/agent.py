@@ -38,6 +38,7 @@ from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_torch import differs, forking, ranks_of
+from lastgasp.output import UNREAD, nobody_reads, write_error
 from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
@@ -268,7 +269,7 @@ class GaspAgent(LocalElasticAgent):
 
     def _judge(self, used: bool, codes: frozenset[int]) -> None:
         assert self._attempt is not None
-        self._restarts.verdict_of_framework = framework_verdict.take(self._mark)
+        self._restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
         self._restarts.left, self._restarts.repeats = self._attempt.leaves(), self._attempt.repeats()
         refused = exitcodes.REFUSED in codes
         self._restarts.ended(self._attempt.number, used, self._attempt.progressed(refused), refused, codes)
@@ -277,6 +278,15 @@ class GaspAgent(LocalElasticAgent):
         maximum = self._worker_group.spec.max_restarts
         again = self._job_log.restarting(maximum - self._remaining_restarts + 1, maximum)
         self._say_event(again if self._remaining_restarts > 0 else "stopping")
+
+    def _unread(self, codes: frozenset[int]) -> framework_verdict.Verdict | None:
+        """The end of a job that has written into a pipe whose reader has left; each new attempt would do the same."""
+        codes |= {code for code in self._codes(self._worker_group).values() if code}  # torch has those of the first
+        if self._attempt is None or not (codes & UNREAD and nobody_reads() and self._is_ours()):
+            return None
+        ending = exitcodes.of_ending(self._attempt.last_word().ending)
+        why = "nobody reads its output any more (a closed pipe or terminal)"
+        return framework_verdict.Verdict(code=ending or 1, why=why)
 
     def _say_event(self, then: str) -> None:
         if self._attempt is not None:
@@ -341,7 +351,7 @@ class GaspAgent(LocalElasticAgent):
         if lost is not None:
             raise self._without_rendezvous(lost, used) from lost
         if self._restarts.should_give_up:
-            sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
+            write_error(f"lastgasp: {self._restarts.verdict}")
             raise SystemExit(self._restarts.exit_code)
         return result
 
@@ -351,7 +361,7 @@ class GaspAgent(LocalElasticAgent):
         code = exitcodes.of_ending(word.ending)
         if not used or code is None:
             return error
-        sys.stderr.write(f"lastgasp: {lost_rendezvous(error, self._hosts, word.safe)}\n")
+        write_error(f"lastgasp: {lost_rendezvous(error, self._hosts, word.safe)}")
         return SystemExit(code)
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger("lastgasp.launch")
 
 MARK = "LASTGASP_ROUND"
 """An environment variable that identifies the workers of one attempt and their children."""
-_END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"compile_worker")
+_END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"compile_worker", b"ascend.mindio.controller import main")
 _SHOWN = 3
 _HELPERS = (b"from multiprocessing.spawn import", b"from multiprocessing.forkserver import")
 

@@ -6,12 +6,12 @@ what `load_state_dict` does; somebody who has not called it should be told.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("lastgasp")
+from lastgasp.errors import CheckpointMismatch
 
 Values = dict[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
@@ -39,24 +39,32 @@ class AsSet:
             state: Mapping[str, Any] = getattr(scheduler, "state_dict", dict)()
             self.values |= {f"{name} of {label}": value for name, value in _plain(state)}
 
-    def tell(self, stored: object) -> None:
-        """Log what was set otherwise when the job of a checkpoint began, on rank 0.
+    def tell(self, stored: object, note: Callable[[str], object], trial: Path | None = None) -> None:
+        """Report what was set otherwise when the job of a checkpoint began, on rank 0.
 
         Args:
             stored: `values` of that checkpoint; anything else (that of an earlier version) is left alone.
+            note: gets it, for log and incident (`Session.note`).
+            trial: the checkpoint, where its directory has those of several trainings of one script: other settings
+                are those of another trial then.
+
+        Raises:
+            CheckpointMismatch: it may be another trial's.
         """
-        if not isinstance(stored, dict) or os.environ.get("RANK", "0") != "0":
+        if not isinstance(stored, dict):
             return
         changed = [
             f"{name} is {stored[name]!r} (the script: {value!r})"
             for name, value in self.values.items()
             if name in stored and stored[name] != value
         ]
-        if changed:
+        if changed and trial is not None:
+            raise CheckpointMismatch(str(trial), [f"{line}: it may be of another trial" for line in changed])
+        if changed and os.environ.get("RANK", "0") == "0":
             what = "; ".join(changed[:_SHOWN])
             more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-            log.warning("as when the job of the checkpoint began, not as the script sets it: %s%s. To train on with "
-                        "new values, set them once the session is open", what, more)  # fmt: skip
+            note(f"as when the job of the checkpoint began, not as the script sets it: {what}{more}. To train on with "
+                 "new values, set them once the checkpoint is loaded")  # fmt: skip
 
 
 def _plain(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ from lastgasp.pytorch.compiled import compiled
 # Buffers up to this many bytes are copied at every boundary. The fused batch norm changes its statistics without
 # counting it in `_version` (seen with torch 2.13), so that only large buffers (masks, tables) may rely on it.
 _ALWAYS = 1 << 16
+_ALWAYS_ON_DEVICE = 1 << 24
+"""The same on an accelerator, where a copy costs microseconds and nobody waits for it."""
 _ALIGNED = 16
+_SAMPLED = 512
+"""Bytes of a large buffer that are compared at each boundary."""
 
 _Where = tuple[dict[str, Tensor | None], str]
 
@@ -56,11 +61,11 @@ class BufferRecorder:
         self.table: list[list[Any]] = []
         self.size = 0
         for name, tensor in zip(found, tensors, strict=True):
-            if tensor.device.type == "cpu":
+            if tensor.device.type == "cpu" and _is_strided(tensor):
                 self.table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
                 self.size += -(-_nbytes(tensor) // _ALIGNED) * _ALIGNED
         self._objects = tensors
-        self._shape = [(t.shape, t.dtype, t.device) for t in tensors]
+        self._shape = [(t.shape, t.dtype, t.device, t.layout) for t in tensors]
         self._slots = []
 
     def _live(self) -> list[Tensor]:
@@ -76,7 +81,8 @@ class BufferRecorder:
         if all(map(operator.is_, live, self._objects)):  # a tensor object hardly ever changes its shape
             return False
         self._objects = live
-        changed = any(t is None or (t.shape, t.dtype, t.device) != s for t, s in zip(live, self._shape, strict=True))
+        now = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in live]
+        changed = now != self._shape
         if not changed:
             for slot in self._slots:
                 slot.follow()
@@ -98,12 +104,13 @@ class BufferRecorder:
         return bool(self._where) and self._slots[one].differs(self._slots[other])
 
     def on_device(self, step: int) -> dict[str, Tensor]:
-        """The newest copies of `step` that stand on an accelerator: key in `state_dict` -> tensor."""
+        """The newest copies of `step` that only this process has (on an accelerator, sparse): key -> tensor."""
         slots = [s for s in self._slots if s.step == step]
         if not slots:
             return {}
         newest = max(slots, key=lambda s: s.order)
-        return {n: t for n, t in zip(self.names, newest.targets, strict=True) if t.device.type != "cpu"}
+        rows = zip(self.names, newest.targets, strict=True)
+        return {name: t for name, t in rows if t.device.type != "cpu" or not _is_strided(t)}
 
 
 class _BufferSlot:
@@ -113,13 +120,15 @@ class _BufferSlot:
         self._where, self._view = list(where.values()), view
         live = self._live()
         self.targets = [
-            _view(view, offsets[name], t.dtype, t.shape) if name in offsets else torch.empty_like(t)
+            _view(view, offsets[name], t.dtype, t.shape) if name in offsets else t.detach().clone()
             for name, t in zip(where, live, strict=True)
         ]
         self._offsets = [offsets.get(name, 0) for name in where]
-        self._small = [i for i, t in enumerate(live) if _nbytes(t) <= _ALWAYS]
-        self._large = [i for i in range(len(live)) if i not in set(self._small)]
-        self._seen: list[tuple[int, int]] = [(-1, -1)] * len(live)
+        strided = [i for i, t in enumerate(live) if _is_strided(t)]
+        self._small = [i for i in strided if _nbytes(live[i]) <= _always(live[i])]
+        self._large = [i for i in strided if _nbytes(live[i]) > _always(live[i])]
+        self._sparse = [i for i in range(len(live)) if i not in set(strided)]
+        self._seen = [_Seen() for _ in live]
         sizes = {name: _nbytes(t) for name, t in zip(where, live, strict=True)}
         self._runs = _runs(sorted((offsets[n], size) for n, size in sizes.items() if size <= _ALWAYS and n in offsets))
         self.step = self.order = -1
@@ -147,14 +156,14 @@ class _BufferSlot:
             self._by_torch(self._small, [self.targets[i] for i in self._small])
         elif self._rest:
             self._by_torch(self._rest, self._rest_targets)
-        if self._large:
-            self._copy_large()
+        if self._large or self._sparse:
+            self._copy_if_changed()
         _BufferSlot.order_now += 1
         self.step, self.order = step, _BufferSlot.order_now
 
     def differs(self, other: _BufferSlot) -> bool:
         """Whether `other`, a slot of the same buffers, holds something else; those on an accelerator are left out."""
-        if any(self._seen[i] != other._seen[i] for i in self._large):
+        if any(self._seen[i].differs(other._seen[i]) for i in (*self._large, *self._sparse)):
             return True
         return any(bytes(self._view[a:b]) != bytes(other._view[a:b]) for a, b in self._runs)
 
@@ -163,14 +172,62 @@ class _BufferSlot:
         # detach: cheaper than no_grad, and a buffer may carry a graph
         torch._foreach_copy_(targets, [where[i][0][where[i][1]].detach() for i in which])  # type: ignore[union-attr]
 
-    def _copy_large(self) -> None:
+    def _copy_if_changed(self) -> None:
         live = self._live()
-        for i in self._large:
-            # id: a buffer may be replaced by another tensor; _version: counts changes in place
-            mark = (id(live[i]), live[i]._version)
-            if mark != self._seen[i]:
-                self.targets[i].copy_(live[i].detach())
-                self._seen[i] = mark
+        for i in (*self._large, *self._sparse):
+            if self._seen[i].changed(live[i]):
+                if i in self._sparse:  # it need not have as many values as before
+                    self.targets[i] = live[i].detach().clone()
+                else:
+                    self.targets[i].copy_(live[i].detach())
+
+
+class _Seen:
+    """Whether a large buffer has changed since it was copied.
+
+    It may be replaced by another tensor, which can even get the `id` of one before; get other memory (`.data = ...`);
+    be changed in place, which `_version` counts; or by way of `.data`, as the codebooks of VQ-VAE are, which nothing
+    counts: bytes out of all of it are compared as well, where they stand in host memory.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: Callable[[], Tensor | None] = _none
+        self._at: tuple[int, int] = (0, 0)
+        self._bytes: Tensor | None = None
+        self._sample: Tensor | None = None
+
+    def changed(self, live: Tensor) -> bool:
+        """Compare, and remember how it is now."""
+        at = (live._version, live.data_ptr() if _is_strided(live) else 0)
+        if self._tensor() is live and self._at == at:
+            if self._bytes is None or self._sample is None or torch.equal(self._bytes, self._sample):
+                return False
+        elif self._tensor() is not live or self._at[1] != at[1]:
+            self._tensor, self._bytes = weakref.ref(live), _some_bytes(live)
+        self._at = at
+        self._sample = self._bytes.clone() if self._bytes is not None else None
+        return True
+
+    def differs(self, other: _Seen) -> bool:
+        """Whether they have seen different values; of two that have seen the same tensor without a change, no."""
+        if self._tensor() is not other._tensor() or self._at != other._at:
+            return True
+        one, two = self._sample, other._sample
+        return one is not None and two is not None and not torch.equal(one, two)
+
+
+def _none() -> None:
+    """No tensor yet."""
+
+
+def _some_bytes(tensor: Tensor) -> Tensor | None:
+    """A view of bytes out of all of a tensor; None where it takes more than a view."""
+    if not (_is_strided(tensor) and tensor.device.type == "cpu" and type(tensor) is Tensor and tensor.is_contiguous()):
+        return None
+    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return None
+    found = tensor.detach().reshape(-1).view(torch.uint8)
+    return found[:: max(1, found.numel() // _SAMPLED) | 1]  # odd, so that it meets each byte of a number
 
 
 def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -180,6 +237,14 @@ def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
         first = found.pop()[0] if found and begin - found[-1][1] < _ALIGNED else begin
         found.append((first, begin + size))
     return found
+
+
+def _always(tensor: Tensor) -> int:
+    return _ALWAYS if tensor.device.type == "cpu" else _ALWAYS_ON_DEVICE
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _nbytes(tensor: Tensor) -> int:

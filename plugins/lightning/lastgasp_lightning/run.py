@@ -74,6 +74,7 @@ class LightningRun(Training):
             self.life.alike_before = True
         self.session = session = self.life.session
         self.progress, self.state.say, self.state.gate = session.progress, session.note, session.before_update
+        fit.note = session.note
         self.tuning = Tuning(trainer, session.status, self.resume.pending)
         self.state.watch.aside = lambda: self.tuning.active
         self.logs = LogRecord(trainer, config.directory, self.fit.number)

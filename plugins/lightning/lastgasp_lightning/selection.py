@@ -113,7 +113,7 @@ class LightningSelector:
         def restore(candidate: Candidate) -> None:
             self.resumed, self.same_run = True, not selector.named
             if not selector.named:
-                self._fit.resumed(candidate.path, policy.unnumbered)
+                self._fit.resumed(candidate.path, policy.unnumbered, policy.several)
             self._warn(given, candidate.path)
             self.loading = candidate.path
             try:

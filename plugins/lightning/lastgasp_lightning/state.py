@@ -407,6 +407,7 @@ class LightningState:
             "flags": self._snapshots.flags.record(snapshot.flags),
             "notes": list(self.notes),
             "fit": msgspec.to_builtins(self.fit.fit),
+            "as_set": self.fit.settings.values if self.fit.settings is not None else None,
             "tuned": found_by(self._trainer),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from lastgasp.adapter import FITS, CheckpointMismatch
 from lastgasp.adapter.checkpoint import Fit, differences
-from lastgasp.adapter.torch import fingerprints
+from lastgasp.adapter.torch import AsSet, fingerprints
 
 log = logging.getLogger("lastgasp")
 
@@ -19,6 +20,8 @@ class ThisFit:
     """Made in `setup` of each fit but a tuner's.
 
     Attributes:
+        settings: of optimizers and schedulers, as the script sets them; None until they are there.
+        note: gets what people must know (`Session.note`).
         fit: number and digests, as they become known: the model's before weights are loaded, the optimizers' when
             training begins. What stands in checkpoints.
 
@@ -42,8 +45,12 @@ class ThisFit:
                 "before it comes to fit %d. Give its Trainer ModelCheckpoint(dirpath=...) to keep its end",
                 again, self.fit.number,
             )  # fmt: skip
+        self.note: Callable[[str], object] = log.warning
+        self.settings: AsSet | None = None
         self._from: Path | None = None
+        self._trial: Path | None = None
         self._saved: Fit | None = None
+        self._set: object = None
 
     def number(self) -> int:
         """From 0, in the order in which the script begins them in this directory."""
@@ -55,23 +62,27 @@ class ThisFit:
         self.fit = msgspec.structs.replace(self.fit, model=fingerprints.of_model(self._trainer.lightning_module))
         return self.fit
 
-    def resumed(self, path: Path, unnumbered: bool) -> None:
-        """The checkpoint that was chosen as this fit's newest."""
-        self._from = path
+    def resumed(self, path: Path, unnumbered: bool, several: bool) -> None:
+        """The checkpoint that was chosen as this fit's newest; `several`: there are those of other fits, too."""
+        self._from, self._trial = path, path if several else None
         if unnumbered:
             FITS.resumed_unnumbered(self._directory, path)
 
     def loaded(self, record: dict[str, Any]) -> None:
         """What the checkpoint says of its fit; it counts only where `resumed` was called before."""
-        saved = record.get("fit")
+        saved, self._set = record.get("fit"), record.get("as_set")
         self._saved = msgspec.convert(saved, Fit) if saved is not None else None
 
     def look_at_optimizers(self) -> None:
         """Take the optimizers' digest: in `on_fit_start`, before their states are loaded.
 
         Raises:
-            CheckpointMismatch: the checkpoint is of other optimizers.
+            CheckpointMismatch: the checkpoint is of other optimizers, or may be of another trial.
         """
+        if self.settings is None:
+            schedulers = [one.scheduler for one in self._trainer.lr_scheduler_configs]
+            self.settings = AsSet(_named("optimizer", self._trainer.optimizers), _named("scheduler", schedulers))
+            self.settings.tell(self._set, self.note, self._trial)
         self.fit = msgspec.structs.replace(self.fit, optimizer=fingerprints.of_optimizers(self._trainer.optimizers))
         self._compare(self._saved)
 
@@ -99,3 +110,7 @@ class ThisFit:
     def ended(self, durable: bool) -> None:
         """Training ended well; `durable`: with its last step in a checkpoint."""
         FITS.end(self._directory, durable)
+
+
+def _named(label: str, found: Sequence[Any]) -> dict[str, Any]:
+    return {label if len(found) == 1 else f"{label} {i}": one for i, one in enumerate(found)}

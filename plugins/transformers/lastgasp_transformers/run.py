@@ -33,6 +33,7 @@ _NEEDS = {
     "_save_checkpoint": ("model", "trial"),
     "_load_rng_state": ("checkpoint",),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
 }
 """Methods that are replaced in the Trainer that trains, and their parameters (docs/facts/transformers.md §1)."""
 
@@ -110,6 +111,8 @@ class Run:
         self._random: bytes | None = None
         self._good: set[Path] = set()
         self._loaded = ""
+        self._as_set: shared.AsSet | None = None
+        self._trial: Path | None = None
 
     # -- start --------------------------------------------------------------------------------------------
 
@@ -120,6 +123,8 @@ class Run:
         policy = Policy(config, place, [*folders], LAYOUT, shared.local(place), fit=self._fit, note=self.session.note)
         selector = adapter.CheckpointSelector(policy, self.session.gather, shared.is_about_content)
         chosen = selector.load(self._load)
+        if chosen is not None and policy.several and not selector.named:
+            self._trial = chosen.path
         self._present = selector.present
         for name in _NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
@@ -141,6 +146,7 @@ class Run:
         """Everything is loaded, and training begins."""
         trainer, core, session = self._trainer, self.core, self.session
         self.training = training = Training(trainer, self._data, core.place, session)
+        training.state.as_set = self._as_set or training.state.as_set  # as before a checkpoint was loaded
         core.on_close(training.recorder.close, last=True)
         core.on_close(training.close)
         writer = adapter.ManifestWriter(FORMAT, core.place, lambda: self._fit, core.config.sha256)
@@ -209,6 +215,12 @@ class Run:
     def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
         if path != self._loaded:
             original(path, *more)
+
+    def _around_load_optimizer_and_scheduler(self, original: Any, checkpoint: Any) -> None:
+        trainer = self._trainer
+        self._as_set = shared.AsSet({"optimizer": trainer.optimizer}, {"scheduler": trainer.lr_scheduler})
+        self._as_set.tell((self._record or {}).get("as_set"), self.session.note, self._trial)
+        original(checkpoint)
 
     def _around_init_training_state(self, original: Any, max_steps: int, updates: int, *more: Any) -> tuple[int, int]:
         """At the end of an epoch a resumed run stands behind its last step, not before the next epoch.

@@ -148,6 +148,7 @@ class Training(adapter.Training):
             "schedulers": boundary["torch"].schedulers,
             "buckets": self._buckets.layouts,
             "flags": self.state.flags.record(boundary["torch"].flags),
+            "as_set": self.state.as_set.values,
         }
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:

@@ -17,8 +17,10 @@ Address = tuple[int, tuple[int, ...]]
 
 
 def address(tensor: Tensor) -> Address:
-    """The key of a tensor."""
-    return tensor.data_ptr(), tuple(tensor.shape)
+    """The key of a tensor; of a sparse one that of its values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().data_ptr(), tuple(tensor.shape)
+    return (tensor if tensor.layout is torch.strided else tensor.values()).data_ptr(), tuple(tensor.shape)
 
 
 class Copies:

@@ -24,7 +24,7 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
     buffers = buffers_of(step, aux_states, run.recorder, [run.buffer_rank, run.rank])
     notes = list(snapshot.notes)
     if not run.life.alike:
-        notes.append(f"the ranks did not hold the same when training began; this is what rank {run.rank} held")
+        notes.append(f"the ranks did not hold the same when they were compared; this is what rank {run.rank} held")
     if run.buffer_rank not in aux_states and any(True for _ in run.state.container.buffers()):
         notes.append(f"buffers are those of rank {run.rank}, because those of rank {run.buffer_rank} were lost")
     notes += notes_on(aux_states, run.place, seeded=run.state.elastic is not None)

@@ -58,8 +58,8 @@ class OptimizerUpdate:
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(optimizer.register_step_pre_hook(self.before_step))
+            self._handles.append(optimizer.register_step_post_hook(self.after_step))
         for model in models:
             self._undo.append(follow_forward(model, self._before_forward, _nothing))
 
@@ -137,11 +137,13 @@ class OptimizerUpdate:
         """Whether a collective began since the last update."""
         return _sequence_number() != self._calls
 
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer is about to change parameters."""
         self.begin(closure=_has_closure(args, kwargs))
         self._depth += 1
 
-    def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """It has."""
         self._depth -= 1
         if self._depth:  # `super().step()` of a derived optimizer has hooks of its own
             return

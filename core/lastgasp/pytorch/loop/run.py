@@ -30,9 +30,11 @@ from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.dump import dump
 from lastgasp.pytorch.loop.faults import install_faults
+from lastgasp.pytorch.loop.finish import finish_step
 from lastgasp.pytorch.loop.inexact import Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
+from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced
 from lastgasp.pytorch.loop.periodic import Periodic
 from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
@@ -90,7 +92,7 @@ class Run:
         self.buffer_rank = self.rank if own else 0
         owner = state.container if self.per_rank or self.buffer_rank == self.rank else None
         self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
-        self._schedules = ScheduleWatch(state.schedulers.values())
+        self.schedules = ScheduleWatch(state.schedulers.values())
         self.buckets = Buckets(state)
         self._aux: AuxState | None = None
         self._returning = self._gradients = False
@@ -144,6 +146,8 @@ class Run:
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
         self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
         life.on_close(self.update.remove)
+        life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
+        self._unreduced = Unreduced(state, life.compare_again, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
@@ -172,13 +176,15 @@ class Run:
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         if self.shards is not None and self.shards.begin_with(selector):
             return
-        found = selector.load(lambda candidate: self._load(candidate.path))
+        found = selector.load(lambda one: self._load(one.path, policy.several and not selector.named))
         self.source.present = selector.present
         if found is not None and policy.unnumbered:
             FITS.resumed_unnumbered(config.directory, found.path)
 
-    def _load(self, path: Path) -> None:
-        self.fill(checkpoint_at(path), path)
+    def _load(self, path: Path, several: bool) -> None:
+        checkpoint = checkpoint_at(path)
+        self.state.as_set.tell(checkpoint[KEY].get("as_set"), self.engine.note, path if several else None)
+        self.fill(checkpoint, path)
 
     def fill(self, checkpoint: dict[str, Any], path: Path, shards: Callable[[], None] | None = None) -> None:
         """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well.
@@ -186,7 +192,6 @@ class Run:
         `shards` fills those of a sharded model; by default from `path`.
         """
         self.state.load(checkpoint, str(path), shards)
-        self.state.as_set.tell(checkpoint[KEY].get("as_set"))
         self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
         self._again = self.state.remember(checkpoint)
         self.step, self.resumed = checkpoint["step"], path
@@ -227,7 +232,7 @@ class Run:
             self._trains_before_its_data()
         self._capture_unsettled()
         self.engine.before_update()
-        self._schedules.opens()
+        self.schedules.opens()
 
     def _backward_over(self) -> None:
         """The other ranks may have all gradients now, and complete the step without this one."""
@@ -282,11 +287,12 @@ class Run:
             since = self.shards.complete(self._snapshot)
         self.buckets.look()
         self.step = step
-        self._schedules.closes()
+        self.schedules.closes()
         self._gradients = False
         self.update.close(since)
         self.engine.step_completed(step)
         self._again_here.forget()
+        self._unreduced.step_over(self._snapshot.flags[0])
 
     def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> Since:
         """Record the auxiliary state; `at_end`: not settled, but nothing of the step is to come any more.
@@ -402,7 +408,7 @@ class Run:
         """The loop raised: complete the step if only the rest of the loop's body is missing."""
         if self._gradients:  # the others may complete the step with this rank's part of it
             self._capture_unsettled()
-        if self.update.in_progress and not self.update.has_copy and not self._finish_step(cause):
+        if self.update.in_progress and not self.update.has_copy and not finish_step(self, cause):
             return "raised inside the update, so the state is between two steps"
         return ""
 
@@ -413,32 +419,11 @@ class Run:
         """Nothing is known beyond what the documents say."""
         return ""
 
-    def _finish_step(self, cause: str) -> bool:
-        """All updates of the step are done, but the rest of the loop's body is not: call the step complete.
-
-        What the rest would have done is unknown, except for schedulers: they are stepped as in the previous step.
-
-        Returns:
-            Whether the state is now that of a complete step.
-        """
-        update = self.update
-        if update.inside or update.updates < max(1, update.usual):
-            return False
-        try:
-            self._schedules.catch_up()
-        except Exception:  # a user's scheduler; the state is then unknown
-            log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
-            return False
-        self.capture_aux(self.step + 1, settled=True)
-        snapshot = self.state.snapshot(self.step + 1, self.book.epoch)
-        snapshot.notes.append(f"the loop's body of step {snapshot.step} was cut short after its update by {cause}; "
-                              "what follows the update there was not repeated")  # fmt: skip
+    def finished(self, snapshot: Snapshot) -> None:
+        """A step that was cut short is complete."""
         self._snapshot, self.step = snapshot, snapshot.step
         if self.shards is not None:
             self.shards.keep(snapshot)
-        update.close(NOTHING)
-        self.engine.step_completed(snapshot.step)
-        return True
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.as_set import AsSet
 from lastgasp.pytorch.buffers import persistent_buffers
+from lastgasp.pytorch.extrastate import ExtraStates, put
 from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
@@ -39,6 +40,7 @@ class Snapshot:
     scaler: dict[str, Any] | None
     extra: dict[str, Any]
     flags: tuple[bytes, bytes]
+    modules: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -101,7 +103,7 @@ class TorchState:
                                   "A number is kept in a dict: best = {'acc': 0.0}.")  # fmt: skip
         self.modules = {name: unwrapped(module) for name, module in self.models.items.items()}
         self.container = nn.ModuleDict(self.modules)
-        self.flags = Flags(self.container)
+        self.flags, self.extra_states = Flags(self.container), ExtraStates(self.container)
         called = ({parts.label(name): one for name, one in parts.items.items()}
                   for parts in (self.optimizers, self.schedulers))  # fmt: skip
         self.as_set = AsSet(*called)
@@ -220,6 +222,7 @@ class TorchState:
             _scaler_state(self.scaler),
             {name: copy.deepcopy(_state_of(item)) for name, item in self.extra.items()},
             self.flags.take(),
+            self.extra_states.take(),
         )
 
     # -- dump ---------------------------------------------------------------------------------------------
@@ -233,6 +236,8 @@ class TorchState:
         """
         places = self._places(buffers, copies)
         models = [_replaced(m.state_dict(), places) for m in self.modules.values()]
+        for name, model in zip(self.modules, models, strict=True):
+            put(model, snapshot.modules, f"{name}.")
         live = copies.optimizers() if copies is not None else [o.state_dict() for o in self.optimizers.values()]
         for state, groups in zip(live, snapshot.groups, strict=True):
             for group, values in zip(state["param_groups"], groups, strict=True):
@@ -298,6 +303,7 @@ class TorchState:
         On the way to its position a resumed loop repeats what happens between two passes over data.
         """
         kept = {name: value.detach().clone() for name, value in self.container.named_buffers()}
+        modules = self.extra_states.take()
         stored = {role.role: role.unpack(checkpoint.get(role.role)) or {} for role in self._roles()}
         aux = copy.deepcopy((stored["scheduler"], checkpoint["scaler"], checkpoint["extra"]))
         flags = checkpoint.get("flags")
@@ -306,6 +312,7 @@ class TorchState:
         def fill() -> None:
             for name, value in self.container.named_buffers():
                 value.detach().copy_(kept[name])
+            self.extra_states.restore(modules)
             for optimizer, saved in zip(self.optimizers.values(), groups, strict=True):
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
                     group.update(values)

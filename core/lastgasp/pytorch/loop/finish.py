@@ -1,0 +1,39 @@
+"""The end of a step that was cut short after its last update."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lastgasp.pytorch.aux_state import NOTHING
+
+log = logging.getLogger("lastgasp")
+
+
+def finish_step(run: Any, cause: str) -> bool:
+    """All updates of the step are done, but the rest of the loop's body is not: call the step complete.
+
+    What the rest would have done is unknown, except for schedulers: they are stepped as in the previous step.
+
+    Args:
+        run: the `loop.run.Run`; cause: what has ended the body, for a note.
+
+    Returns:
+        Whether the state is now that of a complete step.
+    """
+    update, step = run.update, run.step + 1
+    if update.inside or update.updates < max(1, update.usual):
+        return False
+    try:
+        run.schedules.catch_up()
+    except Exception:  # a user's scheduler; the state is then unknown
+        log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
+        return False
+    run.capture_aux(step, settled=True)
+    snapshot = run.state.snapshot(step, run.book.epoch)
+    snapshot.notes.append(f"the loop's body of step {step} was cut short after its update by {cause}; "
+                          "what follows the update there was not repeated")  # fmt: skip
+    run.finished(snapshot)
+    update.close(NOTHING)
+    run.engine.step_completed(step)
+    return True

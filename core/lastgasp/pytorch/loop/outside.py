@@ -1,0 +1,165 @@
+"""What trains in a loop without being in its `TorchState`, or without being the same on all ranks: it is reported.
+
+Scripts make a new optimizer in the middle of training, forget one of two, or unfreeze layers that DDP has not been told
+of. Checkpoints would lack it, or hold one rank's, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
+from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.loop.state import TorchState
+
+log = logging.getLogger("lastgasp")
+
+_STEPS = 3
+"""Steps in which an optimizer of other parameters is seen, before it counts as a part of the training."""
+
+
+@dataclass
+class _Seen:
+    """An optimizer that is not in the TorchState."""
+
+    ours: bool
+    """It trains parameters of the TorchState's models."""
+    steps: set[int] = field(default_factory=set)
+    reported: bool = False
+
+
+class OtherOptimizers:
+    """Follows optimizers that are not in the `TorchState`; an update by one of them makes a step like any other.
+
+    Args:
+        state: the user's.
+        update: of the loop; told of updates of the state's parameters.
+        step: completed steps.
+        note: reports what people must know (`Session.note`).
+    """
+
+    def __init__(
+        self, state: TorchState, update: OptimizerUpdate, step: Callable[[], int], note: Callable[[str], object]
+    ) -> None:
+        self._state, self._update, self._step, self._note = state, update, step, note
+        self._known = {id(optimizer) for optimizer in state.optimizers.values()}
+        self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        ]  # fmt: skip
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(optimizer) not in self._known and self._look(optimizer).ours:
+            self._update.before_step(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(optimizer) in self._known:
+            return
+        seen = self._look(optimizer)
+        if seen.ours:
+            self._update.after_step(optimizer, args, kwargs)
+        if seen.reported:
+            return
+        seen.steps.add(self._step())
+        if seen.ours or len(seen.steps) == _STEPS:
+            seen.reported = True
+            self._report(optimizer, seen)
+
+    def _look(self, optimizer: Any) -> _Seen:
+        found = self._seen.get(optimizer)
+        if found is None:
+            own = {id(p) for p in self._state.container.parameters()}
+            found = self._seen[optimizer] = _Seen(any(id(p) in own for p in _parameters(optimizer)))
+        return found
+
+    def _report(self, optimizer: Any, seen: _Seen) -> None:
+        name = type(optimizer).__name__
+        if not seen.ours:
+            self._note(f"an optimizer ({name}) trains parameters that are in no model of TorchState: no checkpoint "
+                       "holds them, and a resumed run trains them from scratch. Give TorchState all models and "
+                       "optimizers")  # fmt: skip
+        elif not self._held(optimizer):
+            self._note(f"an optimizer ({name}) that is not in TorchState trains its model: no checkpoint holds its "
+                       "state, and a resumed run differs. Give TorchState all optimizers, before the session is "
+                       "opened")  # fmt: skip
+
+    def _held(self, optimizer: Any) -> bool:
+        """Whether it has no state, or what is saved holds it: a known optimizer may be wrapped around it."""
+        own = {id(t) for t in _tensors(list(optimizer.state.values()))}
+        saved = [held.state_dict() for held in (*self._state.optimizers.values(), *self._state.schedulers.values())]
+        extra = [item if isinstance(item, dict) else item.state_dict() for item in self._state.extra.values()]
+        return own <= {id(t) for t in _tensors([*saved, *extra])}
+
+
+class Unreduced:
+    """Parameters that are trained, and whose gradients DDP does not average: they were frozen when it was made.
+
+    Args:
+        state: the user's.
+        compare: have all ranks compare what they hold, and return whether it is the same; all of them call it at the
+            end of the same step.
+        note: reports what people must know (`Session.note`).
+    """
+
+    def __init__(self, state: TorchState, compare: Callable[[], bool], note: Callable[[str], object]) -> None:
+        self._compare, self._note = compare, note
+        self._models = [found for model in state.models.values() if (found := ddp_of(model)) is not None]
+        self._before, self._missing = b"", 0
+
+    def step_over(self, frozen: bytes) -> None:
+        """A step is complete.
+
+        Args:
+            frozen: which parameters are trained (`Flags.take`).
+        """
+        if self._missing:
+            if not self._compare():
+                self._note(f"{self._missing} parameters are trained that were frozen when DDP was made, which does not "
+                           "average their gradients: each rank trains a model of its own. Unfreeze them before DDP is "
+                           "made")  # fmt: skip
+            self._missing = 0
+        elif frozen != self._before:
+            self._before = frozen
+            self._missing = sum(map(_unreduced, self._models))
+
+
+def _unreduced(model: DistributedDataParallel) -> int:
+    """How many parameters are trained that DDP does not know of."""
+    data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    known = data.get("num_parameter_tensors")
+    trained = sum(p.requires_grad for name, p in model.module.named_parameters() if name not in _ignored(model))
+    return max(0, trained - known) if isinstance(known, int) else 0
+
+
+def _ignored(model: DistributedDataParallel) -> Iterable[str]:
+    found: Iterable[str] = getattr(model, "parameters_to_ignore", ())
+    return found
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,62 @@
+"""Loops and shells that do what they should not: it costs no job, and what a checkpoint lacks is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lastgasp import exitcodes
+from lastgasp.checkpoint import candidates
+from lastgasp.pytorch.loop.files import LAYOUT
+from support.launchers import LIMIT, SUPPORT, environment, finish, incidents, run
+
+pytestmark = pytest.mark.fault
+SCRIPT = SUPPORT / "train_odd.py"
+
+NOTED = {
+    "refreshes": ("saved", "rank 1 ended inside a step that the others completed"),
+    "replaces": ("saved", "an optimizer (SGD) that is not in TorchState trains its model"),
+    "unfreezes": ("gave_up", "2 parameters are trained that were frozen when DDP was made"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", NOTED)
+def test_what_a_checkpoint_lacks_is_noted(what: str, tmp_path: Path) -> None:
+    done = finish(run(SCRIPT, what, tmp_path / "d"), tmp_path)
+    assert done.returncode == 0, done.output[-4000:]
+    [incident] = incidents(tmp_path / "d")
+    ending, text = NOTED[what]
+    assert incident.ending == ending, incident
+    assert [note for note in incident.notes if text in note], incident.notes
+    assert text in done.output
+
+
+@pytest.mark.parametrize("what", ["prints", pytest.param("reports", marks=pytest.mark.full)])
+def test_a_job_whose_output_nobody_reads_is_not_restarted(what: str, tmp_path: Path) -> None:
+    """As `job | head` leaves it; a training that had ended is no fault, and one that had not is saved."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            run(SCRIPT, what, tmp_path / "d"), stdout=writing, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            env=environment(), text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert "nobody reads its output any more" in done.stderr, done.stderr[-4000:]
+    assert "restarting" not in done.stderr
+    assert done.returncode == (exitcodes.SAVED if what == "prints" else 1), done.stderr[-4000:]
+    assert [i.step_saved for i in incidents(tmp_path / "d")] == ([1] if what == "prints" else [])
+
+
+@pytest.mark.full
+def test_a_job_without_any_output(tmp_path: Path) -> None:
+    """`>&- 2>&-`: its first sockets would get the numbers of standard output and error."""
+    command = ["/bin/sh", "-c", 'exec "$@" >&- 2>&-', "sh", *run(SCRIPT, "prints", tmp_path / "d")]
+    done = finish(command, tmp_path)
+    assert done.returncode == 0, done.output
+    assert [one.step for one in candidates([tmp_path / "d"], LAYOUT)] == [8, 4]

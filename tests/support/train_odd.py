@@ -1,0 +1,69 @@
+"""A short DDP loop that does what loops should not: train_odd.py WHAT DIRECTORY. Rank 1 kills itself once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lastgasp.pytorch import Session, TorchState
+from support.waiting import until
+
+DIES = 5
+"""Completed steps when rank 1 dies, in the body of the next one."""
+
+
+def main() -> None:
+    """Ten steps."""
+    what, directory = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    net[0].requires_grad_(what != "unfreezes")
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    data = torch.randn(20, 4, generator=torch.Generator().manual_seed(rank)).split(2)
+    with Session.open(directory, state=TorchState(model, optimizer), every=4) as s:
+        for batch in s.batches(data):
+            if what == "unfreezes" and s.step == 2:
+                net[0].requires_grad_(True)
+            if what == "replaces" and s.step == 2:
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            if rank == 0:
+                (directory / f"at-{s.step}").touch()
+            optimizer.zero_grad()
+            if rank == 1 and what != "refreshes":
+                die(s.step, what, directory)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if what == "refreshes":  # and changes the statistics of batch norm by it
+                if rank == 1:
+                    die(s.step, what, directory)
+                net(batch)
+            if what == "prints" and rank == 0:
+                print("step", s.step, flush=True)
+    if what == "reports":
+        print("the end", flush=True)
+
+
+def die(step: int, what: str, directory: Path) -> None:
+    """Once."""
+    mark = directory / "died"
+    if what in ("prints", "reports") or step != DIES or mark.exists():
+        return
+    mark.touch()
+    if what == "refreshes":  # once rank 0 has completed this step
+        until((directory / f"at-{DIES + 1}").exists, "rank 0 to go on")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
