@@ -89,6 +89,27 @@ def test_a_fit_of_another_model_optimizer_or_data_is_refused(broken_off: Job) ->
     assert model.trained[0] == 5
 
 
+def test_settings_that_the_script_has_changed_are_named(broken_off: Job, caplog: pytest.LogCaptureFixture) -> None:
+    assert fit(broken_off.make(), Small())
+    assert "the script" not in caplog.text
+    broken_off.restart()
+    assert fit(broken_off.make(max_epochs=3), Small(lr=0.5))
+    assert caplog.text.count("lr of optimizer is 0.02 (the script: 0.5)") == 1
+
+
+def test_a_sweep_in_another_order_does_not_resume_another_trial(tmp_path: Path) -> None:
+    """Trials of one model that differ in the learning rate alone, as a study gives them that goes on where it was."""
+    job = Job(tmp_path)
+    saves = ModelCheckpoint(job.folder / "ckpts", save_top_k=-1)
+    assert fit(job.make(saves, enable_checkpointing=True), Small(lr=0.1))
+    assert not fit(job.make(strike=5), Small(lr=0.2))
+    job.restart()
+    model = Small(lr=0.2)
+    with pytest.raises(CheckpointMismatch, match=r"lr of optimizer is 0.1 \(the script: 0.2\): it may be of another"):
+        fit(job.make(), model)
+    assert model.trained == []
+
+
 class Picky(Small):
     """Refuses what it is given at some steps."""
 

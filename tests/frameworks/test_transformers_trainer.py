@@ -168,6 +168,19 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         one.train()
 
 
+def test_settings_that_the_script_has_changed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = trainer(tmp_path, Breaks(2), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, Breaks(3), LastGasp()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "the script" not in caplog.text
+    other = trainer(tmp_path, Breaks(4), LastGasp(), learning_rate=0.5)
+    with pytest.raises(InjectedFault):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "lr of optimizer, group 0 is 0.01 (the script: 0.5)" in caplog.text
+
+
 @pytest.mark.parametrize(("name", "value"), [("enable_jit_checkpoint", True), ("auto_find_batch_size", True)])
 def test_what_cannot_be_protected_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     one = trainer(tmp_path, LastGasp())

@@ -30,7 +30,7 @@ def main() -> None:
     net[0].requires_grad_(what != "unfreezes")
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    data = torch.randn(20, 4, generator=torch.Generator().manual_seed(rank)).split(2)
+    data = torch.randn(10, 2, 4, generator=torch.Generator().manual_seed(rank))
     with Session.open(directory, state=TorchState(model, optimizer), every=4) as s:
         for batch in s.batches(data):
             if what == "unfreezes" and s.step == 2:
