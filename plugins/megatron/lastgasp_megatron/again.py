@@ -77,8 +77,8 @@ def not_again(args: Any) -> str:
     """Why a training with these settings is not entered again; empty if it is."""
     if getattr(args, "async_save", False):
         return "--async-save has a process of its own, which knows the old training"
-    if (getattr(args, "expert_model_parallel_size", None) or 1) > 1:
-        return "it was not tried with expert parallelism"
+    if getattr(args, "num_experts", None):
+        return "it was not tried with experts"
     if "mindspeed" in sys.modules:
         return "it was not tried with MindSpeed"
     return ""

@@ -156,6 +156,6 @@ def cases_of_experts() -> list[Case]:
 
 COVERING = [
     Case("tp2-dp2", "sigkill", "periodic_save"),
-    Case("dp2-one-instance", "sigkill", "backward", 0),
+    Case("ep2-one-instance", "sigkill", "backward", 0),
 ]
 """What runs with every test round."""
