@@ -9,6 +9,10 @@ from lastgasp.errors import NotSaveable
 from lastgasp.ports import InPlace, SaveResult, StateSource
 from lastgasp.steps.attach import no_mark
 
+TOO_LATE = (
+    "a new process has to join MindIO before its process group is made, which only lastgasp.pytorch.train has it do"
+)
+
 
 class DeferredSource:
     """Forwards to a source set later: a session must exist before the model, for the ranks to agree on what to load.
@@ -17,14 +21,14 @@ class DeferredSource:
         inner: the adapter's own source; None before training begins.
         mark: the step mark around a gasp's save.
         in_place: continues the training in the same process by another leader's orders; None where that cannot be,
-            and `not_in_place` says why.
+            and `not_in_place` says why. `no_recover`: why no new process could take a lost rank's place in it.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.inner: StateSource | None = None
         self.in_place: InPlace | None = None
-        self.not_in_place = ""
+        self.not_in_place, self.no_recover = "", TOO_LATE
         self.mark: AbstractContextManager[None] = no_mark("save_checkpoint")
 
     @property

@@ -218,12 +218,14 @@ class Repaired:
         step: the completed step that all begin with.
         source, takers: this rank gives its state of that step to those ranks, or is one of them and takes it from that
             rank; -1 and empty for all others.
+        lost: ranks that were lost and have new processes.
     """
 
     number: int
     step: int
     source: int = -1
     takers: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @runtime_checkable

@@ -93,7 +93,7 @@ class Session:
         mark: returns the mark of a name (`steps.marks.Marks.mark`).
         step: ends the previous step and begins the one of this number (`steps.marks.Marks.step`).
         recorder: the step marks of this rank; None where nothing is marked.
-        has_controller: this rank reaches one, or did when it started.
+        contact: how it reaches its controller; has_controller: it does, or did when it started.
         started_s: when the job's controller started, unix seconds; the same for all ranks and attempts (without a
             controller: when this Session was made).
 
@@ -119,7 +119,7 @@ class Session:
         self._leaving, self._ended = threading.Lock(), False
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, hello_of(config, place)) if contact else None
-        self.has_controller = contact is not None
+        self.contact, self.has_controller = contact, contact is not None
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.status, source, link, self.save_alone, limits, self._schedule_leaving)
         self._sign()

@@ -20,6 +20,7 @@ LAUNCHER, FOLDER = "TEST_LAUNCHER", "TEST_FOLDER"
 IN_RANK = {
     "stop": "lastgasp.pytorch.loop.led:Led.stop",
     "clean": "lastgasp.pytorch.loop.led:Led.clean",
+    "rebuild": "lastgasp.pytorch.loop.joining:Meeting.rebuild",
     "rollback": "lastgasp.pytorch.loop.led:Led.rollback",
     "kept": "lastgasp.pytorch.loop.led:Led.keep",
     "step left": "lastgasp.adapter.run:AdapterRun.failed",

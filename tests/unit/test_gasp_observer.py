@@ -8,7 +8,7 @@ import pytest
 
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send
+from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send, WentOn
 from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.observer import IN_MINDX, PATIENCE, Observer
 from lastgasp.gasp.progress import Progress
@@ -100,6 +100,21 @@ def test_a_rank_that_is_started_again_is_welcome() -> None:
     observer.gone(1, "killed", "killed", 7, 1.0)
     assert observer.joined(1, 2.0) == []
     assert observer.members[1].here
+
+
+def test_once_all_have_begun_again_the_fault_is_repaired_and_the_next_one_is_another() -> None:
+    observer = job()
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    observer.said(0, m.Consult(step=4), 2.0)
+    observer.joined(1, 2.0)
+    again = m.Begin(step=4, durable=0, buffer_fd=-1)
+    assert observer.said(0, again, 3.0) == observer.said(1, again, 3.0) == []
+    assert observer.said(2, again, 3.0) == [WentOn(replaced=(1,))]
+    out = observer.outcome
+    assert (observer.state, out.ending, out.step, out.lost) == ("running", "in_place", 4, 0)
+    observer.renew()
+    observer.gone(2, "killed", "killed", 7, 4.0)
+    assert sent(observer.tick(4.0 + PATIENCE, 9, frozenset()), m.Prepare)  # nothing was saved for this one
 
 
 def test_all_gone_silently_is_on_record() -> None:

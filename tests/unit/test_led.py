@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lastgasp.errors import ControlError, NotSaveable
-from lastgasp.pytorch.loop import led
+from lastgasp.pytorch.loop import joining, led
 from lastgasp.pytorch.loop.led import Led, Peer, meet
 from lastgasp.pytorch.loop.memory import FromMemory
 
@@ -97,10 +97,10 @@ def test_a_second_fault_before_a_new_step_is_not_repaired() -> None:
 
 def test_all_ranks_know_why_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(led, "host_identity", lambda: "here")
-    other = msgspec.json.encode(Peer("there", 7, ("10.0.0.2 4000",), "recovery=restart"))
+    other = msgspec.json.encode(Peer("there", 7, ("10.0.0.2 4000",), "recovery=restart", "no agent"))
     session: Any = SimpleNamespace(gather=lambda tag, own: [own, other])
-    peers, why = meet(session, "")
-    assert why == "rank 1: recovery=restart"
+    peers, why, no_recover = meet(session, "", "")
+    assert (why, no_recover) == ("rank 1: recovery=restart", "no agent")
     assert [peer.host for peer in peers] == ["here", "there"]
 
 
@@ -109,4 +109,35 @@ def test_ranks_that_cannot_be_asked_are_not_led() -> None:
         raise ControlError("rank 1 is gone")
 
     session: Any = SimpleNamespace(gather=gather)
-    assert meet(session, "") == ((), "the ranks could not be asked: rank 1 is gone")
+    why = "the ranks could not be asked: rank 1 is gone"
+    assert meet(session, "", "") == ((), why, why)
+
+
+def test_without_a_place_to_meet_no_new_process_is_waited_for() -> None:
+    with pytest.raises(NotSaveable, match="before its process group"):
+        made(Here()).rebuild([0])
+
+
+class Place:
+    """What would be a `Meeting`."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, ...] | str] = []
+
+    def rebuild(self, lost: tuple[int, ...]) -> None:
+        self.said.append(lost)
+
+    def look(self) -> None:
+        self.said.append("look")
+
+
+def test_who_goes_on_agrees_where_all_meet_and_only_before_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, one = Place(), made(Here())
+    monkeypatch.setattr(joining, "meeting", lambda: place)
+    one.rebuild([0])
+    one.rollback(8)
+    assert place.said == [(0,), "look"]
+    with pytest.raises(NotSaveable, match="no step was completed"):
+        one.rebuild([0])
+    with pytest.raises(NotSaveable, match="no step was completed"):
+        one.rollback(8)

@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lastgasp import _clock
-from lastgasp.backends import BackendChoice
+from lastgasp.backends import BackendChoice, choose_backend
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.events import Fault, FaultKind
@@ -137,6 +137,9 @@ class AdapterRun:
     ) -> None:
         if not place.incarnation:  # where the training is entered again, it is known to be
             check_writable(config.directory)
+        backend = backend or choose_backend()
+        if backend.backend != "embedded":  # what another leader repairs is no incarnation of our controller's
+            place = replace(place, incarnation=0)
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
         self.begun, self.alike, self.alike_before, self.stays = False, True, False, False

@@ -28,10 +28,16 @@ class RecordPhase(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["detected", "agreed", "saved", "committed", "released"]
 
 
+class WentOn(msgspec.Struct, frozen=True, kw_only=True):
+    """Another leader has repaired the fault in place: training goes on, in new processes of these ranks."""
+
+    replaced: tuple[int, ...]
+
+
 class Remark(msgspec.Struct, frozen=True, kw_only=True):
     """A note for the incident's record."""
 
     text: str
 
 
-Action = Send | Kill | RecordPhase | Remark
+Action = Send | Kill | RecordPhase | Remark | WentOn

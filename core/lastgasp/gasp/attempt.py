@@ -237,6 +237,12 @@ class Attempt:
             self.over_since = _clock.monotonic()
             self.refresh()
 
+    def over_again(self) -> None:
+        """The incident is on record, and its ranks go on training: the next fault is another incident."""
+        self.incident, self.over_since, self.notes, self.trained_s = None, None, [], [_clock.monotonic()]
+        if isinstance(self.machine, Observer):
+            self.machine.renew()
+
     def refresh(self) -> None:
         """Update the incident from the state machine; causes of death become known a little later."""
         if self.incident is not None:

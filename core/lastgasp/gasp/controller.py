@@ -17,7 +17,7 @@ from lastgasp.errors import ControlError
 from lastgasp.topology import host_identity
 
 from . import messages as m
-from .actions import Action, Kill, Remark, Send
+from .actions import Action, Kill, Remark, Send, WentOn
 from .admission import WholeJobRefused, admit, is_newer
 from .again import Again, Offer
 from .announced import Announced
@@ -388,6 +388,8 @@ class Controller:
             self._send(action.rank, action.message)
         elif isinstance(action, Remark):
             self.incidents.note(action.text)
+        elif isinstance(action, WentOn):
+            self.incidents.went_on(action)
         elif isinstance(action, Kill):
             log.warning("killing hung rank %d", action.rank)
             assert self._watch is not None

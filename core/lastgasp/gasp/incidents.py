@@ -14,7 +14,7 @@ from lastgasp.events import Incident, encode_incident
 from lastgasp.narration import Tally
 
 from . import messages as m
-from .actions import RecordPhase
+from .actions import RecordPhase, WentOn
 from .attempt import Attempt, record_path, write_record
 from .auxiliary import RankBuffers
 from .ends import kind_of_end
@@ -96,6 +96,17 @@ class Incidents:
             self._write(self.current)
         if note.phase == "released" and self.current.again is not None and self.current.incident is not None:
             log.warning("%s", narration.event(self.current.incident))  # a launcher tells of restarts only
+
+    def went_on(self, action: WentOn) -> None:
+        """Another leader has repaired a fault in place: write the record; the attempt goes on as if none had been."""
+        attempt = self.current
+        if attempt is None or attempt.incident is None:
+            return
+        attempt.note(RecordPhase(phase="released"))
+        attempt.incident.rung, attempt.replaced = "replace", attempt.replaced + action.replaced
+        self._write(attempt)
+        log.warning("%s", narration.event(attempt.incident))
+        attempt.over_again()
 
     def reached(self, step: int) -> None:
         """Record that a rank completed `step`; the first new step completes the previous incident."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from lastgasp.events import Fault, Unused
 
 from . import messages as m
-from .actions import Action, Kill, RecordPhase, Send
+from .actions import Action, Kill, RecordPhase, Send, WentOn
 from .auxiliary import auxiliary_states
 from .known_faults import KnownFaults
 from .machine import Handler, Machine
-from .members import Member
+from .members import Member, Outcome
 from .views import why_unusable
 
 PATIENCE = 40.0
@@ -37,6 +37,8 @@ class Observer(Machine):
     """Whether this machine has taken the lead."""
     _kept: dict[int, m.Saved] = field(default_factory=dict)
     _asked: bool = False
+    _begun_again: set[int] = field(default_factory=set)
+    """Ranks that have begun again since the fault: those that went on, and new processes."""
     _patient_until: float = math.inf
 
     @classmethod
@@ -61,7 +63,30 @@ class Observer(Machine):
         if self.leading or self.state == "over":
             return super().joined(rank, now, pid)
         self._admit(rank, now, pid)
+        self._begun_again.discard(rank)
         return []
+
+    def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        """Once all have begun again after a fault, the leader has repaired it in place."""
+        assert isinstance(message, m.Begin)
+        super()._on_begin(member, message, now)
+        if self.leading or self.state != "preparing":
+            return []
+        self._begun_again.add(member.rank)
+        if len(self._begun_again & self._here) < self.world_size:
+            return []
+        reached = max(fault.step for fault in self.faults)
+        self.outcome.ending, self.outcome.step = "in_place", message.step
+        self.outcome.lost = max(0, reached - message.step)
+        self.state = "running"
+        replaced = tuple(sorted({fault.rank for fault in self.faults if fault.kind != "peer"}))
+        return [WentOn(replaced=replaced)]
+
+    def renew(self) -> None:
+        """What has become of the fault is on record: the next one is another."""
+        self.faults, self.outcome = KnownFaults(), Outcome()
+        self._asked, self._patient_until = False, math.inf
+        self._kept.clear()
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
         """Enforce the only deadline of this machine: the leader must start to save."""
@@ -95,6 +120,7 @@ class Observer(Machine):
         if self.state == "over" or not self.faults.remember(fault) or self.state != "running":
             return []
         self.state = "preparing"
+        self._begun_again.clear()
         self._patient_until = math.inf if self.leader == IN_MINDX else now + PATIENCE
         return [RecordPhase(phase="detected")]
 

@@ -224,8 +224,11 @@ def _up_to_date() -> None:
 
 def gone_on(repaired: Repaired) -> Release:
     """The outcome of a recovery in place that another backend has led."""
-    number, source = repaired.number, max(repaired.source, 0)  # below 0 all would begin with files
-    again = Again(incarnation=number, step=repaired.step, source=source, takers=repaired.takers, lost=(), port=0)
+    source = max(repaired.source, 0)  # below 0 all would begin with files
+    again = Again(
+        incarnation=repaired.number, step=repaired.step, source=source, takers=repaired.takers, lost=repaired.lost,
+        port=0,
+    )  # fmt: skip
     return Release(recovery=0, ending="in_place", step=repaired.step, path="", reason="", again=again)
 
 

@@ -21,6 +21,7 @@ from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups, forget_accelerate
 from lastgasp.pytorch.handover import hand_over
+from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.memory import Held, Memory
 
 log = logging.getLogger("lastgasp")
@@ -129,15 +130,16 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise UsageError("train() calls a function that trains: a generator or a coroutine does nothing when called")
     if in_progress():
         raise UsageError("train() is called inside of a function that train() has called")
-    return enter(partial(function, *args, **kwargs), _cannot())
+    return enter(partial(function, *args, **kwargs), _cannot(), joins=True)
 
 
-def enter(function: Callable[[], T], why: str, first: bool = True) -> T:
+def enter(function: Callable[[], T], why: str, first: bool = True, joins: bool = False) -> T:
     """Call `function`, and again after each fault that is answered in place; no other training may be in progress.
 
     Args:
         why: why it cannot be entered again; empty if it can.
         first: a new process would come to it without having met the others before, as far as the caller knows.
+        joins: where MindIO leads, a new process joins it here, before `function` makes a process group.
 
     Raises:
         BaseException: what the function has raised, where it is not entered again.
@@ -146,7 +148,10 @@ def enter(function: Callable[[], T], why: str, first: bool = True) -> T:
     tell_code()
     if why and os.environ.get("RANK", "0") == "0":
         log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
-    entry = _current = Entry(why, _as_replacement(), first=first and not _begun)
+    held = _as_replacement()
+    if joins and held is None and not (why or _begun):
+        held = joining.join()
+    entry = _current = Entry(why, held, first=first and not _begun)
     _begun = True
     try:
         while True:

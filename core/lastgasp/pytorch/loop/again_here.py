@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.arena import available
 from lastgasp.checkpoint import Staged
@@ -21,7 +23,7 @@ from lastgasp.pytorch.cut import cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
-from lastgasp.pytorch.loop import files
+from lastgasp.pytorch.loop import files, joining
 from lastgasp.pytorch.loop.again import LATER, Renewed, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.led import NO_STEP, Led, meet
@@ -75,7 +77,11 @@ class AgainHere:
         run, life = self.run, self.run.life
         if run.place.world_size == 1:
             return
-        peers, life.source.not_in_place = meet(life.session, self._cannot_be_led())
+        if self._held is not None and self._held.again.lost:
+            dist.barrier()  # a new process has joined the controller before it is asked with the others
+        peers, life.source.not_in_place, life.source.no_recover = meet(
+            life.session, self._cannot_be_led(), self._cannot_recover()
+        )
         if life.source.not_in_place:
             return
         led = Led(self, peers)
@@ -89,6 +95,17 @@ class AgainHere:
         if entry.why or entry.sessions != 1:
             return entry.why or "another session was opened in this training before"
         return "" if recovery in ("auto", "retry") else f"recovery={recovery}"
+
+    def _cannot_recover(self) -> str:
+        place, session, name = joining.meeting(), self.run.life.session, self.run.recovery
+        if place is None or session.contact is None:
+            return joining.why_not() or "the job has no controller, which a new process would have to join"
+        if self.run.place.rank == 0:
+            try:
+                place.tell(session.contact, self.run.place)
+            except RuntimeError as error:
+                return f"the store of torch's agent does not answer: {error}"
+        return "" if name == "auto" else f"recovery={name}"
 
     def cannot_now(self) -> str:
         """Why the training cannot be entered again at this moment; empty if it can."""

@@ -21,6 +21,7 @@ from lastgasp.gasp.again import Again
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.handover import cloned
+from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory
 from lastgasp.session import Session
 from lastgasp.topology import host_identity
@@ -36,28 +37,33 @@ CONSULT = 15.0
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One rank of a training that is led: where its process is, and why it cannot be entered again, or empty."""
+    """One rank of a training that is led: where its process is, and why it cannot be entered again, or empty.
+
+    Attributes:
+        no_recover: why no new process could take a lost rank's place; empty where one could.
+    """
 
     host: str
     pid: int
     ends: tuple[str, ...]
     why: str
+    no_recover: str
 
 
-def meet(session: Session, why: str) -> tuple[tuple[Peer, ...], str]:
+def meet(session: Session, why: str, no_recover: str) -> tuple[tuple[Peer, ...], str, str]:
     """All ranks, and why some cannot go on in place; the same on each, which call it together once groups are made.
 
     Args:
-        why: this rank cannot; empty if it can.
+        why, no_recover: of this rank, as in `Peer`; the same of any rank are returned.
     """
-    own = Peer(host_identity(), os.getpid(), outside(), why)
+    own = Peer(host_identity(), os.getpid(), outside(), why, no_recover)
     try:
         parts = session.gather("led", msgspec.json.encode(own))
     except (ControlError, DeadlineExceeded) as error:
-        return (), f"the ranks could not be asked: {error}"
+        return (), (found := f"the ranks could not be asked: {error}"), found
     peers = tuple(msgspec.json.decode(part, type=Peer) for part in parts)
     found = next((f"rank {rank}: {peer.why}" for rank, peer in enumerate(peers) if peer.why), "")
-    return peers, found
+    return peers, found, next((peer.no_recover for peer in peers if peer.no_recover), "")
 
 
 class Led:
@@ -74,6 +80,7 @@ class Led:
         self._ends = tuple(end for peer in peers if peer.host != host for end in peer.ends)
         self._memory: Memory | None = None
         self._takes = self._over = False
+        self._lost = tuple[int, ...]()
 
     # -- MindIO's thread ----------------------------------------------------------------------------------
 
@@ -83,13 +90,26 @@ class Led:
 
     def clean(self, memory_error: bool) -> int:
         """1 where the training cannot be entered again now: the step is then saved, and the job restarts."""
-        why = NO_STEP if self._over else self._here.cannot_now()
+        self._lost = ()
+        why = self._cannot()
         if why:
             log.warning("rank %d cannot go on in this process: %s", self._run.place.rank, why)
         return 1 if why else 0
 
+    def _cannot(self) -> str:
+        return NO_STEP if self._over else self._here.cannot_now()
+
     def rebuild(self, ranks: list[int]) -> None:
-        """Nothing: the function makes its process groups itself."""
+        """Agree where all meet: the function makes its process groups itself.
+
+        Raises:
+            NotSaveable: this rank cannot go on. MindIO can order a dump then, as it cannot after a `clean` that failed.
+        """
+        place, why = joining.meeting(), self._cannot()
+        if place is None or why:
+            raise NotSaveable(why or f"no new process can take a lost rank's place: {joining.why_not()}")
+        place.rebuild(tuple(ranks))
+        self._lost = tuple(ranks)
 
     def repair(self, step: int, pairs: Mapping[str, Any], rebuild: bool) -> None:
         """The state is handed over when all ranks have entered the training again (`handover`).
@@ -108,6 +128,10 @@ class Led:
             NotSaveable: this rank has none.
         """
         run = self._run
+        if why := self._cannot():
+            raise NotSaveable(why)
+        if self._lost and (place := joining.meeting()) is not None:
+            place.look()
         training: HeldTraining
         if self._takes:
             training = HeldTraining(DeferredSource(run.place.rank))
@@ -136,8 +160,13 @@ class Led:
     def keep(self, again: Again) -> None:
         """The repair is over: let go of this call of the function, and agree where the next one's ranks meet."""
         run, here = self._run, self._here
-        host, port = _new_store(run.life.session, run.place.rank, again.incarnation)
-        found = msgspec.structs.replace(again, port=port, host=host, pids=self._pids, ends=self._ends)
+        place = joining.meeting() if again.lost else None
+        if place is not None:
+            found = place.of(again)
+        else:
+            host, port = _new_store(run.life.session, run.place.rank, again.incarnation)
+            found = msgspec.structs.replace(again, port=port, host=host)
+        found = msgspec.structs.replace(found, pids=self._pids, ends=self._ends)
         run.life.alike_before = run.life.alike
         held = Held(found, self._memory, run.fit, life=run.life, wrapped=here.let_go(), state=here.state())
         held.users_handler = run.users_handler

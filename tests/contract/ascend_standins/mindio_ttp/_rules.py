@@ -14,6 +14,8 @@ SCALE = float(os.environ.get("MINDIO_STANDIN_SCALE", "1"))
 EXIT_WAIT = float(os.environ.get("MINDIO_STANDIN_EXIT_WAIT", "10"))
 PATIENCE = 120.0
 """Seconds for what the real one waits 30 for: not scaled, as no test waits for its end, and a machine may be busy."""
+LEAST_MINDX = 30.0
+"""Seconds for an answer of MindX's, scaled or not: it is another process on a busy machine."""
 MINDSPORE = os.environ.get("MINDIO_FOR_MINDSPORE", "False").lower() in ("true", "1")
 _lock = threading.Lock()
 rank: int | None = None

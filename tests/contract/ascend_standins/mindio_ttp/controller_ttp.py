@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import _mindx as mindx
 from . import _rules as rules
+from ._mindx import ACTIONS, MindX
 from ._rules import seconds, strict, trace
 
 __all__ = [
@@ -28,7 +30,10 @@ __all__ = [
 NPU_STATES = (2, 4, 9, 12)
 """UCE_HIGH, UCE_CORRUPTED, PRECISION_ERROR, HCCL_FAILED (§3)."""
 HCCL = 12
-ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
+OFFLINE, ISOLATED, INIT_FINISH, PREREPAIR_FINISH = 5, 6, 7, 8
+NOT_TRAINING = (OFFLINE, ISOLATED, INIT_FINISH, PREREPAIR_FINISH)
+"""Of a rank that is started anew: neither good nor bad to who looks for faults."""
+RT_SEND, RT_UCE, RT_RECV, RT_LOAD = 0, 1, 3, 5
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Member:
     updating: bool = False
     replicas: list[dict[str, Any]] | None = None
     left: bool = False
-    registered_anew: bool = False
+    linked: bool = True
 
 
 @dataclass
@@ -61,6 +66,11 @@ class Controller:
     serial: int = 0
     dump_wanted: bool = False
     stopped: bool = False
+    mindx: MindX = field(default_factory=lambda: MindX(_callbacks))
+    errors: dict[int, int] = field(default_factory=dict)
+    must_report: bool = False
+    unclean: bool = False
+    target: int = 0
     server: socket.socket | None = None
 
     # -- connections ------------------------------------------------------------------------------
@@ -82,13 +92,33 @@ class Controller:
             return
         rank = int(first["rank"])
         with self.lock:
-            anew = self.state not in ("INIT", "NORMAL")
-            self.members[rank] = Member(wire, int(first["pid"]), time.monotonic(), registered_anew=anew)
-            wire.send(kind="registered", repair_id=self.repair_id if anew else 0)
-        while (message := wire.receive()) is not None:
+            answer = self.registers(rank, wire, int(first["pid"]))
+            wire.send(kind="registered", result=answer, repair_id=self.repair_id)
+            self.lock.notify_all()
+        while answer != "error" and (message := wire.receive()) is not None:
             with self.lock:
-                self.heard(rank, message)
+                if self.members[rank].wire is wire:
+                    self.heard(rank, message)
                 self.lock.notify_all()
+        with self.lock:
+            if rank in self.members and self.members[rank].wire is wire:
+                self.members[rank].linked = False
+
+    def registers(self, rank: int, wire: rules.Wire, pid: int) -> str:
+        """A process of that rank is there; outside of a recovery nobody asks what became of the one before (§7.3)."""
+        now, member = time.monotonic(), self.members.get(rank)
+        if member is None:
+            self.members[rank] = Member(wire, pid, now)
+            return "ok"
+        member.wire, member.pid, member.seen, member.linked = wire, pid, now, True
+        if self.state in ("INIT", "NORMAL", "DUMP", "EXIT", "FINAL"):
+            trace("registered_again", of=rank)
+            return "ok"
+        if rank not in self.errors and member.status == 0:
+            return "error"
+        member.status, member.step, member.updating = ISOLATED, 0, False
+        trace("registered_anew", of=rank)
+        return "repair"
 
     def heard(self, rank: int, message: dict[str, Any]) -> None:
         """Heartbeats, replica reports, farewells, replies."""
@@ -97,9 +127,11 @@ class Controller:
             if message["step"] != member.step:
                 trace("heard", of=rank, step=message["step"])
             member.seen = time.monotonic()
-            member.step, member.status, member.updating = message["step"], message["status"], message["updating"]
+            if member.status != OFFLINE:  # which only a new registration ends
+                member.step, member.status, member.updating = message["step"], message["status"], message["updating"]
         elif kind == "replica":
             member.replicas = message["info"]
+            self.arf = self.arf and bool(message["arf"])
             member.wire.send(kind="replica_ok")
         elif kind == "leave":
             member.left = True
@@ -128,47 +160,117 @@ class Controller:
         self.state = "NORMAL"
         while not self.stopped and self.state != "FINAL":
             with self.lock:
-                self.lock.wait_for(lambda: bool(self.stopped or self.bad_status() or self.dump_wanted), seconds(2.0))
+                self.lock.wait_for(lambda: bool(self.stopped or self.bad_status() or self.summoned()), seconds(2.0))
                 bad = self.bad()
             if self.stopped:
                 return
-            if self.dump_wanted:
+            self.report_success()
+            if self.dump_wanted and not self.mindx.registered:
                 self.dump([])
+            elif self.summoned():
+                self.abnormal()
             elif bad:
                 time.sleep(seconds(2.0))  # the fixed debounce
                 self.abnormal()
 
+    def summoned(self) -> bool:
+        return self.dump_wanted or self.mindx.event in ("stop_train", "elegant dump")
+
+    def report_success(self) -> None:
+        """Only after one further step has been completed (§7.1)."""
+        step = max((member.step for member in self.members.values() if member.status == 0), default=0)
+        if self.must_report and step > self.target:
+            self.must_report = False
+            self.mindx.result(mindx.SUCCESS, "repaired", self.errors)
+            self.errors = {}
+
     def bad_status(self) -> list[int]:
-        return [rank for rank, member in self.members.items() if member.status != 0 and not member.left]
+        bad = [rank for rank, member in self.members.items() if member.status not in (0, *NOT_TRAINING)]
+        return [rank for rank in bad if not self.members[rank].left]
 
     def lost(self) -> list[int]:
         """Without heartbeats for 8 s; scaled, that may be a machine with other work, so who could send some is not."""
         limit = time.monotonic() - seconds(8.0)
         silent = [rank for rank, member in self.members.items() if member.seen < limit and not member.left]
+        silent = [rank for rank in silent if self.members[rank].status not in NOT_TRAINING]
         return [rank for rank in silent if not rules.can_run(self.members[rank].pid)]
 
     def bad(self) -> list[int]:
         return sorted({*self.bad_status(), *self.lost()})
 
+    def select_errors(self) -> None:
+        """Add what is bad now; who is listed stays."""
+        for rank in self.bad():
+            kinds = {HCCL: mindx.NETWORK, **dict.fromkeys((2, 3, 4, 9), mindx.UCE)}
+            self.errors.setdefault(rank, kinds.get(self.members[rank].status, mindx.PROCESS))
+
     def abnormal(self) -> None:
         """Collect, prelock, choose."""
         trace("abnormal", bad=self.bad())
-        self.collect(self.lost())
         if any(member.left for member in self.members.values()):
             trace("no_dump", why="a rank has left normally")
             return self.exit()
         self.state, self.repair_id = "ABNORMAL", self.repair_id + 1
-        bad = self.bad()
-        if not bad:
+        self.collect(self.lost())
+        self.select_errors()
+        if not self.errors and not self.mindx.event:
             self.state = "NORMAL"
             return None
+        bad = sorted(self.errors)
         why = self.prelock(bad) or ("" if self.groups() else "no replica info from every rank")
+        if self.mindx.registered:
+            return self.ask_mindx(why)
         states = [self.members[rank].status for rank in bad if rank not in self.lost()]
         npu = bool(states) and len(states) == len(bad) and all(state in NPU_STATES for state in states)
         if why:
             trace("no_dump", why=why)
             return self.exit()
-        return self.retry(bad) if npu else self.dump(bad)
+        return self.repair("retry") if npu else self.dump(bad)
+
+    # -- MindX decides (§11) ----------------------------------------------------------------------
+
+    def ask_mindx(self, why_not: str) -> None:
+        """Steps 1 to 3; a time-out or another notification in a slot ends the job."""
+        wait, engine = float(rules.number("MINDIO_WAIT_MINDX_TIME", 30, 1, 3600)), self.mindx
+        if self.must_report:
+            self.must_report = False
+            engine.result(mindx.DUMP_STILL, "the last repair has failed", self.errors)
+            return self.dump_or_exit(wait)
+        if engine.event == "elegant dump":
+            return self.dump(sorted(self.errors))
+        if not engine.report("report_fault_ranks", dict(self.errors), dict.fromkeys(self.errors, "")):
+            return self.exit()
+        if not engine.wait(wait) or engine.event != "stop_train":
+            return self.dump(sorted(self.errors)) if engine.event == "elegant dump" else self.exit()
+        code = mindx.SUCCESS if any(m.replicas for m in self.members.values()) else mindx.NO_PROCESSORS
+        if not engine.report("report_stop_complete", code, "stopped", dict(self.errors)) or code:
+            return self.exit()
+        if not engine.wait(wait) or engine.event != "on_global_rank":
+            return self.exit()
+        self.select_errors()
+        engine.report("report_fault_ranks", dict(self.errors), dict.fromkeys(self.errors, ""))
+        return self.confirm(why_not, wait)
+
+    def confirm(self, why_not: str, wait: float) -> None:
+        """Step 3: what could be done, and MindX's choice."""
+        found, engine = ["exit"], self.mindx
+        if not why_not:
+            npu = all(kind != mindx.PROCESS for kind in self.errors.values())
+            found += ["dump", *(["retry"] if npu else []), *(["recover"] if self.arf else [])]
+        if not engine.report("report_strategies", dict(self.errors), found):
+            return self.exit()
+        if not engine.wait(max(wait, engine.waits_longer)) or engine.event not in ("recover", "retry", "dump"):
+            if engine.event == "invalid":
+                engine.result(mindx.EXIT_ONLY, "no such strategy", self.errors)
+            return self.exit()
+        return self.dump(sorted(self.errors)) if engine.event == "dump" else self.repair(engine.event)
+
+    def dump_or_exit(self, wait: float, dump: bool = True) -> None:
+        """After a repair has failed."""
+        chosen = self.mindx.event if self.mindx.registered and self.mindx.wait(wait) else ""
+        if chosen == "dump" and not dump:
+            self.mindx.result(mindx.EXIT_ONLY, "a dump is not allowed", self.errors)
+        return self.dump(sorted(self.errors)) if chosen == "dump" and dump else self.exit()
 
     def collect(self, lost: list[int]) -> None:
         """The latest status of all linked ranks."""
@@ -227,7 +329,7 @@ class Controller:
     def dump(self, bad: list[int]) -> None:
         """Save on the chosen, rename on one, exit."""
         self.state = "DUMP"
-        if not bad:
+        if not bad and not self.mindx.registered:
             self.collect(bad)
             if why := self.prelock(bad):
                 trace("no_dump", why=why)
@@ -235,6 +337,7 @@ class Controller:
         chosen = self.choose(bad)
         if chosen is None:
             trace("no_dump", why="a shard has no usable holder")
+            self.mindx.result(mindx.EXIT_ONLY, "nothing to save", self.errors)
             return self.exit()
         savers = sorted({rank for _, ranks in chosen for rank in ranks})
         infos = {r: [{"type": k, "ranks": ranks} for k, ranks in chosen if r in ranks] for r in savers}
@@ -243,42 +346,125 @@ class Controller:
         answers = self.order(savers, seconds(limit), "save", step=self.target, per_rank=infos)
         if any(answers.get(rank, {}).get("result") != "ok" for rank in savers):
             trace("no_rename", why={rank: answers.get(rank, {}).get("result", "late") for rank in savers})
+            self.mindx.result(mindx.EXIT_ONLY, "the save failed", self.errors)
             return self.exit()
         renamer = next((rank for rank in savers if rank != 0), 0)
         done = self.order([renamer], seconds(limit), "rename", step=self.target)
-        trace("renamed", by=renamer, ok=done.get(renamer, {}).get("result") == "ok")
+        renamed = done.get(renamer, {}).get("result") == "ok"
+        trace("renamed", by=renamer, ok=renamed)
+        self.mindx.result(mindx.SUCCESS if renamed else mindx.EXIT_ONLY, "dumped", self.errors)
         return self.exit()
 
     def exit(self) -> None:
-        """The notice comes last."""
+        """The notice comes last; where MindX says a word meanwhile it is taken to end the ranks itself (§7.1)."""
+        self.state = "EXIT"
+        wait = float(rules.number("MINDIO_WAIT_MINDX_TIME", 30, 1, 3600))
+        if self.mindx.registered and self.mindx.wait(wait, least=0.0):  # usually nothing comes
+            trace("left_to_mindx")
+            self.state = "FINAL"
+            return
         for rank, member in self.members.items():
             if member.wire.send(kind="exit", serial=0):
                 trace("exit_notice", to=rank)
         self.state = "FINAL"
 
-    def retry(self, bad: list[int]) -> None:
-        """Stop and clean on all, repair pairs, rollback on all, normal on all (§6, §7.3)."""
-        everybody, limit = list(self.members), float(rules.number("TTP_NORMAL_ACTION_TIME_LIMIT", 180, 30, 1800))
-        uce = [rank for rank in bad if self.members[rank].status != HCCL]
-        steps: list[tuple[str, list[int]]] = [("stop", everybody), ("clean", everybody)]
-        steps += [("repair", sorted({*uce, *map(self.neighbour, uce)}))] if uce else []
-        steps += [("rollback", everybody), ("normal", everybody)]
-        pairs = {"src": [self.neighbour(rank) for rank in uce], "dst": uce}
-        for kind, ranks in steps:
-            answers = self.order(ranks, seconds(limit), kind, step=self.target, pairs=pairs)
-            if any(answers.get(rank, {}).get("result") != "ok" for rank in ranks):
-                trace("no_retry", failed=kind)
-                return self.exit()
-        self.state = "NORMAL"
+    # -- repairs (§6, §7.3) -----------------------------------------------------------------------
+
+    def linked(self, healthy: bool = False) -> list[int]:
+        """Ranks with a connection; `healthy`: without those whose process is at fault."""
+        there = [rank for rank, member in sorted(self.members.items()) if member.linked and not member.left]
+        return [rank for rank in there if not healthy or self.errors.get(rank) != mindx.PROCESS]
+
+    def all_did(self, ranks: list[int], kind: str, **more: Any) -> bool:
+        """An order of the usual limit that each has carried out."""
+        limit = float(rules.number("TTP_NORMAL_ACTION_TIME_LIMIT", 180, 30, 1800))
+        answers = self.order(ranks, seconds(limit), kind, step=self.target, **more)
+        failed = {rank: answers.get(rank, {}).get("result", "late") for rank in ranks}
+        failed = {rank: result for rank, result in failed.items() if result != "ok"}
+        if failed:
+            trace("failed_order", order=kind, why=failed)
+        if kind == "clean" and self.arf:  # the process counts as faulty then: another strategy could start it anew
+            for rank in [rank for rank, result in failed.items() if result == "not clean"]:
+                self.errors[rank], self.unclean = mindx.PROCESS, True
+        return not failed
+
+    def repair(self, how: str) -> None:
+        """Stop and clean on all that have a good process; rebuild, repair, rollback and normal on all."""
+        self.state, self.unclean, wait = "ENV_CLEAR", False, float(rules.number("MINDIO_WAIT_MINDX_TIME", 30, 1, 3600))
+        there = self.linked(healthy=True)
+        if not self.all_did(there, "stop") or not self.all_did(there, "clean"):
+            trace("no_repair", failed="stop or clean", how=how)
+            self.mindx.result(mindx.RECOVER_STILL if self.unclean else mindx.EXIT_ONLY, "not clean", self.errors)
+            if self.unclean and how == "retry" and self.mindx.wait(wait) and self.mindx.event == "on_global_rank":
+                return self.confirm("", wait)
+            return self.dump_or_exit(wait, dump=False)
+        self.state = "REPAIR"
+        why = self.arf_repair() if how == "recover" else self.exchange(self.damaged())
+        if not why:
+            everybody = self.linked()
+            done = self.all_did(everybody, "rollback") and self.all_did(everybody, "normal")
+            why = "" if done else "rollback or normal"
+        if why:
+            trace("no_repair", failed=why, how=how)
+            if why in ("dump", "exit"):
+                return self.dump(sorted(self.errors)) if why == "dump" else self.exit()
+            self.mindx.result(mindx.DUMP_STILL if how == "recover" else mindx.EXIT_ONLY, why, self.errors)
+            return self.dump_or_exit(wait)
+        self.must_report, self.state, self.mindx.event = self.mindx.registered, "NORMAL", ""
+        self.errors = {}
+        trace("repaired", how=how, step=self.target)
         return None
 
-    def neighbour(self, rank: int) -> int:
-        """The next position of its group that is good."""
-        for group, _ in self.groups()[0]:
-            if rank in group:
-                at = group.index(rank)
-                return next(r for r in group[at + 1 :] + group[:at] if self.members[r].status == 0)
-        return rank
+    def damaged(self) -> dict[int, int]:
+        """Ranks whose memory is to be repaired, with how."""
+        return {r: RT_UCE for r in self.errors if self.members[r].status not in (0, HCCL)}
+
+    def arf_repair(self) -> str:
+        """Why it failed; empty where state was given to all that were started anew."""
+        anew = sorted(self.errors)
+        for rank in anew:
+            if self.members[rank].status not in NOT_TRAINING[1:]:
+                self.members[rank].status = OFFLINE
+        if why := self.arf_wait(first=True):
+            return why
+        if not self.all_did(self.linked(), "rebuild", among=anew):
+            return "rebuild"
+        return self.arf_wait(first=False) or self.exchange(dict.fromkeys(anew, RT_RECV))
+
+    def arf_wait(self, first: bool) -> str:
+        """Until all are there again: 10 minutes by the clock, as no test waits for its end."""
+        deadline = time.monotonic() + rules.PATIENCE
+        while time.monotonic() < deadline and not self.stopped:
+            if self.mindx.event in ("dump", "exit"):
+                return self.mindx.event
+            if self.bad():
+                return f"ranks {self.bad()} failed meanwhile"
+            states = [member.status for member in self.members.values()]
+            ready, begun = states.count(PREREPAIR_FINISH), states.count(INIT_FINISH)
+            fine = states.count(0)
+            if ready and ready + fine == len(states):
+                return ""
+            if first and ready + begun and ready + begun + fine == len(states):
+                return ""
+            time.sleep(0.001)
+        return "the ranks did not come back"
+
+    def exchange(self, damaged: dict[int, int]) -> str:
+        """`repair`, on those that give or take state: the next position at a shard's distance that is good gives."""
+        units: dict[int, list[tuple[int, int, int, int]]] = {}
+        for kind, found in enumerate(self.groups() if damaged else []):
+            for group, count in found:
+                for rank in [rank for rank in group if rank in damaged]:
+                    distance, at = len(group) // count, group.index(rank)
+                    ring = [group[(at + distance * k) % len(group)] for k in range(1, count)]
+                    giver = next((r for r in ring if r not in damaged and self.usable(r, sorted(self.errors))), None)
+                    if giver is None:
+                        units = {r: [(RT_LOAD, 0, r, r)] for r in self.members}
+                        break
+                    units.setdefault(rank, []).append((damaged[rank], kind, giver, rank))
+                    units.setdefault(giver, []).append((RT_SEND, kind, giver, rank))
+        involved = sorted(units)
+        return "" if self.all_did(involved, "repair", per_rank=units, among=involved) else "repair"
 
 
 _controller: Controller | None = None
@@ -316,6 +502,7 @@ def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_i
     if enable_tls or rules.zero_ip(bind_ip) or not 1024 <= port <= 65535:
         rules.violation(f"start_controller({bind_ip!r}, {port}, {enable_tls})")
         raise SystemExit(2)
+    _controller.mindx = MindX(_callbacks)  # the check is made once
     try:
         _controller.server = socket.create_server((bind_ip, port))
     except OSError:
@@ -367,19 +554,72 @@ def tft_notify_controller_dump() -> int:
     """Dump the healthy job, then exit."""
     if _controller is None or _controller.state != "NORMAL":
         return 1
+    if _controller.mindx.registered:
+        _controller.mindx.strategy = "dump"
+        _controller.mindx.notified("elegant dump")
     with _controller.lock:
         _controller.dump_wanted = True
         _controller.lock.notify_all()
     return 0
 
 
-def _not_modelled(*given: Any, **more: Any) -> int:
-    rules.violation("the MindX protocol is not modelled by this stand-in")
+def _faults(ranks: dict[int, int]) -> bool:
+    """Take them over; a rank that the controller does not know, or another type than 0 to 2, is refused."""
+    strict("fault_ranks", ranks, dict)
+    if _controller is None:
+        return False
+    with _controller.lock:
+        for rank, kind in ranks.items():
+            if rank not in _controller.members or kind not in (0, 1, 2):
+                return False
+            if _controller.errors.get(rank) != mindx.PROCESS:
+                _controller.errors[rank] = kind
+    return True
+
+
+def tft_notify_controller_stop_train(fault_ranks: dict[int, int], stop_type: str = "stop", timeout: Any = None) -> int:
+    """Pause is not modelled."""
+    if stop_type != "stop":
+        return _not_modelled(f"stop_train({stop_type!r})")
+    if not _faults(fault_ranks) or _controller is None:
+        return 1
+    _controller.mindx.notified("stop_train")
+    with _controller.lock:
+        _controller.lock.notify_all()
+    return 0
+
+
+def tft_notify_controller_on_global_rank(fault_ranks: dict[int, int], time: int = 1) -> int:
+    """All faults are known; `time` is how long the choice of a strategy may take, real seconds."""
+    strict("time", time, int)
+    if not 1 <= time <= 3600 or not _faults(fault_ranks) or _controller is None:
+        return 1
+    _controller.mindx.waits_longer = float(time)
+    return _controller.mindx.notified("on_global_rank")
+
+
+def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
+    """One that was not listed is an invalid event."""
+    strict("strategy", strategy, str)
+    if _controller is None or strategy not in mindx.STRATEGIES:
+        return 1
+    if strategy not in ("retry", "recover", "dump", "exit"):
+        return _not_modelled(f"the strategy {strategy!r}")
+    engine = _controller.mindx
+    if engine.listed and strategy not in engine.listed:
+        return engine.notified("invalid")
+    engine.strategy = strategy
+    return engine.notified(strategy)
+
+
+def tft_notify_controller_prepare_action(action: str, fault_ranks: Any = None) -> int:
+    """Hot switch is not modelled."""
+    return _not_modelled(f"prepare_action({action!r})")
+
+
+def _not_modelled(what: str) -> int:
+    rules.violation(f"{what} is not modelled by this stand-in")
     return 1
 
 
-tft_notify_controller_stop_train = _not_modelled
-tft_notify_controller_on_global_rank = _not_modelled
-tft_notify_controller_change_strategy = _not_modelled
-tft_notify_controller_prepare_action = _not_modelled
 atexit.register(tft_destroy_controller)

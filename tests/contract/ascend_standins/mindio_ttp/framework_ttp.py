@@ -75,13 +75,15 @@ class RepairType(Enum):
     RT_LOAD_REBUILD = 6
 
 
-_STATUS = {1: 9, 2: 2, 3: 4, 4: 12, 8: 1, 0: 0}
+_STATUS = {1: 9, 2: 2, 3: 4, 4: 12, 5: 7, 6: 8, 7: 10, 8: 1, 0: 0}
 """ReportState -> rank status of the controller (§3)."""
 FAULTS = [
     ("UCE ERROR", "RS_UCE", True), ("HBM MULTI BIT ECC", "RS_UCE", True), ("FORCE STOP", "RS_NORMAL", False),
     ("ARF FINISH", "RS_PREREPAIR_FINISH", False), ("STEP FINISH", "RS_STEP_FINISH", False),
     ("HCCL OP RETRY FAILED", "RS_HCCL_FAILED", True), ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED", True),
 ]  # fmt: skip
+ISOLATED, INIT_FINISH = 6, 7
+"""Rank status: registered in the middle of a repair; ready to have groups made."""
 HANDLERS = (
     "save_ckpt", "rename", "exit", "stop", "clean", "repair", "rollback", "rebuild_group", "stream_sync",
     "zit_downgrade_rebuild", "zit_upgrade_rebuild", "zit_upgrade_repair", "zit_upgrade_rollback",
@@ -107,7 +109,10 @@ class _Processor:
         self.repair_id, self.repair_step, self.replica_sent, self.reboot_asked = 0, 0, False, False
         self.exiting = threading.Condition()
         self.forced = threading.Condition()
-        self.cleaned, self.repaired, self.answered = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+        self.go, self.answered = threading.Semaphore(0), threading.Event()
+        """One semaphore for both waits (§7.2): who waits for the wrong one gets the other's word."""
+        self.parked, self.refused = threading.Event(), False
+        self.arf = False
         self.next_action = Action.RETRY.value
         self.corrupt = False
 
@@ -130,7 +135,9 @@ class _Processor:
         while (message := self.wire.receive()) is not None:
             kind = message["kind"]
             if kind == "registered":
-                self.repair_id = message["repair_id"]
+                self.repair_id, self.refused = message["repair_id"], message["result"] == "error"
+                if message["result"] == "repair":
+                    self.status = ISOLATED
                 self.answered.set()
             elif kind == "replica_ok":
                 self.answered.set()
@@ -200,7 +207,7 @@ class _Processor:
         trace(name + "_done")
         if name == "clean" and type(answer) is not int:
             rules.violation(f"the clean handler returned {answer!r}, not 0, 1 or 2")
-        return "ok" if name != "clean" or answer in (0, 2) else "failed"
+        return "ok" if name != "clean" or answer in (0, 2) else "not clean"
 
     def do_rename(self, message: dict[str, Any]) -> str:
         """Torch gets args and no ctx, MindSpore ctx and no args."""
@@ -209,6 +216,7 @@ class _Processor:
 
     def do_stop(self, message: dict[str, Any]) -> str:
         """Then wait until the main thread reports, for the action limit."""
+        self.parked.clear()
         with self.forced:
             result = self.call("stop", self.args)
             self.limit, self.force = 0, True
@@ -220,23 +228,39 @@ class _Processor:
         """True only where this rank had the UCE."""
         result = self.call("clean", self.status in (2, 4), self.args)
         self.next_action = Action.RETRY.value if result == "ok" else Action.EXIT.value
-        self.cleaned.release()
+        self.go.release()
         return result
 
     def at_gate(self, limit: float) -> None:
         time.sleep(min(0.05, limit))
 
+    def do_rebuild(self, message: dict[str, Any]) -> str:
+        """On all, the new processes included; who said INIT_FINISH goes on with it."""
+        result = self.call("rebuild_group", message["among"], self.args)
+        if result == "ok" and self.status == INIT_FINISH:
+            self.go.release()
+        return result
+
     def do_repair(self, message: dict[str, Any]) -> str:
-        """On sources and targets."""
-        pairs = message["pairs"]
-        target = self.rank in pairs["dst"]
-        kind = RepairType.RT_UCE_HIGHLEVEL.value if target else RepairType.RT_SEND.value
-        self.repair_step = message["step"]
-        ranks = sorted({*pairs["src"], *pairs["dst"]})
-        info = {"type": [0] * len(pairs["src"]), "repair_type": kind, **pairs, "rank_list": ranks}
-        return self.call("repair", message["step"], target, pairs["dst"], info, self.args)
+        """On sources and targets, once the framework is parked; each gets only the pairs that it is in."""
+        units = message["per_rank"]
+        kinds = {unit[0] for unit in units}
+        if not self.parked.wait(rules.PATIENCE):
+            rules.violation("the repair came, and the training thread is not in tft_wait_repair_action")
+            return "failed"
+        if len(kinds) != 1 or self.state != "PAUSE":
+            trace("repair_refused", kinds=sorted(kinds), state=self.state)
+            return "failed"
+        kind, self.repair_step = kinds.pop(), message["step"]
+        pairs = {"type": [u[1] for u in units], "src": [u[2] for u in units], "dst": [u[3] for u in units]}
+        info = {**pairs, "repair_type": kind, "rank_list": message["among"]}
+        rebuild = kind in (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
+        return self.call("repair", message["step"], rebuild, pairs["dst"], info, self.args)
 
     def do_rollback(self, message: dict[str, Any]) -> str:
+        if self.state != "PAUSE":
+            trace("rollback_refused", state=self.state)
+            return "failed"
         self.repair_step = message["step"]
         return self.call("rollback", message["step"], self.args)
 
@@ -245,7 +269,8 @@ class _Processor:
         self.status, self.limit, self.force, self.state = 0, 0, False, "NORMAL"
         self.step, self.updating = message["step"], False
         self.beat()
-        self.repaired.release()
+        self.parked.clear()
+        self.go.release()
         return "ok"
 
     def exit(self) -> None:
@@ -254,8 +279,8 @@ class _Processor:
         with self.exiting:
             self.exiting.notify()
         self.next_action = Action.EXIT.value
-        self.cleaned.release()
-        self.repaired.release()
+        self.go.release()
+        self.go.release()
         if rules.MINDSPORE:
             self.call("exit")
             rules.violation("the exit handler returned: it must end the process itself")
@@ -321,6 +346,7 @@ def tft_init_processor(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _logs_only)
     rules.rank, _p.rank, _p.world, _p.uce, _p.state = rank, rank, world_size, enable_uce, "INITED"
+    _p.arf = enable_arf
     trace("init_processor", limit=ACTION_TIMEOUT, uce=enable_uce, arf=enable_arf, zit=enable_zit)
 
 
@@ -341,8 +367,8 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
             time.sleep(seconds(wait))
     _p.wire.send(kind="register", rank=_p.rank, pid=os.getpid())
     _thread.start_new_thread(_p.listen, ())  # Python sees a _DummyThread, as with the C++ thread
-    if not _p.answered.wait(rules.PATIENCE):
-        rules.wrap_exit("the controller does not answer the registration")
+    if not _p.answered.wait(rules.PATIENCE) or _p.refused:
+        rules.wrap_exit(f"the controller {'refuses' if _p.refused else 'does not answer'} the registration")
     _p.answered.clear()
     _p.state = "NORMAL"
     _thread.start_new_thread(_p.heartbeats, ())
@@ -383,7 +409,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
             rules.violation(f"replica info of rank {rank} in {ranks} from rank {_p.rank}")
         if not 1 <= count <= len(ranks) or (rules.MINDSPORE and count != len(ranks)):
             rules.refuse(f"replica_cnt {count} of {len(ranks)}")
-    _p.wire.send(kind="replica", info=replica_info)
+    _p.wire.send(kind="replica", info=replica_info, arf=_p.arf)
     if not _p.answered.wait(rules.PATIENCE):
         raise Exception
     _p.replica_sent = True
@@ -467,14 +493,15 @@ def tft_report_error(error_type: int, error_code: str = "") -> None:
 def tft_wait_next_action() -> int:
     """No limit."""
     _not_in_handler("tft_wait_next_action")
-    _p.cleaned.acquire()
+    _p.go.acquire()
     return _p.next_action
 
 
 def tft_wait_repair_action() -> int:
     """Not exported by the package's __init__; no limit."""
     _not_in_handler("tft_wait_repair_action")
-    _p.repaired.acquire()
+    _p.parked.set()
+    _p.go.acquire()
     return _p.next_action
 
 

@@ -18,6 +18,8 @@ HANDLERS = (
     "save_ckpt", "rename", "exit", "stop", "clean", "repair", "rollback", "rebuild_group", "stream_sync",
     "zit_downgrade_rebuild", "zit_upgrade_rebuild", "zit_upgrade_repair", "zit_upgrade_rollback",
 )  # fmt: skip
+LOADS = (5, 6)
+"""RT_LOAD_CKPT, RT_LOAD_REBUILD (docs/facts/mindio_tft.md §3)."""
 
 
 def for_mindspore() -> bool:

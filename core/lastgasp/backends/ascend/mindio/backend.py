@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
@@ -15,6 +14,7 @@ import msgspec
 
 from lastgasp import _clock
 from lastgasp.config import GaspConfig
+from lastgasp.deferred_source import TOO_LATE
 from lastgasp.errors import ConfigError, DeadlineExceeded, LastgaspError
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
@@ -27,14 +27,17 @@ from lastgasp.topology import Place, ReplicaGroups
 from . import api as package
 from . import exits, limits
 from .controller import Endpoint, ask_for_dump, start_controller, tell_used
+from .early import early_of_this_process, other_device
 from .handlers import Handlers
 from .lastword import LastWord, park
+from .limits import taskd_has_controller
 from .parking import Parking
+from .processor_start import JOIN, start_processor
 from .record import keep_record
 from .replicas import replica_info
 from .shutdown import destroy, hangs
-from .strategies import CANNOT, VARIABLES, Strategies, decide_strategies
-from .validation import Address, address_of, check_size, check_thread, checked_host, taskd_address, wait_for_listener
+from .strategies import CANNOT, Strategies, asked_for, decide_strategies, nodes_of
+from .validation import address_of, check_size, check_thread, checked_host, taskd_address, wait_for_listener
 from .window import Window
 
 log = logging.getLogger("lastgasp")
@@ -42,8 +45,6 @@ log = logging.getLogger("lastgasp")
 NAME = "MindIO"
 SETTLE = 5.0
 """Seconds for the publishing rank's report to reach the others."""
-JOIN = 75.0
-"""Seconds for the controller to start listening, as long as MindIO itself would try."""
 LAG = 1.0
 """Seconds for MindIO's threads to report the published checkpoint to its controller."""
 TOGETHER = 60.0
@@ -52,8 +53,6 @@ TURN = 5.0
 """Seconds by which rank 0 precedes the others when all are asked to stop and no dump can be requested."""
 WAKE = 0.02
 """Seconds between two looks for an order to stop, while ranks wait for each other at the end."""
-TASKD = "MINDX_TASK_ID"
-_PROCESSES = "TASKD_PROCESS_ENABLE"
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,10 @@ class MindioBackend:
         self._api = api = package.load()
         self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
-        self._parking = Parking(api, self._place.rank, self._status, self.strategies.retry, self._limit)
+        patience = limits.patience(os.environ) if self.strategies.recover else exits.DETECTION
+        self._parking = Parking(
+            api, self._place.rank, self._status, self.strategies.retry, self._limit, patience=patience
+        )
         self._handlers = Handlers(
             self._config, self._place, self._source, self._status, self._processor, self.strategies,
             over=self._published, leave=self._leave, parking=self._parking,
@@ -146,10 +148,12 @@ class MindioBackend:
         self._place = replace(self._place, replicas=replicas)
 
     def _decide(self, taskd: bool) -> Strategies:
-        asked = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("MS_NODE_NUM") or 1)
         why_not = "" if in_place_of(self._source) is not None else getattr(self._source, "not_in_place", "") or CANNOT
-        found = decide_strategies(asked, why_not, taskd, nodes, package.for_mindspore())
+        early = early_of_this_process()
+        if early is not None and (other := other_device(early)):
+            why_not = why_not or other
+        no_recover = getattr(self._source, "no_recover", TOO_LATE)
+        found = decide_strategies(asked_for(), why_not, taskd, nodes_of(), package.for_mindspore(), no_recover)
         for name, why in found.refused.items():
             log.warning("strategy %s is refused: %s", name, why)
         return found
@@ -162,10 +166,17 @@ class MindioBackend:
         """
         if not taskd_has_controller(os.environ):
             return None
+        early = early_of_this_process()
+        if early is not None and early.anew:  # the others have agreed long ago
+            return early.endpoint
         found: Endpoint | None = self._word_of_rank_0("mindio-taskd", self._look_for_taskds, Endpoint | None)
-        return found
+        if early is not None and found is None:
+            raise ConfigError("MindIO", None, "one controller", "This rank has joined TaskD's, and rank 0 cannot.")
+        return early.endpoint if early is not None else found
 
     def _look_for_taskds(self) -> Endpoint | None:
+        if (early := early_of_this_process()) is not None:
+            return early.endpoint
         address = address_of(*taskd_address(package.for_mindspore()))
         try:
             wait_for_listener(address, JOIN)
@@ -202,14 +213,12 @@ class MindioBackend:
         return answer
 
     def _start_processor(self, api: Any, strategies: Strategies) -> None:
-        place, ours = self._place, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        arf, zit = strategies.recover, strategies.elastic
-        wait_for_listener(Address(self._endpoint.host, self._endpoint.port), JOIN)
-        api.tft_init_processor(place.rank, place.world_size, False, False, "", strategies.retry, arf, zit)
-        for number, handler in ours.items():  # MindIO has installed one that only logs
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        api.tft_start_processor(self._endpoint.host, self._endpoint.port, "")
-        self._rebooted = bool(api.tft_is_reboot_node())
+        place, zit = self._place, strategies.elastic
+        if (early := early_of_this_process()) is not None:
+            early.adopted = True
+        else:
+            granted = (strategies.retry, strategies.recover, zit)
+            self._rebooted = start_processor(api, self._endpoint, (place.rank, place.world_size), granted)
         if self._rebooted:
             log.warning("MindIO takes rank %d into a job that runs", place.rank)
         if place.rank == 0:
@@ -401,6 +410,10 @@ class MindioBackend:
             return False
         whole = ended[0] if ended else None
         if whole is not None and whole.missing:  # this rank has the last step, even if others are lost
+            granted = self.strategies is not None and self.strategies.recover
+            if granted and (repaired := self.goes_on("peer", whole.missing)) is not None:
+                self._status.release(gone_on(repaired))
+                return False
             self.fault("peer", f"training ended here, but not everywhere: {whole.missing}")
             return False
         if self._status.held:  # a dump may need this rank
@@ -433,8 +446,3 @@ class MindioBackend:
         log.error("rank %d ends in the middle of training: counted as a fault", self._place.rank)
         self.fault("exit", "the interpreter ended in the middle of training")
         self._control.leave(exit_code(self._status.outcome or given_up("no outcome")))
-
-
-def taskd_has_controller(env: Mapping[str, str]) -> bool:
-    """Whether TaskD's manager runs MindIO's controller, as it does unless process recovery is off."""
-    return TASKD in env and env.get(_PROCESSES, "on") != "off"

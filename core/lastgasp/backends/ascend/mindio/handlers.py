@@ -31,8 +31,6 @@ log = logging.getLogger("lastgasp")
 
 CONSULT_TIMEOUT = 15.0
 LOOK = 0.001
-_LOADS = (5, 6)
-"""RT_LOAD_CKPT, RT_LOAD_REBUILD (docs/facts/mindio_tft.md §3)."""
 R = TypeVar("R")
 
 
@@ -159,7 +157,7 @@ class Handlers:
 
     def _in_place(self) -> InPlace:
         found = in_place_of(self.source)
-        if found is None:
+        if found is None or not (self.strategies.retry or self.strategies.recover):
             raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot continue in the same process"))
         return found
 
@@ -179,7 +177,9 @@ class Handlers:
         if (in_place := in_place_of(self.source)) is not None:
             found = int(in_place.clean(bool(is_uce_error)))
             restart_device()
-            return found
+            # A 1 would have MindX start this healthy process anew, and with it what it holds would be gone. The next
+            # order to it fails instead, and a dump may follow (docs/facts/mindio_tft.md §7.1).
+            return 0 if found == 1 and self.strategies.recover else found
         return 1 if is_uce_error else 0
 
     def repair(
@@ -190,7 +190,7 @@ class Handlers:
         Where no rank is left that could give it, MindIO wants everybody to load the last checkpoint: that is what a
         restart does, with our verification.
         """
-        if int(repair_info.get("repair_type", 0)) in _LOADS:
+        if int(repair_info.get("repair_type", 0)) in package.LOADS:
             raise NotSaveable("no rank holds the state: the job must start again, from its newest good checkpoint")
         self.parking.repair(repair_info)
         self._in_place().repair(step, dict(repair_info), bool(need_rebuild))
@@ -205,7 +205,11 @@ class Handlers:
 
     def rebuild_group(self, fault_ranks: Any, args: Any, ctx: Any) -> None:
         """Ranks were started anew."""
-        self._in_place().rebuild([int(rank) for rank in fault_ranks])
+        if not self.strategies.recover:
+            raise NotSaveable(self.strategies.refused.get("recover", "no new process can take a lost rank's place"))
+        lost = [int(rank) for rank in fault_ranks]
+        self._in_place().rebuild(lost)
+        self.parking.rebuilt(tuple(lost))
 
     def stream_sync(self) -> None:
         """After a pause took effect."""

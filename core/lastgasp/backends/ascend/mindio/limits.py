@@ -8,6 +8,8 @@ from pathlib import Path
 
 from lastgasp.errors import ConfigError
 
+from .exits import DETECTION
+
 ACTION = "TTP_NORMAL_ACTION_TIME_LIMIT"
 """Seconds for every order of the controller, the whole dump included."""
 LEAST, MOST, DEFAULT = 30, 1800, 180
@@ -16,6 +18,23 @@ PARKING = 25
 RATE = 200e6
 """Bytes a second that a save reaches at least; slow network file systems do (docs/facts/limits.md)."""
 LOG_PATH = "TTP_LOG_PATH"
+TASKD = "MINDX_TASK_ID"
+_PROCESSES = "TASKD_PROCESS_ENABLE"
+_ANSWERS = 3
+"""How often MindIO waits for MindX before it orders anything (docs/facts/mindio_tft.md §11)."""
+RESCHEDULE = 270.0
+"""Seconds that ClusterD may take to find a place for new processes, at most (docs/facts/job_yaml.md §3)."""
+
+
+def taskd_has_controller(env: Mapping[str, str]) -> bool:
+    """Whether TaskD's manager runs MindIO's controller, as it does unless process recovery is off."""
+    return TASKD in env and env.get(_PROCESSES, "on") != "off"
+
+
+def patience(env: Mapping[str, str]) -> float:
+    """Seconds in which MindIO, with MindX's word, orders ranks to stop after one of them was lost."""
+    text = env.get("MINDIO_WAIT_MINDX_TIME", "")
+    return DETECTION + _ANSWERS * (float(text) if text.isdigit() else 30.0) + RESCHEDULE
 
 
 def action_limit(nbytes: int, save_timeout: float, finish_timeout: float) -> int:

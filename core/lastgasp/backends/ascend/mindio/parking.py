@@ -8,12 +8,14 @@ rank as it was: its fault is then answered as ever.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from lastgasp import _clock
 from lastgasp.errors import NotSaveable
+from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.messages import one_line
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Repaired
@@ -35,17 +37,20 @@ class Parking:
         api: `mindio_ttp.framework_ttp`. rank: this one. status: its status word.
         retry: whether faults of memory and links are repaired.
         limit: seconds after which MindIO has forgotten this rank.
+        patience: seconds in which it orders a rank to stop that has only lost a peer.
 
     Attributes:
-        number: how often this rank has gone on.
+        number: how often this rank has gone on, whichever process it had.
         told: MindIO knows of the fault for which this rank was parked last.
     """
 
-    def __init__(self, api: Any, rank: int, status: RankStatus, retry: bool, limit: float) -> None:
+    def __init__(
+        self, api: Any, rank: int, status: RankStatus, retry: bool, limit: float, *, patience: float = exits.DETECTION
+    ) -> None:
         self._api, self._rank, self._status, self._retry, self._limit = api, rank, status, retry, limit
-        self._stop = threading.Event()
-        self.number = 0
-        self._source, self._takers = -1, tuple[int, ...]()
+        self._patience, self._stop = patience, threading.Event()
+        self.number = int(os.environ.get(INCARNATION) or 0)
+        self._source, self._takers, self._lost = -1, tuple[int, ...](), tuple[int, ...]()
         self._repaired: Repaired | None = None
         self.told = False
 
@@ -53,8 +58,12 @@ class Parking:
 
     def stopped(self) -> None:
         """`stop`: from now on this rank may report that it has left its step, for which MindIO waits."""
-        self._source, self._takers, self._repaired = -1, (), None
+        self._source, self._takers, self._lost, self._repaired = -1, (), (), None
         self._stop.set()
+
+    def rebuilt(self, lost: tuple[int, ...]) -> None:
+        """`rebuild_group`: these ranks have new processes."""
+        self._lost = lost
 
     def repair(self, pairs: Mapping[str, Any]) -> None:
         """`repair`: who gives its state to whom.
@@ -77,7 +86,7 @@ class Parking:
     def rolled_back(self, step: int) -> None:
         """`rollback` has been carried out: the training thread goes on as soon as MindIO lets it."""
         self.number += 1
-        self._repaired = Repaired(self.number, step, self._source, self._takers)
+        self._repaired = Repaired(self.number, step, self._source, self._takers, self._lost)
         self._stop.clear()
 
     # -- the training thread ----------------------------------------------------------------------
@@ -109,7 +118,7 @@ class Parking:
     def _ordered_to_stop(self, kind: str) -> bool:
         """A collective was cut by `stop`, here or on a rank that got the order first; or a peer is lost, which MindIO
         has yet to notice."""
-        deadline = _clock.monotonic() + (exits.DETECTION if kind == "peer" else 0.0)
+        deadline = _clock.monotonic() + (self._patience if kind == "peer" else 0.0)
         while not self._stop.wait(TICK if _clock.monotonic() < deadline else 0.0):
             if self._status.outcome is not None or _clock.monotonic() >= deadline:
                 return False

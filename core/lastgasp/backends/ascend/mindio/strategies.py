@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,7 +30,25 @@ class Strategies:
 CANNOT = "this adapter cannot roll a step back and continue in the same process"
 
 
-def decide_strategies(asked: str, why_not: str, taskd: bool, nodes: int, mindspore: bool) -> Strategies:
+def asked_for(env: Mapping[str, str] = os.environ) -> str:
+    """The comma list, whichever variable has it; empty where none has."""
+    return next((env[name] for name in VARIABLES if env.get(name)), "")
+
+
+def nodes_of(env: Mapping[str, str] = os.environ) -> int:
+    """How many nodes the job has."""
+    return int(env.get("GROUP_WORLD_SIZE") or env.get("MS_NODE_NUM") or 1)
+
+
+def wanted_strategies(env: Mapping[str, str]) -> set[str]:
+    """Their names in today's words."""
+    words = [word.strip().lower() for word in asked_for(env).split(",") if word.strip()]
+    return {_NAMES.get(word, word) for word in words}
+
+
+def decide_strategies(
+    asked: str, why_not: str, taskd: bool, nodes: int, mindspore: bool, no_recover: str = ""
+) -> Strategies:
     """`dump` is always there.
 
     Args:
@@ -37,12 +56,13 @@ def decide_strategies(asked: str, why_not: str, taskd: bool, nodes: int, mindspo
         why_not: why the training cannot continue in the same process (ports.InPlace); empty where it can.
         taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (mindio_tft.md §7.1).
         nodes: of the job; ARF needs two, since it ignores faults of the controller's own node (mindio_tft.md §16.13).
+        no_recover: why a new process could not join the others; empty where it could.
     """
-    words = [word.strip().lower() for word in asked.split(",") if word.strip()]
-    wanted = {_NAMES.get(word, word) for word in words} or (set() if why_not else {"retry"})
+    wanted = wanted_strategies({VARIABLES[0]: asked}) or (set() if why_not else {"retry"})
     refused: dict[str, str] = {}
     for name in ("retry", "recover", "elastic-training"):
         why = _why_not(name, why_not, taskd, nodes, mindspore)
+        why = why or (no_recover if name == "recover" else "")
         if name in wanted and why:
             refused[name] = why
     for name in sorted(wanted - {"dump", "retry", "recover", "elastic-training"}):

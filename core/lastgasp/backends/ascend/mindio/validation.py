@@ -96,14 +96,17 @@ def check_thread() -> None:
         raise ConfigError("thread", thread.name, "the main thread, as MindIO wants it", "Begin training there.")
 
 
-def taskd_address(mindspore: bool) -> tuple[str, str]:
-    """Where TaskD's controller listens as seen from the first pod, and which variables say so.
+def taskd_address(mindspore: bool, first: bool = True) -> tuple[str, str]:
+    """Where TaskD's controller listens, and which variables say so.
 
-    It binds POD_IP there. MASTER_ADDR of a worker is what its launcher took, which may be localhost; with MindSpore the
-    scheduler's pod has it, which need not be rank 0's.
+    It binds POD_IP of the first pod. MASTER_ADDR of a worker there is what its launcher took, which may be localhost;
+    with MindSpore the scheduler's pod has it, which need not be rank 0's.
+
+    Args:
+        first: as seen from the first pod; in the others POD_IP is their own.
     """
     env = os.environ
-    own = ("MS_SCHED_HOST", "POD_IP") if mindspore else ("POD_IP", "MASTER_ADDR")
+    own = ("MS_SCHED_HOST", "POD_IP") if mindspore else ("POD_IP", "MASTER_ADDR") if first else ("MASTER_ADDR",)
     hosts = ("PROCESSOR_ADDR", "CONTROLLER_ADDR", "TTP_ADDR", "MS_TFT_IP", *own)
     field = next((name for name in hosts if env.get(name)), own[0])
     port = env.get("TTP_PORT") or env.get("MS_TFT_PORT") or "8000"

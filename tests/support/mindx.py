@@ -1,0 +1,184 @@
+"""TaskD and ClusterD around a job of torch's: one agent that starts ranks, MindIO's controller, and its choices.
+
+It does what docs/facts/taskd.md §2 says of the real ones: each rank has a process of its own and keeps it when others
+end; nothing is restarted but by ClusterD's word, which comes through MindIO's controller (mindio_tft.md §11):
+`recover` starts the faulty ranks anew, every other ending ends all processes and starts the job again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from support.ports import free_port
+
+HOST = "127.0.0.1"
+LEAVE = 60.0
+"""Seconds that ranks get to end by themselves once the controller is done with the job."""
+CHOICES = ("retry", "recover", "dump", "exit")
+RESTARTS = 3
+
+
+class ClusterD:
+    """What it answers, on a thread of its own, as notifications come from other threads than the callbacks.
+
+    Args:
+        api: `mindio_ttp.controller_ttp`. start_anew: gives these ranks new processes.
+    """
+
+    def __init__(self, api: Any, start_anew: Any) -> None:
+        self._api, self._start_anew = api, start_anew
+        self._said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._stopping = False
+        self.over = threading.Event()
+        for name in ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result"):
+            api.tft_register_mindx_callback(name, self._teller(name))
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _teller(self, name: str) -> Any:
+        def tell(*given: Any) -> int:
+            self._said.put((name, *given))
+            return 0
+
+        return tell
+
+    def _answer(self) -> None:
+        while True:
+            name, *given = self._said.get()
+            print(f"mindx: {name} {given}", flush=True)
+            getattr(self, name)(*given)
+
+    def report_fault_ranks(self, ranks: Mapping[int, int], codes: Mapping[int, str]) -> None:
+        """The second time in one recovery it must not be answered (§11)."""
+        if not self._stopping:
+            self._stopping = True
+            self._api.tft_notify_controller_stop_train(dict(ranks), "stop")
+
+    def report_stop_complete(self, code: int, text: str, ranks: Mapping[int, int]) -> None:
+        """All faults are known."""
+        self._ranks = dict(ranks)
+        if code == 0:
+            self._api.tft_notify_controller_on_global_rank(self._ranks, 60)
+        else:
+            self.over.set()
+
+    def report_strategies(self, ranks: Mapping[int, int], offered: list[str]) -> None:
+        """The first one of ClusterD's order; whose process is at fault gets a new one with `recover`."""
+        chosen = next(name for name in CHOICES if name in offered)
+        print(f"mindx: chosen {chosen}", flush=True)
+        self._stopping = False
+        self._api.tft_notify_controller_change_strategy(chosen, "")
+        if chosen == "recover":
+            self._start_anew(sorted(ranks))
+        elif chosen == "exit":
+            self.over.set()
+
+    def report_result(self, code: int, text: str, ranks: Mapping[int, int], strategy: str) -> None:
+        """405: another strategy; 406: a dump; otherwise the job is repaired, or over."""
+        self._stopping = False
+        if code == 405:
+            self._api.tft_notify_controller_on_global_rank(dict(ranks), 60)
+        elif code == 406:
+            self._api.tft_notify_controller_change_strategy("dump", "")
+        elif code != 0 or strategy == "dump":
+            self.over.set()
+
+
+class Agent:
+    """The ranks' processes.
+
+    Args:
+        command: of each rank.
+    """
+
+    def __init__(self, ranks: int, command: list[str]) -> None:
+        self._ranks, self._command, self._lock = ranks, command, threading.Lock()
+        self._of: dict[int, subprocess.Popen[bytes]] = {}
+        self._attempt = 0
+
+    def run(self) -> int:
+        """The job, with its restarts."""
+        api: Any = importlib.import_module("mindio_ttp.controller_ttp")
+        os.environ["TTP_PORT"] = str(free_port())
+        for self._attempt in range(RESTARTS):
+            self._store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False, multi_tenant=True)
+            api.tft_init_controller(-1, self._ranks, False, True, False)
+            clusterd = ClusterD(api, self.start_anew)
+            api.tft_start_controller(HOST, int(os.environ["TTP_PORT"]), False, "")
+            for rank in range(self._ranks):
+                self._start(rank, "pod")
+            codes = self._wait(clusterd)
+            print(f"agent: attempt {self._attempt} has ended: {codes}", flush=True)
+            api.tft_destroy_controller()
+            if not any(codes):
+                return 0
+            os.environ["TTP_PORT"] = str(free_port())
+        return 1
+
+    def _start(self, rank: int, kind: str) -> None:
+        env = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": str(self._ranks), "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempt), "TORCHELASTIC_RUN_ID": "job",
+            "LASTGASP_ATTEMPT": str(self._attempt), "MINDX_TASK_ID": "task", "POD_IP": HOST,
+            "RESTART_FAULT_PROCESS_TYPE": kind,
+        }  # fmt: skip
+        with self._lock:
+            self._of[rank] = subprocess.Popen(self._command, env=env)
+
+    def start_anew(self, ranks: list[int]) -> None:
+        """As TaskD's order 209."""
+        for rank in ranks:
+            process = self._of[rank]
+            process.kill()
+            process.wait()
+            print(f"agent: rank {rank} is started anew", flush=True)
+            self._start(rank, "worker")
+
+    def _wait(self, clusterd: ClusterD) -> list[int]:
+        """Until all have ended; in the end whoever has not is killed, as by TaskD."""
+        deadline = float("inf")
+        while True:
+            with self._lock:
+                codes = [process.poll() for process in self._of.values()]
+            if all(code is not None for code in codes):
+                waiting = any(codes) and not clusterd.over.is_set()
+                if not waiting or time.monotonic() > deadline:
+                    return [int(code or 0) for code in codes]
+            if deadline == float("inf") and (clusterd.over.is_set() or all(code is not None for code in codes)):
+                deadline = time.monotonic() + LEAVE
+            if time.monotonic() > deadline:
+                for process in self._of.values():
+                    process.kill()
+                    process.wait()
+            time.sleep(0.02)
+
+
+def main() -> None:
+    """RANKS, then a rank's command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    sys.exit(Agent(args.ranks, [sys.executable, *args.command]).run())
+
+
+def command(script: Path, *more: object, ranks: int) -> list[str]:
+    """The command line of such a job."""
+    return [sys.executable, "-m", "support.mindx", str(ranks), str(script), *map(str, more)]
+
+
+if __name__ == "__main__":
+    main()
