@@ -29,9 +29,10 @@ def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) 
 def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
     """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model.
 
-    Parameters of `fully_shard` get no gradient of their own in the backward pass: there it is the module's output.
+    Parameters of `fully_shard`, and of DeepSpeed's engine, get no gradient of their own in the backward pass: there it
+    is the module's output.
     """
-    sharded = any(hasattr(p, "device_mesh") for p in module.parameters())
+    sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
     def in_forward(inner: torch.nn.Module, inputs: object, output: object) -> None:
         if inner.training:

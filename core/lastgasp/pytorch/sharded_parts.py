@@ -58,14 +58,23 @@ def merge(staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mappin
         CheckpointError: shards are missing.
         OSError: the disk refused.
     """
-    decoded = {rank: _DECODER.decode(data) for rank, data in sorted(parts.items())}
-    content = metadata([each for part in decoded.values() for each in part.shards])
-    for rank, part in decoded.items():
-        if parts[rank] != own:
+    content = metadata(described(parts))
+    bring(staged, own, parts, beside)
+    staged.open(f"{staged.target.name}/.metadata").write(content)
+
+
+def described(parts: Mapping[int, bytes]) -> list[bytes]:
+    """The descriptions of all written files."""
+    return [each for _, data in sorted(parts.items()) for each in _DECODER.decode(data).shards]
+
+
+def bring(staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:
+    """Bring the files of all savers together, and write those beside them. As for `merge`."""
+    for _, data in sorted(parts.items()):
+        if data != own:
+            part = _DECODER.decode(data)
             staged.adopt(Path(part.folder), part.entries)
-    name = staged.target.name
     for file, value in beside.items():
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        staged.open(f"{name}/{file}").write(buffer.getbuffer())
-    staged.open(f"{name}/.metadata").write(content)
+        staged.open(f"{staged.target.name}/{file}").write(buffer.getbuffer())

@@ -21,7 +21,7 @@ from lastgasp.config import GaspConfig, buddy_of
 from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.ports import Layout, SaveResult, Wanted
 from lastgasp.pytorch.aux_state import AuxRecorder
-from lastgasp.pytorch.sharded import Shards, write_arena, write_live
+from lastgasp.pytorch.sharded import Groups, Shards, write_arena, write_live
 from lastgasp.pytorch.sharded.files import Rename, same
 from lastgasp.pytorch.sharded_image import Payload, head_of
 from lastgasp.pytorch.sharded_parts import aux_of_parts, merge, part_of
@@ -242,8 +242,7 @@ class ShardedSource:
             for owner, payload in arenas.items():
                 there, plain = Payload(payload), wanted.common == owner
                 aux[owner] = there.aux
-                found.append(write_arena(staged, there.shards, plain=plain, groups=groups, rename=self.rename,
-                                         verify=wanted.verify))  # fmt: skip
+                found.append(self.write_other(staged, there, wanted, plain=plain, groups=groups))
         faults.fire_at("gasp_save")
         return part_of(staged, found, {rank: data for rank, data in aux.items() if data})
 
@@ -268,6 +267,16 @@ class ShardedSource:
         groups = self.kept(step).groups
         return write_live(staged, self.shards, plain=plain, groups=groups, buffers=buffers, rename=self.rename)
 
+    def write_other(self, staged: Staged, there: Payload, wanted: Wanted, *, plain: bool, groups: Groups) -> bytes:
+        """`write_arena` of another rank's parts; `wanted`: as of `save_shards`."""
+        return write_arena(
+            staged, there.shards, plain=plain, groups=groups, rename=self.rename, verify=wanted.verify
+        )
+
+    def merge(self, staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:
+        """As `sharded_parts.merge`."""
+        merge(staged, own, parts, beside)
+
     def kept(self, step: int) -> Any:
         """What `keep` got. Raises NotSaveable where it is not known any more."""
         found = self._kept.get(step)
@@ -280,7 +289,7 @@ class ShardedSource:
         assert isinstance(result, ShardedGasp)
         aux = {**result.aux, **aux_of_parts(parts)}
         step = result.provenance.step
-        merge(result.staged, result.part, parts, self.beside(self.kept(step), result.beside, aux))
+        self.merge(result.staged, result.part, parts, self.beside(self.kept(step), result.beside, aux))
         return publish(replace(result, aux=aux), self.layout, self.config, self._writer.place)
 
     def discard(self, result: SaveResult) -> None:

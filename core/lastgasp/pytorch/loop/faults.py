@@ -37,7 +37,7 @@ def install_faults(run: Any) -> Callable[[], None]:
             hook_model(undo, module, lambda phase: kit.fire_at(phase, run.step))
             undo.callback(module.register_forward_pre_hook(partial(_validation, kit, run)).remove)
     for optimizer in run.state.optimizers.values():
-        hook_optimizer(undo, optimizer, kit, lambda: int(run.step))
+        hook_optimizer(undo, getattr(optimizer, "inner", optimizer), kit, lambda: int(run.step))
     replace(undo, run, "save", partial(_faulty_save, kit, run))
     return undo.close
 

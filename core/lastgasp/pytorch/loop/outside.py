@@ -50,7 +50,8 @@ class OtherOptimizers:
         self, state: TorchState, update: OptimizerUpdate, step: Callable[[], int], note: Callable[[str], object]
     ) -> None:
         self._state, self._update, self._step, self._note = state, update, step, note
-        self._known = {id(optimizer) for optimizer in state.optimizers.values()}
+        known = [(one, getattr(one, "inner", one)) for one in state.optimizers.values()]
+        self._known = {id(optimizer) for pair in known for optimizer in pair}  # of DeepSpeed's engine the one inside, too
         self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)

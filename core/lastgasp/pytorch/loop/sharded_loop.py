@@ -18,12 +18,13 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError, LastgaspError
+from lastgasp.ports import Layout
 from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
-from lastgasp.pytorch.sharded import LAYOUT, Shards, fill, gasp_path, periodic_path
+from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
 from lastgasp.pytorch.sharded_image import Payload
-from lastgasp.pytorch.sharded_parts import merge, part_of
+from lastgasp.pytorch.sharded_parts import part_of
 from lastgasp.pytorch.sharded_source import ShardedSource
 from lastgasp.testing import faults
 
@@ -41,7 +42,7 @@ class ShardedLoop(ShardedSource):
         mode: which steps are copied into the arena.
     """
 
-    layout = LAYOUT
+    layout: Layout = LAYOUT
 
     def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
         super().__init__(run.life, writer, run.config, mode)
@@ -127,7 +128,8 @@ class ShardedLoop(ShardedSource):
 
     def target(self, step: int) -> Path:
         """As of any gasp of this session."""
-        return gasp_path(self.config.directory, step, self._run.fit.number)
+        found: Path = self._run.state.layout.gasp_path(self.config.directory, step, self._run.fit.number)
+        return found
 
     def require(self, step: int) -> None:
         """As `Run.require`."""
@@ -160,12 +162,12 @@ class ShardedLoop(ShardedSource):
         """
         run, engine = self._run, self._run.engine
         engine.progress("save")
-        target = periodic_path(run.config.directory, step, run.fit.number)
+        target = run.state.layout.periodic_path(run.config.directory, step, run.fit.number)
         mine = next(group for group in run.place.replicas if self.rank in group)[0] == self.rank
         staged, own = None, b""
         try:
             if mine:
-                staged = Staged(target, LAYOUT, sha256=run.config.sha256)
+                staged = Staged(target, self.layout, sha256=run.config.sha256)
                 own = self._write_periodic(staged, step)
         except (OSError, LastgaspError) as error:
             log.error("rank %d: its part of %s could not be written (%s)", self.rank, target, error)
@@ -184,7 +186,7 @@ class ShardedLoop(ShardedSource):
             if staged is not None:
                 staged.discard()
         if self.rank == 0 and engine.status.durable >= step:
-            prune(run.config, LAYOUT, target, run.place.job, kind="periodic", fit=run.fit.number)
+            prune(run.config, self.layout, target, run.place.job, kind="periodic", fit=run.fit.number)
         engine.progress("data")
 
     def _write_periodic(self, staged: Staged, step: int) -> bytes:
@@ -196,7 +198,7 @@ class ShardedLoop(ShardedSource):
         step = self._run.step
         kept, known = self.kept(step), {rank: data for rank, data in aux.items() if data}
         try:
-            merge(staged, own, parts, self.beside(kept, self.dump_small(kept), known))
+            self.merge(staged, own, parts, self.beside(kept, self.dump_small(kept), known))
             staged.publish(self._writer.provenance(step, "periodic"), aside=True)
         except (OSError, CheckpointError) as error:
             log.error("checkpoint %s could not be written (%s): training continues; older ones remain",

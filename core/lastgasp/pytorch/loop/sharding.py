@@ -18,6 +18,10 @@ def sharded_loop(run: Any, writer: ManifestWriter, mode: ArenaMode) -> ShardedLo
     """
     if not run.state.sharded:
         return None
+    if run.state.engine is not None:
+        from lastgasp.pytorch.loop.engine_loop import EngineLoop
+
+        return EngineLoop(run, writer, mode)
     from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 
     return ShardedLoop(run, writer, mode)

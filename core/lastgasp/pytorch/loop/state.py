@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.as_set import AsSet
 from lastgasp.pytorch.buffers import persistent_buffers
+from lastgasp.pytorch.deepspeed import layout as engine_layout
+from lastgasp.pytorch.deepspeed.engine import engine_of, load_engine, of_engine
+from lastgasp.pytorch.deepspeed.engine import unsupported as engine_unsupported
 from lastgasp.pytorch.extrastate import ExtraStates, put
 from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
@@ -26,7 +29,7 @@ from lastgasp.topology import ReplicaGroups, data_parallel
 
 HOOKS = "_optimizer_step_pre_hooks"
 """What torch's optimizers keep their hooks in."""
-_SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule")
+_SHARDED = ("FullyShardedDataParallel", "PipelineModule")
 
 
 @dataclass(slots=True)
@@ -79,6 +82,9 @@ class TorchState:
         elastic: Any = None,
     ) -> None:
         self.models = Parts.of("model", model, "named_parameters")
+        self.engine = engine_of(self.models.values())
+        if self.engine is not None:
+            optimizer, scheduler = of_engine(self.engine, optimizer, scheduler)
         self.optimizers = Parts.of("optimizer", inner(optimizer, "optimizer", HOOKS), "param_groups")
         self.schedulers = Parts.of("scheduler", inner(scheduler, "scheduler", "optimizer"), "load_state_dict")
         self.scaler, self.sampler, self.replicated = scaler, sampler, replicated
@@ -108,7 +114,8 @@ class TorchState:
                   for parts in (self.optimizers, self.schedulers))  # fmt: skip
         self.as_set = AsSet(*called)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
-        self.sharded = any(hasattr(p, "device_mesh") for p in self.container.parameters())
+        spread = any(hasattr(p, "device_mesh") for p in self.container.parameters())
+        self.sharded = spread or self.engine is not None
 
     # -- what it is ---------------------------------------------------------------------------------------
 
@@ -138,9 +145,13 @@ class TorchState:
             ConfigError: a sharded or an unwrapped model, an optimizer that gathers its state from other ranks.
         """
         if self.sharded:
-            from lastgasp.pytorch.sharded import unsupported
+            if self.engine is not None:
+                found = engine_unsupported(self.engine, world_size)
+            else:
+                from lastgasp.pytorch.sharded import unsupported
 
-            if (found := unsupported(self.modules, self.optimizers.items)) is not None:
+                found = unsupported(self.modules, self.optimizers.items)
+            if found is not None:
                 raise ConfigError("model", *found)
             return
         remedy = "Use fully_shard (FSDP2) or DistributedDataParallel, or lastgasp's Lightning or Megatron plugin."
@@ -168,6 +179,8 @@ class TorchState:
         if not self.sharded:
             return data_parallel(world_size)
         self.require_supported(world_size)
+        if self.engine is not None:
+            return tuple((rank,) for rank in range(world_size))
         from lastgasp.pytorch.sharded import replica_groups
 
         return replica_groups(self.modules, world_size)
@@ -177,6 +190,8 @@ class TorchState:
         """The module that names this state's checkpoints: FORMAT, LAYOUT, gasp_path, periodic_path."""
         if not self.sharded:
             return files
+        if self.engine is not None:
+            return engine_layout
         from lastgasp.pytorch.sharded import layout
 
         return layout
@@ -282,7 +297,7 @@ class TorchState:
         if problems:
             raise CheckpointMismatch(path, problems)
         if self.sharded:
-            (shards or partial(self._load_shards, Path(path)))()
+            (shards or partial(self._load_shards, Path(path), checkpoint))()
         else:
             for name, module in self.modules.items():
                 module.load_state_dict(stored["model"][name])  # type: ignore[index]
@@ -291,7 +306,10 @@ class TorchState:
         self._fill_aux(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
         self.flags.restore(checkpoint.get("flags"))
 
-    def _load_shards(self, path: Path) -> None:
+    def _load_shards(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
+        if self.engine is not None:
+            load_engine(self.engine, path, checkpoint)
+            return
         from lastgasp.pytorch import sharded
 
         single = {"single_model": self.models.single, "single_optimizer": self.optimizers.single}
