@@ -164,7 +164,7 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> Tensor:
-        return self._tensors[pid]
+        return self._tensors[int(pid)]
 
 
 def _unpickled(head: Head, tensors: list[Tensor]) -> Any:

@@ -54,7 +54,7 @@ def of_engine(engine: Any, optimizer: Any, scheduler: Any) -> tuple[EngineOptimi
     Raises:
         ConfigError: there is an optimizer besides that of the engine, or the engine has none.
     """
-    own = getattr(engine, "optimizer", None)
+    own: Any = getattr(engine, "optimizer", None)
     if not hasattr(getattr(own, "optimizer", None), "step"):
         raise ConfigError("model", "a DeepSpeed engine without a ZeRO optimizer", "one of ZeRO stage 1, 2 or 3",
                           "Give deepspeed.initialize an optimizer, and zero_optimization.stage.")  # fmt: skip
@@ -121,8 +121,8 @@ def _model_states(engine: Any) -> dict[str, Any]:
         if hasattr(parameter, "ds_id") and name in module:  # stage 3 keeps small ones whole; a checkpoint has none
             module[name] = torch.empty(0, dtype=parameter.dtype)
     for name, (holder, key) in persistent_buffers(engine.module):
-        if isinstance(module.get(name), Tensor):
-            module[name] = holder[key].detach().clone()
+        if (buffer := holder[key]) is not None and isinstance(module.get(name), Tensor):
+            module[name] = buffer.detach().clone()
     frozen = bool(engine.zero_optimization_partition_gradients())
     found: dict[str, Any] = engine._common_checkpoint_state(module, engine.zero_optimization(), frozen)
     return found
