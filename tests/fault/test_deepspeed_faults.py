@@ -66,7 +66,6 @@ REST = (
         (2, 3), ("exception", "sigterm", "sigstop"), ("forward", "after_update"))),
     *(EngineCase("sigkill", moment, "last", "run", 2, stage, shape) for stage, shape, moment in itertools.product(
         (1, 2, 3), ("accumulated", "half"), ("backward", "update"))),
-    EngineCase("sigkill", "backward", "last", "run", 2, 2, "loss_scale"),
     *(EngineCase("sigkill", "backward", "last", "run", 4, stage) for stage in (2, 3)),
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lastgasp.pytorch import Session, TorchState
 
 BATCHES = 5
-SHAPES = ("plain", "accumulated", "half", "loss_scale")
+SHAPES = ("plain", "accumulated", "half")
 
 
 def main() -> None:
@@ -86,14 +86,12 @@ def made(stage: int, shape: str) -> Any:
     }
     if shape == "half":
         config["bf16"] = {"enabled": True}
-    if shape == "loss_scale":
-        config["fp16"] = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 3}
     return deepspeed.initialize(model=model, config=config)[0]
 
 
 def kind(shape: str) -> torch.dtype:
     """Of the parameters."""
-    return {"half": torch.bfloat16, "loss_scale": torch.float16}.get(shape, torch.float32)
+    return torch.bfloat16 if shape == "half" else torch.float32
 
 
 def gathered(engine: Any, stage: int) -> dict[str, torch.Tensor]:
