@@ -51,7 +51,7 @@ class OtherOptimizers:
     ) -> None:
         self._state, self._update, self._step, self._note = state, update, step, note
         known = [(one, getattr(one, "inner", one)) for one in state.optimizers.values()]
-        self._known = {id(optimizer) for pair in known for optimizer in pair}  # of DeepSpeed's engine the one inside, too
+        self._known = {id(optimizer) for pair in known for optimizer in pair}  # DeepSpeed's engine has one inside
         self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
