@@ -50,6 +50,7 @@ ELSEWHERE = {
 CODE_ELSEWHERE = {
     "from lastgasp_transformers import LastGasp": "tests/e2e/test_transformers_example.py::test_what_is_shown_runs",
     "from torch.distributed.fsdp import fully_shard": "tests/fault/test_sharded_faults.py::test_sharded_covering",
+    "import deepspeed": "tests/fault/test_deepspeed_faults.py::test_deepspeed_covering",  # where it is installed
     "from lightning.pytorch import LightningModule, Trainer\nfrom lightning.pytorch.callbacks import ModelCheckpoint\n"
     "from lightning.pytorch.strategies import ModelParallelStrategy": (
         "tests/fault/test_lightning_sharded_faults.py::test_lightning_sharded_covering"
