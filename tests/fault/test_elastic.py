@@ -190,7 +190,10 @@ def test_the_job_goes_on_with_fewer_ranks_down_to_the_fewest(tmp_path: Path, und
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("second", ["state kept,3,self", "joining,2,self", "handover,2,self"])
+@pytest.mark.parametrize(
+    "second",
+    ["state kept,3,self", "joining,2,self", "handover,2,self", "released,0,3", "handover,0,2", "state taken,2,0"],
+)
 def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, undisturbed: Path) -> None:
     """By its number before or after: the step is saved by another one, and all four ranks start again with it."""
     directory, log = tmp_path / "d", tmp_path / "faults.log"
@@ -232,18 +235,24 @@ def test_steps_get_smaller_where_that_is_asked_for(tmp_path: Path) -> None:
 
 @needs_hosts
 @pytest.mark.full
-def test_a_host_is_lost_and_the_other_goes_on_without_it(tmp_path: Path, undisturbed: Path) -> None:
+@pytest.mark.parametrize("back", ["in place", "torchrun", "die", "die later"])
+def test_a_host_is_lost_and_the_other_goes_on_without_it(back: str, tmp_path: Path, undisturbed: Path) -> None:
     """Its power is off: nobody hears the end of a connection. A rank that is killed later is replaced as ever.
 
-    When the host is back and its launcher is started again, torchrun restarts the job on both; no step is lost.
+    When the host is back and its launcher is started again, its ranks are taken in; where one of them ends before that,
+    or when it is about to begin, the job restarts on both. No step is lost. torchrun's own launcher does the same.
     """
     directory, log = tmp_path / "d", tmp_path / "faults.log"
     directory.mkdir()
     script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
-    variables = {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug", "LASTGASP_MIN_RANKS": "2"}
+    variables = {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug"}
+    variables |= {again_faults.VARIABLE: "handover,3,self"} if back == "die later" else {}
+    variables |= {} if back == "torchrun" else {"LASTGASP_MIN_RANKS": "2"}
+    nodes = "1:2" if back == "torchrun" else ""
     faults = "kind=sigkill,rank=1,step=8,phase=backward,incarnation=1"
     with network(tmp_path, "ha", "hb") as hosts:
-        job = HostsJob(hosts, script, "ha", 2, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **variables)
+        variables |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)}
+        job = HostsJob(hosts, script, "ha", 2, nnodes=nodes, **variables)
         job.start()
         until(lambda: ready(job, 1), "both launchers are ready", START)
         hosts["hb"].power_off()
@@ -252,17 +261,26 @@ def test_a_host_is_lost_and_the_other_goes_on_without_it(tmp_path: Path, undistu
         until(lambda: ready(job, 2), "the first launcher can replace its ranks", START)
         (directory / f"go-{GATES[2]}").touch()
         until(lambda: entered(directory, 1)[-1:] == [(8, 2)], "the killed rank is replaced", START)
+        (directory / "grow").write_text(back)
         hosts["hb"].power_on()
         job.start("hb")
+        if back != "die":  # those that are there wait at a gate, and see the order behind it
+            until(lambda: GROWN in job.launchers["ha"].output, "the host is taken in", START)
+            (directory / f"go-{GATES[3]}").touch()
         until(lambda: entered(directory, 3)[-1:] == [(10, 4)], "the job has all of its ranks again", START)
         (directory / f"go-{GATES[3]}").touch()
         assert job.codes(START + 200) == {"ha": 0, "hb": 0}, job.output
     assert len(read_log(log)) == 1, job.output
-    first, second, third = incidents(directory)
+    first, second, third, *more = incidents(directory)
     assert (first.rung, first.ending, first.steps_lost) == ("shrink", "in_place", 0), job.output
     assert any("launchers of other hosts cannot be reached" in note for note in first.notes)
     assert (second.rung, second.ending, second.steps_lost) == ("replace", "in_place", 0), job.output
-    assert (third.rung, third.ending, third.step_saved, third.steps_lost) == ("", "saved", 10, 0), job.output
+    told = [(one.rung, one.ending, one.step_saved, one.steps_lost) for one in (third, *more)]
+    assert told == [*[("grow", "in_place", 10, 0)] * (back != "die"), *[("", "saved", 10, 0)] * back.startswith("die")]
+    stays = pids(directory, 1)[-2] == pids(directory, 1)[-1]
+    assert (len({*pids(directory, 0)}), stays) == ((2, False) if back.startswith("die") else (1, True))
+    if back == "die":
+        assert "this host is not taken in without a restart: its process has ended (exited with code 5)" in job.output
     check_samples(directory, undisturbed)
     assert differences(undisturbed / "final.pt", directory / "final.pt") == []
 

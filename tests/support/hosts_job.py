@@ -32,6 +32,7 @@ class HostsJob:
     Args:
         script: a Python file and its arguments.
         options: of the launcher; python: its interpreter, by default that of Lightning jobs.
+        nnodes: instead of the number of hosts; then the launcher is torchrun's own.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class HostsJob:
         ranks: int = 1,
         options: Sequence[str] = ("--rdzv-conf", "join_timeout=60"),
         python: str = "",
+        nnodes: str = "",
         **variables: str,
     ) -> None:
         self.hosts = hosts
-        nodes = ["--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+        launcher = ["torch.distributed.run"] if nnodes else ["lastgasp", "run"]
+        nodes = ["--nnodes", nnodes or str(len(hosts)), "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         where = ["--rdzv-id", "job", "--rdzv-endpoint", f"{endpoint}:29400", *options]
-        self._command = [python or lean.python(), "-m", "lastgasp", "run", *nodes, *where, *map(str, script)]
+        self._command = [python or lean.python(), "-m", *launcher, *nodes, *where, *map(str, script)]
         paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
         self._variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "LASTGASP_TOKEN": uuid.uuid4().hex} | variables
         self.launchers: dict[str, Started] = {}

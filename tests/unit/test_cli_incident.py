@@ -90,6 +90,15 @@ def test_a_recovery_in_place_is_shown_with_its_rung(tmp_path: Path) -> None:
     assert (tmp_path / "incidents/0001.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_ranks_that_are_taken_in_are_no_fault(tmp_path: Path) -> None:
+    phases = msgspec.structs.replace(in_place().phases, fault=None, detected=EPOCH)
+    done = run(write(tmp_path, msgspec.structs.replace(in_place(), rung="grow", faults=[], phases=phases)))
+    assert done.exit_code == 0, done.output
+    told = "ranks that were missing were taken in: step 33 held in memory, 0 steps lost, done in place (grow)"
+    assert told in done.output
+    assert (tmp_path / "incidents/0001.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_picture_says_the_rung_or_why_there_was_none() -> None:
     assert rung(in_place()) == "in place: replace"
     assert rung(msgspec.structs.replace(record(), not_in_place="recovery=restart")) == "not in place: recovery=restart"

@@ -96,6 +96,18 @@ def test_new_processes_get_the_seats_of_those_that_are_missing(launcher: Callabl
     assert one.growth.look("") == (), "nobody is missing any more"
 
 
+def test_an_order_for_others_or_for_who_is_gone_changes_numbers_alone(launcher: Callable[..., Launcher]) -> None:
+    one = launcher(3)
+    grown = Again(incarnation=2, step=9, source=0, takers=(), lost=(), port=1, members=(0, 1, 2, NEW))
+    until(lambda: one.growth.look("") != (), "it is ready")
+    one.growth.look("not now")
+    one.growth.agreed(grown)
+    assert (one.workers[3].global_rank, one.context.subprocess_handlers) == (MISSING, {})
+    one.growth.agreed(msgspec.structs.replace(grown, members=(0, 1, 2, 3, NEW, NEW)))
+    one.growth.agreed(msgspec.structs.replace(grown, members=(0, 1, 2, 3, 5), lost=(4,)))
+    assert len(one.growth._seats) == 5
+
+
 @pytest.mark.parametrize("trouble", ["ends", "other code", "refused", "late", "changed"])
 def test_who_cannot_be_taken_in_is_ended_and_not_tried_again(
     trouble: str, launcher: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -96,6 +96,15 @@ def test_the_start_line_says_from_what() -> None:
     )
 
 
+def test_ranks_that_are_taken_in_are_no_fault() -> None:
+    phases = Phases(detected=1_000_000_000, first_step=2_000_000_000)
+    record = incident(ending="in_place", rung="grow", step_saved=8, steps_lost=0, phases=phases)
+    assert event(record) == "step 8 is held in memory; ranks that were missing are taken in, all other processes stay"
+    tally = Tally()
+    tally.went_on(record)
+    assert tally.summary("done") == "done at step 0; 0 faults survived"
+
+
 def test_a_fault_is_survived_once_a_step_was_completed_after_it() -> None:
     tally, record = Tally(), incident(fault("killed"), phases=Phases(fault=1_000_000_000))
     tally.reached(33)

@@ -19,7 +19,7 @@ from .again import Again
 from .imported import libraries, origin
 
 JOINS = "LASTGASP_JOINS"
-"""Set by lastgasp alone, for such a process: from where it reads its order, and where it writes to."""
+"""Set by lastgasp alone, for such processes: by local rank from where it reads its order, and where it writes to."""
 CODE = "LASTGASP_CODE"
 """Set by lastgasp alone, for ranks that others may join later: the file in which one of them says what code it runs."""
 Code = dict[str, str]
@@ -78,8 +78,9 @@ def order_when_taken_in() -> Again | None:
     Raises:
         SystemExit: there is no place for this process any more.
     """
-    paths = os.environ.pop(JOINS, "").split()
-    if not paths:
+    rows = [row.split() for row in os.environ.pop(JOINS, "").split(";")]
+    paths = next((row[1:] for row in rows if row and (len(rows) == 1 or row[0] == os.environ.get("LOCAL_RANK"))), None)
+    if paths is None:
         return None
     try:
         with open(paths[0], "rb") as orders, open(paths[1], "wb", buffering=0) as words:

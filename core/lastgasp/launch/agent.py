@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
 from lastgasp import _clock, exitcodes
+from lastgasp.gasp.joining import JOINS
 from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
@@ -30,8 +31,9 @@ from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.fewer import asked, least_ranks
 from lastgasp.launch.forward import Forwarder
-from lastgasp.launch.growth import MISSING, CodeFile
-from lastgasp.launch.in_place import GoesOn, InPlace, until_it_goes_on
+from lastgasp.launch.growth import MISSING, CodeFile, Newcomer, joins
+from lastgasp.launch.guest import Guest, invited
+from lastgasp.launch.in_place import GivenUp, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
@@ -71,6 +73,7 @@ class GaspAgent(LocalElasticAgent):
         self._stopping = threading.Event()
         self._warm, self._code = Warm(), CodeFile()
         self._in_place: InPlace | None = None
+        self._guest: Guest | None = None
         self._warm.why = self._warm.why or differs()
         self._outlive_the_store()
 
@@ -86,8 +89,14 @@ class GaspAgent(LocalElasticAgent):
             self._in_place.close()
         handler = worker_group.spec.rdzv_handler
         waiting = Waiting(handler, self._hosts, lambda: self._attempts.last_word.safe)
-        with waiting if self._is_ours() and not is_alone(handler) else nullcontext():
-            super()._rendezvous(worker_group)
+        first = self._in_place is None
+        self._guest = invited(worker_group.spec) if first and not is_alone(handler) else None
+        if self._guest is not None:
+            self._guest.take_place(worker_group, worker_group.spec)
+            self._store = worker_group.store
+        else:
+            with waiting if self._is_ours() and not is_alone(handler) else nullcontext():
+                super()._rendezvous(worker_group)
         self._hosts = hosts_in(handler)
 
     def _assign_worker_ranks(self, store: Any, rank: int, size: int, spec: WorkerSpec) -> list[Worker]:
@@ -115,13 +124,20 @@ class GaspAgent(LocalElasticAgent):
         self._stopping.clear()
         least = least_ranks(self._asked, rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
         own = {orphans.MARK: self._mark} | self._warm.begin() | self._code.begin(least > 0)
+        pipes = {} if self._guest is None else {n: Newcomer.pipes() for n in range(len(worker_group.workers))}
+        if pipes:
+            own[JOINS] = ";".join(joins(local, theirs) for local, (_, _, theirs) in pipes.items())
         os.environ.update(self._attempt.environment | own)
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
+        os.environ.pop(JOINS, None)
         self._attempt.report_start(str(self._warm.start))
         self._in_place = InPlace(
-            self._attempt, worker_group, self._pcontext, self._warm, least, code=self._code
+            self._attempt, worker_group, self._pcontext, self._warm, max(least, bool(pipes)), code=self._code
         )
+        if isinstance(self._pcontext, SubprocessContext) and pipes:
+            handlers = self._pcontext.subprocess_handlers
+            self._in_place.come({local: Newcomer(handlers[local], *found) for local, found in pipes.items()})
         self._hold_before_closing(worker_group)
         return started
 
@@ -200,6 +216,9 @@ class GaspAgent(LocalElasticAgent):
         return running <= left
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._guest is not None:
+            self._wait_as_guest(self._guest, worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
         # Under plain torchrun, unprotected ranks leave torchrun's own rule as it is.
         used = self._in_use() or (ours() and self._attempt is not None and self._attempt.joined())
         result: RunResult = super()._monitor_workers(worker_group)
@@ -210,6 +229,16 @@ class GaspAgent(LocalElasticAgent):
             self._warm.look(ranks)
             self._in_place.look()
         return result
+
+    def _wait_as_guest(self, guest: Guest, worker_group: WorkerGroup) -> None:
+        """The ranks of this host, which has come back, wait to be taken in; else it joins the rendezvous, as ever."""
+        assert self._in_place is not None
+        try:
+            if self._in_place.taken_in(guest):
+                self._guest = None
+        except (GivenUp, DistError, RuntimeError) as error:
+            log.warning("this host is not taken in without a restart: %s", _line(error))
+            self._restart_workers(worker_group)
 
     def _hold(self, worker_group: WorkerGroup) -> bool:
         """Keep torchrun's SIGTERM back until the survivors have saved and exited, or a deadline has passed.

@@ -21,6 +21,7 @@ from lastgasp import _clock
 from lastgasp.gasp.again import NEW, Again
 from lastgasp.gasp.joining import CODE, JOINS, Code, different
 from lastgasp.gasp.process_monitor import describe_exit
+from lastgasp.launch.guest import Guest, Host
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
 from lastgasp.launch.warm_torch import replacement
@@ -75,6 +76,12 @@ class Newcomer:
     code: Code | None = None
     _said: bytes = b""
 
+    @staticmethod
+    def pipes() -> tuple[int, int, tuple[int, int]]:
+        """`orders`, `words` and `theirs` of a process that is to be started."""
+        (reads, orders), (words, writes) = (os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
+        return orders, words, (reads, writes)
+
     def trouble(self, ours: Code) -> str:
         """Why it cannot be taken in any more; empty where it can, or is not ready yet. Does not wait."""
         if (exit_code := self.handler.proc.poll()) is not None:
@@ -119,18 +126,28 @@ class Newcomer:
             os.close(number)
 
 
+def joins(local: int, theirs: tuple[int, int]) -> str:
+    """What the process of that local rank finds in `JOINS`."""
+    return " ".join((str(local), *(f"/proc/{os.getpid()}/fd/{number}" for number in theirs)))
+
+
 class Growth:
-    """One per attempt; all of it is called on the launcher's main thread, and waits for nobody.
+    """One per attempt; all of it is called on the launcher's main thread, and waits for nobody but the job's store.
 
     Args:
         group: the workers of this host; context: their processes.
         code: what the ranks that are there run.
+
+    Attributes:
+        host: invites the launchers of lost hosts; None where there are no others, or another launcher does.
     """
 
     def __init__(self, group: WorkerGroup, context: Any, warm: Warm, code: CodeFile) -> None:
+        self.host: Host | None = None
         self._group, self._context, self._warm, self._code = group, context, warm, code
         self._home = {local: worker.global_rank for local, worker in enumerate(group.workers)}
-        self._seats: list[int] = list(range(group.workers[0].world_size if group.workers else 0))
+        self._size: int = group.workers[0].world_size if group.workers else 0
+        self._seats = list(range(self._size))
         self._planned: dict[tuple[int, ...], list[int]] = {}
         self._coming: dict[int, Newcomer] = {}
         self._hopeless: set[int] = set()
@@ -156,25 +173,64 @@ class Growth:
             if why := refused or newcomer.trouble(self._code.said):
                 self._give_up(local, why)
         ready = [self._home[local] for local, newcomer in self._coming.items() if newcomer.code is not None]
-        if not ready or len(ready) < len(self._coming):
+        if len(ready) < len(self._coming):
+            return ()
+        ready += self._guests(refused)
+        if not ready:
             return ()
         filled = sorted([*self._seats, *ready])
         members = tuple(NEW if seat in ready else self._seats.index(seat) for seat in filled)
-        self._planned = {members: filled}
+        if self.host is not None and members not in self._planned:
+            self.host.plans(members, filled)
+        self._planned[members] = filled
         return members
 
+    def _guests(self, refused: str) -> list[int]:
+        """The seats of ranks of another host that wait."""
+        if self.host is None:
+            return []
+        if refused:
+            self.host.refuse(refused)
+            return []
+        return self.host.look(self._seats, self._code.said)
+
+    # -- on a host that has come back ---------------------------------------------------------------------
+
+    def came(self, newcomers: dict[int, Newcomer]) -> None:
+        """All ranks of this host are new; from now on they wait to be taken in."""
+        self._coming = newcomers
+        for worker in self._group.workers:
+            worker.global_rank = MISSING
+
+    def wait(self, guest: Guest) -> str:
+        """Why its ranks cannot be taken in; empty where they can, or are not ready yet. Says so when all are."""
+        for newcomer in self._coming.values():
+            if why := newcomer.trouble(guest.code):
+                return why
+        if all(newcomer.code is not None for newcomer in self._coming.values()):
+            guest.ready()
+        return guest.refused()
+
+    def planned(self, guest: Guest, members: tuple[int, ...]) -> bool:
+        """Whether it is these ranks that are taken in so."""
+        plan = guest.plan()
+        if plan is None or plan.members != members:
+            return False
+        self._planned = {members: list(plan.filled)}
+        return True
+
+    # -- any ----------------------------------------------------------------------------------------------
+
     def _start(self, local: int) -> None:
-        pipes = (*os.pipe2(os.O_CLOEXEC), *os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
-        theirs, orders, words = (pipes[0], pipes[3]), pipes[1], pipes[2]
-        paths = " ".join(f"/proc/{os.getpid()}/fd/{number}" for number in theirs)
-        seat, size = self._home[local], str(len(self._home) if self._group.group_world_size == 1 else len(self._seats))
-        more = {JOINS: paths, "RANK": str(seat), "WORLD_SIZE": size}
+        orders, words, theirs = Newcomer.pipes()
+        seat = self._home[local]
+        more = {JOINS: joins(local, theirs), "RANK": str(seat), "WORLD_SIZE": str(self._size)}
         try:
             if why := self._warm.changed:
                 raise NoFork(why)
             handler = replacement(self._warm, self._context, local, more, cold=True)
         except (NoFork, OSError) as error:
-            for number in pipes:
+            for number in (orders, words, *theirs):
                 os.close(number)
             self._hopeless.add(local)
             log.warning("rank %d stays missing: no process can be started for it (%s)", seat, error)
@@ -188,12 +244,18 @@ class Growth:
         log.warning("rank %d stays missing: the new process for it cannot be taken in: %s", self._home[local], why)
 
     def agreed(self, again: Again) -> None:
-        """The ranks have other numbers from now on, and some may have been taken in."""
+        """The ranks have other numbers from now on, and some may have been taken in.
+
+        One that has ended meanwhile is missed by the controller.
+        """
         if NEW not in again.members:
+            self._planned = {}
             self._seats = [self._seats[before] for before in again.members]
             return
-        self._seats = self._planned.pop(again.members, self._seats)
-        seats = {self._home[local]: local for local in self._missing}
+        filled = self._planned.get(again.members)
+        self._planned = {}
+        self._seats = filled or list(range(len(again.members)))  # those that are not planned here are not asked for
+        seats = {self._home[local]: local for local in self._missing if local in self._coming and filled}
         for number, before in enumerate(again.members):
             if before == NEW and (local := seats.get(self._seats[number])) is not None:
                 self._take_in(local, number, again)

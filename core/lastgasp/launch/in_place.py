@@ -14,10 +14,11 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.again import ORDER, Again, Offer
+from lastgasp.gasp.again import NEW, ORDER, Again, Offer
 from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch.attempts import LaunchAttempt
-from lastgasp.launch.growth import MISSING, CodeFile, Growth
+from lastgasp.launch.growth import MISSING, CodeFile, Growth, Newcomer
+from lastgasp.launch.guest import Guest, Host
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
 from lastgasp.launch.warm_torch import replacement
@@ -27,6 +28,10 @@ log = logging.getLogger("lastgasp.launch")
 
 class GoesOn(Exception):
     """Leaves torch's look at its workers: the dead one was replaced, and the others are to be left alone."""
+
+
+class GivenUp(Exception):
+    """The ranks of a host that has come back are not taken in; why is its text."""
 
 
 def until_it_goes_on(poll: Callable[[], Any]) -> Callable[[], Any]:
@@ -59,6 +64,8 @@ class InPlace:
     ) -> None:  # fmt: skip
         self._least = least
         self._growth = Growth(group, context, warm, code) if code is not None and least else None
+        if self._growth is not None and attempt.controller is not None and (group.group_world_size or 1) > 1:
+            self._growth.host = Host(group)
         self._attempt, self._group, self._context, self._warm = attempt, group, context, warm
         self._stores: dict[int, TCPStore] = {}
         self._offered: Offer | None = None
@@ -117,6 +124,28 @@ class InPlace:
         if again.members and again.incarnation > self._done:
             return ()
         return growth.look(controller.not_grown(self._attempt.number))
+
+    def come(self, newcomers: dict[int, Newcomer]) -> None:
+        """This host has come back: its ranks wait to be taken in."""
+        if self._growth is not None:
+            self._growth.came(newcomers)
+
+    def taken_in(self, guest: Guest) -> bool:
+        """Whether the ranks of this host, which has come back, are ranks like all others from now on.
+
+        Raises:
+            GivenUp: they will not be.
+        """
+        growth, again = self._growth, self._agreed()
+        if growth is None or self._attempt.keeper is None:
+            raise GivenUp("the job has no controller")
+        if again is not None and NEW in again.members and growth.planned(guest, again.members):
+            self._done = again.incarnation
+            self._number(again)
+            return True
+        if why := growth.wait(guest):
+            raise GivenUp(why)
+        return False
 
     def close(self) -> None:
         """The ranks of the attempt are to end, or have; idempotent."""

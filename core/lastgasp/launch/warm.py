@@ -135,11 +135,6 @@ class Warm:
             return f"there is no warm process ({self.why or self._lost or 'it is not ready yet'})"
         return ""
 
-    @property
-    def may_come(self) -> bool:
-        """None can be forked now, but soon."""
-        return bool(self.cannot_fork) and not self.why
-
     def close(self) -> None:
         """End the process; idempotent. Its ranks are not harmed."""
         if self._process is not None:
