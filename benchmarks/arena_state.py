@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import mmap
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -127,11 +128,25 @@ class Bench:
         with verified(self.arena.fd, self.arena.identity, 1) as payload:
             fill(Payload(payload).shards, self.models, self.optimizers, rank=0, world_size=1)
 
+    def ready_from_arena(self) -> None:
+        """The same, and the arena goes on with that memory."""
+        self.from_arena()
+        successor = Arena()
+        successor.adopt(os.dup(self.arena.fd), self.arena.identity, 1)
+        successor.close()
+
     def from_files(self) -> None:
         """The same from a checkpoint: what a restart does without arenas."""
         verdict = verify(self.saved, LAYOUT)
         assert verdict.ok, verdict.reasons
         load(self.saved, self.models, self.optimizers)
+
+    def ready_from_files(self) -> None:
+        """The same, and there is an arena for the next copy."""
+        self.from_files()
+        arena = Arena()
+        arena.reserve(self.size)
+        arena.close()
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """All of it; what is compared takes turns."""
@@ -150,10 +165,13 @@ class Bench:
             name: partial(self._saved, write) for name, write in saves.items()
         } | {"dcp save": self.dcp_save, "dcp async_save": self.dcp_async}
         found |= interleave(variants, rounds)
+        self.from_files()  # O_DIRECT has left nothing of them in memory
         found |= interleave(
             {"from arena": partial(timed, self.from_arena), "from files, warm": partial(timed, self.from_files),
-             "from files, cold": cold(self.from_files)}, rounds,
+             "ready from arena": partial(timed, self.ready_from_arena),
+             "ready from files, warm": partial(timed, self.ready_from_files)}, rounds,
         )  # fmt: skip
+        found |= interleave({"from files, cold": cold(self.from_files)}, rounds)
         return found
 
     def _saved(self, write: Callable[[Staged], bytes]) -> float:
