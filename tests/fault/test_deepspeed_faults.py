@@ -19,6 +19,7 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support.matrix import LIMIT, STEP, Case, References, check_saved, first_incident, run_case, undisturbed
+from support.together import killed_together
 
 pytest.importorskip("deepspeed", reason="pip install --no-deps deepspeed==0.19.8, see docs/sharded.md#deepspeed")
 SCRIPT = Path(__file__).parents[1] / "support" / "train_deepspeed.py"
@@ -104,6 +105,19 @@ def check(case: EngineCase, folder: Path, reference: Reference) -> None:
         assert FROM_ARENAS.format(case.victim) in first_incident(folder / "ckpts").notes or case.moment == "update"
         (saved,) = (folder / "ckpts").glob("gasp-*.zero")
         deepspeed_reads(case, folder, saved)
+
+
+@pytest.mark.full
+def test_all_ranks_at_once_cost_the_steps_since_the_checkpoint(tmp_path: Path, reference: Reference) -> None:
+    """Nobody is left to save, and an engine does not begin with arenas: a note says so, and the result is the same."""
+    case, fired = EngineCase("killed-together", "data", "all", "run", 2, 2), tmp_path / "fired"
+    faults = f"kind=sigstop,rank=all,step={STEP},phase=data"
+    with killed_together(fired, case.world):
+        done = run_case(case, tmp_path, {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(fired)})
+    assert done.returncode == 0, done.output[-4000:]
+    assert f"step {STEP} was left in arenas" in done.output and "from files alone" in done.output, done.output[-4000:]
+    assert "step=00000004.zero: step 4" in done.output, done.output[-4000:]
+    assert differences(reference[case.key], tmp_path / "final.pt") == [], done.output[-4000:]
 
 
 def deepspeed_reads(case: EngineCase, folder: Path, saved: Path) -> None:

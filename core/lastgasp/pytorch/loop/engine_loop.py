@@ -9,6 +9,7 @@ import msgspec
 from torch import Tensor
 
 from lastgasp.adapter.selection import CheckpointSelector
+from lastgasp.arena_taking import left_by_all
 from lastgasp.checkpoint import Staged
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout, Wanted
@@ -21,6 +22,8 @@ from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import Groups
 from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_parts import bring, described
+
+_FILES = "a DeepSpeed engine is filled from files alone"
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -73,8 +76,9 @@ class EngineLoop(ShardedLoop):
         self.describe(parts)
 
     def begin_with(self, selector: CheckpointSelector) -> bool:
-        """An engine is filled from files alone."""
-        self.life.session.drop_left()
+        """An engine is filled from files alone: where something newer was left in arenas, a note says what it costs."""
+        with left_by_all(self.life.session, lambda payload: _FILES):
+            pass
         return False
 
     def more(self, kept: Snapshot) -> bytes:
