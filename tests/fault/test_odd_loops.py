@@ -35,6 +35,15 @@ def test_what_a_checkpoint_lacks_is_noted(what: str, tmp_path: Path) -> None:
     assert text in done.output
 
 
+@pytest.mark.full
+def test_layers_that_lightning_unfreezes_under_ddp_are_noted(tmp_path: Path) -> None:
+    done = finish(run(SUPPORT / "train_finetuning.py", tmp_path / "d"), tmp_path)
+    assert done.returncode == 0, done.output[-4000:]
+    [incident] = incidents(tmp_path / "d")
+    assert incident.ending == "gave_up", incident
+    assert [note for note in incident.notes if "2 parameters are trained that were frozen when DDP was made" in note]
+
+
 @pytest.mark.parametrize("what", ["prints", pytest.param("reports", marks=pytest.mark.full)])
 def test_a_job_whose_output_nobody_reads_is_not_restarted(what: str, tmp_path: Path) -> None:
     """As `job | head` leaves it; a training that had ended is no fault, and one that had not is saved."""

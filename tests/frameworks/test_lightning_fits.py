@@ -9,7 +9,7 @@ import lightning as L
 import msgspec
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, ModelPruning
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -95,6 +95,17 @@ def test_settings_that_the_script_has_changed_are_named(broken_off: Job, caplog:
     broken_off.restart()
     assert fit(broken_off.make(max_epochs=3), Small(lr=0.5))
     assert caplog.text.count("lr of optimizer is 0.02 (the script: 0.5)") == 1
+
+
+def test_masks_of_pruned_weights_are_noted_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning makes pruning permanent in its checkpoints, and prunes anew at the end of the next epoch."""
+    job = Job(tmp_path)
+    for strike, noted in ((8, 0), (None, 1)):
+        model = Small()
+        prune = ModelPruning("l1_unstructured", parameters_to_prune=[(model.net[0], "weight")], amount=0.3)
+        assert fit(job.make(prune, strike=strike), model) is (strike is None)
+        job.restart()
+        assert caplog.text.count("the masks of ModelPruning are in no checkpoint") == noted
 
 
 def test_a_sweep_in_another_order_does_not_resume_another_trial(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
+from lastgasp.pytorch.loop.outside import Unreduced
 from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
 from lastgasp.pytorch.loop.record import buffers_of
@@ -77,6 +78,7 @@ __all__ = [
     "Step",
     "StepRanges",
     "TorchState",
+    "Unreduced",
     "as_tensor",
     "at_first_bytes",
     "buffers_of",

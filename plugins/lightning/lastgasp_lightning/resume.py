@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,6 +134,9 @@ class Resume:
             ddp.require_forward_param_sync = False  # else its first forward pass gives all ranks those of rank 0
         if self._aux is not None:
             restore_aux(self._aux, self._state._devices(), with_averages(trainer))
+        if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
+            self._note("the masks of ModelPruning are in no checkpoint of Lightning's: weights that were pruned are "
+                       "trained until it prunes again, so the result differs")  # fmt: skip
         self._aux, self._record = None, {}
         self._state.resumed()
         if trainer._logger_connector._first_loop_iter is not None:

@@ -19,7 +19,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
-from lastgasp.adapter.torch import WORKERS, GaspSource, process_groups, save_verified
+from lastgasp.adapter.torch import WORKERS, GaspSource, Unreduced, process_groups, save_verified
 from lastgasp_lightning.again import LightningAgain, entry_of, gasp_path, keep_sigterm, tell_others
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
@@ -159,6 +159,7 @@ class LightningRun(Training):
         if self._again_here.enters:
             self._again_here.ready()
         self.mark_step = partial(self._first_step, self.mark_step)
+        self._unreduced = Unreduced([strategy.model], life.compare_again, self.session.note)
         life.bind(self)
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if reason := self.state.position.inexact:
@@ -181,6 +182,9 @@ class LightningRun(Training):
         """A step is complete and captured."""
         self.session.step_completed(step)
         self.mark_step(step)
+        snapshot = self.state.snapshot
+        if snapshot is not None:
+            self._unreduced.step_over(snapshot.flags[0])
 
     def _backward(self) -> None:
         """From here on this rank may wait for its peers, and they may make the step without it."""

@@ -109,15 +109,15 @@ class Unreduced:
     """Parameters that are trained, and whose gradients DDP does not average: they were frozen when it was made.
 
     Args:
-        state: the user's.
+        models: those that are trained; of others than DDP's nothing is known.
         compare: have all ranks compare what they hold, and return whether it is the same; all of them call it at the
             end of the same step.
         note: reports what people must know (`Session.note`).
     """
 
-    def __init__(self, state: TorchState, compare: Callable[[], bool], note: Callable[[str], object]) -> None:
+    def __init__(self, models: Iterable[Any], compare: Callable[[], bool], note: Callable[[str], object]) -> None:
         self._compare, self._note = compare, note
-        self._models = [found for model in state.models.values() if (found := ddp_of(model)) is not None]
+        self._models = [found for model in models if (found := ddp_of(model)) is not None]
         self._before, self._missing = b"", 0
 
     def step_over(self, frozen: bytes) -> None:

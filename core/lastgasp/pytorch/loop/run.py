@@ -147,7 +147,7 @@ class Run:
         self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
-        self._unreduced = Unreduced(state, life.compare_again, self.engine.note)
+        self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
