@@ -1,4 +1,4 @@
-"""Lightning's BaseFinetuning under DDP: train_finetuning.py DIRECTORY. Rank 1 kills itself once, in the second epoch."""
+"""Lightning's BaseFinetuning under DDP: train_finetuning.py DIRECTORY. Rank 1 kills itself once, in epoch 2."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Finetuning(BaseFinetuning):
 def main() -> None:
     """Two epochs of five steps."""
     L.seed_everything(1, verbose=False)
-    data = DataLoader(list(torch.randn(20, 4)), batch_size=2)  # type: ignore[arg-type]
+    data: DataLoader[Tensor] = DataLoader(list(torch.randn(20, 4)), batch_size=2)  # type: ignore[arg-type]
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Finetuning(), LastGasp(sys.argv[1])],
