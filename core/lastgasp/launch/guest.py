@@ -3,6 +3,8 @@
 The first node's launcher writes an invitation into the store of the rendezvous' current round. A launcher that comes
 finds it there and does not join the rendezvous, which would make torchrun restart all ranks: it starts its own, says
 when they wait for their order, and the others take them in. Where that fails it joins the rendezvous, as ever.
+
+Built on private names of torch 2.13 (`_state_holder`, `_get_store`); where they differ, nobody accepts an invitation.
 """
 
 from __future__ import annotations
