@@ -167,7 +167,8 @@ def test_a_hook_that_raises_costs_nothing_else(tmp_path: Path, caplog: pytest.Lo
     [
         ({}, "its strategy is SingleDeviceStrategy"),
         ({"devices": 2, "strategy": "ddp"}, "no launcher of lastgasp's"),
-        ({"devices": 2, "strategy": "ddp", "profiler": "simple"}, "a profiler is on (SimpleProfiler)"),
+        ({"devices": 2, "strategy": "ddp", "profiler": "advanced"}, "a profiler is on (AdvancedProfiler)"),
+        ({"devices": 2, "strategy": "ddp", "profiler": "simple"}, ""),
         ({"devices": 2, "strategy": "ddp", "callbacks": [LearningRateFinder()]}, "LearningRateFinder tunes"),
         ({"devices": 2, "strategy": "ddp"}, ""),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,28 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
     OnExceptionCheckpoint,
     RichProgressBar,
     StochasticWeightAveraging,
     Timer,
+    TQDMProgressBar,
 )
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from lastgasp_lightning import LastGasp
-from support.again_faults import note
+from support.again_faults import kill, note
 from support.train_again_lightning import Diary, loggers
 
-SHAPES = ("ema", "swa", "manual", "schedule", "config", "compile", "scaler", "once")
+SHAPES = (
+    "ema", "swa", "manual", "schedule", "config", "compile", "scaler", "once", "common", "prune", "bare"
+)  # fmt: skip
 
 
 class Net(LightningModule):
@@ -108,6 +114,19 @@ class Manual(Net):
         return optimizers, [torch.optim.lr_scheduler.StepLR(one, 4, 0.8) for one in optimizers]
 
 
+class Two(Net):
+    """Validated with two loaders; no schedule."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """One value for each loader."""
+        x, y = batch
+        self.log("error", (self.net(x).float() - y).abs().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """Plain."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 class Data(LightningDataModule):
     """Shuffled, read by a worker that persists."""
 
@@ -140,6 +159,26 @@ class Data(LightningDataModule):
     def val_dataloader(self) -> Any:
         """Four for each rank."""
         return DataLoader(self._data, batch_size=8)
+
+
+class OwnSampler(Data):
+    """Prepared once on each host, with a sampler of its own, and with two loaders for the validation."""
+
+    prepared = 0
+
+    def prepare_data(self) -> None:
+        """As a download."""
+        self.prepared += 1
+
+    def train_dataloader(self) -> Any:
+        """Lightning is told to leave the sampler alone."""
+        assert self.trainer is not None
+        sampler: Any = DistributedSampler(self._data, self._world, self.trainer.global_rank, seed=5)
+        return DataLoader(self._data, batch_size=4, sampler=sampler)
+
+    def val_dataloader(self) -> Any:
+        """All of it on each rank, and a part."""
+        return [DataLoader(self._data, batch_size=8), DataLoader(TensorDataset(*self._data[:9]), batch_size=3)]
 
 
 class Counter(Callback):
@@ -175,12 +214,41 @@ class Once(Callback):
         self.met = True
 
 
+class Body(nn.Sequential):
+    """What torch.compile compiles: frames of torch.nn alone are left as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In turn."""
+        for part in self:
+            x = part(x)
+        return x
+
+
+class Kills(Callback):
+    """The faults of a compiled module: the hooks of the test kit in the model would be in its graphs."""
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Rank 1, and then rank 0."""
+        now = trainer.global_rank, trainer.global_step, os.environ.get("LASTGASP_INCARNATION")
+        if "TEST_KILLS" in os.environ and now in ((1, 6, None), (0, 10, "1")):
+            kill(os.getpid())
+
+
 class Parser:
     """What LightningCLI's callback needs of its parser; the real one is not among what the tests install."""
 
     def save(self, config: Any, path: str, **options: Any) -> None:
         """As a file."""
         Path(path).write_text(f"{config}\n")
+
+
+OTHERS: dict[str, Any] = {
+    "once": lambda: [Once()],
+    "compile": lambda: [Kills()],
+    "prune": lambda: [ModelPruning("l1_unstructured", amount=0.1)],
+    "common": lambda: [TQDMProgressBar(refresh_rate=3), ModelSummary(max_depth=2)],
+}
+"""Callbacks of a shape."""
 
 
 def averages(shape: str, args: argparse.Namespace) -> list[Callback]:
@@ -190,8 +258,8 @@ def averages(shape: str, args: argparse.Namespace) -> list[Callback]:
         return [SaveConfigCallback(parser, parser), RichProgressBar(), OnExceptionCheckpoint(args.dir / "raised")]
     if shape == "scaler":
         return [Counter(), Timer("00:01:00:00", interval="step")]
-    if shape == "once":
-        return [Once()]
+    if shape in OTHERS:
+        return list(OTHERS[shape]())
     if shape == "ema":
         return [EMAWeightAveraging(decay=0.9)]
     if shape == "swa":
@@ -199,8 +267,39 @@ def averages(shape: str, args: argparse.Namespace) -> list[Callback]:
     return [GradientAccumulationScheduler({0: 1, 1: 2})] if shape == "schedule" else []
 
 
+def trainer_of(args: argparse.Namespace, world: int) -> Trainer:
+    """As the shape has it; four epochs."""
+    shape, ours, written = args.shape, LastGasp(args.dir), loggers(args.dir / "logs", args.board)
+    saves = ModelCheckpoint(every_n_train_steps=4, save_last=True, save_top_k=2, monitor="step", mode="max")
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))
+    if shape in ("config", "common"):
+        written.append(CSVLogger(args.dir / "logs/named", name="other"))
+    more: dict[str, Any] = {"plugins": scaled} if shape == "scaler" else {"precision": "bf16-mixed"}
+    if shape == "common":
+        more |= {"use_distributed_sampler": False, "profiler": "simple", "reload_dataloaders_every_n_epochs": 1}
+    unused = shape in ("manual", "common")
+    return Trainer(
+        accelerator="cpu", devices=world, strategy="ddp_find_unused_parameters_true" if unused else "ddp", max_epochs=4,
+        val_check_interval=0.25 if shape == "common" else 0.5,
+        accumulate_grad_batches=2 if shape in ("ema", "swa", "scaler") else 1,
+        log_every_n_steps=1, enable_model_summary=shape == "config", default_root_dir=args.dir,
+        limit_train_batches={"config": 6, "common": 0.75}.get(shape), max_time="00:02:00:00",
+        gradient_clip_val=None if shape == "manual" else 1.0, logger=written,
+        callbacks=[Diary(args, ours), LearningRateMonitor(), *averages(shape, args), saves, ours], **more,
+    )  # fmt: skip
+
+
+def bare(args: argparse.Namespace, world: int) -> Trainer:
+    """Without all that can be left out."""
+    ours = LastGasp(args.dir)
+    return Trainer(
+        barebones=True, accelerator="cpu", devices=world, strategy="ddp", max_epochs=4, default_root_dir=args.dir,
+        callbacks=[Diary(args, ours), ours],
+    )  # fmt: skip
+
+
 def main() -> None:
-    """Four epochs."""
+    """Train it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--shape", required=True, choices=SHAPES)
@@ -211,26 +310,16 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seed_everything(7 + rank, workers=True)
-    manual, ours = args.shape == "manual", LastGasp(args.dir)
-    model = Manual() if manual else Net()
+    model: Net = {"manual": Manual, "common": Two, "bare": Two}.get(args.shape, Net)()
     model.one_schedule, model.measures = args.shape == "swa", args.shape == "config"
-    saves = ModelCheckpoint(every_n_train_steps=4, save_last=True, save_top_k=2, monitor="step", mode="max")
-    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))
-    data, written = Data(world), loggers(args.dir / "logs", args.board)
-    if args.shape == "config":
-        written.append(CSVLogger(args.dir / "logs/named", name="other"))
-    trainer = Trainer(
-        accelerator="cpu", devices=world, strategy="ddp_find_unused_parameters_true" if manual else "ddp", max_epochs=4,
-        val_check_interval=0.5, accumulate_grad_batches=2 if args.shape in ("ema", "swa", "scaler") else 1,
-        log_every_n_steps=1, enable_model_summary=args.shape == "config", default_root_dir=args.dir,
-        limit_train_batches=6 if args.shape == "config" else None, max_time="00:02:00:00",
-        gradient_clip_val=None if manual else 1.0, logger=written,
-        callbacks=[Diary(args, ours), LearningRateMonitor(), *averages(args.shape, args), saves, ours],
-        **({"plugins": scaled} if args.shape == "scaler" else {"precision": "bf16-mixed"}),
-    )  # fmt: skip
+    data = OwnSampler(world) if args.shape == "common" else Data(world)
+    trainer = bare(args, world) if args.shape == "bare" else trainer_of(args, world)
     if args.shape == "compile":  # torch 2.13 fails on self.log; with dynamic shapes bits depend on earlier ones
+        model.net = Body(*model.net)
         model.net.compile(dynamic=False)
     trainer.fit(model, datamodule=data)
+    if args.shape == "compile":
+        assert sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"] > 0
     note(args.dir, f"left {os.getpid()} {trainer.global_step}")
     note(args.dir, "kept " + json.dumps(kept(trainer, data, args.dir), sort_keys=True, default=str))
     if trainer.is_global_zero:

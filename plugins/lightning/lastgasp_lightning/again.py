@@ -23,7 +23,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import distributed_c10d
 
@@ -135,7 +135,7 @@ def cannot(trainer: Any) -> str:
         return "it is not called on the main thread, where signals arrive"
     if type(trainer.fit_loop) is not _FitLoop or type(epoch) is not _TrainingEpochLoop:
         return "its loops are not Lightning's own"
-    if type(trainer.profiler) is not PassThroughProfiler:
+    if type(trainer.profiler) not in (PassThroughProfiler, SimpleProfiler):  # others hold on to what they measure
         return f"a profiler is on ({type(trainer.profiler).__name__})"
     finders = [type(one).__name__ for one in trainer.callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
     return f"{finders[0]} tunes inside of it" if finders else ""
@@ -152,6 +152,16 @@ class LightningAgain(AgainHere):
     """What a `LightningRun` keeps for the next entry, and begins with."""
 
     layout = LAYOUT
+    _names: frozenset[str] | None = None
+
+    def begun(self) -> None:
+        """A new process would have these parameters."""
+        self._names = names_of(self.run.trainer)
+
+    def changed(self) -> str:
+        """Parameters have other names or number (ModelPruning)."""
+        other = sorted(names_of(self.run.trainer) ^ self._names) if self._names is not None else []
+        return f"the module has other parameters than when training began: {', '.join(other[:3])}" if other else ""
 
     def durable(self, step: int) -> int:
         """As in the base; and where training begins with what was left in arenas."""
@@ -183,6 +193,11 @@ class LightningAgain(AgainHere):
         strategy = self.run.trainer.strategy
         wrapped, strategy.model = strategy.model, strategy.lightning_module
         return [wrapped] if wrapped is not strategy.model else []
+
+
+def names_of(trainer: Any) -> frozenset[str]:
+    """Of the module's parameters."""
+    return frozenset(name for name, _ in trainer.lightning_module.named_parameters())
 
 
 def gasp_path(directory: Path, step: int, fit: int) -> Path:

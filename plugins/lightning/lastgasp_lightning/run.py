@@ -125,6 +125,7 @@ class LightningRun(Training):
 
     def set_up(self) -> None:
         """`on_fit_start`: hook the optimizers and the module, where their state is restored already."""
+        self._again_here.begun()
         if self.shards is None:
             self._hook()
         else:

@@ -69,7 +69,7 @@ class AgainHere:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             status.ends = outside
             status.elastic, status.cut_off = self.elastic(), cut_hosts
-            status.cannot_again, run.life.before_again, self._bytes = self._no_room, self.keep, -1
+            status.cannot_again, run.life.before_again, self._bytes = self._cannot_here, self.keep, -1
             entry.objects = entry.objects or self.objects()
 
     def _led(self) -> None:
@@ -111,7 +111,7 @@ class AgainHere:
         """Why the training cannot be entered again at this moment; empty if it can."""
         if self._memory is not None or self._held is not None:
             return NO_STEP
-        return self._no_room()
+        return self._cannot_here()
 
     def present(self) -> frozenset[str] | None:
         """The manifests that were there when training began."""
@@ -147,6 +147,10 @@ class AgainHere:
     def nbytes(self) -> int:
         """Bytes of the tensors that a copy of the state takes; asked for once, when optimizers have made theirs."""
         raise NotImplementedError
+
+    def changed(self) -> str:
+        """What has become of the training's objects, so that an entry cannot begin with them; empty if nothing has."""
+        return ""
 
     # -- a start ------------------------------------------------------------------------------------------
 
@@ -227,6 +231,9 @@ class AgainHere:
             alone=alone,
         )
         run.entry.keep(held)
+
+    def _cannot_here(self) -> str:
+        return self.changed() or self._no_room()
 
     def _no_room(self) -> str:
         """Why no copies of the state can be made, or empty. For all ranks of this host: they make theirs at once."""
