@@ -64,6 +64,23 @@ def test_a_learning_rate_that_was_changed_since_is_named(tmp_path: Path, caplog:
     assert next(iter(state.optimizers.values())).param_groups[0]["lr"] == 0.1
 
 
+def test_another_job_in_the_same_directory_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script started twice: both would remove and resume what the other saves."""
+    program = "import sys; from pathlib import Path; from lastgasp.adapter.alone import claim\n"
+    program += "print(claim(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with Session.open(tmp_path, state=(state := tiny()), every=1) as session:
+            step(session, state)
+        assert f"another job trains in {tmp_path} at this moment (process {other.pid})" in caplog.text
+        other.communicate(timeout=60)
+    caplog.clear()
+    with Session.open(tmp_path, state=(state := tiny()), every=1) as session:
+        step(session, state)
+    assert "another job" not in caplog.text
+
+
 def test_optimizers_that_the_state_lacks_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that replaces the state's makes steps as that one did; one of a forgotten model is a part of the training."""
     known, forgotten, passing = tiny(), nn.Linear(4, 1), nn.Linear(4, 1)

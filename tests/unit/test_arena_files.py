@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,16 @@ from lastgasp.gasp.arena_files import BadArena, read, save
 from lastgasp.ports import Wanted
 
 STEP, SIZE = 3, 5000
+_open: list[Arena] = []
+"""Arenas of the test that runs."""
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Nothing is left of them."""
+    yield
+    while _open:
+        _open.pop().close()
 
 
 class Source:
@@ -25,6 +36,7 @@ class Source:
 
     def __init__(self, behaviour: Any) -> None:
         self.arena = Arena(rank=1)
+        _open.append(self.arena)
         self.arena.reserve(SIZE)
         self.arena.copy(STEP, [bytes(SIZE)])
         self.behaviour, self.discarded = behaviour, list[Any]()

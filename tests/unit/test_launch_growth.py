@@ -160,6 +160,7 @@ def test_code_is_the_same_where_all_that_both_have_is(theirs: dict[str, str], sa
 def test_a_rank_says_what_it_runs_once_and_only_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     code = CodeFile()
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of xdist has none
     monkeypatch.setenv(CODE, code.begin(False)[CODE])
     tell_code()
     assert code.said == {}

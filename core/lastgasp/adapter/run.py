@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lastgasp import _clock
+from lastgasp.adapter.alone import claim
 from lastgasp.backends import BackendChoice, choose_backend
 from lastgasp.config import GaspConfig, check_writable
 from lastgasp.deferred_source import DeferredSource
@@ -186,6 +187,7 @@ class AdapterRun:
             Whether all replicas hold the same; ranks that do not are nobody's replicas from here on.
         """
         assert self._training is not None, "bind() comes before begin()"
+        self._alone()
         self.session.register(device, self.framework.versions)
         self.alike = self.session.compare_replicas(self._training.digests, self.alike_before)
         self.session.status.entered = True
@@ -194,6 +196,17 @@ class AdapterRun:
             self.session.take_sigterm(users_handler)
         self.begun = True
         return self.alike
+
+    def _alone(self) -> None:
+        if self.place.rank:
+            return
+        holder, release = claim(self.config.directory)
+        self.on_close(release, last=True)
+        if holder and not self.place.restarted:  # later it may be a rank of this job that has not quite ended
+            self.session.note(
+                f"another job trains in {self.config.directory} at this moment ({holder}): each of the two removes and "
+                "resumes what the other saves. End one of them, or give each a directory of its own"
+            )
 
     def compare_again(self) -> bool:
         """Ranks that were alike may not be so any more: compare them once more. All ranks call it together.
