@@ -124,6 +124,7 @@ def test_shards_at_different_steps_are_no_step() -> None:
     decision = decide((view(0, 5), view(1, 6)), ((0,), (1,)), 0)
     assert isinstance(decision, GiveUp)
     assert "not at one common step: shard 0 at [5], shard 1 at [6]" in decision.reason
+    assert {one.why for one in decision.unused} == {"it holds its part, but no step was saved"}
 
 
 def test_a_rank_that_never_joined_is_named() -> None:

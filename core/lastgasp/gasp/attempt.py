@@ -19,7 +19,7 @@ from . import messages as m
 from .actions import RecordPhase
 from .again import Again, Offer
 from .auxiliary import NoBuffers, RankBuffers
-from .decision import NOT_NEEDED, SavePlan
+from .decision import NO_SAVE, NOT_NEEDED, SavePlan
 from .groups import unpack
 from .ladder import ENTER, Ladder
 from .machine import Machine
@@ -327,7 +327,7 @@ def holder_notes(out: Outcome) -> list[str]:
 
 
 def _with_a_reason(unused: Iterable[Unused]) -> list[Unused]:
-    return [one for one in unused if one.why != NOT_NEEDED]
+    return [one for one in unused if one.why not in (NOT_NEEDED, NO_SAVE)]
 
 
 def record_path(incident: Incident, directory: Path) -> Path:

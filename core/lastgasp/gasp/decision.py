@@ -12,6 +12,7 @@ from lastgasp.events import Unused
 from lastgasp.topology import ReplicaGroups
 
 NOT_NEEDED = "not needed: another holder saves"
+NO_SAVE = "it holds its part, but no step was saved"
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -130,7 +131,8 @@ def _order(view: RankView, step: int) -> tuple[bool, bool, int]:
 
 def unused(views: tuple[RankView, ...], savers: frozenset[int]) -> tuple[Unused, ...]:
     """The ranks that do not save, and why, by rank."""
-    found = [Unused(rank=v.rank, why=v.why or NOT_NEEDED) for v in views if v.rank not in savers]
+    idle = NOT_NEEDED if savers else NO_SAVE
+    found = [Unused(rank=v.rank, why=v.why or idle) for v in views if v.rank not in savers]
     found.sort(key=attrgetter("rank"))
     return tuple(found)
 
