@@ -24,6 +24,8 @@ NAMES = (
 """In the order of the tables."""
 HEADLINES = (
     ("detect", "SIGKILL of a rank -> first save call in a survivor", "from the kill of a rank until a survivor saves"),
+    ("in_place", "SIGKILL of rank 0 -> next completed step: in place",
+     "from that kill until the next step is done, in place"),
     ("restart", "lastgasp run: steps to do again", "steps that are done again after the restart"),
     ("checkpoint", "save 1 GB: verified / torch.save", "save 1 GB with digests, as a multiple of `torch.save` + fsync"),
     ("megatron", "wall: lastgasp adds to it", "what lastgasp adds to a Megatron iteration"),

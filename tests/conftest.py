@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.failures import note_failures
 from support.mindspore.importable import make_importable
 from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
 from support.shares import shares
@@ -34,6 +35,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    note_failures(config)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -69,6 +69,14 @@ class Fits:
         last = self._last.get(directory)
         return last.number if last is not None and last.ended and not last.durable else None
 
+    def not_kept(self) -> str:
+        """What to say where another fit begins while a restart would have to train (part of) a finished one again."""
+        found = [f"{where} (fit {n.number})" for where, n in self._last.items() if n.ended and not n.durable]
+        if not found:
+            return ""
+        return ("the last step of an earlier training of this script is in no checkpoint, and a restart from here on "
+                f"trains it again: {', '.join(found)}")  # fmt: skip
+
     def resumed_unnumbered(self, directory: Path, path: Path) -> None:
         """Record that the newest fit resumed from a checkpoint without a fit number."""
         self._last[directory].unnumbered = path

@@ -50,6 +50,10 @@ ELSEWHERE = {
 CODE_ELSEWHERE = {
     "from lastgasp_transformers import LastGasp": "tests/e2e/test_transformers_example.py::test_what_is_shown_runs",
     "from torch.distributed.fsdp import fully_shard": "tests/fault/test_sharded_faults.py::test_sharded_covering",
+    "from torch.distributed.optim import ZeroRedundancyOptimizer": "tests/fault/test_zero_faults.py::test_zero",
+    "from torch.distributed.checkpoint.format_utils import": (
+        "tests/fault/test_zero_faults.py::test_without_lastgasp"
+    ),
     "import deepspeed": "tests/fault/test_deepspeed_faults.py::test_deepspeed_covering",  # where it is installed
     "from lightning.pytorch import LightningModule, Trainer\nfrom lightning.pytorch.callbacks import ModelCheckpoint\n"
     "from lightning.pytorch.strategies import ModelParallelStrategy": (

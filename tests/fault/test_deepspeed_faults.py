@@ -108,6 +108,21 @@ def check(case: EngineCase, folder: Path, reference: Reference) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("shape", "batch", "rank"), [("accumulated", 2 * STEP + 1, 1), ("quarters", 4 * STEP + 2, 0)])
+def test_killed_in_the_middle_of_an_accumulation(
+    stage: int, shape: str, batch: int, rank: int, tmp_path: Path, reference: Reference
+) -> None:
+    """The batches of the next step that were drawn already are drawn again, and count from its beginning."""
+    case = EngineCase("sigkill", "backward", ("first", "last")[rank], "run", 2, stage, shape)
+    command = [*case.command(tmp_path / "ckpts", tmp_path / "final.pt"), "--die", f"{rank}:{batch}"]
+    done = run_job(command, tmp_path / "log", timeout=LIMIT)
+    assert done.returncode == 0, done.output[-4000:]
+    check_saved(case, tmp_path / "ckpts", done, LAYOUT, "step=00000004.zero")
+    assert differences(reference[case.key], tmp_path / "final.pt") == [], done.output[-4000:]
+
+
+@pytest.mark.full
 def test_all_ranks_at_once_cost_the_steps_since_the_checkpoint(tmp_path: Path, reference: Reference) -> None:
     """Nobody is left to save, and an engine does not begin with arenas: a note says so, and the result is the same."""
     case, fired = EngineCase("killed-together", "data", "all", "run", 2, 2), tmp_path / "fired"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from support.launchers import (
 )
 
 WORKER = SUPPORT / "train_again_lightning.py"
+VALUES = SUPPORT / "train_values_lightning.py"
 READY = "a restart will fork its ranks from a warm process"
 STEPS = "14"
 SHAPES = ("ema", "swa", "manual", "schedule", "config", "compile", "scaler", "common", "bare")
@@ -328,3 +330,48 @@ def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, undisturbe
     assert finish(job(run, 2, directory), tmp_path, **variables).ok
     assert [begun for _, begun in lines(directory, 0, "entered")] == ["0", "8"]
     check_same(directory, undisturbed(2))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_values(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same of the job whose module and callbacks keep plain values."""
+    return undisturbed_jobs(tmp_path_factory, lambda folder, ranks: torchrun(VALUES, folder, ranks=ranks), "")
+
+
+def values(directory: Path, rank: int, what: str = "values") -> Any:
+    """What a rank has noted at its end."""
+    [line] = lines(directory, rank, what)
+    return json.loads(" ".join(line))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "replaced"),
+    [
+        pytest.param("kind=sigkill,rank=1,step=8,phase=backward", 1, id="killed"),
+        pytest.param("kind=sigkill,rank=0,step=36,phase=forward", 0, id="killed, long list"),
+        pytest.param("kind=sigkill,rank=1,step=40,phase=backward", 1, id="killed behind the end of the epoch"),
+        pytest.param("kind=exception,rank=0,step=8,phase=backward", None, id="raises"),
+    ],
+)
+def test_each_step_counts_once_in_what_users_keep(
+    fault: str, replaced: int | None, tmp_path: Path, undisturbed_values: Any
+) -> None:
+    directory, step = tmp_path / "d", fault.split("step=")[1].partition(",")[0]
+    with disturbed(tmp_path, run(VALUES, directory, ranks=2), fault, LASTGASP_RECOVERY="auto") as started:
+        pass
+    [incident] = incidents(directory)
+    where = started.output[-6000:]
+    rung = "retry" if replaced is None else "replace"
+    assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", rung, 0), where
+    told = [note for note in incident.notes if "has another rank's values: Net.training_step_outputs" in note]
+    assert len(told) == len(incident.notes) == (replaced is not None), incident.notes
+    expected = undisturbed_values(2)
+    assert differences(directory / "final.pt", expected / "final.pt") == []
+    for rank in range(2):
+        entered = lines(directory, rank, "entered")
+        assert [begun for _, begun in entered] == ["0", step]
+        assert (len({pid for pid, _ in entered}) == 1) == (rank != replaced)
+        assert values(directory, rank) == values(expected, rank), where
+        if rank != replaced:
+            assert values(directory, rank, "own") == values(expected, rank, "own"), where

@@ -175,6 +175,20 @@ def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) ->
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 
 
+@pytest.mark.full
+def test_the_launcher_is_told_to_stop_once_training_is_over(tmp_path: Path) -> None:
+    """The ranks save their results: they are let, and the job has succeeded."""
+    directory = tmp_path / "d"
+    with running(tmp_path, run(WORKER, directory, "export", 4)) as [job]:
+        until(lambda: len(list(directory.glob("exports-*"))) == 2, "both ranks have trained")
+        job.process.send_signal(signal.SIGTERM)
+        until(lambda: "training is over" in job.output, "the launcher waits")
+        (directory / "go").touch()
+        assert job.code() == 0, job.output[-4000:]
+    assert len(list(directory.glob("result-*"))) == 2
+    assert incidents(directory) == []
+
+
 def ask_for_graceful_exit(path: Path) -> None:
     """As MindCluster does, in one piece."""
     part = path.with_suffix(".part")

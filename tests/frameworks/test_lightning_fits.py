@@ -19,6 +19,7 @@ from lastgasp.checkpoint import Manifest, SingleFile
 from lastgasp.checkpoint import manifest as manifests
 from lastgasp.errors import CheckpointMismatch, ConfigError, NothingLoads
 from lastgasp_lightning import last_good
+from support.launchers import incidents
 
 Weights = dict[str, Tensor]
 
@@ -53,6 +54,8 @@ def test_each_fold_resumes_from_its_own_steps(
     job = Job(tmp_path / "faulted")
     assert len(folds(job, {1: 5}, periodic)) == 1
     assert (job.folder / "ckpts/gasp-fit=1-step=00000005.ckpt").exists()
+    notes = " ".join(incidents(job.folder / "ckpts")[-1].notes)
+    assert ("fit 0 of this script is in no checkpoint" in notes) is not periodic, notes
     found = folds(job, {}, periodic)
     assert [unequal(a, b) for a, b in zip(straight, found, strict=True)] == [[], []]
 

@@ -353,6 +353,26 @@ def test_two_sessions(tmp_path: Path) -> None:
     Session.open(tmp_path, state=tiny(), marks=False).close()
 
 
+def test_two_sessions_are_not_tried_again(tmp_path: Path) -> None:
+    with Session.open(tmp_path / "a", state=tiny()), pytest.raises(UsageError) as found:
+        Session.open(tmp_path / "b", state=tiny())
+    assert not found.value.restart_helps and str(tmp_path / "a") in str(found.value)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_training_before_this_one_that_no_checkpoint_holds_is_named(
+    kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_process(monkeypatch, Fits())
+    for name in ("first", "second"):
+        state = tiny()
+        with Session.open(tmp_path / name, state=state) as session:
+            assert ("is in no checkpoint" in caplog.text) == (name == "second" and not kept)
+            step(session, state)
+            if kept:
+                session.save()
+
+
 def test_a_closed_session(tmp_path: Path) -> None:
     s = Session.open(tmp_path, state=tiny(), marks=False)
     s.close()

@@ -73,6 +73,11 @@ _ENV = """\
                 - name: TTP_PORT
                   value: "8000"
 """
+_SECRET = """\
+                - name: LASTGASP_TOKEN
+                  valueFrom:
+                    secretKeyRef: {name: lastgasp, key: token}
+"""
 _PORTS = """\
                 - containerPort: 9601
                   name: taskd-port
@@ -111,7 +116,8 @@ def ready(strategy: str = "dump", framework: str = "pytorch", labels: str = '   
     """A job with everything that a strategy needs."""
     annotations = f'  annotations:\n    recover-strategy: "{strategy}"'
     head = _HEAD.format(framework=framework, labels=labels, annotations=annotations)
-    fields = {"env": _ENV, "ports": _PORTS, "mounts": _MOUNTS, "volumes": _VOLUMES}
+    env = _ENV + (_SECRET if "recover" in strategy else "")
+    fields = {"env": env, "ports": _PORTS, "mounts": _MOUNTS, "volumes": _VOLUMES}
     return head + "".join(_REPLICA.format(type=one, **fields) for one in (LEADERS[framework], "Worker"))
 
 

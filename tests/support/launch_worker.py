@@ -7,6 +7,7 @@ die N       rank 1 kills itself after step N, in every attempt; resumes from wha
 once N      rank 1 kills itself after step N of the first attempt; the second one ends normally two steps later
 gated N     as once, but the first attempt waits after its first step for the file DIRECTORY/go
 stuck N     N steps, then blocks in C until it is released
+export N    as train, then saves its result once the file DIRECTORY/go is there
 refuse N    refuses to start, as what finds a wrong setting does; N is of no account
 """
 
@@ -65,8 +66,10 @@ def main() -> None:
 
 def finish(session: Session, mode: str, rank: int) -> None:
     """What comes after the last step."""
-    if mode == "train":
+    if mode in ("train", "export"):
         session.close()
+        if mode == "export":
+            export(session.config.directory, rank)
         return
     if mode == "raise":
         session.gather("about to raise", b"")
@@ -80,6 +83,15 @@ def finish(session: Session, mode: str, rank: int) -> None:
         session.gather("about to die", b"")
     session.progress("backward")
     threading.Event().wait()
+
+
+def export(directory: Path, rank: int) -> None:
+    """What a script does once its training is over."""
+    (directory / f"exports-{rank}").touch()
+    deadline = time.monotonic() + 120
+    while not (directory / "go").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (directory / f"result-{rank}").touch()
 
 
 def tell(directory: Path, rank: int, attempt: int) -> None:

@@ -354,8 +354,9 @@ def refusals(folder: Path) -> None:
     assert first is not None and first[0] == "FullyShardedDataParallel" and "fully_shard" in first[2]
     make: Any = ZeroRedundancyOptimizer
     zero = make(Net().parameters(), torch.optim.AdamW)
-    second = sharded.unsupported({"model": Net()}, {"optimizer": zero})
-    assert second is not None and second[0] == "ZeroRedundancyOptimizer"
+    assert sharded.unsupported({"model": Net()}, {"optimizer": zero}) is None
+    second = sharded.unsupported({"model": model}, {"optimizer": zero})
+    assert second is not None and second[0] == "ZeroRedundancyOptimizer" and "with fully_shard" in second[2]
 
 
 CHECKS = (

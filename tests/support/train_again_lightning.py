@@ -78,14 +78,23 @@ def held_more(before: list[int]) -> bool:
     return any(now > then for then, now in zip(before, held(), strict=False))
 
 
+class Entered:
+    """What this process knows of its entries; values of a callback would be put back."""
+
+    entries = 0
+    held: list[int]
+
+
+ENTERED = Entered()
+ENTERED.held = []
+
+
 class Diary(Callback):
     """Notes who trains, holds the ranks at the gate, and brings a second fault where the test wants one."""
 
     def __init__(self, args: argparse.Namespace, ours: LastGasp) -> None:
         self._directory, self._ours, self._stopped, self._dies = args.dir, ours, args.stopped, args.dies
         self._ends = args.ends
-        self._held: list[int] = []
-        self._entries = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there; ours has not connected yet."""
@@ -102,11 +111,11 @@ class Diary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A fit is entered; what is held then must not grow with the entries after this process's second one."""
         deadline = time.monotonic() + LINGER
-        while (more := held_more(self._held)) and time.monotonic() < deadline:  # a thread may be ending
+        while (more := held_more(ENTERED.held)) and time.monotonic() < deadline:  # a thread may be ending
             time.sleep(0.05)
-        self._entries += 1
-        if self._entries > 1:
-            self._held = self._held or held()
+        ENTERED.entries += 1
+        if ENTERED.entries > 1:
+            ENTERED.held = ENTERED.held or held()
             note(self._directory, f"more {more}")
         note(self._directory, f"entered {os.getpid()} {trainer.global_step}")
 

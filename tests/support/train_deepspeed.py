@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lastgasp.pytorch import Session, TorchState
 
 BATCHES = 5
-SHAPES = ("plain", "accumulated", "half")
+SHAPES = ("plain", "accumulated", "quarters", "half")
+PARTS = {"accumulated": 2, "quarters": 4}
+"""Batches that are accumulated in a step."""
 
 
 def main() -> None:
@@ -30,6 +33,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--shape", default="plain", choices=SHAPES)
+    parser.add_argument("--die", help="RANK:BATCH, killed in the backward pass of this batch, in the first attempt")
     parser.add_argument("--plain", help="a checkpoint: load it and save it again in --dir, by DeepSpeed alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -42,7 +46,7 @@ def main() -> None:
         engine.save_checkpoint(args.dir)
     else:
         train(engine, args)
-    whole = gathered(engine, args.stage)
+    whole = gathered(engine, args.stage) | {"batches": torch.tensor(engine.micro_steps)}
     if args.final and dist.get_rank() == 0:
         torch.save(whole, args.final)
     dist.destroy_process_group()
@@ -52,7 +56,7 @@ def train(engine: Any, args: argparse.Namespace) -> None:
     """The loop."""
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(7 + 1000 * rank)  # other random numbers on each rank
-    parts = 2 if args.shape == "accumulated" else 1
+    parts = PARTS.get(args.shape, 1)
     x = torch.randn(4 * BATCHES * 2 * world, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     sampler: DistributedSampler[Any] = DistributedSampler(data)
@@ -64,6 +68,8 @@ def train(engine: Any, args: argparse.Namespace) -> None:
             for inputs, wanted in s.batches(loader):
                 found = engine((inputs + 0.1 * torch.randn_like(inputs)).to(kind(args.shape)))
                 loss = ((found.float() - wanted) ** 2).mean()
+                if args.die == f"{rank}:{engine.micro_steps}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    found.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
                 engine.backward(loss)
                 engine.step()
                 losses["count"] += 1
@@ -76,8 +82,8 @@ def made(stage: int, shape: str) -> Any:
     norm = nn.BatchNorm1d(33) if kind(shape) == torch.float32 else nn.LayerNorm(33)  # statistics in halves fail on CPU
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 33), norm, nn.Linear(33, 1))
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4 if shape == "accumulated" else 8,
-        "gradient_accumulation_steps": 2 if shape == "accumulated" else 1,
+        "train_micro_batch_size_per_gpu": 8 // PARTS.get(shape, 1),
+        "gradient_accumulation_steps": PARTS.get(shape, 1),
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.01}},

@@ -55,6 +55,13 @@ INIT = "initContainers: [{env: [{name: A, value: 1}]}]"
 DATATRACE = "                - name: datatrace\n                  mountPath: /user/cluster-info/datatrace-config\n"
 RESET = "                - name: reset\n                  mountPath: /user/restore/reset/config\n"
 ENV = "              env:\n"
+SECRET = "                - name: LASTGASP_TOKEN\n                  valueFrom:\n"
+SECRET += "                    secretKeyRef: {name: lastgasp, key: token}\n"
+SHORT = "                - name: LASTGASP_TOKEN # HERE\n                  value: hunter2\n"
+SECRET_FILE = "                - name: LASTGASP_TOKEN_FILE\n                  value: /run/lastgasp/token\n"
+SECRET_MOUNT = "                - name: code # HERE\n                  mountPath: /run/lastgasp\n"
+CODE_MOUNT = "                - name: code\n                  mountPath: /job/code\n"
+NFS = "              nfs:\n                server: 127.0.0.1\n                path: /data/code\n"
 
 
 SWITCHED = switch_configmap("llama", "team", 1).replace("namespace: team", "namespace: team # map") + "---\n" + DUMP
@@ -323,6 +330,27 @@ CASES = [
             "                limits: # HERE\n                  huawei.com/Ascend910: 4",
         ),
     ),
+    case("recover-secret", RECOVER, (SECRET, ""), (CONTAINER, MARKED)),
+    case("secret-value", RECOVER, (SECRET, SHORT)),
+    case(
+        "secret-mode",
+        RECOVER,
+        (SECRET, SECRET_FILE),
+        (CODE_MOUNT, SECRET_MOUNT),
+        (NFS, "              secret: {secretName: lastgasp}\n"),
+    ),
+    case(
+        "recover-one-pod",
+        RECOVER,
+        ('"recover"', '"recover" # HERE'),
+        ("    Worker:\n      replicas: 1", "    Worker:\n      replicas: 0"),
+    ),
+    case(
+        "recovery-setting",
+        RECOVER,
+        (ENV, f"{ENV}                - {{name: LASTGASP_RECOVERY, value: save}} # HERE\n"),
+    ),
+    case("hot-switch-lastgasp", DUMP, (GRACE, f"{GRACE}    subHealthyStrategy: hotSwitch # HERE\n")),
     case(
         "device-plugin-hot-reset",
         RECOVER,
@@ -419,3 +447,29 @@ def test_plain_booleans_of_yaml_1_1_are_seen_in_every_spelling() -> None:
         text = DUMP.replace('fault-scheduling: "grace"', f"fault-scheduling: {word}")
         assert "value-string" in {one.rule for one in diagnoses(text)}, word
     assert "value-string" not in {one.rule for one in diagnoses(DUMP.replace('"grace"', "grace"))}
+
+
+@pytest.mark.parametrize("mode", ["0400", "0440", "256", "0o400"])
+def test_a_secret_that_its_owner_alone_reads_is_taken(mode: str) -> None:
+    text = RECOVER.replace(SECRET, SECRET_FILE).replace(CODE_MOUNT, SECRET_MOUNT)
+    text = text.replace(NFS, f"              secret: {{secretName: lastgasp, defaultMode: {mode}}}\n")
+    assert {one.rule for one in diagnoses(text)} == {"rank-0-pod", "retry-times-limit"}
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        (SECRET, "                - {name: LASTGASP_INSECURE, value: '1'}\n"),
+        (f"{SECRET}", ""),  # whoever starts it in a script has it there
+    ],
+)
+def test_a_secret_may_come_from_elsewhere(swap: tuple[str, str]) -> None:
+    text = RECOVER.replace(*swap).replace("cd /job/code", "cd /job/code; export LASTGASP_TOKEN=$(cat /code/token)")
+    assert "recover-secret" not in {one.rule for one in diagnoses(text)}
+
+
+def test_two_secrets_are_none() -> None:
+    long = SHORT.replace(" # HERE", "").replace("hunter2", "{}" + 31 * "7")
+    text = RECOVER.replace(SECRET, long.format("a"), 1).replace(SECRET, long.format("b"), 1)
+    [found] = [one for one in diagnoses(text) if one.rule == "secret-value"]
+    assert "differs between Master and Worker" in found.what and "777" not in found.what

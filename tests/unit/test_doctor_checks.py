@@ -74,6 +74,11 @@ class Box:
                  TTP_PORT="8000", MASTER_ADDR="10.0.0.1", WORLD_SIZE="16")  # fmt: skip
         self.set(exec_env=dict(self.machine.env))
 
+    def replacing(self) -> None:
+        """MindIO leads a job in which TaskD starts single processes anew."""
+        self.set(places={**self.machine.places, "mindio_ttp": self.root / "site/mindio_ttp"})
+        self.env(HIGH_AVAILABILITY="dump,recover", LASTGASP_BACKEND="ascend", LASTGASP_TOKEN="7" * 32)
+
     def tls(self) -> None:
         """MindIO with TLS, as it should be."""
         self.file("/tls/cert.pem")
@@ -155,6 +160,7 @@ def tls_without(old: str, new: str) -> Callable[[Box], None]:
     return lambda box: box.set(job=JobFacts(tls_info=TLS.format(pem=PEM).replace(old, new)))
 
 
+LED = then(Box.recovering, Box.replacing)
 GOOD, TASKD, RECOVERING, TLS_BOX = (lambda box: None), Box.taskd, Box.recovering, Box.tls
 MS = installed(mindspore="2.9.0", mindformers="1.9.0", numpy="1.26.4", pyarrow="20.0")
 NPU = then(installed(torch_npu="2.13.0"), env(TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
@@ -212,6 +218,9 @@ CASES: list[tuple[str, Step, Step]] = [
     ("watchdog-torch", RECOVERING, lambda box: box.set(env={k: v for k, v in box.machine.env.items() if k[0] != "H"})),
     ("watchdog-mindspore", env(MS_ENABLE_TFT="{ARF:1}", MS_ENABLE_THM="{HCCL_WATCHDOG:0}"),
      env(MS_ENABLE_THM="{HCCL_WATCHDOG:1}")),
+    ("recover-secret", LED, env(LASTGASP_TOKEN="")),
+    ("recover-secret", LED, env(LASTGASP_TOKEN="hunter2")),
+    ("recover-secret", LED, env(LASTGASP_RECOVERY="save")),
     ("controller-env", RECOVERING, env(POD_IP="")),
     ("controller-env", RECOVERING, env(TTP_PORT="80")),
     ("controller-env", RECOVERING, env(WORLD_SIZE="")),
@@ -293,6 +302,7 @@ FIXES: dict[str, tuple[str, ...]] = {
     "ports-ephemeral": ("ip_local_reserved_ports=9601,9602", "ip_local_reserved_ports=8000"),
     "preload-absent": ("Correct the path",),
     "preload-missing": ("export LD_PRELOAD",),
+    "recover-secret": ("openssl rand -hex 32", "auto"),
     "reset-json": ("lastgasp job patch",),
     "ring-extension": ("C compiler", "Unset it"),
     "save-limit": ("TTP_NORMAL_ACTION_TIME_LIMIT=",),

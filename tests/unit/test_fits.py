@@ -102,3 +102,14 @@ def test_golden_file() -> None:
     assert isinstance(found, Manifest), found
     assert encode(found) == GOLDEN.read_bytes()
     assert found.fit == Fit(number=1, model="0" * 32, optimizer="1" * 32, data="")
+
+
+def test_what_a_restart_trains_again_is_said() -> None:
+    fits, model = Fits(), Model()
+    fits.begin(HERE, model)
+    assert fits.not_kept() == "", "it trains"
+    fits.end(HERE, durable=True)
+    assert fits.not_kept() == ""
+    fits.begin(THERE, model)
+    fits.end(THERE, durable=False)
+    assert fits.not_kept().endswith("trains it again: /b (fit 0)")

@@ -21,7 +21,8 @@ from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
 from lastgasp.backends.ascend.mindio.strategies import CANNOT, decide_strategies
 from lastgasp.backends.ascend.mindio.window import Window
 from lastgasp.errors import ConfigError, DeadlineExceeded
-from lastgasp.gasp.messages import Release
+from lastgasp.gasp.messages import Release, Status
+from lastgasp.gasp.progress import Progress
 from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.gasp.starter import Starter
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
@@ -266,6 +267,62 @@ def test_the_window_of_a_step() -> None:
     window.step_completed(7)
     assert (status.step, status.inside) == (7, False)
     assert fake.calls == [("start", -1), ("end", 7), ("pause", 7)]
+
+
+class Pausing(FakeWindow):
+    """MindX has ordered a pause, which lasts until `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def tft_pause_train(self, step: int) -> None:
+        """Waits."""
+        self.asked.set()
+        assert self.go.wait(60)
+
+
+def hangs_within(progress: Progress, status: RankStatus, begin: int, end: int) -> bool:
+    """Whether rank 0, whose heartbeats come each second, is taken for hung in that time."""
+    for now in range(begin, end):
+        beat = Status(step=7, durable=0, tick=status.beat(), phase="forward")
+        progress.heard(0, beat, float(now))
+        if progress.hung(float(now), frozenset()):
+            return True
+    return False
+
+
+def test_a_pause_that_mindx_orders_is_no_hang_and_one_afterwards_is() -> None:
+    fake, status, progress = Pausing(), RankStatus(), Progress(limit=5.0)
+    trains = threading.Thread(target=Window(fake, status, 1.0).step_completed, args=(7,))
+    trains.start()
+    try:
+        assert fake.asked.wait(60)
+        progress.joined(0, 0.0)
+        assert not hangs_within(progress, status, 0, 60)
+    finally:
+        fake.go.set()
+        trains.join(60)
+    assert (status.step, status.paused) == (7, 0.0)
+    assert hangs_within(progress, status, 60, 70)
+
+
+def test_a_pause_without_end_is_a_hang() -> None:
+    status, progress = RankStatus(), Progress(limit=5.0)
+    status.paused = 1e-9  # long ago
+    progress.joined(0, 0.0)
+    assert hangs_within(progress, status, 0, 10)
+
+
+def test_who_leaves_a_pause_by_an_exception_is_not_paused_any_more() -> None:
+    class Leaves(FakeWindow):
+        def tft_pause_train(self, step: int) -> None:
+            raise RuntimeError("STEP FINISH")
+
+    status = RankStatus()
+    with pytest.raises(RuntimeError, match="STEP FINISH"):
+        Window(Leaves(), status, 1.0).step_completed(7)
+    assert (status.step, status.paused) == (7, 0.0)
 
 
 def test_a_step_without_an_update_counts_for_mindio_too() -> None:

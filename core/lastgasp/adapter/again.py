@@ -14,6 +14,7 @@ from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
 from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
 from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
+from lastgasp.pytorch.uservalues import Limits, Root, UserValues, fill, is_users, packed
 
 __all__ = [
     "LATER",
@@ -23,16 +24,22 @@ __all__ = [
     "Entry",
     "Held",
     "KeptModules",
+    "Limits",
     "Memory",
     "Recovery",
     "Renewed",
+    "Root",
     "SigtermBetween",
+    "UserValues",
     "bytes_of",
     "cloned",
     "current",
     "enter",
+    "fill",
     "in_progress",
+    "is_users",
     "order_of_this_process",
+    "packed",
     "renew_scaler",
     "users_handler",
 ]

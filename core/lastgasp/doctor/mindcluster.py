@@ -13,6 +13,9 @@ from pathlib import Path
 import msgspec
 
 from lastgasp.backends.ascend.goenv import set_too_late
+from lastgasp.backends.ascend.mindio.strategies import wanted_strategies
+from lastgasp.errors import ConfigError
+from lastgasp.gasp.secret import FILE, REMEDY, TOKEN, Secret
 
 from .checks import Match, check
 from .machine import Machine
@@ -145,6 +148,22 @@ def ttp_port(machine: Machine) -> int | None:
     text = machine.env.get("TTP_PORT", "")
     number = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else 0
     return number if 1024 <= number <= 65535 else None
+
+
+@check("recover-secret", "warning", "mindio_tft.md §7", "recover, and a new process could not join lastgasp")
+def recover_secret(machine: Machine) -> Iterator[Match]:
+    """The strategy is then refused at start; the step is saved, and the job restarts."""
+    if not (machine.led_by_mindio and "recover" in wanted_strategies(machine.env)) or "MS_ENABLE_TFT" in machine.env:
+        return
+    refused = "recover is refused: the step is saved and the job restarts"
+    given = machine.env.get("LASTGASP_RECOVERY") or "auto"
+    if given != "auto":
+        yield Match(f"LASTGASP_RECOVERY={given}: {refused}", "Write auto, or unset it.")
+    try:
+        if Secret.from_environment(machine.env).missing:
+            yield Match(f"{FILE} and {TOKEN} are unset: {refused}, where there are several nodes", REMEDY)
+    except ConfigError as error:
+        yield Match(f"{refused}: {error}", REMEDY)
 
 
 @check("taskd-process-off", "error", "job_yaml.md §4", "TASKD_PROCESS_ENABLE=off while processes are to be recovered")

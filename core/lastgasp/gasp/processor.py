@@ -297,7 +297,7 @@ class Processor:
         """This rank's heartbeat."""
         status = self._status
         return m.Status(
-            step=status.step, durable=status.durable, tick=status.ticks, phase=status.phase, marks=self._marks()
+            step=status.step, durable=status.durable, tick=status.beat(), phase=status.phase, marks=self._marks()
         )
 
     # -- saving -----------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ class RankStatus:
         at_gate: the training thread waits at the closed gate; only `hold` and the end of the recovery let it continue.
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
+        paused: until this monotonic time the training thread waits by the leader's order, which is no hang; 0: it
+            does not.
         look: called by the control thread before it reads `step` and `consistent` in a recovery. An adapter whose steps
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
         cannot_again: called by the control thread in a recovery: why the training cannot be entered again, or empty.
@@ -78,6 +80,7 @@ class RankStatus:
         self.broken = ""
         self.phase: Phase = "start"
         self.ticks = 0
+        self.paused = 0.0
         self.outcome: Release | None = None
         self.look: Callable[[], None] = _up_to_date
         self.cannot_again: Callable[[], str] = str
@@ -91,6 +94,12 @@ class RankStatus:
         self._over = threading.Event()
         self._limit = 0.0
         self._target = -1
+
+    def beat(self) -> int:
+        """`ticks`, for a heartbeat: they go on while the training thread is paused."""
+        if self.paused > _clock.monotonic():
+            self.ticks += 1
+        return self.ticks
 
     # -- training thread --------------------------------------------------------------------------
 

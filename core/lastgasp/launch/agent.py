@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
 from lastgasp import _clock, exitcodes
@@ -28,8 +28,10 @@ from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
+from lastgasp.launch.bounded import Bounded, Unanswered
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.fewer import asked, least_ranks
+from lastgasp.launch.finishing import REST, let_finish
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.growth import MISSING, CodeFile, Newcomer, joins
 from lastgasp.launch.guest import Guest, invited
@@ -193,20 +195,30 @@ class GaspAgent(LocalElasticAgent):
     def _outlive_the_store(self) -> None:
         """Let ranks that have completed their training exit on their own, even if the rendezvous is gone.
 
-        torch queries it at every check of the workers, and would stop them.
+        torch queries it at every check of the workers, and would stop them. While its host does not answer, nobody
+        is known to wait, and the workers are looked at.
         """
         handler = self._worker_group.spec.rdzv_handler
-        ask = handler.num_nodes_waiting
+        ask, bounded = handler.num_nodes_waiting, Bounded()
 
         def nodes_waiting() -> int:
             try:
-                return int(ask())
+                return int(bounded(ask) if self._in_use() else ask())
+            except Unanswered as late:
+                log.debug("%s", late)
+                return 0
             except (RendezvousError, DistError):
                 if not self._all_left():
                     raise
                 return 0
 
         vars(handler)["num_nodes_waiting"] = nodes_waiting
+
+    def _ended_well(self) -> bool:
+        """All ranks of this host have completed their training, and all that they did behind it."""
+        codes = self._codes(self._worker_group)
+        entries = {} if self._attempt is None else self._attempt.desk.entries
+        return set(codes.values()) == {0} and all(rank in entries and entries[rank].left for rank in codes)
 
     def _all_left(self) -> bool:
         if self._attempt is None:
@@ -321,14 +333,17 @@ class GaspAgent(LocalElasticAgent):
         if self._attempt is not None:
             self._job_log.recovery(self._attempt.number, self._attempt.event(), then)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """As torch's, which gives `death_sig` where this launcher was asked to stop."""
         self._stopping.set()
         if self._in_place is not None:
             self._in_place.close()
         if self._attempt is not None and self._in_use():
-            timeout = max(timeout, int(self._attempt.hold_limit()))
+            if over := self._all_left() and death_sig is not None:
+                let_finish(lambda: self._running(self._worker_group))
+            timeout = REST if over else max(timeout, int(self._attempt.hold_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig or signal.SIGTERM, timeout)
 
     def _exit_barrier(self) -> None:
         """As torch's, which also waits for launchers that were killed: here the first launcher stops that wait."""
@@ -360,11 +375,16 @@ class GaspAgent(LocalElasticAgent):
         reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
         forwarder = Forwarder(self._stopping, self._to_be_told)
         lost: Exception | None = None
+        stopped = False
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:
                 self._mark = ""  # processes left by a successful job are intentional
                 ending = "done"
+        except SignalException:
+            if not self._ended_well():
+                raise
+            self._mark, ending, stopped = "", "done", True
         except (RendezvousError, DistError) as error:
             lost = error
         finally:
@@ -377,6 +397,8 @@ class GaspAgent(LocalElasticAgent):
             used = self._ever_used or self._in_use()
             last_ending = self._attempts.close()
             recover_orphans(MARKS_LIMIT)
+        if stopped:
+            raise SystemExit(0)
         if lost is not None:
             raise self._without_rendezvous(lost, used) from lost
         if self._restarts.should_give_up:

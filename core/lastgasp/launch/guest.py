@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from lastgasp import _clock
 from lastgasp.gasp.joining import Code
+from lastgasp.launch.bounded import BoundedStore, Unanswered
 
 log = logging.getLogger("lastgasp.launch")
 
@@ -66,7 +67,7 @@ class Host:
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group, self._each = group, len(group.workers)
-        self._store: Any = group.store
+        self._store = BoundedStore(group.store)
         self._hosts = group.group_world_size or 1
         world = group.workers[0].world_size if group.workers else 0
         self._able = self._hosts > 1 and world == self._each * self._hosts
@@ -106,7 +107,7 @@ class Host:
             store.set(_INVITATION, msgspec.json.encode(self._open).decode())
             log.debug("the launcher of a host may come back without a restart")
         if self._open is not None:
-            self._ready = bool(store.check([f"{_READY}/{self._open.number}"]))
+            self._ready = store.check(f"{_READY}/{self._open.number}")
 
     def plans(self, members: tuple[int, ...], filled: list[int]) -> None:
         """Ranks are about to be offered to the others, perhaps those of the guest among them."""
@@ -137,7 +138,8 @@ class Guest:
     """
 
     def __init__(self, invitation: Invitation, store: Any, handler: Any) -> None:
-        self.invitation, self._store, self._handler = invitation, store, handler
+        self.invitation, self._handler = invitation, handler
+        self._raw, self._store = store, BoundedStore(store)
         self._round = handler._state_holder.state.round
         self._said, self._next, self._why = False, 0.0, ""
 
@@ -149,23 +151,27 @@ class Guest:
     def ready(self) -> None:
         """All ranks of this host wait for their order."""
         if not self._said:
-            self._store.set(f"{_READY}/{self.invitation.number}", "yes")
-            self._said = True
+            with contextlib.suppress(Unanswered):
+                self._store.set(f"{_READY}/{self.invitation.number}", "yes")
+                self._said = True
 
     def plan(self) -> Plan | None:
         """How they are to be taken in, once that is known."""
         key = f"{_PLAN}/{self.invitation.number}"
-        return msgspec.json.decode(self._store.get(key), type=Plan) if self._store.check([key]) else None
+        with contextlib.suppress(Unanswered):
+            return msgspec.json.decode(self._store.get(key), type=Plan) if self._store.check(key) else None
+        return None
 
     def refused(self) -> str:
         """Why they will not be taken in; empty while they may be. Asks the store now and then."""
         if _clock.monotonic() < self._next:
             return self._why
         self._next, refused = _clock.monotonic() + LOOK, f"{_REFUSED}/{self.invitation.number}"
-        if self._store.check([refused]):
-            self._why = self._store.get(refused).decode()
-        elif not self._handler.num_nodes_waiting() and self._handler._state_holder.state.round != self._round:
-            self._why = "the job has restarted meanwhile"
+        with contextlib.suppress(Unanswered):  # then it is asked again
+            if self._store.check(refused):
+                self._why = self._store.get(refused).decode()
+            elif not self._handler.num_nodes_waiting() and self._handler._state_holder.state.round != self._round:
+                self._why = "the job has restarted meanwhile"
         return self._why
 
     def take_place(self, group: WorkerGroup, spec: WorkerSpec) -> None:
@@ -177,7 +183,7 @@ class Guest:
             Worker(local_rank=n, global_rank=first + n, role_rank=first + n, world_size=world, role_world_size=world)
             for n in range(spec.local_world_size)
         ]
-        place.store, place.group_rank, place.group_world_size = self._store, one.group_rank, one.hosts
+        place.store, place.group_rank, place.group_world_size = self._raw, one.group_rank, one.hosts
         place.master_addr, place.master_port = one.master, one.port
 
 

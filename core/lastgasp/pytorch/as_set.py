@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.errors import CheckpointMismatch
+from lastgasp.pytorch.owncopy import own_copy
 
 Values = dict[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
@@ -71,4 +72,4 @@ def _plain(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, value in values.items():
         row = value if isinstance(value, list | tuple) else [value]
         if not name.startswith("_") and name != "params" and all(isinstance(one, _PLAIN) for one in row):
-            yield name, value
+            yield name, own_copy(value)

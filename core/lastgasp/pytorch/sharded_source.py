@@ -21,8 +21,10 @@ from lastgasp.config import GaspConfig, buddy_of
 from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.ports import Layout, SaveResult, Wanted
 from lastgasp.pytorch.aux_state import AuxRecorder
+from lastgasp.pytorch.extrastate import ExtraStates
 from lastgasp.pytorch.sharded import Groups, Shards, write_arena, write_live
 from lastgasp.pytorch.sharded.files import Rename, same
+from lastgasp.pytorch.sharded.table import Path as TablePath
 from lastgasp.pytorch.sharded_image import Payload, head_of
 from lastgasp.pytorch.sharded_parts import aux_of_parts, merge, part_of
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish
@@ -79,6 +81,7 @@ class ShardedSource:
         self.rank = writer.place.rank
         self.present: frozenset[str] | None = None
         self._kept: dict[int, Any] = {}
+        self._extra: tuple[int, dict[TablePath, Any]] = -1, {}
         self.durable: int | None = None
         self._completed = False
         session = life.session
@@ -100,7 +103,7 @@ class ShardedSource:
         Raises:
             ConfigError: what is saved once for all ranks is not alike on them.
         """
-        self.shards = shards
+        self.shards, self._extra_states = shards, ExtraStates(shards.extra_modules)
         plain = self.life.session.gather("sharded/plain", shards.plain_digest())
         if len(set(plain)) > 1:
             raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
@@ -179,6 +182,7 @@ class ShardedSource:
         for step in self._kept.keys() - {small.step - 1, *held}:
             del self._kept[step]
         self._kept[small.step] = small
+        self._extra = small.step, self._extra_states.step_over(small.step)
         self._completed = True
 
     def fill(self, step: int) -> None:
@@ -190,9 +194,15 @@ class ShardedSource:
         kept = self.kept(step)
         more = self.more(kept)
         try:
-            return [head_of(self.capture(step), more), *self.shards.payload(kept.groups if more else None)]
+            parts = self.shards.payload(kept.groups if more else None, self._extra_of(step))
+            return [head_of(self.capture(step), more), *parts]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(f"values of the optimizer or the model cannot be pickled: {error}") from error
+
+    def _extra_of(self, step: int) -> dict[TablePath, Any]:
+        """The extra states of modules that were taken at the end of that step."""
+        taken_at, found = self._extra
+        return found if taken_at == step else {}
 
     # -- a save -------------------------------------------------------------------------------------------
 
@@ -237,7 +247,10 @@ class ShardedSource:
                 self.require(step)
                 aux[self.rank] = own = self.capture(step)
                 plain, buffers = wanted.common == self.rank, self.buffers(step, own)
-                found.append(self.write_own(staged, step, plain=plain, buffers=buffers))
+                extra = self._extra_of(step)
+                if plain and (missing := self._extra_states.missing(extra)):
+                    self.life.session.note(missing)
+                found.append(self.write_own(staged, step, plain=plain, buffers=buffers, extra=extra))
                 self.require(step)
             for owner, payload in arenas.items():
                 there, plain = Payload(payload), wanted.common == owner
@@ -261,11 +274,14 @@ class ShardedSource:
             raise NotSaveable(str(error)) from error
 
     def write_own(
-        self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None
-    ) -> bytes:
+        self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None,
+        extra: Mapping[TablePath, Any] | None = None,
+    ) -> bytes:  # fmt: skip
         """`write_live` of this rank's parts."""
         groups = self.kept(step).groups
-        return write_live(staged, self.shards, plain=plain, groups=groups, buffers=buffers, rename=self.rename)
+        return write_live(
+            staged, self.shards, plain=plain, groups=groups, buffers=buffers, extra=extra, rename=self.rename
+        )
 
     def write_other(self, staged: Staged, there: Payload, wanted: Wanted, *, plain: bool, groups: Groups) -> bytes:
         """`write_arena` of another rank's parts; `wanted`: as of `save_shards`."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Checkpoint, LearningRateFinder
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
@@ -28,13 +28,27 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import Place, launched
-from lastgasp.adapter.again import AgainHere, Entry, Recovery, Renewed, bytes_of, current, enter, in_progress
+from lastgasp.adapter.again import (
+    Again,
+    AgainHere,
+    Entry,
+    Recovery,
+    Renewed,
+    UserValues,
+    bytes_of,
+    current,
+    enter,
+    fill,
+    in_progress,
+    packed,
+)
 from lastgasp.adapter.checkpoint import name_of_fit
 from lastgasp_lightning.checkpoint_io import LAYOUT
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.ranks import connect
+from lastgasp_lightning.uservalues import roots_of, values_of
 
 log = logging.getLogger("lastgasp")
 
@@ -153,15 +167,64 @@ class LightningAgain(AgainHere):
 
     layout = LAYOUT
     _names: frozenset[str] | None = None
+    _trained: frozenset[str] = frozenset()
+    _kept: UserValues | None = None
 
     def begun(self) -> None:
         """A new process would have these parameters."""
-        self._names = names_of(self.run.trainer)
+        run, entry = self.run, self.run.entry
+        self._names, self._trained = names_of(run.trainer), trained(run.trainer)
+        if entry is not None and not entry.why and entry.sessions == 1:
+            run.state.values = values_of(run.trainer)
 
     def changed(self) -> str:
-        """Parameters have other names or number (ModelPruning)."""
-        other = sorted(names_of(self.run.trainer) ^ self._names) if self._names is not None else []
-        return f"the module has other parameters than when training began: {', '.join(other[:3])}" if other else ""
+        """Parameters have other names or number (ModelPruning), or plain values cannot be put back."""
+        trainer, values = self.run.trainer, self.run.state.values
+        other = sorted(names_of(trainer) ^ self._names) if self._names is not None else []
+        if other:
+            return f"the module has other parameters than when training began: {', '.join(other[:3])}"
+        if any(isinstance(one, BaseFinetuning) for one in trainer.callbacks) and trained(trainer) != self._trained:
+            return "BaseFinetuning has unfrozen layers since training began, which DDP made anew would average"
+        return values.cannot() if values is not None else ""
+
+    def keep(self, again: Again) -> None:
+        """As in the base; plain values of this step are put back first, so that `state_dict` methods have them."""
+        values, snapshot = self.run.state.values, self.run.state.snapshot
+        if values is not None and snapshot is not None and snapshot.step == again.step:
+            values.put_back()
+            self._kept = values
+        super().keep(again)
+
+    def values(self) -> bytes:
+        """Those of this rank."""
+        kept = self._kept
+        try:
+            return packed(kept.roots, kept.left_out) if kept is not None else b""
+        except Exception as error:  # an object of the user's that cannot be pickled
+            log.warning("values of the module and of callbacks cannot be handed over: %s", error)
+            return b""
+
+    def state(self) -> UserValues | None:
+        """Plain values, which `put_back` gives back once more when hooks have run."""
+        return self._kept
+
+    def put_back(self) -> None:
+        """The fit was entered again, and stands on its boundary: plain values are those that were there."""
+        run, memory = self.run, self._memory
+        if run.entry is None or memory is None:
+            return
+        kept, run.entry.objects.values = run.entry.objects.values, None
+        if kept is not None:
+            kept.put_back(entered=True)
+            note = kept.note()
+        elif memory.values:
+            named = fill(roots_of(run.trainer), memory.values)
+            more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+            note = f"rank {run.place.rank} has another rank's values: {', '.join(named[:3])}{more}" if named else ""
+        else:
+            note = f"what the module and callbacks of rank {run.place.rank} kept beside their state is lost"
+        if note:
+            run.session.note(note)
 
     def durable(self, step: int) -> int:
         """As in the base; and where training begins with what was left in arenas."""
@@ -193,6 +256,11 @@ class LightningAgain(AgainHere):
         strategy = self.run.trainer.strategy
         wrapped, strategy.model = strategy.model, strategy.lightning_module
         return [wrapped] if wrapped is not strategy.model else []
+
+
+def trained(trainer: Any) -> frozenset[str]:
+    """Names of the parameters that are."""
+    return frozenset(name for name, one in trainer.lightning_module.named_parameters() if one.requires_grad)
 
 
 def names_of(trainer: Any) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 What a new process would not have: counters of loops, wrappers, optimizers, the states of Lightning's callbacks, modes
 of an evaluation, gradients, metrics. All of that is in the checkpoint, or made when `fit` begins. What callbacks and
-modules of the user's keep besides their state is left alone.
+modules of the user's keep besides their state is put back by `uservalues`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import Metric
 
-from lastgasp.adapter.again import KeptModules, renew_scaler
+from lastgasp.adapter.again import KeptModules, UserValues, renew_scaler
 from lastgasp.adapter.torch import rng
 
 log = logging.getLogger("lastgasp")
@@ -35,21 +35,24 @@ class KeptTrainer:
 
     Attributes:
         trainer: the Trainer.
+        values: what the user's objects keep, from the end of one entry to the boundary in the next.
     """
 
     def __init__(self, trainer: Any, model: Any) -> None:
+        self.values: UserValues | None = None
         self.trainer, self._module = trainer, model
         self._modes = KeptModules(model)
         self._plain = {name: value for name, value in vars(trainer).items() if isinstance(value, _PLAIN)}
         self._state = vars(trainer.state).copy()
         self._callbacks = list(trainer.callbacks)
-        owners = [*filter(_is_lightnings, self._callbacks), trainer._logger_connector, trainer._checkpoint_connector]
+        owners = [*filter(is_lightnings, self._callbacks), trainer._logger_connector, trainer._checkpoint_connector]
         self._attributes = [(owner, _copied(vars(owner))) for owner in owners]
         self._loops = _loops(trainer.fit_loop)
         self._random = rng.RngRecorder().snapshot()
 
-    def renew(self, state: object) -> None:
+    def renew(self, state: UserValues | None) -> None:
         """Between two entries: the process group is gone, and nothing of the last entry goes on."""
+        self.values = state
         trainer = self.trainer
         trainer.training = True  # else the loop that was active would be left as it is
         trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)  # somebody else has it meanwhile
@@ -94,7 +97,8 @@ class KeptTrainer:
                 each.reset()
 
 
-def _is_lightnings(callback: Callback) -> bool:
+def is_lightnings(callback: Callback) -> bool:
+    """It is Lightning's own, or derived from such a one."""
     bases = [base for base in type(callback).__mro__ if base not in (Callback, Checkpoint)]
     return any(base.__module__.startswith("lightning.pytorch.callbacks.") for base in bases)
 

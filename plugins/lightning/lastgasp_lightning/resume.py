@@ -33,6 +33,9 @@ class Resume:
 
     Args:
         state: of this fit; `prepare` was called.
+
+    Attributes:
+        put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
     """
 
     def __init__(self, state: LightningState) -> None:
@@ -41,6 +44,7 @@ class Resume:
         self._record: dict[str, Any] = {}
         self._own = b""
         self.notes: list[str] = []
+        self.put_back: Callable[[], object] = bool
 
     def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
         """Change `checkpoint` to the boundary form and arrange the replay.
@@ -113,6 +117,7 @@ class Resume:
         """The first `advance`: stay at the boundary, fetch nothing. Lightning continues with `on_advance_end`."""
         record, fit = self._record, trainer.fit_loop
         self.uninstall()
+        self.put_back()
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
             loop._restarting = False  # else the plateau schedulers of this epoch's end are left out
         trainer.should_stop = trainer.should_stop or record["stopping"]

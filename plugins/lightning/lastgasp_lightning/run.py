@@ -75,6 +75,7 @@ class LightningRun(Training):
         self.session = session = self.life.session
         self.progress, self.state.say, self.state.gate = session.progress, session.note, session.before_update
         fit.note = session.note
+        fit.tell_of_others()
         self.tuning = Tuning(trainer, session.status, self.resume.pending)
         self.state.watch.aside = lambda: self.tuning.active
         self.logs = LogRecord(trainer, config.directory, self.fit.number)
@@ -88,7 +89,7 @@ class LightningRun(Training):
         if recovery == "save":
             session.status.recovery = recovery
         if self._again_here.enters:
-            self.selector.memory = self._again_here.received
+            self.selector.memory, self.resume.put_back = self._again_here.received, self._again_here.put_back
         if joined is not None:
             self.life.on_close(keep_sigterm(trainer))
         try:

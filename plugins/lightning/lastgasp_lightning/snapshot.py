@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulati
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
-from lastgasp.adapter.torch import Flags, values_of
+from lastgasp.adapter.again import UserValues
+from lastgasp.adapter.torch import Flags, own_copy, values_of
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
 
@@ -52,10 +53,12 @@ class Snapshotter:
     """Takes snapshots of one trainer. Made when optimizers and schedulers stand (on_fit_start).
 
     Args:
-        earlier: a snapshot may be saved when the next boundary is reached: nothing in it may be taken later.
+        values: plain ones of the user's objects, if they are kept.
+        sharded: a snapshot may be saved when the next boundary is reached: nothing in it may be taken later.
     """
 
-    def __init__(self, trainer: Any, earlier: bool = False) -> None:
+    def __init__(self, trainer: Any, sharded: bool = False, values: UserValues | None = None) -> None:
+        self._plain = values
         self._trainer, self._strategy = trainer, trainer.strategy
         self._fit, self._accumulate = trainer.fit_loop, trainer.accumulate_grad_batches
         self._epoch = trainer.fit_loop.epoch_loop
@@ -68,13 +71,15 @@ class Snapshotter:
         self._values = values_of()
         self._names: list[tuple[str, ...]] = []
         self._named = -1
-        self.extra, self.flags = ExtraStates(trainer), Flags(trainer.lightning_module)
+        self.extra, self.flags = ExtraStates(trainer, sharded), Flags(trainer.lightning_module)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
-        self._mid_step = [cb for cb in self._stateful if earlier or any(_overrides(cb, hook) for hook in hooks)]
+        self._mid_step = [cb for cb in self._stateful if sharded or any(_overrides(cb, hook) for hook in hooks)]
 
     def take(self, step: int) -> Snapshot:
         """Remember everything as it stands. A few microseconds."""
+        if self._plain is not None:
+            self._plain.take()
         logs, epoch, results = self._logs, self._epoch, self._epoch._results
         counters = self._values(self._dicts)
         if len(counters) != self._named:  # hardly ever after the first time: an attribute more
@@ -86,13 +91,14 @@ class Snapshotter:
             epoch._batches_that_stepped,
             (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
             self._trainer.should_stop and not self._fit._can_stop_early,
-            [c.scheduler.state_dict() for c in self._strategy.lr_scheduler_configs],  # callbacks may exchange them
+            # callbacks may exchange them
+            [own_copy(c.scheduler.state_dict()) for c in self._strategy.lr_scheduler_configs],
             [[*map(_hyperparameters, o.param_groups)] for o in self._strategy.optimizers],
             [_metric(key, m) for key, m in results.items()] if results else [],
             logs._callback_metrics.copy(),
             (logs._first_loop_iter, logs._current_fx),
             _states(self._mid_step) if self._mid_step else {},
-            self.extra.take(),
+            self.extra.take(step),
             self.flags.take(),
             accumulate if (accumulate := self._trainer.accumulate_grad_batches) != self._accumulate else None,
         )
@@ -111,6 +117,8 @@ class Snapshotter:
 
     def add_callbacks(self, snapshot: Snapshot) -> None:
         """Remember the states of ordinary callbacks, before validation or epoch end changes them."""
+        if self._plain is not None:
+            self._plain.verify()
         if not snapshot.all_callbacks:
             snapshot.callbacks = {**_states(self._stateful), **snapshot.callbacks}
             snapshot.all_callbacks = True

@@ -63,7 +63,7 @@ class LightningState:
         gate: called once per batch before parameters change, and may block.
         say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
-        shards: where each rank holds a part of the state; set before `install`.
+        shards: where each rank holds a part of the state; values: the `UserValues`, if any. Set before `install`.
         completed: called for each step that `boundary` has not returned.
     """
 
@@ -84,9 +84,9 @@ class LightningState:
         self._parts = b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: set[int] = set()
-        self._in_module_hook = self._fresh = self._later = False
-        self._faulted = False
+        self._in_module_hook = self._fresh = self._later = self._faulted = False
         self.shards: LightningShards | None = None
+        self.values: Any = None
         self.completed: Callable[[int], None] = _nothing_of
 
     # -- life cycle ---------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class LightningState:
         trainer = self._trainer
         self.fit.look_at_optimizers()
         module = trainer.lightning_module
-        self._snapshots = Snapshotter(trainer, earlier=self.shards is not None)
+        self._snapshots = Snapshotter(trainer, self.shards is not None, self.values)
         # What is copied must be what the other ranks hold live: of a step, once the module's own hook has run.
         self._later = self.shards is not None and is_overridden("on_train_batch_end", module)
         self._accumulators = OwnAccumulators(trainer)
@@ -292,6 +292,8 @@ class LightningState:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
         """
         snapshot = self.require(step)
+        if missing := self._snapshots.extra.missing(snapshot.extra):
+            self._note(missing)
         self._refuse_collectives()
         checkpoint = self.dump_live()
         if self.require(step) is not snapshot:

@@ -39,18 +39,22 @@ class ThisFit:
                 "fit %d of this script did not end well; this is fit %d, of another model, and does not resume it. "
                 "To do so give resume=<its checkpoint>, or fit the same model again", before, self.fit.number
             )  # fmt: skip
-        if again is not None and trainer.is_global_zero:
-            log.warning(
-                "the last step of fit %d of this script is in no checkpoint: a restart from here on trains it again "
-                "before it comes to fit %d. Give its Trainer ModelCheckpoint(dirpath=...) to keep its end",
-                again, self.fit.number,
-            )  # fmt: skip
+        self._not_kept = again if trainer.is_global_zero else None
         self.note: Callable[[str], object] = log.warning
         self.settings: AsSet | None = None
         self._from: Path | None = None
         self._trial: Path | None = None
         self._saved: Fit | None = None
         self._set: object = None
+
+    def tell_of_others(self) -> None:
+        """Say what a restart from here on does once more. Call it when `note` is set."""
+        if self._not_kept is not None:
+            self.note(
+                f"the last step of fit {self._not_kept} of this script is in no checkpoint: a restart from here on "
+                f"trains it again before it comes to fit {self.fit.number}. Give its Trainer "
+                "ModelCheckpoint(dirpath=...) to keep its end"
+            )
 
     def number(self) -> int:
         """From 0, in the order in which the script begins them in this directory."""

@@ -11,7 +11,7 @@ import msgspec
 
 from lastgasp.errors import ConfigError
 
-from . import env, labels, structure, volumes
+from . import env, labels, recover, structure, volumes
 from .model import Job, jobs_in
 from .rules import RULES, Match, Severity
 from .tree import Document, Node, YamlProblem, parse
@@ -19,7 +19,7 @@ from .tree import Document, Node, YamlProblem, parse
 SIZE_LIMIT = 16 << 20
 """Bytes; etcd rejects objects beyond 1.5 MB."""
 _RUN_TRAINING = ("batch.volcano.sh", "batch", "apps", "kubeflow.org")
-FAMILIES = (structure, labels, env, volumes)
+FAMILIES = (structure, labels, env, volumes, recover)
 """Modules whose import fills the table."""
 
 

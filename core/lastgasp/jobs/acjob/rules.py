@@ -35,7 +35,8 @@ class Rule:
         id: in findings and in the documentation.
         severity: an error is refused by the cluster, or has another effect than it seems; a warning may be intended.
         source: section of docs/facts/job_yaml.md; `YAML` for what Kubernetes' parser refuses, `CRD` for the schema of
-            AscendJob, `operator` and `volcano` for the sources of those two (mind-cluster, commit 22bb3d98).
+            AscendJob, `operator` and `volcano` for the sources of those two (mind-cluster, commit 22bb3d98), `lastgasp`
+            for what lastgasp itself needs.
         title: one line.
         look: finds violations; None for rules that are checked while the file is read.
     """

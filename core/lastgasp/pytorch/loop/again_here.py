@@ -152,6 +152,10 @@ class AgainHere:
         """What has become of the training's objects, so that an entry cannot begin with them; empty if nothing has."""
         return ""
 
+    def values(self) -> bytes:
+        """What the user's objects keep beside the state, for a rank that takes it from this one."""
+        return b""
+
     # -- a start ------------------------------------------------------------------------------------------
 
     @property
@@ -211,7 +215,8 @@ class AgainHere:
         if run.place.rank not in again.takers:
             checkpoint = renumbered(cloned(run.dump(again.step, again.aux)), again)
             durable = again.step if again.saved else status.durable
-            memory = Memory(again.step, checkpoint, durable, run.source.present)
+            values = self.values() if again.takers and run.place.rank == again.source else b""
+            memory = Memory(again.step, checkpoint, durable, run.source.present, values)
             place = place_after(run.place, again)
             known = (status.recovery, status.elastic), run.users_handler, run.life.alike
             source = self.source_of(memory, place)

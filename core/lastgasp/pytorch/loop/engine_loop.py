@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 
 from lastgasp.adapter.selection import CheckpointSelector
+from lastgasp.arena_filling import ArenaMode
 from lastgasp.arena_taking import left_by_all
 from lastgasp.checkpoint import Staged
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError
 from lastgasp.ports import Layout, Wanted
 from lastgasp.pytorch.deepspeed import Captured, capture, files_of, parse, recovery_scripts, restore
@@ -20,6 +22,7 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import Groups
+from lastgasp.pytorch.sharded.table import Path
 from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_parts import bring, described
 
@@ -45,6 +48,7 @@ class EngineParts:
 
     def __init__(self, engine: Any, rank: int, world_size: int) -> None:
         self._engine, self._rank, self._world_size = engine, rank, world_size
+        self.extra_modules: dict[Path, nn.Module] = {}  # theirs is in what `look` keeps
         self.look()
 
     def look(self) -> bool:
@@ -52,7 +56,9 @@ class EngineParts:
         self.now: Captured = capture(files_of(self._engine), self._rank, self._world_size)
         return True
 
-    def payload(self, groups: Groups | None = None) -> list[bytes | memoryview]:
+    def payload(
+        self, groups: Groups | None = None, extra: Mapping[Path, Any] | None = None
+    ) -> list[bytes | memoryview]:
         """As of `Captured`; the optimizer's groups are in it anyway."""
         return self.now.payload()
 
@@ -70,6 +76,10 @@ class EngineLoop(ShardedLoop):
 
     layout: Layout = LAYOUT
 
+    def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
+        super().__init__(run, writer, mode)
+        self._counters = dict[int, dict[str, int]]()
+
     def started(self) -> None:
         """The state is loaded."""
         parts: Any = EngineParts(self._run.state.engine, self.rank, self._run.place.world_size)
@@ -85,13 +95,20 @@ class EngineLoop(ShardedLoop):
         """Nothing: a restart does not begin with arenas."""
         return b""
 
+    def keep(self, small: Any) -> None:
+        """With the engine's counters of now: it counts on with each batch of the next step."""
+        super().keep(small)
+        kept = {step: found for step, found in self._counters.items() if step in self._kept}
+        self._counters = kept | {small.step: counters(self._run.state.engine)}
+
     def dump_small(self, kept: Snapshot) -> dict[str, Any]:
-        """With the engine's counters."""
-        return super().dump_small(kept) | {COUNTERS: counters(self._run.state.engine)}
+        """With the engine's counters of then."""
+        return super().dump_small(kept) | {COUNTERS: self._counters[kept.step]}
 
     def write_own(
-        self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None
-    ) -> bytes:
+        self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None,
+        extra: Mapping[Path, Any] | None = None,
+    ) -> bytes:  # fmt: skip
         """This rank's files, with its live tensors. Buffers are those of the end of the step already."""
         parts: Any = self.shards
         return _write(staged, self.rank, parts.now.objects())

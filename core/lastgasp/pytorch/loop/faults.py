@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lastgasp.pytorch.faulty import Step, at_first_bytes, hook_model, hook_optimizer, replace
+from lastgasp.pytorch.zero import inside
 from lastgasp.testing.faults import FaultKit, install, kit_from_env
 
 
@@ -37,7 +38,7 @@ def install_faults(run: Any) -> Callable[[], None]:
             hook_model(undo, module, lambda phase: kit.fire_at(phase, run.step))
             undo.callback(module.register_forward_pre_hook(partial(_validation, kit, run)).remove)
     for optimizer in run.state.optimizers.values():
-        hook_optimizer(undo, getattr(optimizer, "inner", optimizer), kit, lambda: int(run.step))
+        hook_optimizer(undo, inside(getattr(optimizer, "inner", optimizer)), kit, lambda: int(run.step))
     replace(undo, run, "save", partial(_faulty_save, kit, run))
     return undo.close
 

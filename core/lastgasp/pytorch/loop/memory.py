@@ -25,12 +25,14 @@ class Memory:
         checkpoint: with the auxiliary states of all ranks.
         durable: the newest step that is on disk.
         present: the manifests that were there when training began.
+        values: what the user's objects keep, for a rank that takes all this from another one (`uservalues.packed`).
     """
 
     step: int
     checkpoint: dict[str, Any]
     durable: int
     present: frozenset[str] | None
+    values: bytes = b""
 
 
 @dataclass

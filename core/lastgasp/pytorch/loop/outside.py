@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.zero import inside
 
 log = logging.getLogger("lastgasp")
 
@@ -50,7 +51,7 @@ class OtherOptimizers:
         self, state: TorchState, update: OptimizerUpdate, step: Callable[[], int], note: Callable[[str], object]
     ) -> None:
         self._state, self._update, self._step, self._note = state, update, step, note
-        known = [(one, getattr(one, "inner", one)) for one in state.optimizers.values()]
+        known = [(one, inside(getattr(one, "inner", one))) for one in state.optimizers.values()]
         self._known = {id(optimizer) for pair in known for optimizer in pair}  # DeepSpeed's engine has one inside
         self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
         self._handles: list[Any] = [
@@ -100,7 +101,8 @@ class OtherOptimizers:
     def _held(self, optimizer: Any) -> bool:
         """Whether it has no state, or what is saved holds it: a known optimizer may be wrapped around it."""
         own = {id(t) for t in _tensors(list(optimizer.state.values()))}
-        saved = [held.state_dict() for held in (*self._state.optimizers.values(), *self._state.schedulers.values())]
+        known = (*map(inside, self._state.optimizers.values()), *self._state.schedulers.values())
+        saved = [held.state_dict() for held in known]
         extra = [item if isinstance(item, dict) else item.state_dict() for item in self._state.extra.values()]
         return own <= {id(t) for t in _tensors([*saved, *extra])}
 

@@ -85,7 +85,7 @@ class Run:
             check_writable(config.directory)
         self.entry = again.current()
         held = self.entry.take() if self.entry is not None else None
-        self.fit = held.fit if held is not None and held.fit is not None else this_fit(state, config.directory)
+        self.fit, not_kept = this_fit(state, config.directory, None if held is None else held.fit)
         own = state.per_rank_buffers(self.place.world_size)
         # DDP broadcasts rank 0's in the next forward pass; until then an evaluation sees each rank's own.
         self.per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
@@ -118,7 +118,7 @@ class Run:
         self._inexact = Inexact(self.rank, self.engine.note)
         self.life.on_close(self.recorder.close, last=True)
         self.life.on_close(self.book.close)
-        self.life.on_completed(lambda: FITS.end(config.directory))
+        self._account(not_kept)
         self.shards = sharded_loop(self, writer, how[1])
         self.source: Any = self.shards or GaspSource(
             lambda staged, step, aux: save_verified(self.dump(step, aux), staged),
@@ -132,6 +132,13 @@ class Run:
         except BaseException as error:
             self.life.failed(error)
             raise
+
+    def _account(self, not_kept: str) -> None:
+        """Of this training and those before it in the script."""
+        status, directory = self.engine.status, self.config.directory
+        self.life.on_completed(lambda: FITS.end(directory, status.durable >= status.step))
+        if not_kept and self.rank == 0:
+            self.engine.note(f"{not_kept}. s.save() at the end keeps it")
 
     # -- start --------------------------------------------------------------------------------------------
 
@@ -273,15 +280,16 @@ class Run:
         """`step` is complete: capture it; write a checkpoint if one is due."""
         if self.update.has_copy:
             self.engine.before_update()  # the gate: from the copy to the live state
-        self._capture(step)
+        due = self._wanted or (self._every > 0 and step % self._every == 0)
+        self._capture(step, due)
         self.marks.step_end(step)
-        if self._wanted or (self._every and step % self._every == 0):
+        if due:
             self.save()
 
-    def _capture(self, step: int) -> None:
+    def _capture(self, step: int, saved: bool) -> None:
         if self.shards is None:
             since = self.capture_aux(step, settled=True)
-            self._snapshot = self.state.snapshot(step, self.book.epoch)
+            self._snapshot = self.state.snapshot(step, self.book.epoch, whole=saved)
         else:
             self._snapshot = self.state.snapshot(step, self.book.epoch)
             since = self.shards.complete(self._snapshot)

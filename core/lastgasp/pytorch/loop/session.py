@@ -61,6 +61,12 @@ class Options(TypedDict, total=False):
     arena: str
 
 
+class TwoSessions(UsageError):
+    """A session is opened while another one is."""
+
+    restart_helps = False
+
+
 class Session:
     """Saves the current step when a rank dies, raises, hangs or is asked to stop; resumes from it.
 
@@ -114,7 +120,9 @@ class Session:
         config = GaspConfig.resolve(dir, **given)
         other = cls._now() if cls._now is not None else None
         if other is not None and not other._closed:
-            raise UsageError("another session is open in this process: leave its `with` block first")
+            raise TwoSessions(f"another session is open in this process, in {other._run.config.directory}: one fault "
+                              "would have to bring both to the same step. Leave its `with` block first, or give one "
+                              "TorchState all models and optimizers")  # fmt: skip
         session = cls(Run(state, config, MarksConfig.resolve(*marks), every, (recovery, arena)), most)
         if (entry := session._run.entry) is not None:
             entry.end = lambda error: session.__exit__(type(error), error, None)

@@ -23,13 +23,15 @@ from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
+from lastgasp.pytorch.sharded.files import DESCRIPTION
 from lastgasp.pytorch.sharded_image import Payload
-from lastgasp.pytorch.sharded_parts import part_of
+from lastgasp.pytorch.sharded_parts import described, part_of
 from lastgasp.pytorch.sharded_source import ShardedSource
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
+_BUCKETS = "buckets"
 MEMORY = Path("memory (arenas)")
 """Stands for the path of a checkpoint, in what is logged."""
 
@@ -48,6 +50,9 @@ class ShardedLoop(ShardedSource):
         super().__init__(run.life, writer, run.config, mode)
         self._run = run
         self._small: dict[str, Any] = {}
+        if run.entry is not None and self.rank == 0:
+            log.warning("a fault restarts this job: there is no recovery in place where a rank alone holds a part of "
+                        "the state (docs/sharded.md)")  # fmt: skip
 
     def started(self) -> None:
         """The state is loaded: describe it, and check what is saved once for all ranks."""
@@ -88,7 +93,8 @@ class ShardedLoop(ShardedSource):
     def more(self, kept: Snapshot) -> bytes:
         """All that a loop's checkpoint has besides tensors; and of which training it is."""
         try:
-            return pickle.dumps((self._about(), self.dump_small(kept)), protocol=pickle.HIGHEST_PROTOCOL)
+            small = self.dump_small(kept) | {_BUCKETS: self._run.buckets.layouts}
+            return pickle.dumps((self._about(), small), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # of the user's objects
             raise ValueError(f"schedules, scaler or extra cannot be pickled: {error}") from error
 
@@ -106,7 +112,7 @@ class ShardedLoop(ShardedSource):
     def _take(self, taken: Taken, payload: Payload) -> Snapshot:
         run, loop = self._run, self._small
         small = {self.rank: payload.aux} if payload.aux else {}
-        record = record_of(small, run.place, True, {}, [])
+        record = record_of(small, run.place, True, loop.pop(_BUCKETS), [])
         run.fill(loop | {KEY: record}, MEMORY, partial(self._fill, payload.shards))
         snapshot: Snapshot = run.state.snapshot(taken.step, loop["epoch"])
         return snapshot
@@ -150,7 +156,19 @@ class ShardedLoop(ShardedSource):
         notes = [*kept.notes, *notes_on(aux, run.place)]
         for note in notes:
             run.engine.note(note)
-        return {SHARDED_FILE: small | {KEY: record_of(aux, run.place, True, {}, notes)}}
+        return {SHARDED_FILE: small | {KEY: record_of(aux, run.place, True, run.buckets.layouts, notes)}}
+
+    def merge(self, staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:
+        """As `sharded_parts.merge`; where an optimizer is partitioned, no rank knows what the others have written.
+
+        Raises:
+            CheckpointError: shards are missing.
+        """
+        if self._run.state.partitioned:
+            ranks = sorted(DESCRIPTION.decode(one).rank for one in described(parts))
+            if ranks != list(range(self._run.place.world_size)):
+                raise CheckpointError(f"{staged.target}: files of ranks {ranks}, and those of all are needed")
+        super().merge(staged, own, parts, beside)
 
     # -- periodic checkpoints -----------------------------------------------------------------------------
 

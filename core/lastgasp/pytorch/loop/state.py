@@ -23,8 +23,11 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
+from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
+from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
+from lastgasp.pytorch.zero import is_zero
 from lastgasp.topology import ReplicaGroups, data_parallel
 
 HOOKS = "_optimizer_step_pre_hooks"
@@ -115,7 +118,8 @@ class TorchState:
         self.as_set = AsSet(*called)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
         spread = any(hasattr(p, "device_mesh") for p in self.container.parameters())
-        self.sharded = spread or self.engine is not None
+        self.partitioned = any(map(is_zero, self.optimizers.values()))
+        self.sharded = spread or self.partitioned or self.engine is not None
 
     # -- what it is ---------------------------------------------------------------------------------------
 
@@ -145,15 +149,9 @@ class TorchState:
             ConfigError: a sharded or an unwrapped model, an optimizer that gathers its state from other ranks.
         """
         if self.sharded:
-            if self.engine is not None:
-                found = engine_unsupported(self.engine, world_size)
-            else:
-                from lastgasp.pytorch.sharded import unsupported
-
-                found = unsupported(self.modules, self.optimizers.items)
-            if found is not None:
-                raise ConfigError("model", *found)
-            return
+            self._require_describable(world_size)
+            if not self.partitioned:
+                return
         remedy = "Use fully_shard (FSDP2) or DistributedDataParallel, or lastgasp's Lightning or Megatron plugin."
         for module in [*self.models.values(), *self.modules.values()]:
             kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
@@ -161,7 +159,7 @@ class TorchState:
                 allowed = "a model that each rank holds completely (DDP), or fully_shard"
                 raise ConfigError("model", inner[0], allowed, remedy)
         for optimizer in self.optimizers.values():
-            if hasattr(optimizer, "consolidate_state_dict"):
+            if hasattr(optimizer, "consolidate_state_dict") and not is_zero(optimizer):
                 allowed = "an optimizer that each rank holds completely"
                 raise ConfigError("optimizer", type(optimizer).__name__, allowed, remedy)
         if world_size > 1 and self.ddp is None and not self.replicated:
@@ -169,6 +167,19 @@ class TorchState:
                               "a DistributedDataParallel model, since this job has several ranks",
                               "Wrap it before the session is opened; or say TorchState(..., replicated=True) if your "
                               "loop itself keeps all ranks equal.")  # fmt: skip
+
+    def _require_describable(self, world_size: int) -> None:
+        if self.engine is not None:
+            found = engine_unsupported(self.engine, world_size)
+        else:
+            from lastgasp.pytorch.sharded import unsupported
+
+            found = unsupported(self.modules, self.optimizers.items)
+        if found is not None:
+            raise ConfigError("optimizer" if self.partitioned else "model", *found)
+        if self.partitioned and self.elastic is not None:
+            raise ConfigError("elastic", "with ZeroRedundancyOptimizer", "an optimizer that each rank holds completely",
+                              "Fewer ranks would lack the state that the others held.")  # fmt: skip
 
     def groups(self, world_size: int) -> ReplicaGroups:
         """Which ranks should hold the same. All ranks call it together: a sharded model gathers a few bytes.
@@ -179,7 +190,7 @@ class TorchState:
         if not self.sharded:
             return data_parallel(world_size)
         self.require_supported(world_size)
-        if self.engine is not None:
+        if self.engine is not None or self.partitioned:
             return tuple((rank,) for rank in range(world_size))
         from lastgasp.pytorch.sharded import replica_groups
 
@@ -206,7 +217,7 @@ class TorchState:
         if world_size == 1 or self.elastic is not None:
             return False
         wrapped = [ddp_of(module) for module in self.models.values()]
-        return not all(w is not None and w.broadcast_buffers for w in wrapped)
+        return self.partitioned or not all(w is not None and w.broadcast_buffers for w in wrapped)
 
     def buffer_bytes(self) -> int:
         """Bytes of the persistent buffers."""
@@ -227,17 +238,17 @@ class TorchState:
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
-    def snapshot(self, step: int, epoch: int) -> Snapshot:
-        """Capture the current auxiliary state. Takes microseconds."""
+    def snapshot(self, step: int, epoch: int, *, whole: bool = True) -> Snapshot:
+        """Capture the current auxiliary state. Takes microseconds, but for `whole`: with modules' extra state."""
         return Snapshot(
             step,
             epoch,
-            [s.state_dict() for s in self.schedulers.values()],
+            [own_copy(s.state_dict()) for s in self.schedulers.values()],
             [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()],
-            _scaler_state(self.scaler),
+            scaler_state(self.scaler),
             {name: copy.deepcopy(_state_of(item)) for name, item in self.extra.items()},
             self.flags.take(),
-            self.extra_states.take(),
+            {} if self.sharded else self.extra_states.take() if whole else self.extra_states.step_over(step),
         )
 
     # -- dump ---------------------------------------------------------------------------------------------
@@ -268,7 +279,7 @@ class TorchState:
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "scheduler": self.schedulers.pack(snapshot.schedulers),
-            "scaler": _scaler_dump(self.scaler, snapshot.scaler),
+            "scaler": scaler_dump(self.scaler, snapshot.scaler),
             "extra": snapshot.extra,
             "flags": self.flags.record(snapshot.flags),
         }
@@ -341,7 +352,7 @@ class TorchState:
 
     def _fill_aux(self, schedulers: Mapping[str, Any], scaler: Any, extra: Mapping[str, Any]) -> None:
         for name, item in self.schedulers.items.items():
-            item.load_state_dict(schedulers[name])
+            item.load_state_dict(own_copy(schedulers[name]))  # some take a part out of it
         if self.scaler is not None and scaler:
             self.scaler.load_state_dict(scaler)
         for name, item in self.extra.items():
@@ -419,27 +430,6 @@ def _fill(item: Any, stored: Any) -> None:
         item.update(stored)
     else:
         item.load_state_dict(stored)
-
-
-def _scaler_state(scaler: Any) -> dict[str, Any] | None:
-    """Its state; on a device its tensors, because `state_dict` would wait for the device in every step."""
-    if scaler is None:
-        return None
-    tensors = {key: getattr(scaler, key, None) for key in ("_scale", "_growth_tracker")}
-    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in tensors.values()):
-        return {key: t.clone() if isinstance(t, Tensor) else None for key, t in tensors.items()}
-    return dict(scaler.state_dict())
-
-
-def _scaler_dump(scaler: Any, state: dict[str, Any] | None) -> dict[str, Any] | None:
-    if state is None or "_scale" not in state:
-        return state
-    whole = dict(scaler.state_dict())
-    if state["_scale"] is not None:
-        whole["scale"] = float(state["_scale"].item())
-    if state["_growth_tracker"] is not None:
-        whole["_growth_tracker"] = int(state["_growth_tracker"].item())
-    return whole
 
 
 def _replaced(state: dict[str, Any], places: Mapping[Address, Tensor]) -> dict[str, Any]:

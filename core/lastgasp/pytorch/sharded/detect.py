@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lastgasp.pytorch.sharded.names import Leaf, model_leaves
 from lastgasp.pytorch.sharded.table import Chunk, Undescribable, chunk_of, local_of, shard_key, strides_of
+from lastgasp.pytorch.zero import is_zero
+from lastgasp.pytorch.zero import unsupported as zero_unsupported
 from lastgasp.topology import ReplicaGroups
 
 _FULLY_SHARD = "Use torch.distributed.fsdp.fully_shard (FSDP2): each rank's part can be read without the others."
@@ -30,8 +32,12 @@ def unsupported(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) 
             for kind in type(module).__mro__:
                 if kind.__name__ in _KINDS:
                     return (kind.__name__, *_KINDS[kind.__name__])
+    whole = not any(hasattr(p, "device_mesh") for model in models.values() for p in model.parameters())
     for optimizer in optimizers.values():
-        if hasattr(optimizer, "consolidate_state_dict"):
+        if whole and is_zero(optimizer):
+            if (found := zero_unsupported(optimizer)) is not None:
+                return found
+        elif hasattr(optimizer, "consolidate_state_dict"):
             return (type(optimizer).__name__, "an optimizer whose state lies beside its parameters",
                     "Use a plain optimizer with fully_shard: its state is sharded as the parameters are.")  # fmt: skip
     try:

@@ -60,6 +60,7 @@ def write_live(
     plain: bool,
     groups: values.Groups,
     buffers: Mapping[str, Tensor] | None = None,
+    extra: Mapping[Path, Any] | None = None,
     rename: Rename = same,
 ) -> bytes:
     """Write the file of this rank from its live tensors.
@@ -69,6 +70,7 @@ def write_live(
         plain: whether also what all ranks hold alike is written: exactly one saver does.
         groups: values of the parameter groups at the end of the step, used where `plain`.
         buffers: key in the container's `state_dict` -> value at the end of the step; the live ones by default.
+        extra: extra states of modules at the end of the step; the live ones by default.
         rename: for a framework that names things otherwise.
 
     Returns:
@@ -82,7 +84,7 @@ def write_live(
     for (entry, tensor), leaf in zip(shards.tensors(), found.tensors, strict=True):
         pairs.append((entry, _like(entry, instead[leaf.buffer]) if leaf.buffer in instead else tensor))
     file = _File(staged, found.table.rank, rename)
-    return _write(file, found.table, pairs, plain, lambda: (shards.objects(), groups))
+    return _write(file, found.table, pairs, plain, lambda: (shards.objects(extra), groups))
 
 
 def write_arena(
@@ -184,6 +186,9 @@ def _write(
             file.add_value(path, value)
     else:
         elsewhere += [file.named((*group.path, "params")) for group in table.groups]
+        for path, value in more()[0] if table.alone else ():
+            if path in table.alone:
+                file.add_value(path, value)
     if not file.rows:
         file.writer.write(b"\0")  # a rank without any part: an empty file would be taken for a lost one
     return msgspec.msgpack.encode(Description(file.name, table.rank, tuple(file.rows), tuple(elsewhere)))

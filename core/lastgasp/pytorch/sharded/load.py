@@ -28,6 +28,7 @@ from lastgasp.pytorch.sharded.names import (
     root_of,
 )  # fmt: skip
 from lastgasp.pytorch.sharded.table import Entry, Group, Path, chunk_of, local_of, parse
+from lastgasp.pytorch.zero import inside
 
 _SHOWN = 8
 
@@ -131,14 +132,22 @@ def _with_state(kept: _Kept, root: nn.Module, optimizer: Any, at: Path, params: 
     """The leaves of an optimizer that has just the state that the checkpoint has for it."""
     begin = _name((*at, "state")) + "."
     if any(name.startswith(begin) for name in kept.paths):
-        get_optimizer_state_dict(root, optimizer)  # makes it where there is none
-    known = {path[: len(at) + 2] for path in kept.paths.values()}
-    for parameter in list(optimizer.state):  # made just now, for one that had none when the checkpoint was written
+        get_optimizer_state_dict(root, inside(optimizer))  # makes it where there is none
+    known, state = {path[: len(at) + 2] for path in kept.paths.values()}, inside(optimizer).state
+    for parameter in list(state):  # made just now, for one that had none when the checkpoint was written
         if (*at, "state", params.get(id(parameter), "")) not in known:
-            del optimizer.state[parameter]
+            del state[parameter]
     leaves, _ = optimizer_leaves(optimizer, at, params)
-    _require(kept, _problems(kept, leaves, begin, set()))
+    _require(kept, _problems(kept, leaves, begin, _of_others(kept, optimizer, at, params)))
     return leaves
+
+
+def _of_others(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, str]) -> set[str]:
+    """The names of what the checkpoint has for parameters that other ranks update (`ZeroRedundancyOptimizer`)."""
+    own = {params.get(id(p)) for group in inside(optimizer).param_groups for p in group["params"]}
+    others = {params.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - own
+    begin = (*at, "state")
+    return {n for n, path in kept.paths.items() if path[: len(begin)] == begin and path[len(begin)] in others}
 
 
 def _require(kept: _Kept, problems: list[str]) -> None:

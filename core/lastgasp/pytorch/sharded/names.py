@@ -7,7 +7,7 @@ The names are those of `get_model_state_dict` and `get_optimizer_state_dict` (to
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch.sharded.table import Group, Path, Undescribable
+from lastgasp.pytorch.zero import inside, is_zero
 
 MODEL, OPTIMIZER = "model", "optimizer"
 EXTRA = "_extra_state"
@@ -29,12 +30,14 @@ class Leaf:
         path: where it is in the state dictionary.
         holder, key: it is `holder[key]`; for a parameter of `fully_shard`, `holder.sharded_param` with an empty key.
         buffer: key in the `state_dict` of the container, for a module's buffer.
+        alone: no other rank holds it, although it is no part of a larger tensor.
     """
 
     path: Path
     holder: Any
     key: Any = None
     buffer: str = ""
+    alone: bool = False
 
     @property
     def value(self) -> Any:
@@ -139,7 +142,7 @@ def optimizer_leaves(optimizer: Any, at: Path, names: Mapping[int, str]) -> tupl
     Raises:
         Undescribable: it holds a parameter that is not in the model.
     """
-    leaves, groups = list[Leaf](), list[Group]()
+    leaves, groups, states = list[Leaf](), list[Group](), inside(optimizer).state
     for number, group in enumerate(optimizer.param_groups):
         params = []
         for parameter in group["params"]:
@@ -149,11 +152,11 @@ def optimizer_leaves(optimizer: Any, at: Path, names: Mapping[int, str]) -> tupl
                 raise Undescribable(f"a parameter of shape {shape} in {type(optimizer).__name__} that is not among the "
                                     "model's (was the optimizer made before fully_shard?)")  # fmt: skip
             params.append(name)
-            state = optimizer.state.get(parameter)
+            state = states.get(parameter)
             if state:
                 leaves += _inside(state, (*at, "state", name))
         groups.append(Group((*at, "param_groups", number), tuple(params)))
-    return leaves, groups
+    return [replace(leaf, alone=True) for leaf in leaves] if is_zero(optimizer) else leaves, groups
 
 
 def _inside(held: Any, at: Path) -> Iterator[Leaf]:

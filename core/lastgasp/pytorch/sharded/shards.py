@@ -37,6 +37,7 @@ from lastgasp.pytorch.sharded.table import (
     strides_of,
 )  # fmt: skip
 from lastgasp.pytorch.statedigest import digest
+from lastgasp.pytorch.zero import inside
 
 _DENSE = "something that can be written from this rank alone"
 
@@ -141,7 +142,8 @@ class Shards:
         """Changes when an optimizer gets state, or a parameter group."""
         found = []
         for one in self.optimizers.values():
-            found += [len(one.state), sum(map(len, one.state.values()))]
+            state = inside(one).state
+            found += [len(state), sum(map(len, state.values()))]
             found += [len(group["params"]) for group in one.param_groups]
         return found
 
@@ -167,19 +169,29 @@ class Shards:
 
     # -- the bytes ----------------------------------------------------------------------------------------
 
-    def objects(self) -> list[tuple[Path, Any]]:
-        """Values that are no tensors, as they stand: step counters, extra states of modules."""
-        found = [(leaf.path, leaf.value) for leaf in self.found.others]
-        return found + [(one.path, one.module.get_extra_state()) for one in self.found.extra]
+    @property
+    def extra_modules(self) -> dict[Path, nn.Module]:
+        """Modules with extra state, by its place in the state dictionary."""
+        return {one.path: one.module for one in self.found.extra}
 
-    def payload(self, groups: values.Groups | None = None) -> list[bytes | memoryview]:
+    def objects(self, extra: Mapping[Path, Any] | None = None) -> list[tuple[Path, Any]]:
+        """Values that are no tensors, as they stand: step counters, extra states of modules but for those given."""
+        found, known = [(leaf.path, leaf.value) for leaf in self.found.others], extra or {}
+        return found + [
+            (one.path, known[one.path] if one.path in known else one.module.get_extra_state())
+            for one in self.found.extra
+        ]
+
+    def payload(
+        self, groups: values.Groups | None = None, extra: Mapping[Path, Any] | None = None
+    ) -> list[bytes | memoryview]:
         """The image of this rank, in pieces: what `parse` reads, one after the other. After `look`.
 
         Args:
-            groups: values of the parameter groups, which then go along.
+            groups: values of the parameter groups, which then go along; extra: extra states that were taken already.
         """
         others = self.found.others or self.found.extra
-        more = values.encode(self.objects() if others else (), groups)
+        more = values.encode(self.objects(extra) if others else (), groups)
         head, self.payload_size = head_of(self._table, self.found.table.nbytes, len(more))
         for host, flat in self._device:
             host.copy_(flat, non_blocking=True)
@@ -232,7 +244,8 @@ def _described(
     others = [leaf for leaf in leaves if not isinstance(leaf.value, Tensor)]
     tensors.sort(key=lambda leaf: -leaf.value.element_size())  # so that all are aligned without gaps
     entries, nbytes = _entries(tensors, world_size)
-    return Found(Table(rank, world_size, tuple(entries), tuple(groups), nbytes), tensors, others, extra)
+    alone = tuple(leaf.path for leaf in others if leaf.alone)
+    return Found(Table(rank, world_size, tuple(entries), tuple(groups), nbytes, alone), tensors, others, extra)
 
 
 def _entries(leaves: list[Leaf], world_size: int) -> tuple[list[Entry], int]:
@@ -254,6 +267,6 @@ def _entries(leaves: list[Leaf], world_size: int) -> tuple[list[Entry], int]:
             known[memory], at = at, at + size
         entries.append(
             Entry(leaf.path, str(local.dtype).removeprefix("torch."), chunk.shape, chunk.offsets, tuple(local.shape),
-                  strides, begin if size else 0, size, chunk.whole, bool(leaf.buffer))
+                  strides, begin if size else 0, size, chunk.whole and not leaf.alone, bool(leaf.buffer))
         )  # fmt: skip
     return entries, at

@@ -76,6 +76,7 @@ class Table(msgspec.Struct, frozen=True):
         entries: in the order of the image, except those that share memory.
         groups: of all optimizers, in order.
         nbytes: bytes of the image.
+        alone: places of values that are no tensors and that no other rank holds.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class Table(msgspec.Struct, frozen=True):
     entries: tuple[Entry, ...]
     groups: tuple[Group, ...]
     nbytes: int
+    alone: tuple[Path, ...] = ()
     version: int = VERSION
 
     def encode(self) -> bytes:

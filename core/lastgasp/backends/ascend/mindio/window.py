@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lastgasp import _clock
 from lastgasp.gasp.rank_status import RankStatus
 
 FORCE_STOP = "FORCE STOP"
+LONGEST_PAUSE = 1800.0
+"""Seconds that MindX may have all ranks wait between two steps before they count as hung; of its own limit, after which
+the controller ends the pause, no rank hears (docs/facts/mindio_tft.md §7.1)."""
 
 
 class Window:
@@ -47,4 +51,8 @@ class Window:
             self.before_update()  # blocks, or leaves, as an update would
         status.step_completed(step)
         self._end(int(step))
-        self._pause(int(step))
+        status.paused = _clock.monotonic() + LONGEST_PAUSE
+        try:
+            self._pause(int(step))
+        finally:
+            status.paused = 0.0

@@ -1,0 +1,126 @@
+"""Rules on what lastgasp itself needs for MindIO's `recover`, and on what it does not do (docs/in-place.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from lastgasp.gasp.secret import FILE, INSECURE, LONGEST, SHORTEST, TOKEN
+from lastgasp.gasp.tls import CERT
+
+from .model import Job, Mount, Replica
+from .rules import Match, rule
+from .tree import Node
+
+_RECOVERY = "LASTGASP_RECOVERY"
+
+
+def _recovers(job: Job) -> bool:
+    """Whether single processes are started anew, and lastgasp would take part."""
+    return job.framework == "pytorch" and job.has("recover", "recover-in-place")
+
+
+def _pods(job: Job) -> int:
+    return sum(one.count or 0 for one in job.replicas)
+
+
+def _ascend(job: Job) -> Iterator[tuple[Replica, Node]]:
+    return ((one, one.container) for one in job.replicas if one.container is not None and one.count != 0)
+
+
+@rule("recover-secret", "warning", "lastgasp", "recover without a secret that the pods share")
+def recover_secret(job: Job) -> Iterator[Match]:
+    """Without it a new process cannot join lastgasp's controller. A start script, or an image, may set it as well."""
+    if not _recovers(job) or _pods(job) < 2 or any(TOKEN in word.text for one in job.replicas for word in one.script):
+        return
+    for replica, node in _ascend(job):
+        named = any(replica.variable(name) is not None for name in (TOKEN, FILE, CERT, INSECURE))
+        if not named and node.get("envFrom") is None:
+            what = f"{replica.type}: neither {TOKEN} nor {FILE} is in env: with lastgasp a rank that is lost is then"
+            fix = (
+                "kubectl create secret generic lastgasp --from-literal=token=$(openssl rand -hex 32), and add name: "
+                f"{TOKEN}, valueFrom.secretKeyRef: {{name: lastgasp, key: token}} to env of every replica type."
+            )
+            yield Match(node, f"{what} not replaced while the others stay; the step is saved and the job restarts", fix)
+
+
+@rule("secret-value", "error", "lastgasp", "LASTGASP_TOKEN is no secret, or not the same in all pods")
+def secret_value(job: Job) -> Iterator[Match]:
+    """lastgasp refuses to start with such a one."""
+    seen: tuple[str, str] | None = None
+    for replica, _ in _ascend(job):
+        env = replica.variable(TOKEN)
+        if env is None or env.value is None or replica.variable(FILE) is not None or "$(" in env.value:
+            continue
+        if not (SHORTEST <= len(env.value) <= LONGEST and env.value.isprintable()):
+            what = f"{replica.type}: {TOKEN} has {len(env.value)} characters, not {SHORTEST} to {LONGEST} printable"
+            yield Match(env.node, f"{what} ones", "Make one with openssl rand -hex 32.")
+        elif seen is not None and seen[1] != env.value:
+            what = f"{TOKEN} differs between {seen[0]} and {replica.type}"
+            yield Match(env.node, f"{what}: their ranks do not take each other in", "Write the same in both.")
+        seen = seen or (replica.type, env.value)
+
+
+@rule("secret-mode", "error", "lastgasp", "LASTGASP_TOKEN_FILE is readable by others")
+def secret_mode(job: Job) -> Iterator[Match]:
+    """lastgasp refuses such a file; Kubernetes mounts secrets with mode 0644 unless told otherwise."""
+    for replica, _ in _ascend(job):
+        env = replica.variable(FILE)
+        if env is None or env.value is None:
+            continue
+        for mount in replica.mounts:
+            mode = _mode_of(mount)
+            if mode is not None and mode & 0o037 and PurePosixPath(env.value).is_relative_to(mount.path):
+                what = f"{replica.type}: {FILE}={env.value} gets mode {mode:04o}, with which lastgasp does not take it"
+                fix = "Add defaultMode: 0400 to the volume's secret (256 in JSON; 0440 where the user is not root)."
+                yield Match(mount.node, what, fix)
+
+
+def _mode_of(mount: Mount) -> int | None:
+    """Of the files of a secret's volume; None for another volume, and where each file has its own."""
+    secret = mount.volume.get("secret") if mount.volume is not None else None
+    if secret is None or secret.kind != "map" or any(one.get("mode") for one in secret.maps("items")):
+        return None
+    text = secret.string("defaultMode")
+    if text is None:
+        return 0o644
+    octal = re.fullmatch(r"0o?([0-7]{1,4})", text)
+    if octal:
+        return int(octal[1], 8)
+    return int(text) if re.fullmatch(r"[0-9]{1,4}", text) else None
+
+
+@rule("recover-one-pod", "warning", "mindio_tft §16", "recover in a job of one pod")
+def recover_one_pod(job: Job) -> Iterator[Match]:
+    """MindIO does not start a process anew on its controller's own node."""
+    if _recovers(job) and _pods(job) == 1:
+        what = "recover in a job of one pod: MindIO replaces no process on the node of its controller"
+        fix = "Use dump: the step is saved, and the job restarts from it."
+        yield Match(job.at("metadata", "annotations", "recover-strategy"), what, fix)
+
+
+@rule("recovery-setting", "warning", "lastgasp", "LASTGASP_RECOVERY rules out the strategy of the job")
+def recovery_setting(job: Job) -> Iterator[Match]:
+    """lastgasp refuses the strategy at start."""
+    allowed = {"retry": ("", "auto", "retry"), "recover": ("", "auto"), "recover-in-place": ("", "auto")}
+    for replica, _ in _ascend(job):
+        env = replica.variable(_RECOVERY)
+        if env is None or env.value is None or job.framework != "pytorch":
+            continue
+        refused = [one for one in job.strategies if one in allowed and env.value not in allowed[one]]
+        if refused:
+            what = f"{replica.type}: with {_RECOVERY}={env.value} lastgasp refuses {', '.join(refused)}"
+            yield Match(env.node, what, 'Write "auto", or leave it out.')
+
+
+@rule("hot-switch-lastgasp", "warning", "lastgasp", "hotSwitch with lastgasp")
+def hot_switch_lastgasp(job: Job) -> Iterator[Match]:
+    """MindSpore takes part by itself."""
+    if job.sub_healthy == "hotSwitch" and job.framework == "pytorch":
+        what = (
+            "hotSwitch: no adapter of lastgasp's was ever run through a switch to another node (MindIO's STEP FINISH), "
+            "and none promises to take part"
+        )
+        fix = 'Write "graceExit" with dump in recover-strategy: the step is saved, and the job restarts elsewhere.'
+        yield Match(job.at("metadata", "labels", "subHealthyStrategy"), what, fix)

@@ -1,0 +1,71 @@
+"""Calls of the rendezvous store with a deadline: its host may have stopped answering, without being gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LIMIT = 1.5
+"""Seconds for the store to answer a launcher that watches its ranks meanwhile. In a network it takes milliseconds."""
+
+
+class Unanswered(RuntimeError):
+    """The store has not answered in time; what was asked may still be done."""
+
+
+class Bounded:
+    """Makes calls one at a time, each on a thread of its own: while one has not come back, no other is made."""
+
+    def __init__(self, limit: float = LIMIT) -> None:
+        self._limit = limit
+        self._under_way: threading.Thread | None = None
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns.
+
+        Raises:
+            Unanswered: it takes longer than `limit` seconds, or an earlier one still does.
+            BaseException: what `call` raises.
+        """
+        if self._under_way is not None and self._under_way.is_alive():
+            raise Unanswered("the store of the rendezvous still owes an earlier answer")
+        answers: list[tuple[Any, BaseException | None]] = []
+
+        def make() -> None:
+            try:
+                answers.append((call(), None))
+            except BaseException as error:  # raised where it was asked for
+                answers.append((None, error))
+
+        self._under_way = threading.Thread(target=make, name="lastgasp-store", daemon=True)
+        self._under_way.start()
+        self._under_way.join(self._limit)
+        if not answers:
+            raise Unanswered(f"the store of the rendezvous has not answered in {self._limit:g} s")
+        value, error = answers[0]
+        if error is not None:
+            raise error
+        found: T = value
+        return found
+
+
+class BoundedStore:
+    """What a launcher needs of torch's store while ranks run. Raises as the store does, and `Unanswered`."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._bounded = store, Bounded()
+
+    def check(self, key: str) -> bool:
+        """Whether it has that key."""
+        return bool(self._bounded(lambda: self._store.check([key])))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        return bytes(self._bounded(lambda: self._store.get(key)))
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value. If it is not answered in time it may be set later."""
+        self._bounded(lambda: self._store.set(key, value))

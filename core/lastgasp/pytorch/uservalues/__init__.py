@@ -1,0 +1,10 @@
+"""Plain values that a user's objects keep beside what checkpoints have: recorded at boundaries, put back in place."""
+
+from __future__ import annotations
+
+from lastgasp.pytorch.uservalues.keeper import Root, UserValues
+from lastgasp.pytorch.uservalues.kinds import is_users
+from lastgasp.pytorch.uservalues.limits import Limits
+from lastgasp.pytorch.uservalues.transfer import fill, packed
+
+__all__ = ["Limits", "Root", "UserValues", "fill", "is_users", "packed"]

@@ -1,0 +1,193 @@
+"""Records at each boundary what a user's objects keep in plain Python, and puts it back when training is entered again.
+
+A process that goes on repeats a step: a list to which each step appends would have that step twice. What is found from
+the given roots is recorded by reference, and copied only where it has no parts; long containers are expected to change
+at their ends, large tensors not at all, and both are verified when a fault is answered. What cannot be kept within the
+limits makes the run one that is not entered again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lastgasp.pytorch.uservalues import kinds
+from lastgasp.pytorch.uservalues.contents import NOTHING, PARTS, Big, Long, Row, content_of, places_in, put
+from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
+from lastgasp.pytorch.uservalues.walk import Seen, Walk
+
+
+@dataclass(frozen=True)
+class Root:
+    """An object of the user's, and the names of its attributes that are not the user's, or are restored elsewhere."""
+
+    name: str
+    value: Any
+    skip: frozenset[str] = NOTHING
+
+
+class UserValues:
+    """What is found from some roots. Call `take` at each boundary; everything else is for a fault.
+
+    Args:
+        roots: objects of the user's.
+        known: modules, parameters and buffers that are restored elsewhere.
+        limits: of its cost.
+
+    Attributes:
+        refused: why nothing is kept; empty if all is that can be.
+        unknown: what is not kept although it may change: where, and its type.
+    """
+
+    def __init__(self, roots: Iterable[Root], known: Iterable[object] = (), limits: Limits | None = None) -> None:
+        self.roots, self.limits = list(roots), limits or Limits()
+        self.left_out = list(known)
+        self.known = {id(one) for one in self.left_out} - {id(root.value) for root in self.roots}
+        self.skips = {id(root.value): root.skip for root in self.roots}
+        self._rows: list[Row] = []
+        self.long: dict[int, Long] = {}
+        self.big: dict[int, Big] = {}
+        self.moving: set[int] = set()
+        self.seen: dict[int, Seen] = {}
+        self.refused, self.unknown = "", dict[str, str]()
+        self._before, self._slow = 0.0, 0
+
+    # -- at a boundary ------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Record everything as it stands. Never raises."""
+        if self.refused:
+            return
+        now, used = time.perf_counter(), time.thread_time()
+        first = not self._rows
+        try:
+            walk = Walk(self)
+            self._rows = walk.all([(root.value, kinds.OBJECT, root.name) for root in reversed(self.roots)])
+            self.long, self.big = walk.long, walk.big
+        except TooMuch as error:
+            self._refuse(str(error))
+        except Exception as error:  # the user's objects; training must not end for it
+            self._refuse(f"the values of the user's objects cannot be recorded: {type(error).__name__}: {error}")
+        used, step, self._before = time.thread_time() - used, now - self._before, now
+        limits = self.limits
+        slow = used > max(limits.seconds, limits.share * step) and not first
+        self._slow = self._slow + 1 if slow else 0
+        if self._slow >= limits.patience and not self.refused:
+            self._refuse(f"recording the values of the user's objects takes {used * 1000:.3g} ms of each step of "
+                         f"{step * 1000:.3g} ms")  # fmt: skip
+
+    def _refuse(self, why: str) -> None:
+        self.refused, self._rows = why, []
+        self.long, self.big, self.seen = {}, {}, {}
+
+    def verify(self) -> None:
+        """Long containers are compared now: what is due after a boundary may clear them."""
+        for long in self.long.values():
+            long.verified = long.verified or not long.changed()
+
+    def note(self) -> str:
+        """What is not kept although it may change, in one line; empty if all is kept."""
+        named = [f"{label} ({name})" for label, name in self.unknown.items()]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        return f"a survivor's values may have the repeated step twice: {', '.join(named[:3])}{more}" if named else ""
+
+    # -- after a fault ------------------------------------------------------------------------------------
+
+    def cannot(self) -> str:
+        """Why the values of the last boundary cannot be put back; empty if they can.
+
+        Any thread may ask. Never raises.
+        """
+        if self.refused:
+            return self.refused
+        try:
+            unverified: list[Long | Big] = [one for one in self.long.values() if not one.verified]
+            return next(filter(None, (one.changed() for one in [*unverified, *self.big.values()])), "")
+        except Exception as error:  # the user's objects, which training may still be changing
+            return f"the values of the user's objects cannot be compared: {type(error).__name__}: {error}"
+
+    def put_back(self, entered: bool = False) -> None:
+        """Have all as at the last `take`, in the very objects that were there.
+
+        Args:
+            entered: the training was entered again, and its hooks have made things anew: those that cannot be put back
+                are left, and what was made anew in the place of a value of the same type gets its content.
+        """
+        index = {id(row.value): row for row in self._rows}
+        instead: dict[int, Any] = {}
+        if entered:
+            for row in self._rows:
+                self._match(row, index, instead)
+        for row in self._rows:
+            skip, value = self.skips.get(id(row.value), NOTHING), instead.get(id(row.value), row.value)
+            content = _resolved(row, instead)
+            if entered and row.kind in (*PARTS, kinds.SET, kinds.DEQUE):
+                content = _with_others(row, content, content_of(value, row.kind, skip), index)
+            put(row, value, content, skip, remove=not entered)
+
+    def _match(self, row: Row, index: dict[int, Row], instead: dict[int, Any]) -> None:
+        """Find what was made anew for the values in a row."""
+        if row.kind not in PARTS or isinstance(row.content, Long):
+            return
+        live = content_of(instead.get(id(row.value), row.value), row.kind, self.skips.get(id(row.value), NOTHING))
+        for key, value in places_in(row.kind, row.content):
+            known, now = index.get(id(value)), _at(live, key)
+            if known is None or now is value or id(value) in instead or id(now) in index:
+                continue
+            if type(now) is type(value) and known.kind != kinds.TUPLE and _fits(now, value):
+                instead[id(value)] = now
+
+
+def _resolved(row: Row, instead: dict[int, Any]) -> Any:
+    """The content of a row, with what stands for its values now."""
+    content = row.content.items if isinstance(row.content, Long) else row.content
+    if row.kind not in (*PARTS, kinds.SET, kinds.DEQUE):
+        return content
+
+    def now(value: Any) -> Any:
+        return value.found() if isinstance(value, Big) else instead.get(id(value), value)
+
+    if isinstance(content, dict):
+        return {key: now(value) for key, value in content.items()}
+    return type(content)(map(now, content))
+
+
+def _with_others(row: Row, content: Any, live: Any, index: dict[int, Row]) -> Any:
+    """The content of a row, where what cannot be put back is as it is now."""
+    if isinstance(row.content, Long):
+        return content
+    if row.kind in (kinds.SET, kinds.DEQUE):
+        return live if any(_is_other(value, index) for value in row.content) else content
+    others = [key for key, value in places_in(row.kind, row.content) if _is_other(value, index)]
+    if row.kind == kinds.LIST:
+        if others and len(live) != len(content):
+            return live
+        return [live[key] if key in others else value for key, value in enumerate(content)]
+    for key in others:
+        if key in live:
+            content[key] = live[key]
+        elif row.kind != kinds.DICT:
+            del content[key]
+    return content
+
+
+def _is_other(value: Any, index: dict[int, Row]) -> bool:
+    """It is not put back; nor is a tuple that has such a thing."""
+    if isinstance(value, tuple | frozenset):
+        return any(_is_other(one, index) for one in value)
+    return isinstance(value, Big) or (id(value) not in index and kinds.kind_of(type(value)) is not kinds.PLAIN)
+
+
+def _at(live: Any, key: Any) -> Any:
+    if isinstance(live, dict):
+        return live.get(key)
+    return live[key] if key < len(live) else None
+
+
+def _fits(now: Any, value: Any) -> bool:
+    """Whether one can get the content of the other."""
+    return not isinstance(now, Tensor) or (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)

@@ -1,0 +1,58 @@
+"""What a user's module, callbacks and datamodule keep in plain Python, beside what checkpoints have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torchmetrics import Metric
+
+from lastgasp.adapter.again import Root, UserValues, is_users
+from lastgasp_lightning.enters import Enters
+from lastgasp_lightning.kept import is_lightnings
+
+_HPARAMS = ("_hparams", "_hparams_name", "_hparams_initial", "_log_hyperparams")
+
+
+def values_of(trainer: Any) -> UserValues:
+    """Those of a trainer in `fit`, once its model is there."""
+    module = trainer.lightning_module
+    return UserValues(roots_of(trainer), [*module.modules(), *module.parameters(), *module.buffers()])
+
+
+def roots_of(trainer: Any) -> list[Root]:
+    """Where they are found: the same names on all ranks."""
+    module, data = trainer.lightning_module, trainer.datamodule
+    found = [Root(type(module).__name__, module, _of_module())]
+    found += [Root(f"{type(module).__name__}.{name}", one, _of_part()) for name, one in _parts(module)]
+    if data is not None:
+        found.append(Root(type(data).__name__, data, _of_data()))
+    callbacks = [one for one in trainer.callbacks if not isinstance(one, Enters) and not is_lightnings(one)]
+    for place, one in enumerate(callbacks):
+        number = f" {place}" if sum(type(other) is type(one) for other in callbacks) > 1 else ""
+        found.append(Root(type(one).__name__ + number, one))
+    return [root for root in found if not type(root.value).__module__.startswith("lastgasp")]
+
+
+def _parts(module: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, one in module.named_modules():
+        if name and is_users(type(one)) and not isinstance(one, Metric):
+            yield name, one
+
+
+@functools.cache
+def _of_part() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
+
+
+@functools.cache
+def _of_module() -> frozenset[str]:
+    return frozenset((*vars(LightningModule()), *_HPARAMS))
+
+
+@functools.cache
+def _of_data() -> frozenset[str]:
+    return frozenset((*vars(LightningDataModule()), *_HPARAMS))
