@@ -10,7 +10,7 @@ from lastgasp.gasp.rank_status import RankStatus
 FORCE_STOP = "FORCE STOP"
 LONGEST_PAUSE = 1800.0
 """Seconds that MindX may have all ranks wait between two steps before they count as hung; of its own limit, after which
-the controller ends the pause, no rank hears (docs/facts/mindio_tft.md §7.1)."""
+the controller ends the pause, no rank hears (docs/facts/mindio_tft.md §7.3)."""
 
 
 class Window:
