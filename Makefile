@@ -57,8 +57,10 @@ lint: $(STAMP) docs  ## ruff, mypy --strict, import contracts, links of the docu
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# A test starts some thousand processes; where this is set, each of them compiles lastgasp, and each worker all tests, anew.
-unexport PYTHONDONTWRITEBYTECODE
+# A test starts some thousand processes; where the first is set, each of them compiles lastgasp, and each worker all tests,
+# anew. The others are somebody's own settings, with which tests are not what they are elsewhere (tests/support/surroundings.py).
+unexport PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE PYTHONWARNINGS PYTHONUNBUFFERED PYTHONHASHSEED PYTHONDEVMODE PYTHONSAFEPATH
+unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTEST_DISABLE_PLUGIN_AUTOLOAD
 
 # What is skipped without Megatron or MindSpore must not be skipped where they are fetched.
 test tests test-full: export TESTS_NEED_MEGATRON := 1

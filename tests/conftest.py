@@ -14,16 +14,18 @@ from support.failures import note_failures
 from support.mindspore.importable import make_importable
 from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
 from support.shares import shares
+from support.surroundings import scrub
 
 __all__ = ["cold", "leak_police", "places_of_its_own", "prefork_images", "restored_environ", "restored_logging"]
 
 pytest_plugins = ["pytester"]
 
+scrub(os.environ)
 make_importable()
 
 # Tests and their jobs fill all cores as it is: threads of torch that wait for each other by spinning double what a test
 # costs. Before torch is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Nothing about time: how long an example takes says more of the machine than of the code. The same examples in each
 # run, so that one that fails is found by who changes the code, and not by anybody later; make test-full draws others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,9 @@ import pytest
 def test_sum(n):
     assert 1 + n == 3000, "three thousand"
 """
-PYTEST = f"PYTHONPATH={ROOT}/tests {sys.executable} -m pytest -q -p no:cacheprovider cases.py"
+PYTEST = (
+    f"PYTHONPATH={shlex.quote(f'{ROOT}/tests')} {shlex.quote(sys.executable)} -m pytest -q -p no:cacheprovider cases.py"
+)
 
 
 @pytest.fixture
@@ -48,18 +51,19 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(checkout: Path, *, lint: str = "true", tests: str) -> subprocess.Popen[str]:
-    """.ci/run with these recipes."""
+def started(checkout: Path, *, lint: str = "true", tests: str, **variables: str) -> subprocess.Popen[str]:
+    """.ci/run with these recipes, its stdin closed."""
     (checkout / "Makefile").write_text(MAKEFILE.format(lint=lint, tests=tests))
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST"))}
+    command = ["sh", "-c", "exec .ci/run <&-"]
     return subprocess.Popen(
-        [".ci/run"], cwd=checkout, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=checkout, env=environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def ran(checkout: Path, *, lint: str = "true", tests: str) -> tuple[int, list[str]]:
+def ran(checkout: Path, *, lint: str = "true", tests: str, **variables: str) -> tuple[int, list[str]]:
     """Its exit code and lines."""
-    with started(checkout, lint=lint, tests=tests) as run:
+    with started(checkout, lint=lint, tests=tests, **variables) as run:
         output, _ = run.communicate(timeout=120)
     return run.returncode, output.splitlines()
 
@@ -118,7 +122,7 @@ def test_where_no_test_ran_it_fails(checkout: Path) -> None:
 
 def test_a_run_that_passed_ends_with_the_closing_line(checkout: Path) -> None:
     (checkout / "cases.py").write_text("def test_one():\n    pass\n")
-    code, lines = ran(checkout, tests=PYTEST.replace(" -q", ""))
+    code, lines = ran(checkout, tests=PYTEST.replace(" -q", ""), FORCE_COLOR="1", TMPDIR="/nonexistent")
     assert code == 0
     assert lines[-1].startswith("=") and "1 passed" in lines[-1]
 
