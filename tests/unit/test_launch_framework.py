@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -87,6 +88,30 @@ def test_helpers_of_a_killed_parent_are_ended_and_nothing_else(tmp_path: Path) -
         for process in (parent, other):
             process.kill()
             process.communicate()
+
+
+def test_helpers_of_one_killed_rank_are_ended_and_none_of_another(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(2)
+    ]
+    try:
+        children = []
+        for rank in ranks:
+            assert rank.stdout is not None
+            children.append([int(pid) for pid in rank.stdout.readline().split()])
+        assert orphans.reap_session(os.getpid(), ["nobody"]) == []
+        ranks[0].kill()
+        ranks[0].wait(60)
+        assert sorted(orphans.reap_session(ranks[0].pid, [str(script)])) == sorted(children[0])
+        assert all(Path(f"/proc/{pid}").exists() for pid in children[1])
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.communicate()
 
 
 def test_other_processes_of_a_killed_parent_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.growth import MISSING, CodeFile, Growth, Newcomer
 from lastgasp.launch.guest import Guest, Host
+from lastgasp.launch.orphans import reap_session
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
 from lastgasp.launch.warm_torch import replacement
@@ -267,8 +268,10 @@ class InPlace:
         return next(n for n, worker in enumerate(self._group.workers) if worker.global_rank == rank)
 
     def _replace(self, rank: int, again: Again) -> None:
-        context = self._context
+        context, spec = self._context, self._group.spec
         local = self._local(rank)
+        gone = context.subprocess_handlers[local].proc.pid
+        reap_session(gone, spec.args if isinstance(spec.entrypoint, str) else ())
         order = msgspec.json.encode(msgspec.structs.replace(again, aux={}, ends=())).decode()
         own = {"RANK": str(rank), **self._numbers} if self._numbers else {}
         handler = replacement(self._warm, context, local, again.environment | own | {ORDER: order})

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 log = logging.getLogger("lastgasp.launch")
@@ -20,6 +20,8 @@ MARK = "LASTGASP_ROUND"
 """An environment variable that identifies the workers of one attempt and their children."""
 _END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"compile_worker", b"ascend.mindio.controller import main")
 _SHOWN = 3
+_PARENT, _SESSION = 1, 3
+"""Fields of /proc/PID/stat behind the name."""
 _HELPERS = (b"from multiprocessing.spawn import", b"from multiprocessing.forkserver import")
 
 
@@ -39,7 +41,24 @@ def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
     Returns:
         The process ids.
     """
-    found = [pid for pid in _of_attempt(mark) if _is_helper(_read(pid, "cmdline"), command)]
+    return _end_helpers(_of_attempt(mark), command)
+
+
+def reap_session(leader: int, command: Sequence[str] = ()) -> list[int]:
+    """Kill the same helpers of one dead rank, while the others train on.
+
+    Args:
+        leader: process id that it had. A rank begins a session of its own, in which its children are.
+        command: as of `reap`.
+
+    Returns:
+        The process ids.
+    """
+    return _end_helpers([pid for pid in _all() if pid != leader and _field(pid, _SESSION) == leader], command)
+
+
+def _end_helpers(pids: Iterable[int], command: Sequence[str]) -> list[int]:
+    found = [pid for pid in pids if _is_helper(_read(pid, "cmdline"), command)]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -54,7 +73,7 @@ def tell_of_others(mark: str) -> None:
     It is left alone, as by torchrun; but new workers may need what it holds.
     """
     here = os.getpid() if os.getpid() != 1 else -1  # children of the launcher are no orphans, unless all orphans are
-    left = [(pid, _read(pid, "cmdline")) for pid in _of_attempt(mark) if _parent(pid) != here]
+    left = [(pid, _read(pid, "cmdline")) for pid in _of_attempt(mark) if _field(pid, _PARENT) != here]
     others = [f"{pid} ({_shown(cmdline)})" for pid, cmdline in left if _is_users(cmdline)]
     if others:
         shown = ", ".join(others[:_SHOWN]) + (" and more" if len(others) > _SHOWN else "")
@@ -72,13 +91,16 @@ def _shown(cmdline: bytes) -> str:
 
 def _of_attempt(mark: str) -> list[int]:
     needle = f"{MARK}={mark}".encode()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-    return [pid for pid in pids if needle in _read(pid, "environ").split(b"\0")]
+    return [pid for pid in _all() if needle in _read(pid, "environ").split(b"\0")]
 
 
-def _parent(pid: int) -> int:
+def _all() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _field(pid: int, number: int) -> int:
     fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return int(fields[1]) if len(fields) > 1 else 0
+    return int(fields[number]) if len(fields) > number else 0
 
 
 def _is_helper(cmdline: bytes, command: Sequence[str]) -> bool:
