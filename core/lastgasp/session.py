@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from lastgasp import __version__, _clock, logs, narration
+from lastgasp import __version__, _clock, exitcodes, logs, narration
 from lastgasp.backends import BackendChoice, choose_backend, framework_of_taskd, in_taskd_job
 from lastgasp.backends.embedded import EmbeddedBackend
 from lastgasp.config import GaspConfig
@@ -48,6 +48,8 @@ OWN_FAULT_GRACE = 60.0
 """The same for a rank that raised: its own traceback and clean-up come first."""
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
+AGAIN_GRACE = 30.0
+"""Seconds, on top of `finish_timeout`, for the training thread to leave a training that is entered again from files."""
 FLUSH_LIMIT = 2.0
 """Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 
@@ -361,12 +363,19 @@ class Session:
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """End the process even if the training thread is stuck."""
+        if outcome.again is not None:
+            self._leave_after(self.config.finish_timeout + AGAIN_GRACE, exitcodes.SAVED)
+            return
         # A launcher logs it for all ranks.
         log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
         self._sign(ending=outcome.ending, step=outcome.step)
+        if self._patience is not None:
+            self._leave_after(self._patience, exit_code(outcome))
+
+    def _leave_after(self, patience: float, code: int) -> None:
         with self._leaving:
-            if self._leave_timer is None and self._patience is not None and not self._ended:
-                self._leave_timer = threading.Timer(self._patience, self._leave, (exit_code(outcome),))
+            if self._leave_timer is None and not self._ended:
+                self._leave_timer = threading.Timer(patience, self._leave, (code,))
                 self._leave_timer.daemon = True
                 self._leave_timer.start()
 
@@ -382,6 +391,8 @@ class Session:
             self._registry.deregister()
             if self.goodbye() is None:
                 self._sign(left=True)
+        elif (outcome := self.status.outcome) is not None and outcome.again is not None:
+            self._keep_process()  # it has left the training, and enters it again
         if self.recorder is not None:
             self.recorder.close()
         self._backend.close()
@@ -396,8 +407,12 @@ class Session:
 
     def _leave(self, code: int) -> None:
         with self._leaving:  # `close` may have been called meanwhile
-            if not self._ended:
-                leave_now(code)
+            if self._ended:
+                return
+            if (outcome := self.status.outcome) is not None and outcome.again is not None:
+                log.error("rank %d does not leave its training (%s): it ends, and the job restarts from step %d",
+                          self.place.rank, self.status.phase, outcome.step)  # fmt: skip
+            leave_now(code)
 
     def _keep_process(self) -> None:
         with self._leaving:

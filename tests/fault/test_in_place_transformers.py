@@ -83,6 +83,7 @@ def test_a_killed_rank_0_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     [
         pytest.param(2, "plain", "kind=exception,rank=1,step=5,phase=forward", [(None, 5)], id="exception"),
         pytest.param(2, "accumulating", "kind=sigkill,rank=1,step=7,phase=step_end", [(1, 8)], id="accumulating"),
+        pytest.param(2, "noisy", "kind=sigkill,rank=1,step=5,phase=forward", [(1, 5)], id="noisy embeddings"),
         pytest.param(2, "bf16", "kind=sigkill,rank=1,step=5,phase=forward", [(1, 5)], id="bf16"),
         pytest.param(2, "epochs", "kind=sigkill,rank=1,step=8,phase=validation", [(1, 12)], id="validation"),
         pytest.param(2, "unseeded", "kind=sigstop,rank=1,step=8,phase=forward", [(1, 8)], id="hang"),
@@ -136,4 +137,17 @@ def test_a_new_process_that_waits_for_others_before_train_costs_a_restart(tmp_pa
         pass
     found = incidents(directory)
     assert found[0].rung == "replace" and not any(one.steps_lost for one in found), started.output[-6000:]
+    assert differences(directory / "final.pt", undisturbed(2)) == []
+
+
+@pytest.mark.full
+def test_a_survivor_that_does_not_leave_its_training_costs_a_restart(tmp_path: Path, undisturbed: Any) -> None:
+    """Nobody waits for it until torch's timeout, which is half an hour: the step is on disk."""
+    directory = tmp_path / "d"
+    faults, limits = "kind=sigkill,rank=0,step=5,phase=backward", {"LASTGASP_FINISH_TIMEOUT": "1"}
+    with disturbed(tmp_path, job(2, directory, "--stuck"), faults, **limits) as started:
+        pass
+    found = incidents(directory)
+    assert found[0].rung == "replace" and not any(one.steps_lost for one in found), started.output[-6000:]
+    assert "rank 1 does not leave its training (data): it ends, and the job restarts from step 5" in started.output
     assert differences(directory / "final.pt", undisturbed(2)) == []

@@ -17,6 +17,8 @@ from support import again_faults
 from support.again_faults import note
 from support.train_transformers import SHAPES, OwnRandomNumbers, Tokens, arguments, model, result
 
+STUCK = 5
+"""Completed steps after which `--stuck` stays."""
 GATE = 3
 """Completed steps after which the ranks wait for the file `go`: faults come behind it."""
 
@@ -24,8 +26,8 @@ GATE = 3
 class Diary(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Notes who trains, and holds the ranks at the gate."""
 
-    def __init__(self, directory: Path, ours: LastGasp) -> None:
-        self._directory, self._ours = directory, ours
+    def __init__(self, directory: Path, ours: LastGasp, stuck: bool) -> None:
+        self._directory, self._ours, self._stuck = directory, ours, stuck
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """`train` is entered."""
@@ -38,6 +40,9 @@ class Diary(TrainerCallback):  # type: ignore[misc,unused-ignore]
             assert time.monotonic() < deadline
             run.session.progress("data")
             time.sleep(0.01)
+        first = (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None)
+        if self._stuck and first and state.global_step == STUCK and args.process_index == 1:
+            time.sleep(10 * again_faults.PATIENCE)
 
 
 def main() -> None:
@@ -46,6 +51,7 @@ def main() -> None:
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--shape", default="plain", choices=sorted(SHAPES))
     parser.add_argument("--first", action="store_true", help="rank 0 prepares data before the others, in each process")
+    parser.add_argument("--stuck", action="store_true", help="a callback of rank 1 does not return")
     parser.add_argument("--twice", action="store_true", help="it is the second training of its script")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -54,7 +60,7 @@ def main() -> None:
     if args.first and os.environ.get("LASTGASP_INCARNATION"):
         dist.barrier()
     data = Tokens(rows, augment=args.shape != "workers")
-    callbacks: list[Any] = [OwnRandomNumbers(), Diary(args.dir, ours), ours]
+    callbacks: list[Any] = [OwnRandomNumbers(), Diary(args.dir, ours, args.stuck), ours]
     if "metric_for_best_model" in SHAPES[args.shape]:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
     if args.twice:
