@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,10 @@ def test_a_killed_rank_is_replaced(tmp_path: Path, expected: Any) -> None:
     with disturbed(job, "kind=sigkill,rank=0,step=6,phase=backward") as started:
         pass
     check(job, started, expected(flags), 0)
+    script = [(job.folder / "losses" / f"script-{rank}").read_text().splitlines() for rank in range(2)]
+    new, survivor = ([line.split() for line in lines] for lines in script)
+    begun = next(n for n, line in enumerate(new) if line[0] != new[0][0])
+    assert new[begun][1] == "1" and [one[1:] for one in new[begun:]] == [one[1:] for one in survivor[begun - len(new):]]
 
 
 def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None:
@@ -116,8 +122,9 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None
         ("--bf16", 2, "kind=sigkill,rank=1,step=5,phase=after_update", (1,)),
         ("--bf16", 2, "kind=sigkill,rank=0,step=4,phase=backward;"
          "kind=sigkill,rank=1,step=9,phase=backward,incarnation=1", (0, 1)),
+        ("--bf16 --eval-iters 2 --eval-interval 3 --num-workers 1", 2, "kind=sigkill,rank=1,step=6,phase=data", (1,)),
     ],
-    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults"],
+    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults", "evaluation"],
 )  # fmt: skip
 def test_more_of_them(
     flags: str, ranks: int, faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
@@ -163,3 +170,78 @@ def test_a_death_on_the_way_back_costs_no_step(second: int, tmp_path: Path, expe
     assert found[0].rung == "replace" and not any(one.steps_lost for one in found), where
     assert [len(pids(job, rank)) for rank in range(2)] == [2, 2], where  # neither of the second ones came to a step
     check_losses(job, expected("--bf16"), where)
+
+
+OFFER = "a fault can be answered in place, as incarnation {}\n"
+KILLS, SETTLED, MEMORY = 6, 2, 40_000
+"""Ranks killed in one job; after how many of them what is held is compared with; kB."""
+
+
+@pytest.mark.full
+def test_nothing_grows_with_the_number_of_kills(tmp_path: Path) -> None:
+    """Neither with the survivor, which has workers of data loaders and what `torch_dist` saves with, nor the launcher.
+
+    Nor is anything left of those that were killed.
+    """
+    flags = "--bf16 --num-workers 2 --ckpt-format torch_dist"
+    calm, job = (replace(job_in(tmp_path / name, flags), last=3 * KILLS + 4, every=2) for name in ("calm", "job"))
+    assert calm.run({"LASTGASP": "0"}, timeout=400.0).ok
+    job.folder.mkdir()
+    holds = [3 * number for number in range(1, KILLS + 2)]
+    faults = ";".join(f"kind=sigkill,rank=0,step={step},phase=backward,incarnation={number}"
+                      for number, step in enumerate(holds[:-1]))  # fmt: skip
+    held, dead = list[str](), list[int]()
+    with disturbed(job, faults, HOLDS=",".join(map(str, holds))) as started:
+        for number, step in enumerate(holds):
+            until(lambda: OFFER.format(number + 1) in started.output or started.process.poll() is not None,  # noqa: B023
+                  f"incarnation {number + 1} is offered")  # fmt: skip
+            until(lambda: [_iteration(job, rank) for rank in range(2)] == [step, step], f"all are at {step}")  # noqa: B023
+            assert [pid for pid in dead if _session(pid)] == []
+            victim, survivor = (int(pids(job, rank)[-1]) for rank in range(2))
+            both = (survivor, started.process.pid)
+            if number == KILLS:  # the launcher has a thread more at times
+                until(lambda: not _more(held[SETTLED], _held(*both)), f"nothing has grown: {held}, {_held(*both)}")  # noqa: B023
+            held.append(_held(*both))
+            dead.append(victim)
+            (job.folder / f"go-{step}").touch()
+    check(job, started, calm.losses(), *[0] * KILLS)
+
+
+def _iteration(job: GptJob, rank: int) -> int:
+    lines = (job.folder / "losses" / f"rank-{rank}.txt").read_text().splitlines()
+    return int(lines[-1].split()[1])
+
+
+def _session(leader: int) -> list[int]:
+    """Processes that are left of a rank, with all that it has started."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, session, *_ = file.read_text().rpartition(")")[2].split()
+            if int(session) == leader and state != "Z":
+                found.append(int(file.parent.name))
+    return found
+
+
+def _held(*pids: int) -> str:
+    """kB, descriptors, threads and children of processes."""
+    return "\n".join(map(_of, pids))
+
+
+def _of(pid: int) -> str:
+    proc = Path("/proc", str(pid))
+    sizes = dict(line.split(":") for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
+    children = sum(len(path.read_text().split()) for path in proc.glob("task/*/children"))
+    kept = int(sizes["Private_Dirty"].split()[0])
+    return f"{kept} {len(list((proc / 'fd').iterdir()))} {len(list((proc / 'task').iterdir()))} {children}"
+
+
+def _more(before: str, now: str) -> bool:
+    pairs = zip(before.splitlines(), now.splitlines(), strict=True)
+    return any(
+        int(b.split()[0]) > int(a.split()[0]) + MEMORY or any(map(gt, _counts(b), _counts(a))) for a, b in pairs
+    )
+
+
+def _counts(line: str) -> list[int]:
+    return [int(one) for one in line.split()[1:]]

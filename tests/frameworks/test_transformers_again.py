@@ -29,10 +29,19 @@ class Breaks(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     broken = False
 
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.by_name = {"steps": 0}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Keep something that is in no checkpoint."""
+        self.seen.append(state.global_step)
+        self.by_name["steps"] += 1
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Fail, in the mode of an evaluation, with a frozen weight."""
-        if state.global_step == 5 and not self.broken:
-            self.broken = True
+        if state.global_step == 5 and not Breaks.broken:
+            Breaks.broken = True
             more["model"].eval().lm_head.weight.requires_grad_(False)
             raise RuntimeError("a collective failed")
 
@@ -43,14 +52,17 @@ def trainer(folder: Path, shape: str, *callbacks: Any) -> Trainer:
                    callbacks=[*callbacks])  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", ["plain", "bf16"])
+@pytest.mark.parametrize("shape", ["plain", "bf16", "noisy"])
 def test_train_is_entered_again_inside_of_the_same_call(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(again, "_trained", False)
+    monkeypatch.setattr(Breaks, "broken", False)
     entered: list[tuple[Any, ...]] = []
 
     def goes_on(self: Any, error: BaseException, reset: Any, wrapped: Any) -> bool:
+        assert not self._values.cannot()
+        self._values.put_back()
         reset()
         bare = one.model_wrapped is one.model and "forward" not in vars(model_)
         entered.append((str(error), one.optimizer, one.lr_scheduler, bare))
@@ -59,11 +71,16 @@ def test_train_is_entered_again_inside_of_the_same_call(
     monkeypatch.setattr(EnteredFromFiles, "goes_on", goes_on)
     plain = trainer(tmp_path / "plain", shape)
     expected = {name: value.clone() for name, value in result(plain, plain.train().training_loss).items()}
-    one = trainer(tmp_path / "d", shape, Breaks(), LastGasp(recovery="auto"))
+    breaks = Breaks()
+    one = trainer(tmp_path / "d", shape, breaks, LastGasp(recovery="auto"))
     model_: Any = one.model
     found = result(one, one.train().training_loss)
     assert entered == [("a collective failed", None, None, True)]
     assert model_.lm_head.weight.requires_grad
+    # As in a restart: they begin with what was there before train().
+    assert breaks.seen == [*range(6, one.state.global_step + 1)] and breaks.by_name == {"steps": len(breaks.seen)}
+    embeddings: Any = model_.get_input_embeddings()
+    assert not embeddings._forward_hooks and not hasattr(embeddings, "neftune_noise_alpha")
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 

@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stream": {"max_steps": 9},
     "bf16": {"bf16": True, "max_steps": 8},
     "workers": {"dataloader_num_workers": 2},
+    "noisy": {"neftune_noise_alpha": 5.0},
 }  # fmt: skip
 """What each shape asks of the Trainer besides."""
 

@@ -297,6 +297,14 @@ def test_who_begins_with_files_is_entered_again_at_once_where_the_step_is_on_dis
     assert orders(actions) == dict.fromkeys(range(WORLD), expected)
 
 
+def test_a_rank_that_cannot_begin_again_with_files_costs_a_restart() -> None:
+    job, why = Job(from_files=True), "a list of the script was changed"
+    job.die(0)
+    job.answer(1)
+    job.machine.said(2, m.Prepared(recovery=1, step=STEP, durable=START, usable=True, why=why), 1.0)
+    assert (job.machine.state, job.machine.not_in_place) == ("saving", f"rank 2: {why}")
+
+
 def test_a_step_that_cannot_be_saved_is_not_gone_on_with_from_files() -> None:
     job = Job(replicas=TWO_SHARDS, from_files=True)
     job.die(1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 import threading
 from argparse import Namespace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from lastgasp_megatron.again import Pretrain
+from lastgasp_megatron.again import Pretrain, not_again
 
 
 @dataclasses.dataclass
@@ -30,7 +32,10 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
                          ("megatron.training.training", package.training),
                          ("megatron.training.global_vars", package.global_vars)):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    package.training._STARTUP_TIMESTAMPS = {"program_start": None}
+    package.training._STARTUP_TIMESTAMPS, package.training._seqlen_stats_active = {"program_start": None}, False
+    further: Any = ModuleType("multi_token_prediction")
+    further.MTPLossLoggingHelper = type("MTPLossLoggingHelper", (), {"tracker": {}})
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.multi_token_prediction", further)
     package.training.destroy_global_state = lambda: None
     package.global_vars._GLOBAL_ARGS = Namespace(load="ckpt")
     package.global_vars.set_global_variables = lambda args: None
@@ -42,7 +47,11 @@ def test_the_next_call_gets_what_the_first_one_got(training: Any) -> None:
     kept = Pretrain((given, len), {}, first=True)
     given.iterations, training.global_vars._GLOBAL_ARGS.load = 9, "elsewhere"
     training.training._STARTUP_TIMESTAMPS["program_start"] = 1.0
+    training.training._seqlen_stats_active = True  # a collective would follow on this rank alone
+    further = sys.modules["megatron.core.transformer.multi_token_prediction"].MTPLossLoggingHelper
+    further.tracker["values"] = 3.0
     kept.reset()
+    assert not training.training._seqlen_stats_active and not further.tracker
     assert kept.given == ((Config(iterations=5), len), {})
     assert Namespace(load="ckpt") == training.global_vars._GLOBAL_ARGS
     assert training.training._STARTUP_TIMESTAMPS == {"program_start": None}
@@ -59,3 +68,39 @@ def test_what_cannot_be_kept_costs_the_recovery_in_place_and_not_the_job(where: 
     kept = Pretrain((len,), {}, first=True)
     assert kept.why
     assert kept.given == ((len,), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"fp8": "e4m3"}, "--fp8"), ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"), ({"profile": True}, "--profile")],
+)
+def test_what_keeps_more_than_is_dropped_is_not_entered_again(settings: dict[str, Any], named: str) -> None:
+    usual = {"fp8": None, "cuda_graph_impl": "none", "profile": False, "async_save": False}
+    assert not_again(Namespace(**usual)) == ""
+    assert not_again(Namespace(**usual | settings)) == f"it was not tried with {named}"
+
+
+def test_variables_of_the_script_are_those_of_the_first_call(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script: Any = ModuleType("__main__")
+    script.__file__, script.count, script.seen, script.draws = str(tmp_path / "train.py"), 0, [1], random.Random(5)
+    beside: Any = ModuleType("beside")
+    beside.__file__, beside.by_name = str(tmp_path / "beside.py"), {"steps": 0}
+    script.beside, script.args = beside, training.global_vars._GLOBAL_ARGS
+    for name, module in (("__main__", script), ("beside", beside)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert Pretrain((), {}, first=True).values is None
+    monkeypatch.setenv("LASTGASP_RECOVERY", "auto")
+    values = Pretrain((), {}, first=True).values
+    assert values is not None and values.cannot() == ""
+    first = script.draws.random()
+    script.count, script.later, beside.by_name["steps"] = 3, True, 3
+    script.seen.append(2)
+    values.put_back()
+    assert (script.count, script.seen, beside.by_name, script.draws.random()) == (0, [1], {"steps": 0}, first)
+    assert not hasattr(script, "later") and script.beside is beside
+    late: Any = ModuleType("late")
+    late.__file__ = str(tmp_path / "late.py")
+    monkeypatch.setitem(sys.modules, "late", late)
+    assert values.cannot() == "late was imported after pretrain() was called"

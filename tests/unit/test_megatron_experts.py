@@ -185,7 +185,7 @@ def test_what_was_not_run_with_experts_is_refused(given: dict[str, Any], said: s
 
 def test_a_training_with_experts_is_answered_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mindspeed", raising=False)
-    assert not_again(SimpleNamespace(num_experts=4)) == "it was not tried with experts"
+    assert not_again(SimpleNamespace(num_experts=4)) == "it was not tried with --num-experts"
     assert not_again(SimpleNamespace(num_experts=None)) == ""
 
 

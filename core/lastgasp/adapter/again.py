@@ -14,7 +14,7 @@ from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
 from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
 from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
-from lastgasp.pytorch.uservalues import Limits, Root, UserValues, fill, is_users, packed
+from lastgasp.pytorch.uservalues import Limits, Root, UserValues, fill, is_users, is_users_module, packed
 
 __all__ = [
     "LATER",
@@ -38,6 +38,7 @@ __all__ = [
     "fill",
     "in_progress",
     "is_users",
+    "is_users_module",
     "order_of_this_process",
     "packed",
     "renew_scaler",

@@ -326,8 +326,9 @@ class Ladder(Machine):
                 return "the ranks do not all hold the same state"
             if not all(set(shard) & set(holders) for shard in self.replicas):
                 return f"not every shard of step {step} is held in memory"
-        answers = {rank: self.members[rank].prepared for rank in holders}
-        if unable := [f"rank {rank}: {found.why}" for rank, found in answers.items() if found and found.why]:
+        asked = sorted(self._here) if self._from_files else holders
+        answers = [(rank, found) for rank in asked if (found := self.members[rank].prepared) is not None]
+        if unable := [f"rank {rank}: {found.why}" for rank, found in answers if found.usable and found.why]:
             return unable[0]
         if self.offer is None:
             return "the job's launcher cannot do it (it is none of lastgasp)"

@@ -27,6 +27,7 @@ from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups
+from lastgasp.pytorch.uservalues import UserValues
 
 log = logging.getLogger("lastgasp")
 
@@ -34,13 +35,17 @@ log = logging.getLogger("lastgasp")
 class EnteredFromFiles:
     """One training of this process; all of it is called on the main thread.
 
+    Args:
+        values: plain values of the user's objects as they were before the training. It begins with them again: a
+            restart does, too, and a new process could not know what others have kept since.
+
     Attributes:
         why: why it cannot be entered again; empty if it can.
         new: this process has just taken the place of a dead rank.
     """
 
-    def __init__(self, why: str = "") -> None:
-        self.why = why
+    def __init__(self, why: str = "", values: UserValues | None = None) -> None:
+        self.why, self._values = why, values
         self._again: Again | None = None
         self._status: RankStatus | None = None
         self.new = os.environ.pop(ORDER, "") != ""  # otherwise it begins as all others do
@@ -56,6 +61,8 @@ class EnteredFromFiles:
         elif life.session.backend.backend == "embedded":
             status.recovery, status.from_files, status.ends = recovery, True, outside
             life.before_again = self._agreed
+            if self._values is not None:
+                status.cannot_again = self._values.cannot
 
     def _agreed(self, again: Again) -> None:
         self._again = again
@@ -95,6 +102,8 @@ class EnteredFromFiles:
         drain()
         cut_connections(again.pids, again.ends)
         _forget(error)
+        if self._values is not None:
+            self._values.put_back()
         reset()
         drop_groups(list(wrapped))
         gc.collect()

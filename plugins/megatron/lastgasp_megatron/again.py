@@ -5,17 +5,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import os
 import re
 import sys
 from argparse import Namespace
 from typing import Any
 
 from lastgasp.adapter import cause_of
+from lastgasp_megatron.script import ScriptValues
 
 log = logging.getLogger("lastgasp")
 
-_OWN = re.compile("_[A-Z][A-Z_]*")
+_OWN = re.compile("_[A-Z][A-Z_]*|_seqlen_stats_[a-z_]+")
 _PLAIN = (bool, int, float, str, dict, list, type(None))
+_UNTRIED = (
+    "num_experts", "fp8", "fp4", "enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap", "nccl_ub", "use_sharp",
+    "enable_ft_package", "log_straggler", "run_workload_inspector_server", "fine_grained_activation_offloading",
+    "batch_invariant_mode", "hybrid_context_parallel", "profile", "perform_rl_step",
+)  # fmt: skip
+"""Settings under which a process keeps more of a training than is known to be dropped (docs/facts/megatron.md §8)."""
 
 
 class Pretrain:
@@ -27,6 +35,7 @@ class Pretrain:
 
     Attributes:
         why: why it cannot be called again; empty if it can.
+        values: of the user's script, where recovery in place was asked for.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: bool) -> None:
@@ -35,11 +44,14 @@ class Pretrain:
         self._module: dict[str, Any] = {}
         self._kept: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any] | None] | None = None
         self.why = "" if first else "it is not the first training of its script"
+        self.values: ScriptValues | None = None
         try:
             from megatron.training.training import destroy_global_state  # noqa: F401
 
             self._global, self._module = _global_args(), _own_globals()
             self._kept = self._copies(args, kwargs, None if self._global is None else vars(self._global))
+            if _asked(self._global):
+                self.values = ScriptValues([self._global, *args, *kwargs.values()])
         except ImportError:
             self.why = "this version of Megatron cannot drop the state of a training"
         except Exception as error:
@@ -61,6 +73,7 @@ class Pretrain:
 
         assert self._kept is not None
         _close_writers()
+        _drop_sums()
         training.destroy_global_state()
         vars(training).update(copy.deepcopy(self._module))
         args, kwargs, settings = self._copies(*self._kept)
@@ -73,12 +86,21 @@ class Pretrain:
             set_global_variables(self._global)
 
 
+def _asked(args: Namespace | None) -> bool:
+    """Options may not have been parsed yet."""
+    given = os.environ.get("LASTGASP_RECOVERY") or getattr(args, "lastgasp_recovery", None)
+    return bool(given) or any("--lastgasp-recovery" in one for one in sys.argv)
+
+
 def not_again(args: Any) -> str:
     """Why a training with these settings is not entered again; empty if it is."""
     if getattr(args, "async_save", False):
         return "--async-save has a process of its own, which knows the old training"
-    if getattr(args, "num_experts", None):
-        return "it was not tried with experts"
+    untried = [name for name in _UNTRIED if getattr(args, name, None)]
+    if getattr(args, "cuda_graph_impl", None) not in (None, "none"):
+        untried.append("cuda_graph_impl")
+    if untried:
+        return f"it was not tried with --{untried[0].replace('_', '-')}"
     if "mindspeed" in sys.modules:
         return "it was not tried with MindSpeed"
     return ""
@@ -101,6 +123,14 @@ def _own_globals() -> dict[str, Any]:
 
     found = {name: value for name, value in vars(training).items() if _OWN.fullmatch(name)}
     return copy.deepcopy({name: value for name, value in found.items() if isinstance(value, _PLAIN)})
+
+
+def _drop_sums() -> None:
+    """Those of losses of further tokens, which are sums since the last log, and know the old process groups."""
+    found = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    tracker = getattr(getattr(found, "MTPLossLoggingHelper", None), "tracker", None)
+    if isinstance(tracker, dict):
+        tracker.clear()
 
 
 def _close_writers() -> None:

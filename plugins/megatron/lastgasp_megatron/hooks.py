@@ -58,7 +58,7 @@ class Training:
     def around_pretrain(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """The entire training, which has ended well only when this returns; called again for a recovery in place."""
         pretrain, self._trained = Pretrain(args, kwargs, first=not self._trained), True
-        self._again = again = EnteredFromFiles(pretrain.why)
+        self._again = again = EnteredFromFiles(pretrain.why, pretrain.values)
         while True:
             try:
                 args, kwargs = pretrain.given

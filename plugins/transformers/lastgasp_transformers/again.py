@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,14 +11,13 @@ from accelerate import PartialState
 from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import AdapterRun
-from lastgasp.adapter.again import KeptModules, Recovery, renew_scaler
-from lastgasp.adapter.torch import EnteredFromFiles, rng
+from lastgasp.adapter.again import Recovery
+from lastgasp.adapter.torch import EnteredFromFiles
+from lastgasp_transformers.kept import KeptTrainer
 
 JOIN = 60.0
 """Seconds that a new process may take to `train`. The job restarts where the script prepares its data for longer, or
 waits there for other ranks (`main_process_first`)."""
-_OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""What accelerate puts into a module that it prepares, which it would not prepare again otherwise."""
 _trained = False
 
 
@@ -30,9 +28,10 @@ class TrainAgain:
         global _trained
         self._trainer, self._recovery = trainer, recovery
         before, _trained = _trained, True
-        self._entered = EnteredFromFiles(_cannot(before))
-        wanted = recovery in ("auto", "retry", "replace") and not self._entered.why
-        self._reset = _kept(trainer) if wanted else lambda: None
+        why = _cannot(before)
+        wanted = recovery in ("auto", "retry", "replace") and not why
+        self._kept = KeptTrainer(trainer) if wanted else None
+        self._entered = EnteredFromFiles(why, None if self._kept is None else self._kept.values)
 
     def offer(self, life: AdapterRun) -> None:
         """Say how a fault may be answered, before training begins."""
@@ -53,9 +52,9 @@ class TrainAgain:
         Raises:
             RuntimeError, DeadlineExceeded: the other ranks did not come in time; the step is on disk.
         """
-        trainer = self._trainer
+        trainer, kept = self._trainer, self._kept
         wrapped = [trainer.model_wrapped] if trainer.model_wrapped is not trainer.model else []
-        if not self._entered.goes_on(error, self._reset, wrapped):
+        if kept is None or not self._entered.goes_on(error, kept.reset, wrapped):
             return False
         if (backend := PartialState().backend) is not None:
             limit = trainer.args.ddp_timeout
@@ -63,32 +62,6 @@ class TrainAgain:
             distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
             self._entered.meet(JOIN)
         return True
-
-
-def _kept(trainer: Any) -> Callable[[], None]:
-    """Note how the Trainer is before `train`; called, the result makes it so again, but for its weights."""
-    model, handler = trainer.model, trainer.callback_handler
-    modes = KeptModules(model) if model is not None else None
-    patched = {name for name in _OF_ACCELERATE if model is not None and name in vars(model)}
-    attributes = [(owner, dict(vars(owner))) for owner in (trainer, handler, trainer.control)]
-    callbacks = list(handler.callbacks)
-    random = rng.RngRecorder([trainer.args.device]).snapshot()
-
-    def reset() -> None:
-        trainer.accelerator.free_memory()
-        if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
-            renew_scaler(scaler)
-        for owner, values in attributes:
-            vars(owner).clear()
-            vars(owner).update(values)
-        handler.callbacks = list(callbacks)
-        if model is not None and modes is not None:
-            for name in set(_OF_ACCELERATE) - patched:
-                vars(model).pop(name, None)
-            modes.renew()
-        rng.restore(rng.decode(random))
-
-    return reset
 
 
 def _cannot(before: bool) -> str:

@@ -1,9 +1,11 @@
 """A tiny GPT through the real `megatron.training.pretrain`: what a user's `pretrain_gpt.py` does, on a CPU.
 
 No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss appends a line per micro-batch to
-`rank-R.txt` there: process, completed iterations and the exact loss. With `NAN_AT` the loss of that iteration is NaN,
+`rank-R.txt` there: process, completed iterations and the exact loss; and to `script-R` the process, and what variables
+of the script say: the number of micro-batches, and a random number. With `NAN_AT` the loss of that iteration is NaN,
 and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With `HOLD` no rank comes to the end of the
-iteration behind `HOLD_AT` completed ones before that file exists. With `DIES_AGAIN` that rank kills itself when it
+iteration behind `HOLD_AT` completed ones before that file exists; with `HOLDS` (iterations) neither to that of each of
+those before there is a file `HOLD`-iteration. With `DIES_AGAIN` that rank kills itself when it
 makes its data sets in a training that is entered again in place.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import signal
 import sys
 import time
@@ -46,12 +49,18 @@ ArgumentGroupFactory._get_field_docstrings = lambda self, kind: {}  # reading so
 MockGPTLowLevelDataset.size = 1000  # of 100000 documents, shuffling the samples takes a second
 
 HOLD_AT, PATIENCE = 2, 300.0
+SEEN: list[int] = []
+NOISE = random.Random(5)
 
 
 def hold(file: Path) -> None:
     """Wait for it."""
-    deadline = time.monotonic() + PATIENCE
-    while get_args().curr_iteration == HOLD_AT and not file.exists() and time.monotonic() < deadline:
+    deadline, done = time.monotonic() + PATIENCE, get_args().curr_iteration
+    if str(done) in os.environ.get("HOLDS", "").split(","):
+        file = file.with_name(f"{file.name}-{done}")
+    elif done != HOLD_AT:
+        return
+    while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -75,6 +84,10 @@ def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
 
 def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     """One micro-batch; every rank reads it for itself."""
+    SEEN.append(get_args().curr_iteration)
+    if os.environ.get("LOSSES_DIR"):
+        with Path(os.environ["LOSSES_DIR"], f"script-{get_args().rank}").open("a") as log:
+            log.write(f"{os.getpid()} {len(SEEN)} {NOISE.random()}\n")
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])

@@ -56,8 +56,15 @@ _OURS = (
     "lightning_fabric",
     "pytorch_lightning",
     "torchmetrics",
+    "transformers",
+    "accelerate",
+    "megatron",
+    "mindspeed",
+    "mindspeed_llm",
     "lastgasp",
     "lastgasp_lightning",
+    "lastgasp_megatron",
+    "lastgasp_transformers",
 )
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -93,7 +100,11 @@ def _kind_of(cls: type) -> str:
 
 def is_users(cls: type) -> bool:
     """It stands in the user's own code: neither in an installed package, nor in Python's library."""
-    name = cls.__module__
+    return is_users_module(cls.__module__)
+
+
+def is_users_module(name: str) -> bool:
+    """The same of a module that was imported."""
     if name == "__main__":
         return True
     if name.partition(".")[0] in _OURS:
@@ -103,7 +114,7 @@ def is_users(cls: type) -> bool:
 
 
 def attributes(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Those of an object of the user's: of its `__dict__` and its slots, but for functions and what `skip` names."""
+    """Those of an object of the user's: of its `__dict__` and its slots, but for functions, modules, and `skip`."""
     own = getattr(value, "__dict__", None)
     found = {name: v for name, v in own.items() if name not in skip} if own else {}
     for name in slots_of(type(value)):
@@ -116,7 +127,9 @@ def attributes(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, Any]
     return found
 
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial,
+)  # fmt: skip
 
 
 def _slots_of(cls: type) -> tuple[str, ...]:
