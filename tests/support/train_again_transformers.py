@@ -66,7 +66,7 @@ def main() -> None:
     if args.twice:
         short = arguments(str(args.dir / "first"), "plain")
         short.max_steps = 1
-        Trainer(model(), short, train_dataset=data, callbacks=[LastGasp()]).train()
+        Trainer(model(), short, train_dataset=data, eval_dataset=Tokens(8), callbacks=[LastGasp()]).train()
     trainer = Trainer(model(), wanted, train_dataset=data, eval_dataset=Tokens(8), callbacks=callbacks)
     done = trainer.train()
     note(args.dir, f"left {os.getpid()} {trainer.state.global_step}")
