@@ -27,7 +27,7 @@ from lastgasp.gasp.hello import hello_of
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
-from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up, gone_on
+from lastgasp.gasp.rank_status import RankStatus, describe, exit_code, given_up, gone_on
 from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.signin import Entry, sign
 from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
@@ -49,7 +49,7 @@ OWN_FAULT_GRACE = 60.0
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
 AGAIN_GRACE = 30.0
-"""Seconds, on top of `finish_timeout`, for the training thread to leave a training that is entered again from files."""
+"""Seconds, besides `finish_timeout`, for it to leave a training that is entered again from files."""
 FLUSH_LIMIT = 2.0
 """Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 
@@ -365,16 +365,14 @@ class Session:
         """End the process even if the training thread is stuck."""
         if outcome.again is not None:
             self._leave_after(self.config.finish_timeout + AGAIN_GRACE, exitcodes.SAVED)
-            return
-        # A launcher logs it for all ranks.
-        log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
-        self._sign(ending=outcome.ending, step=outcome.step)
-        if self._patience is not None:
+        else:  # a launcher logs it for all ranks
+            log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
+            self._sign(ending=outcome.ending, step=outcome.step)
             self._leave_after(self._patience, exit_code(outcome))
 
-    def _leave_after(self, patience: float, code: int) -> None:
+    def _leave_after(self, patience: float | None, code: int) -> None:
         with self._leaving:
-            if self._leave_timer is None and not self._ended:
+            if self._leave_timer is None and patience is not None and not self._ended:
                 self._leave_timer = threading.Timer(patience, self._leave, (code,))
                 self._leave_timer.daemon = True
                 self._leave_timer.start()
@@ -410,8 +408,7 @@ class Session:
             if self._ended:
                 return
             if (outcome := self.status.outcome) is not None and outcome.again is not None:
-                log.error("rank %d does not leave its training (%s): it ends, and the job restarts from step %d",
-                          self.place.rank, self.status.phase, outcome.step)  # fmt: skip
+                log.error("rank %d does not leave its training: it ends, and the job restarts", self.place.rank)
             leave_now(code)
 
     def _keep_process(self) -> None:
@@ -419,15 +416,6 @@ class Session:
             self._ended = True
             if self._leave_timer is not None:
                 self._leave_timer.cancel()
-
-
-def describe(outcome: m.Release) -> str:
-    """Describe an outcome in one line for people."""
-    if outcome.ending == "saved":
-        return f"step {outcome.step} saved to {outcome.path}; start the job again and it resumes from there"
-    if outcome.ending == "nothing_to_save":
-        return f"nothing to save: {outcome.reason}"
-    return f"the step could NOT be saved: {outcome.reason}"
 
 
 def leave(outcome: m.Release, because: str = "") -> NoReturn:

@@ -86,7 +86,8 @@ def test_variables_of_the_script_are_those_of_the_first_call(
     script: Any = ModuleType("__main__")
     script.__file__, script.count, script.seen, script.draws = str(tmp_path / "train.py"), 0, [1], random.Random(5)
     beside: Any = ModuleType("beside")
-    beside.__file__, beside.by_name = str(tmp_path / "beside.py"), {"steps": 0}
+    before: dict[Any, int] = {"steps": 0} | dict.fromkeys(range(100), 0)
+    beside.__file__, beside.by_name = str(tmp_path / "beside.py"), dict(before)
     script.beside, script.args = beside, training.global_vars._GLOBAL_ARGS
     for name, module in (("__main__", script), ("beside", beside)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -95,10 +96,10 @@ def test_variables_of_the_script_are_those_of_the_first_call(
     values = Pretrain((), {}, first=True).values
     assert values is not None and values.cannot() == ""
     first = script.draws.random()
-    script.count, script.later, beside.by_name["steps"] = 3, True, 3
+    script.count, script.later, beside.by_name["steps"], beside.by_name[50] = 3, True, 3, 1
     script.seen.append(2)
     values.put_back()
-    assert (script.count, script.seen, beside.by_name, script.draws.random()) == (0, [1], {"steps": 0}, first)
+    assert (script.count, script.seen, beside.by_name, script.draws.random()) == (0, [1], before, first)
     assert not hasattr(script, "later") and script.beside is beside
     late: Any = ModuleType("late")
     late.__file__ = str(tmp_path / "late.py")

@@ -14,11 +14,12 @@ from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
 from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
 from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
-from lastgasp.pytorch.uservalues import Limits, Root, UserValues, fill, is_users, is_users_module, packed
+from lastgasp.pytorch.uservalues import ONCE, Limits, Root, UserValues, fill, is_users, is_users_module, packed
 
 __all__ = [
     "LATER",
     "MEMORY",
+    "ONCE",
     "Again",
     "AgainHere",
     "Entry",

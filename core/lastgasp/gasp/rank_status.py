@@ -38,6 +38,15 @@ class Released(SystemExit):
         self.outcome = outcome
 
 
+def describe(outcome: Release) -> str:
+    """Describe an outcome in one line for people."""
+    if outcome.ending == "saved":
+        return f"step {outcome.step} saved to {outcome.path}; start the job again and it resumes from there"
+    if outcome.ending == "nothing_to_save":
+        return f"nothing to save: {outcome.reason}"
+    return f"the step could NOT be saved: {outcome.reason}"
+
+
 def exit_code(outcome: Release) -> int:
     """Return the documented exit code of an ending."""
     return _CODES[outcome.ending]

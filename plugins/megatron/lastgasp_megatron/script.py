@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from lastgasp.adapter.again import Root, UserValues, is_users_module
+from lastgasp.adapter.again import ONCE, Root, UserValues, is_users_module
 
 
 class ScriptValues(UserValues):
@@ -23,7 +23,7 @@ class ScriptValues(UserValues):
 
     def __init__(self, known: Iterable[object]) -> None:
         self._modules = _modules()
-        super().__init__([_root(name, module) for name, module in self._modules.items()], known)
+        super().__init__([_root(name, module) for name, module in self._modules.items()], known, ONCE)
         for _ in range(2):  # what is large is known by its content from the second look on
             self.take()
 

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.state import GradientState
 from torch import nn
 
-from lastgasp.adapter.again import KeptModules, Root, UserValues, is_users, renew_scaler
+from lastgasp.adapter.again import ONCE, KeptModules, Root, UserValues, is_users, renew_scaler
 from lastgasp.adapter.torch import rng
 
 _NEW = vars(nn.Module())
@@ -90,7 +90,7 @@ def _values_of(trainer: Any) -> UserValues:
     if is_users(type(trainer)):
         roots.append(Root(type(trainer).__name__, trainer, _of_trainer(trainer)))
     tensors = [one for module in modules for one in (*module.parameters(False), *module.buffers(False))]
-    values = UserValues(roots, [*modules, *tensors])
+    values = UserValues(roots, [*modules, *tensors], ONCE)
     for _ in range(2):  # what is large is known by its content from the second look on
         values.take()
     return values

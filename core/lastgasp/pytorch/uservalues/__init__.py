@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lastgasp.pytorch.uservalues.keeper import Root, UserValues
 from lastgasp.pytorch.uservalues.kinds import is_users, is_users_module
-from lastgasp.pytorch.uservalues.limits import Limits
+from lastgasp.pytorch.uservalues.limits import ONCE, Limits
 from lastgasp.pytorch.uservalues.transfer import fill, packed
 
-__all__ = ["Limits", "Root", "UserValues", "fill", "is_users", "is_users_module", "packed"]
+__all__ = ["ONCE", "Limits", "Root", "UserValues", "fill", "is_users", "is_users_module", "packed"]

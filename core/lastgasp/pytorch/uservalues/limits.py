@@ -31,5 +31,9 @@ class Limits:
     patience: int = 20
 
 
+ONCE = Limits(entries=1_000_000, nbytes=256 << 20, single=16 << 20, long=1_000_000)
+"""Where values are recorded before a training and not in each step: nearly all may change."""
+
+
 class TooMuch(Exception):
     """A limit was reached."""
