@@ -280,7 +280,7 @@ def test_taskds_msrun_is_the_one_beside_this_python(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(MissingExtra, match="mindspore"):
         msrun.taskds_msrun(["train.py"])
-    (tmp_path / "msrun").write_text(f'#!/bin/sh\necho "$LASTGASP $@" > {tmp_path}/told\nexit 7\n')
+    (tmp_path / "msrun").write_text(f'#!/bin/sh\necho "$LASTGASP $@" > "{tmp_path}/told"\nexit 7\n')
     (tmp_path / "msrun").chmod(0o755)
     assert msrun.taskds_msrun(["--worker_num", "8", "train.py"]) == 7
     assert (tmp_path / "told").read_text() == "1 --join True --worker_num 8 train.py\n"

@@ -207,7 +207,7 @@ def _job_of(file: Path, name: str | None, namespace: str | None) -> tuple[str, s
 def _print(path: Path, diagnoses: list[Diagnosis]) -> None:
     out = console()
     if not diagnoses:
-        out.print(f"[green]{escape(str(path))}: nothing found[/]")
+        out.print(f"[green]{escape(str(path))}: nothing found[/]", soft_wrap=True)
         return
     table = Table(
         "line", "", "job", "what is wrong, and what to do", "rule", title=escape(str(path)), title_justify="left"
