@@ -146,13 +146,22 @@ def _resume(field: str, value: object) -> str:
     return os.fspath(value)
 
 
-def recovery_of(given: object, default: Recovery = "auto") -> Recovery:
-    """The argument `recovery`, else `LASTGASP_RECOVERY`, else `default`.
+def asked_recovery(given: object) -> Recovery | None:
+    """The argument `recovery`, else `LASTGASP_RECOVERY`; None where nobody has said it.
 
     Raises:
         ConfigError: another value.
     """
-    return pick("recovery", given, os.environ, _recovery) or default
+    return pick("recovery", given, os.environ, _recovery)
+
+
+def recovery_of(given: object, default: Recovery = "auto") -> Recovery:
+    """As `asked_recovery`, else `default`.
+
+    Raises:
+        ConfigError: another value.
+    """
+    return asked_recovery(given) or default
 
 
 def _recovery(field: str, value: object) -> Recovery:

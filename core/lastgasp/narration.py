@@ -102,16 +102,21 @@ def _steps(count: int | None) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def started(version: str, ranks: int, backend: str, directory: str, step: int) -> str:
+def started(version: str, ranks: int, backend: str, directory: str, step: int, recovery: str | None = None) -> str:
     """Format the line at the start of an attempt.
 
     Args:
         backend: which backend leads recoveries, and why, in words.
         step: the step that training resumes from; 0 if from scratch.
+        recovery: how faults may be answered (`messages.Begin`); None where that is for others to say.
     """
     whence = f"resumes from step {step}" if step else "starts from scratch"
     plural = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return f"lastgasp {version}: {plural}, {backend}; checkpoints in {directory}; {whence}"
+    answers = "" if recovery is None else f"; recovery={_RECOVERY.get(recovery, recovery)}"
+    return f"lastgasp {version}: {plural}, {backend}; checkpoints in {directory}; {whence}{answers}"
+
+
+_RECOVERY = {"": "restart", "later": "auto (no rank is replaced in a later training of a script)"}
 
 
 UNPROTECTED = "a rank has ended; the ranks are only registered, so the script's own checkpoints count"

@@ -215,14 +215,14 @@ class Session:
 
     def training_started(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
-        self._ended = False
+        self._ended, self.step_completed = False, self._first_step_completed
         self.status.renew()
         self.status.step, self.status.durable = step, durable
-        self.step_completed = self._first_step_completed
         self._backend.training_started()
         if self.place.rank == 0:
+            answered = self.status.recovery if launched() and self.backend.backend == "embedded" else None
             log.info("%s", narration.started(__version__, self.place.world_size, self.backend.brief(),
-                                             str(self.config.directory), step))  # fmt: skip
+                                             str(self.config.directory), step, answered))  # fmt: skip
         self.status.progress("data")  # the hang watchdog counts from here, as starting the backend may take minutes
         self.register()
 

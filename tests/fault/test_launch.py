@@ -364,9 +364,9 @@ def test_a_job_says_what_happens_to_it_and_each_thing_once(tmp_path: Path) -> No
     assert len(said(done)) == 4, said(done)
     first, event, second, last = said(done)
     assert first[0] == second[0] == "0"
-    start = r"lastgasp \S+: 2 ranks, embedded engine.*; checkpoints in .*/ckpts; starts from scratch"
+    start = r"lastgasp \S+: 2 ranks, embedded engine.*; checkpoints in .*/ckpts; starts from scratch; recovery=restart"
     assert re.fullmatch(start, first[1])
-    assert second[1].endswith("resumes from step 3")
+    assert second[1].endswith("resumes from step 3; recovery=restart")
     assert event[0] == last[0] == "launcher"
     killed = r"rank 1 was killed \(SIGKILL\) in step 4; step 3 saved by rank 0 in [0-9.]+ m?s"
     assert re.fullmatch(killed + "; restarting, attempt 2 of 32768", event[1])

@@ -96,6 +96,12 @@ def test_the_start_line_says_from_what() -> None:
     )
 
 
+@pytest.mark.parametrize(("recovery", "said"), [("", "restart"), ("auto", "auto"), ("save", "save")])
+def test_the_start_line_says_how_faults_are_answered(recovery: str, said: str) -> None:
+    line = started("1.0", 2, "embedded engine", "/c", 0, recovery)
+    assert line.endswith(f"starts from scratch; recovery={said}")
+
+
 def test_ranks_that_are_taken_in_are_no_fault() -> None:
     phases = Phases(detected=1_000_000_000, first_step=2_000_000_000)
     record = incident(ending="in_place", rung="grow", step_saved=8, steps_lost=0, phases=phases)

@@ -11,11 +11,22 @@ from lastgasp.adapter.hooks import Around, Hook, HookNotPlaced, Hooks, Undo, arg
 from lastgasp.adapter.manifests import NativeManifests, NativeSave
 from lastgasp.adapter.policy import SelectionPolicy
 from lastgasp.adapter.preload import Preload
+from lastgasp.adapter.recovery import recovery_here
 from lastgasp.adapter.run import AdapterRun, Framework, Training
 from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.backends import BackendChoice, choose_backend
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.config import GaspConfig, HangTimeout, check_writable, flag, integer, pick, recovery_of, refuse_unknown
+from lastgasp.config import (
+    GaspConfig,
+    HangTimeout,
+    asked_recovery,
+    check_writable,
+    flag,
+    integer,
+    pick,
+    recovery_of,
+    refuse_unknown,
+)
 from lastgasp.connect import FromRank0, contact_of, place_in_job
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import (
@@ -108,6 +119,7 @@ __all__ = [
     "Verdict",
     "argument",
     "arguments_of",
+    "asked_recovery",
     "cause_of",
     "check_writable",
     "choose_backend",
@@ -123,6 +135,7 @@ __all__ = [
     "leave",
     "pick",
     "place_in_job",
+    "recovery_here",
     "recovery_of",
     "refuse_unknown",
     "replace_attribute",
