@@ -6,6 +6,7 @@ Written at each failure, so that it is there when the run itself is killed.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,13 @@ class _Failures:
 
     def _write(self, what: str, text: str) -> None:
         lines = [f"FAILED {what}", *(f"    {line}" for line in shortened(text))]
-        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write("".join(f"{line[:WIDTH]}\n" for line in lines))
+        noted = "".join(f"{line[:WIDTH]}\n" for line in lines)
+        try:
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(noted)
+        except OSError as error:
+            # A full disk, mostly, which is then why the test failed. The run goes on, and its log has the lines.
+            print(f"\n{self._path}: {error}\n{noted}", file=sys.stderr, flush=True)
 
 
 def shortened(text: str) -> list[str]:

@@ -89,6 +89,21 @@ def test_failed_tests_are_named_at_the_end_with_what_they_raised(checkout: Path)
     assert more.split()[2].isdecimal()
 
 
+def test_a_full_disk_does_not_end_the_run(checkout: Path) -> None:
+    """What failed cannot be noted, mostly for the reason for which it failed: it did end the run, at 92 %."""
+    (checkout / "cases.py").write_text(CASES)
+    run = subprocess.run(
+        ["sh", "-c", PYTEST],
+        cwd=checkout,
+        env=os.environ | {"TESTS_FAILED": "/dev/full"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "40 failed" in run.stdout and "FAILED cases.py::test_sum[39]" in run.stderr
+    assert "No space left on device" in run.stderr
+
+
 def test_a_failed_lint_says_again_what_it_found(checkout: Path) -> None:
     (checkout / "cases.py").write_text("def test_one():\n    pass\n")
     lint = "echo ruff found E501; exit 3"
