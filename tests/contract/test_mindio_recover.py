@@ -17,7 +17,7 @@ from support.recovery_backends import LEADERS, TORCH, Backend, Trace, used
 WORKER = SUPPORT / "train_again.py"
 POD = {
     "HIGH_AVAILABILITY": "dump,recover,retry", "LASTGASP_TOKEN": "the secret of this test's job",
-    "LASTGASP_BIND": mindx.HOST, "LASTGASP_WARM": "off",
+    "LASTGASP_BIND": mindx.HOST, "LASTGASP_WARM": "off", "TESTS_UNTIL_KEPT": "1",
 }  # fmt: skip
 KILLED = "kind=sigkill,rank=2,step=8,phase=backward"
 LATER = "kind=sigkill,rank=0,step=10,phase=backward,incarnation=1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -40,9 +41,22 @@ def store() -> Iterator[Stalling]:
     found = Stalling()
     yield found
     found.goes.set()
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    """Afterwards, with what they have served."""
+    yield
+    gc.collect()
     for thread in threading.enumerate():
         if thread.name == "lastgasp-store":
             thread.join(30)
+            assert not thread.is_alive()
+
+
+def answered(bounded: Bounded) -> None:
+    """Wait for what it still owes."""
+    bounded._answers.put(bounded._answers.get(timeout=30))
 
 
 def test_an_answer_an_error_and_a_call_that_is_late() -> None:
@@ -56,10 +70,14 @@ def test_an_answer_an_error_and_a_call_that_is_late() -> None:
     with pytest.raises(Unanswered, match="earlier"):
         bounded(lambda: 7)
     goes.set()
-    assert bounded._under_way is not None
-    bounded._under_way.join(30)
+    answered(bounded)
     bounded._limit = 60
     assert bounded(lambda: 8) == 8
+
+
+def test_one_thread_makes_all_calls() -> None:
+    bounded = Bounded(60)
+    assert len({bounded(threading.get_ident) for _ in range(5)} - {threading.get_ident()}) == 1
 
 
 def test_a_store_that_answers_is_as_ever(store: Stalling) -> None:
@@ -91,7 +109,6 @@ def test_a_guest_is_not_held_up(store: Stalling, monkeypatch: pytest.MonkeyPatch
     assert (one.plan(), one.refused()) == (None, "")
     assert store.asked == 1
     store.goes.set()
-    assert one._store._bounded._under_way is not None
-    one._store._bounded._under_way.join(30)
+    answered(one._store._bounded)
     one.ready()
     assert store.inner.check(["lastgasp/guest/ready/1"])

@@ -7,7 +7,8 @@ The adapter calls `enter` around its framework's training. In it, its run takes 
 from __future__ import annotations
 
 from lastgasp.config import Recovery
-from lastgasp.gasp.again import Again, order_of_this_process
+from lastgasp.gasp.again import Again
+from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop.again import LATER, Entry, Renewed, current, enter, in_progress
 from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler

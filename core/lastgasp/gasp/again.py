@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import msgspec
@@ -12,6 +11,8 @@ INCARNATION = "LASTGASP_INCARNATION"
 """Set by lastgasp alone: the number of the newest recovery in place."""
 ORDER = "LASTGASP_AGAIN"
 """Set by lastgasp alone, for a process that takes the place of a dead rank: the encoded `Again`."""
+LAUNCHER = "LASTGASP_PARENT"
+"""The same: the process id of the launcher that has started it."""
 
 
 NEW = -1
@@ -122,9 +123,3 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     no_process: str = ""
     least: int = 0
     grow: tuple[int, ...] = ()
-
-
-def order_of_this_process() -> Again | None:
-    """What the launcher has told a process that takes the place of a dead rank; only the first call returns it."""
-    order = os.environ.pop(ORDER, "")
-    return msgspec.json.decode(order, type=Again) if order else None

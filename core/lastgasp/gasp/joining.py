@@ -17,6 +17,7 @@ from lastgasp import __version__
 
 from .again import Again
 from .imported import libraries, origin
+from .new_process import ends_with
 
 JOINS = "LASTGASP_JOINS"
 """Set by lastgasp alone, for such processes: by local rank from where it reads its order, and where it writes to."""
@@ -91,5 +92,6 @@ def order_when_taken_in() -> Again | None:
     if not line:
         raise SystemExit(0)
     again = msgspec.json.decode(line, type=Again)
+    ends_with(os.getppid())
     os.environ.update(again.environment)
     return again

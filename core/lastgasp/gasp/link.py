@@ -23,6 +23,7 @@ from lastgasp.errors import (
 
 from . import messages as m
 from .lifeline import keep_alive
+from .new_process import joined
 from .tls import TlsFiles
 
 M = TypeVar("M", bound=m.Message)
@@ -189,6 +190,7 @@ class Link(Channel):
     def __init__(self, address: str, token: str, hello: m.Hello) -> None:
         challenge, welcome = self._let_in(address, token, hello, _clock.monotonic() + CONNECT_TIMEOUT)
         self.shares_host, self.started_s = challenge.host == hello.host, welcome.started_s
+        joined()
 
     def _let_in(self, address: str, token: str, hello: m.Hello, deadline: float) -> tuple[m.Challenge, m.Welcome]:
         """Greet, retrying while unauthenticated connections fill the controller's port."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,11 +19,15 @@ class Unanswered(RuntimeError):
 
 
 class Bounded:
-    """Makes calls one at a time, each on a thread of its own: while one has not come back, no other is made."""
+    """Makes calls one at a time: while one is under way, no other is made. Its thread lives as long as it does."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
-        self._under_way: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._owed = 0
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._calls.put, None)
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Return what `call` returns.
@@ -30,26 +36,36 @@ class Bounded:
             Unanswered: it takes longer than `limit` seconds, or an earlier one still does.
             BaseException: what `call` raises.
         """
-        if self._under_way is not None and self._under_way.is_alive():
+        while self._owed and not self._answers.empty():
+            self._answers.get()
+            self._owed -= 1
+        if self._owed:
             raise Unanswered("the store of the rendezvous still owes an earlier answer")
-        answers: list[tuple[Any, BaseException | None]] = []
-
-        def make() -> None:
-            try:
-                answers.append((call(), None))
-            except BaseException as error:  # raised where it was asked for
-                answers.append((None, error))
-
-        self._under_way = threading.Thread(target=make, name="lastgasp-store", daemon=True)
-        self._under_way.start()
-        self._under_way.join(self._limit)
-        if not answers:
-            raise Unanswered(f"the store of the rendezvous has not answered in {self._limit:g} s")
-        value, error = answers[0]
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_answer, args=(self._calls, self._answers), name="lastgasp-store", daemon=True
+            )
+            self._thread.start()
+        self._calls.put(call)
+        self._owed = 1
+        try:
+            value, error = self._answers.get(timeout=self._limit)
+        except queue.Empty:
+            raise Unanswered(f"the store of the rendezvous has not answered in {self._limit:g} s") from None
+        self._owed = 0
         if error is not None:
             raise error
         found: T = value
         return found
+
+
+def _answer(calls: Any, answers: Any) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:  # raised where it was asked for
+            answers.put((None, error))
+        del call
 
 
 class BoundedStore:

@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.again import NEW, ORDER, Again, Offer
+from lastgasp.gasp.again import LAUNCHER, NEW, ORDER, Again, Offer
 from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.growth import MISSING, CodeFile, Growth, Newcomer
@@ -274,7 +274,8 @@ class InPlace:
         reap_session(gone, spec.args if isinstance(spec.entrypoint, str) else ())
         order = msgspec.json.encode(msgspec.structs.replace(again, aux={}, ends=())).decode()
         own = {"RANK": str(rank), **self._numbers} if self._numbers else {}
-        handler = replacement(self._warm, context, local, again.environment | own | {ORDER: order})
+        own |= {ORDER: order, LAUNCHER: str(os.getpid())}
+        handler = replacement(self._warm, context, local, again.environment | own)
         context.subprocess_handlers[local] = handler
         context._failures.pop(local, None)
         context._running_local_ranks.add(local)

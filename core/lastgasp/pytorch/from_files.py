@@ -22,7 +22,8 @@ from lastgasp import exitcodes
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.config import Recovery
 from lastgasp.errors import DeadlineExceeded
-from lastgasp.gasp.again import INCARNATION, ORDER, Again
+from lastgasp.gasp.again import INCARNATION, Again
+from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
@@ -48,7 +49,7 @@ class EnteredFromFiles:
         self.why, self._values = why, values
         self._again: Again | None = None
         self._status: RankStatus | None = None
-        self.new = os.environ.pop(ORDER, "") != ""  # otherwise it begins as all others do
+        self.new = order_of_this_process() is not None  # otherwise it begins as all others do
 
     def offer(self, life: AdapterRun, recovery: Recovery) -> None:
         """Say which faults of this run may be answered in place. Before it begins."""

@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch.distributed as dist
 
 from lastgasp.errors import UsageError
-from lastgasp.gasp.again import order_of_this_process
 from lastgasp.gasp.joining import order_when_taken_in, tell_code
+from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups, forget_accelerate
