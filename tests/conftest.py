@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.durations import family, note_durations, seconds
 from support.failures import note_failures
 from support.mindspore.importable import make_importable
 from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
@@ -41,6 +42,7 @@ settings.load_profile("tests")
 
 def pytest_configure(config: pytest.Config) -> None:
     note_failures(config)
+    note_durations(config)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,11 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Workers begin with long tests; one process alone runs all in the order of their files."""
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
-        items[:] = shares(items, workers, _rank)
-
-
-def _rank(test: pytest.Item) -> int:
-    return 0 if test.get_closest_marker("slow") else 1 if test.get_closest_marker("fault") else 2
+        items[:] = shares(items, workers, seconds, family)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""The order in which xdist's workers get the tests: each begins with a share of the long ones.
+"""The order in which xdist's workers get the tests: long ones first, and about as many seconds of them for each.
 
 At the end of a run nothing is then left but short ones. Otherwise a worker is still on a test of a minute, with another
 behind it that nobody may take over any more, when the others have run out of work.
@@ -7,28 +7,39 @@ behind it that nobody may take over any more, when the others have run out of wo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
 
+LONG = 1.0
+"""Seconds from which on a test is a long one."""
 
-def shares(tests: Sequence[T], workers: int, rank: Callable[[T], int]) -> list[T]:
-    """All tests, so that each worker's part (`parts`) begins with those of a low rank. Neighbours stay together.
+
+def shares(tests: Sequence[T], workers: int, seconds: Callable[[T], float], family: Callable[[T], str]) -> list[T]:
+    """All tests, so that each worker's part (`parts`) begins with its share of the long ones.
 
     Args:
-        rank: 0 for what takes longest, 1, or 2 for what takes no time.
+        seconds: how long a test takes, about.
+        family: tests that follow each other and have something made once, which is made once more in each part.
     """
-    long, middle, short = ([test for test in tests if rank(test) == each] for each in range(3))
+    cuts = parts(len(tests), workers)
+    long: list[list[T]] = [[] for _ in cuts]
+    for group in _heaviest_first([test for test in tests if seconds(test) >= LONG], seconds, family):
+        least = min(range(workers), key=lambda n: sum(map(seconds, long[n])))
+        long[least] += group
+    short = [test for test in tests if seconds(test) < LONG]
     ordered: list[T] = []
-    pieces = zip(parts(len(long), workers), parts(len(middle), workers), parts(len(tests), workers), strict=True)
-    done = 0
-    for of_long, of_middle, of_all in pieces:
-        share = long[slice(*of_long)] + middle[slice(*of_middle)]
-        room = of_all[1] - of_all[0] - len(share)
-        ordered += share + short[done : done + room]
-        done += max(0, room)
-    return ordered + short[done:]
+    for share, (begin, end) in zip(long, cuts, strict=True):
+        room = max(0, end - begin - len(share))
+        ordered += share + short[:room]
+        del short[:room]
+    return ordered + short
+
+
+def _heaviest_first(tests: list[T], seconds: Callable[[T], float], family: Callable[[T], str]) -> list[list[T]]:
+    families = [list(group) for _, group in groupby(tests, family)]
+    return sorted(families, key=lambda group: -sum(map(seconds, group)))
 
 
 def parts(number: int, workers: int) -> list[tuple[int, int]]:

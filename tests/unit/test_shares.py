@@ -1,22 +1,69 @@
-"""The order of the tests for xdist's workers."""
+"""Each worker begins with its share of the long tests, and none is lost."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.shares import parts, shares
+from support.durations import ENVIRON, SHOWN, TABLE
+from support.shares import LONG, parts, shares
+
+Test = tuple[int, str, float]
+FILES = st.sampled_from(["a", "b", "c", "d"])
 
 
-@given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 5))
-def test_each_test_is_run_once_and_each_worker_begins_with_long_ones(ranks: list[int], workers: int) -> None:
-    tests = list(enumerate(ranks))
-    ordered = shares(tests, workers, lambda test: test[1])
+def seconds(test: Test) -> float:
+    return test[2]
+
+
+def family(test: Test) -> str:
+    return test[1]
+
+
+@given(st.lists(st.tuples(FILES, st.sampled_from([0.0, 2.0, 30.0])), max_size=60), st.integers(1, 5))
+def test_each_part_begins_with_long_tests(drawn: list[tuple[str, float]], workers: int) -> None:
+    tests = [(number, *each) for number, each in enumerate(drawn)]
+    ordered = shares(tests, workers, seconds, family)
     assert sorted(ordered) == tests
-    mine = [ordered[begin:end] for begin, end in parts(len(tests), workers)]
-    assert sum(map(len, mine)) == len(tests)
-    if ranks.count(2) >= 3 * workers:  # as it is: most are short
-        assert all([test[1] for test in share] == sorted(test[1] for test in share) for share in mine)
-        numbers = [sum(test[1] == 0 for test in share) for share in mine]
-        assert max(numbers) - min(numbers) <= 1
-        assert [test for share in mine for test in share if test[1] == 0] == [test for test in tests if test[1] == 0]
+    long = [seconds(test) >= LONG for test in ordered]
+    if sum(long) <= len(tests) // workers:  # as it is: most are short
+        pieces = [long[begin:end] for begin, end in parts(len(tests), workers)]
+        assert all(piece == sorted(piece, reverse=True) for piece in pieces)
+
+
+def test_the_seconds_are_shared_and_files_stay_together() -> None:
+    tests = [(n, name, each) for n, (name, each) in enumerate(
+        [("a", 90.0), ("b", 30.0), ("b", 30.0), ("b", 25.0), ("c", 80.0), ("c", 15.0), *[("short", 0.0)] * 9]
+    )]  # fmt: skip
+    ordered = shares(tests, 3, seconds, family)
+    pieces = [ordered[begin:end] for begin, end in parts(len(tests), 3)]
+    assert sorted(sum(map(seconds, piece)) for piece in pieces) == [85.0, 90.0, 95.0]
+    assert sorted(len({family(test) for test in piece if seconds(test)}) for piece in pieces) == [1, 1, 1]
+
+
+def test_the_table_names_files_that_are_there() -> None:
+    rows = [row.partition(" ") for row in TABLE.read_text().splitlines()]
+    assert all(float(number) >= SHOWN for number, _, _ in rows)
+    files = {name.partition("::")[0] for _, _, name in rows}
+    assert [file for file in files if not (TABLE.parents[2] / file).exists()] == []
+
+
+def test_a_run_writes_the_table(pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makeconftest("""
+        from support import durations
+        durations.SHOWN = 0.0
+        def pytest_configure(config):
+            durations.note_durations(config)
+    """)
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.parametrize("n", range(2))
+        def test_it(n): pass
+    """)
+    monkeypatch.setenv(ENVIRON, str(tmp_path / "table"))
+    monkeypatch.setenv("PYTHONPATH", str(TABLE.parents[1]))
+    pytester.runpytest_subprocess("-q").assert_outcomes(passed=2)
+    assert (tmp_path / "table").read_text() == "0 test_a_run_writes_the_table.py::test_it\n"
