@@ -107,3 +107,10 @@ def test_nothing_to_look_at_is_two(name: str, tmp_path: Path) -> None:
 def test_markup_in_names_is_text(tmp_path: Path) -> None:
     (tmp_path / "[red]step=5.ckpt").write_bytes(b"x")
     assert "[red]step=5.ckpt" in run(tmp_path)[1]
+
+
+def test_a_folder_that_is_none_is_no_matter(tmp_path: Path) -> None:
+    """Folders with a number in their names are looked into, as ranks may have files there; this one leads to itself."""
+    publish(tmp_path, 10)
+    (tmp_path / "rank_0").symlink_to("rank_0")
+    assert run(tmp_path)[0] == 0

@@ -98,6 +98,7 @@ class Chosen:
     ckpt_step: int | None
     resumed: int
     finetune: bool = False
+    left_out: tuple[str, ...] = ()
     tracker: Tracker = field(default_factory=lambda: Tracker("missing"))
 
 
@@ -108,7 +109,8 @@ def choose(directory: Path, attempt: int = 0, job: str = "job", **given: Any) ->
         args = SimpleNamespace(**{"load": str(directory), "save": str(directory), "ckpt_step": None} | given)
         selector = MegatronSelector(args, options_of(args), place(rank, attempt, job), gather)
         selector.steer()
-        said = Chosen(args.load, args.ckpt_step, selector.resumed, getattr(args, "finetune", False))
+        left_out = tuple(name for name in ("no_load_optim", "no_load_rng", "finetune") if getattr(args, name, False))
+        said = Chosen(args.load, args.ckpt_step, selector.resumed, getattr(args, "finetune", False), left_out)
         selector.done()
         assert args.ckpt_step == given.get("ckpt_step")
         return said
@@ -275,6 +277,39 @@ def test_a_restart_resumes_from_what_the_job_has_saved(tmp_path: Path) -> None:
     assert (other.load, other.ckpt_step) == (str(tmp_path / "old"), 20)
 
 
+@pytest.mark.parametrize("load", ["old", "new", None])
+def test_options_of_the_start_have_no_part_in_a_restart(tmp_path: Path, load: str | None) -> None:
+    """Without the optimizer and the random state each fault would train on with other numbers, and nobody was told."""
+    stored(tmp_path / "old")
+    write_torch(tmp_path / "new", 25)
+    commit(tmp_path / "new", 25)
+    named = str(tmp_path / load) if load is not None else None
+    for options in ({"no_load_optim": True, "no_load_rng": True}, {"finetune": True}):
+        given: dict[str, Any] = {"load": named, "save": str(tmp_path / "new")} | options
+        again = choose(tmp_path, attempt=1, **given)
+        assert (again.load, again.ckpt_step, again.left_out) == (str(tmp_path / "new"), 25, ()), options
+        started = choose(tmp_path, **given)
+        assert started.left_out == tuple(options), "the user's own start"
+
+
+def test_a_restart_that_begins_where_the_job_began_leaves_out_the_same(tmp_path: Path) -> None:
+    stored(tmp_path / "old")
+    given: dict[str, Any] = {"load": str(tmp_path / "old"), "save": str(tmp_path / "new"), "no_load_optim": True}
+    again = choose(tmp_path, attempt=1, job="another", **given)
+    assert (again.ckpt_step, again.left_out) == (20, ("no_load_optim",))
+
+
+def test_a_start_that_leaves_out_the_optimizer_of_its_own_training_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(tmp_path)
+    choose(tmp_path, no_load_optim=True)
+    assert caplog.text.count("--no-load-optim: what ") == 1 and "Leave it out" in caplog.text
+    caplog.clear()
+    choose(tmp_path, save=str(tmp_path / "new"), no_load_optim=True)
+    assert "--no-load-optim" not in caplog.text, "other weights to begin with"
+
+
 def test_resume_never_takes_only_what_this_job_has_saved(tmp_path: Path) -> None:
     stored(tmp_path)
     assert choose(tmp_path, lastgasp_resume="never", job="another").ckpt_step is None
@@ -323,6 +358,37 @@ def test_a_save_is_followed_by_manifest_and_tracker_and_leaves_no_temporary(tmp_
         "iter_0000010.manifest.json",
         NAME,
     ]
+
+
+def _saved_again(directory: Path, **given: Any) -> bool:
+    """Whether Megatron is let save step 10 a second time, once it has begun iteration `curr_iteration`."""
+    called: list[int] = []
+
+    def body(rank: int, gather: Gather) -> None:
+        args = SimpleNamespace(save=str(directory), curr_iteration=9)
+        saver = Saver(args, manifests(rank, gather, RankStatus()))
+        saver.training = True
+
+        def save_checkpoint(iteration: int, model: Any) -> None:
+            called.append(rank)
+            if rank == 0 and not checkpoint_path(directory, iteration).exists():
+                write_torch(directory, iteration)
+
+        saver.save(save_checkpoint, (10, None), {})
+        vars(args).update(given)
+        saver.training = given.get("training", True)
+        saver.save(save_checkpoint, (10, None), {})
+
+    as_ranks(2, body)
+    assert sorted(called) in ([0, 1], [0, 0, 1, 1])
+    return len(called) > 2
+
+
+def test_what_is_on_disk_is_not_torn_by_a_second_save_of_the_same_step(tmp_path: Path) -> None:
+    """As Megatron saves where the batch grows (--rampup-batch-size): survivors would find nothing to save meanwhile."""
+    assert not _saved_again(tmp_path / "batch grows")
+    assert _saved_again(tmp_path / "rerun machine", curr_iteration=10), "it holds more"
+    assert _saved_again(tmp_path / "after training", training=False), "the script may have changed the model"
 
 
 def test_manifests_of_removed_checkpoints_go_with_the_next_save(tmp_path: Path) -> None:

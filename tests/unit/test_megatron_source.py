@@ -37,6 +37,9 @@ class Steps:
     def counted(self) -> tuple[int, ...]:
         return (self.adam,)
 
+    def cut_short(self) -> bool:
+        return False
+
 
 class Composer:
     """Calls `meanwhile` while it builds the state."""

@@ -153,6 +153,31 @@ def test_the_scale_of_an_overflow_that_is_under_way_is_not_that_of_the_step_befo
     assert loop.steps.boundary.scalers == ({"scale": 8.0},)
 
 
+def test_the_evaluation_that_follows_a_step_belongs_to_it(loop: Loop) -> None:
+    """A resumed job goes on behind it: later evaluations must have the samples that they would have had."""
+    vars(loop.args).update(
+        do_valid=True, eval_interval=2, eval_iters=3, global_batch_size=4, start_eval_at_iter=None,
+        consumed_valid_samples=12,
+    )  # fmt: skip
+    loop.iteration()
+    assert (loop.steps.boundary.validated, loop.steps.cut_short()) == (12, False), "none after step 1"
+    loop.iteration()
+    loop.args.consumed_valid_samples += 4
+    assert (loop.steps.boundary.validated, loop.steps.cut_short()) == (24, True), "one of three batches is done"
+    loop.args.consumed_valid_samples += 8
+    assert not loop.steps.cut_short()
+    loop.steps.iteration_begin()
+    assert loop.steps.boundary.validated == 24
+
+
+def test_samples_that_no_rank_gets_are_counted(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = sys.modules["megatron.core.num_microbatches_calculator"]
+    for name, size in (("get_current_global_batch_size", 14), ("get_current_running_global_batch_size", 12)):
+        monkeypatch.setattr(batches, name, lambda size=size: size, raising=False)
+    loop.iteration()
+    assert (loop.steps.boundary.consumed, loop.steps.boundary.skipped) == (12, 2)
+
+
 def test_iterations_that_are_skipped_count(loop: Loop) -> None:
     loop.iteration()
     loop.args.curr_iteration, loop.args.consumed_train_samples = 3, 36

@@ -188,7 +188,7 @@ def layouts_in(directory: Path) -> list[ModelCheckpointLayout]:
     ranks: dict[str, set[int]] = defaultdict(set)
     for name in _visible(directory):
         for digits in _DIGITS.finditer(name):
-            if any(_FILE.fullmatch(file) for file in _visible(directory / name)):
+            if any(_FILE.fullmatch(file) for file in _listable(directory / name)):
                 ranks[_with_rank(name, digits)].add(int(digits[0]))
     whole = {folder for folder, found in ranks.items() if len(found) > 1 and found == set(range(len(found)))}
     return [ModelCheckpointLayout(folder) for folder in sorted(f for f in folders | whole if f not in (None, USUAL))]
@@ -264,6 +264,14 @@ def _paired(data: list[list[tuple[int | None, str]]], manifested: set[str]) -> s
         return option[1] in manifested, len(ranks[option[1]])
 
     return {max(options, key=weight)[1] for options in data if options}
+
+
+def _listable(folder: Path) -> list[str]:
+    """As `_visible`, and nothing in what may be no folder of a rank's at all: another user's, a link to itself."""
+    try:
+        return _visible(folder)
+    except OSError:
+        return []
 
 
 def _visible(directory: Path) -> list[str]:

@@ -53,6 +53,8 @@ class Composer:
     def _arguments(self, boundary: Boundary) -> Any:
         args = copy.copy(self._args)
         args.consumed_train_samples, args.skipped_train_samples = boundary.consumed, boundary.skipped
+        if hasattr(args, "consumed_valid_samples"):
+            args.consumed_valid_samples = boundary.validated
         if hasattr(args, "curr_iteration"):
             args.curr_iteration = boundary.step - 1  # at a save of Megatron's: counted before the iteration
         return args

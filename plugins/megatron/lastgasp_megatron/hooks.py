@@ -115,6 +115,7 @@ class Training:
         except BaseException as error:
             self._failed(error)
             raise
+        run.saver.training = False
         run.session.progress("data")  # a last save and the evaluation may follow
         return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from lastgasp_megatron.probe import misfit, probe
 from lastgasp_megatron.tracker import LAYOUT, NAME, Tracker, checkpoint_path, read_tracker, write_tracker
 
 log = logging.getLogger("lastgasp")
+
+_OF_THE_START = ("finetune", "no_load_optim", "no_load_rng")
+"""Options with which parts of a checkpoint are not loaded."""
 
 
 class MegatronSelector(SelectionPolicy):
@@ -48,7 +51,7 @@ class MegatronSelector(SelectionPolicy):
         self, args: Any, options: Options, place: Place, gather: Gather, preload: MegatronPreload | None = None
     ) -> None:
         named = (args.load, options.gasp.directory, getattr(args, "save", None))
-        self._all = list(dict.fromkeys(Path(name).absolute() for name in named if name))
+        self._all, self._own = _folders(named), _folders(named[1:])
         self.restarts_from_own = bool(getattr(args, "finetune", False))
         # A new training from old weights: what lies in --save is not where it starts.
         folders = self._all[:1] if self.restarts_from_own and args.load else self._all
@@ -58,8 +61,8 @@ class MegatronSelector(SelectionPolicy):
         self._ckpt_step, self._load = getattr(args, "ckpt_step", None), args.load
         self._selector = CheckpointSelector(self, gather, is_about_content)
         self._chosen: Candidate | None = None
-        self._restarting = False
         self._misfits: dict[Path, tuple[Candidate, str]] = {}
+        self._put_off: dict[str, bool] = {}
         self.resumed = 0
 
     def steer(self) -> None:
@@ -87,8 +90,9 @@ class MegatronSelector(SelectionPolicy):
         return results[-1]
 
     def done(self) -> None:
-        """Loading is over: restore the user's `ckpt_step`, which is written into checkpoints."""
+        """Loading is over: restore the user's values, which are written into checkpoints."""
         self._args.ckpt_step, self._chosen = self._ckpt_step, None
+        vars(self._args).update(self._put_off)
         self._forget()
 
     def _set_misfits_aside(self) -> None:
@@ -113,9 +117,9 @@ class MegatronSelector(SelectionPolicy):
 
     def candidates(self, own: bool) -> list[Candidate]:
         """Where the training starts; a restart looks where the job saves."""
-        folders, self._restarting = self.folders, own and self.place.restarted
-        if self._restarting:
-            folders = self._all[1:] if self.restarts_from_own and self.asked() is None else self._all
+        folders = self.folders
+        if own and self.place.restarted:
+            folders = self._own if self.restarts_from_own and self.asked() is None else self._all
         found = [self.judged(one) for one in candidates(folders, LAYOUT)]
         return [one for one in found if not own or (one.manifest and one.manifest.job == self.place.job)]
 
@@ -166,12 +170,28 @@ class MegatronSelector(SelectionPolicy):
             log.warning("loading from %s and not from --load=%s: what is there is newer", path.parent, self._load)
         self._args.load = str(path.parent) if elsewhere else self._load
         self._args.ckpt_step = self.resumed = step
-        if self._restarting and self.restarts_from_own and not by_name:
-            self._args.finetune = False
+        if not by_name:
+            self._load_whole(candidate)
         tracker = read_tracker(path.parent)
         stale = tracker.state in ("torn", "release") if path == self.asked() else tracker.name != str(step)
         if stale and self.place.rank == 0:
             _repair(path.parent, step, tracker)
+
+    def _load_whole(self, candidate: Candidate) -> None:
+        """Options that say how the training begins have no part in how this job goes on after a fault."""
+        own = candidate.manifest is not None and candidate.manifest.job == self.place.job
+        given = [name for name in _OF_THE_START if getattr(self._args, name, False)]
+        if not given:
+            return
+        named = ", ".join("--" + name.replace("_", "-") for name in given)
+        if self.place.restarted and own:
+            self._put_off = dict.fromkeys(given, True)
+            vars(self._args).update(dict.fromkeys(given, False))
+            if self.place.rank == 0:
+                log.info("%s: for the start only; after a fault all of %s is loaded", named, candidate.path.name)
+        elif self.place.rank == 0 and candidate.path.parent in self._own:
+            log.warning("%s: what %s holds beside the weights is not all loaded. Leave it out to go on with that "
+                        "training as it was", named, candidate.path)  # fmt: skip
 
     def lost(self, agreement: Agreement, gather: Gather) -> dict[str, str]:
         """Also what trackers name."""
@@ -199,6 +219,10 @@ class MegatronSelector(SelectionPolicy):
                         "(%s). Megatron loads what the tracker in --load names, unverified, or begins from scratch; "
                         "a later start with 'auto' resumes from the newest of all",
                         len(over), ", ".join(over[:3]))  # fmt: skip
+
+
+def _folders(named: Iterable[str | Path | None]) -> list[Path]:
+    return list(dict.fromkeys(Path(name).absolute() for name in named if name))
 
 
 def _repair(directory: Path, step: int, was: Tracker) -> None:

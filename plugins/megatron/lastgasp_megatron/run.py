@@ -123,6 +123,7 @@ class Run:
             self.marks.place()
         durable = step if step == self.selector.resumed else 0
         self.life.begin(step, durable, users_handler=users_handler(self.args))
+        self.saver.training = True
 
     def park_if_held(self) -> None:
         """Wait while a recovery is in progress: nothing may write where the gasp is about to be published.

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import NativeManifests, NativeSave, argument
+from lastgasp.adapter import LastgaspError, NativeManifests, NativeSave, argument
 from lastgasp.adapter.files import make_directory, unique_temp
 from lastgasp_megatron.tracker import LAYOUT, NAME, checkpoint_path, write_tracker
+
+log = logging.getLogger("lastgasp")
 
 
 class Manifests(NativeManifests):
     """Gives Megatron's checkpoints their manifests, and then the tracker. All ranks call `commit` together."""
+
+    def has(self, save: NativeSave) -> bool:
+        """Whether this job has this very step on disk, whole and with its manifest. All ranks ask together."""
+        if self._status.durable != save.step:
+            return False
+        mine = self.place.rank != 0 or save.layout.manifest_path(save.path).exists()
+        try:
+            return all(self._gather(f"has/{next(self._numbers)}", b"1" if mine else b""))
+        except LastgaspError as error:
+            log.warning("it is not known whether %s is there: it is saved again: %s", save.path, error)
+            return False
 
     def committed(self, save: NativeSave) -> None:
         """A crash before this leaves the older checkpoint as the one that Megatron resumes from."""
@@ -29,7 +43,12 @@ class Saver:
 
     Args:
         args: Megatron's namespace.
+
+    Attributes:
+        training: Megatron's loop runs.
     """
+
+    training = False
 
     def __init__(self, args: Any, manifests: Manifests) -> None:
         self._args, self._manifests = args, manifests
@@ -42,6 +61,8 @@ class Saver:
         special = any(argument(call, name, args, kwargs) for name in ("release", "non_persistent_ckpt"))
         if special or iteration < 0 or not self._args.save:
             return call(*args, **kwargs)
+        if self._saves_again(iteration):
+            return None
         temp = self._redirected()
         try:
             result = call(*args, **kwargs)
@@ -54,6 +75,16 @@ class Saver:
         if not getattr(self._args, "async_save", False):
             self._commit()
         return result
+
+    def _saves_again(self, iteration: int) -> bool:
+        """Whether it saves a second time what is on disk, as at the steps of --rampup-batch-size that have been saved.
+
+        Meanwhile the files would be torn, and no survivor would save a step that counts as being on disk. Such a save
+        comes before the next iteration has begun; behind that it may hold more (the state of the rerun machine).
+        """
+        if not self.training or int(getattr(self._args, "curr_iteration", iteration)) >= iteration:
+            return False
+        return self._manifests.has(NativeSave(checkpoint_path(self._directory, iteration), LAYOUT, iteration))
 
     def finalized(self) -> None:
         """Async saves may have ended: when none is under way on any rank, give them their manifests."""

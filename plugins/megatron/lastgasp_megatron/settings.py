@@ -44,6 +44,10 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "ttp_enabled": ("lastgasp or MindSpeed's own engine, not both", "Leave one out."),
     "inprocess_restart": ("lastgasp or restarts in the process, not both", "Leave one out."),
     "non_persistent_ckpt_type": ("none: Megatron loads these without a check", "Leave it out."),
+    "dataloader_save": (
+        "none: survivors cannot save where an external data loader is",
+        "Leave it out, and have your loader begin at args.consumed_train_samples.",
+    ),
     "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
 }
 # The same for sizes: those above 1 are refused. They follow from options of other names.

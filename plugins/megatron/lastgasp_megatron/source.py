@@ -29,6 +29,7 @@ class MegatronSource:
         steps, random: what the training thread records; composer: builds a rank's file.
         device: where the weights are; writer: names who writes.
         alike: whether all replicas were found to hold the same.
+        note: reports what people must know (`Session.note`).
 
     Attributes:
         unsound: why nothing can be saved for as long as this process lives; empty where it can.
@@ -46,7 +47,9 @@ class MegatronSource:
         config: GaspConfig,
         *,
         alike: Callable[[], bool] = lambda: True,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._note = note
         self._steps, self._random, self._composer, self._device = steps, random, composer, device
         self._optimizer, self._shard = composer.optimizer, composer.shard
         self._writer, self._config, self._alike = writer, config, alike
@@ -136,6 +139,9 @@ class MegatronSource:
         with self._device.reading():
             boundary = self._require(step)
             self._require_sound()
+            if self._steps.cut_short():
+                self._note(f"the evaluation behind iteration {step} was cut short and is not repeated: no log has its "
+                           "result, and later ones have the samples that they would have had")  # fmt: skip
             yield self.image(boundary)
 
     def _require(self, step: int) -> Boundary:

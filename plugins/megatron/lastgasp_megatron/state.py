@@ -75,7 +75,9 @@ class MegatronState:
         )
         self._begun = self.steps.step
         composer, writer = Composer(built, shard), ManifestWriter(FORMAT, place)
-        self.source = MegatronSource(self.steps, self._random, composer, self._device, writer, config, alike=alike)
+        self.source = MegatronSource(
+            self.steps, self._random, composer, self._device, writer, config, alike=alike, note=session.note
+        )
         self._off = arena == 0
         wanted = arena != 0 and needs_arenas(place, session)
         self._keeping = Keeping(self.source, arena, place, session) if wanted else None

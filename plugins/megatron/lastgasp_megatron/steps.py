@@ -28,6 +28,7 @@ class Boundary:
         scheduler: state of the parameter scheduler, None without one.
         scalers: state of each optimizer's loss scaler, None without one.
         adam: updates that each inner optimizer has counted; None when unknown.
+        validated: validation samples, with those of the evaluation that follows the step.
         buffers: the model's own buffers by their id, copied: such as the bias of a router, which is changed before the
             update.
     """
@@ -38,6 +39,7 @@ class Boundary:
     scheduler: dict[str, Any] | None
     scalers: tuple[dict[str, Any] | None, ...]
     adam: tuple[int | None, ...]
+    validated: int = 0
     buffers: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
 
 
@@ -178,6 +180,7 @@ class Steps:
             scheduler=scheduler.state_dict() if scheduler is not None else None,
             scalers=self._scalers(),
             adam=self.counted(),
+            validated=self._validated(),
             buffers=buffers,
         )
 
@@ -187,10 +190,24 @@ class Steps:
         scheduler = before.scheduler
         if scheduler is not None and updated:
             scheduler = scheduler | {"num_steps": scheduler["num_steps"] + samples}
+        step = before.step + 1
         return Boundary(
-            before.step + 1, before.consumed + samples, before.skipped, scheduler, self._scalers(), self.counted(),
-            self._copied(),
-        )  # fmt: skip
+            step=step,
+            consumed=before.consumed + samples,
+            skipped=before.skipped + _left_out(),
+            scheduler=scheduler,
+            scalers=self._scalers(),
+            adam=self.counted(),
+            validated=self._validated() + _evaluated_after(step, self._args),
+            buffers=self._copied(),
+        )
+
+    def cut_short(self) -> bool:
+        """Megatron has not finished the evaluation that follows the completed step."""
+        return self._validated() < self.boundary.validated
+
+    def _validated(self) -> int:
+        return int(getattr(self._args, "consumed_valid_samples", 0) or 0)
 
     def _samples(self) -> int:
         """Samples of one iteration, as `train_step` counts them for the scheduler."""
@@ -222,6 +239,24 @@ def _kept_buffers(chunk: Any) -> list[tuple[nn.Module, str]]:
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     ]
+
+
+def _evaluated_after(step: int, args: Any) -> int:
+    """Validation samples that Megatron's loop takes between that step and the next."""
+    every, first = (getattr(args, name, None) for name in ("eval_interval", "start_eval_at_iter"))
+    if not every or not getattr(args, "do_valid", False) or step % int(every) or step < int(first or 0):
+        return 0
+    batches = getattr(args, "eval_iters", 0) or 0
+    number = sum(batches) if isinstance(batches, list) else int(batches)
+    return number * int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
+
+
+def _left_out() -> int:
+    """Samples of a batch that no rank gets (--decrease-batch-size-if-needed)."""
+    from megatron.core import num_microbatches_calculator as batches
+
+    running = getattr(batches, "get_current_running_global_batch_size", None)
+    return int(batches.get_current_global_batch_size() - running()) if running is not None else 0
 
 
 def parts_of(optimizer: Any) -> list[Any]:

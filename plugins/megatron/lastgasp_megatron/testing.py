@@ -1,9 +1,9 @@
 """Faults inside a real Megatron loop: fires `lastgasp.testing.faults` at each phase, where `LASTGASP_FAULT` asks.
 
-data: the iteration begins. forward: in a module in the middle of the model. backward: before the gradients are
-reduced. before_update: when they are, and `optimizer.step` begins. update: inside the inner optimizer's step, before
-it changes anything; of two, inside the second's. after_update: between the inner step and the all-gather of the
-parameters. step_end: when `optimizer.step` has returned. periodic_save: on a rank that
+data: the iteration begins. forward: in a module in the middle of the model; validation: the same in an evaluation.
+backward: before the gradients are reduced. before_update: when they are, and `optimizer.step` begins. update: inside
+the inner optimizer's step, before it changes anything; of two, inside the second's. after_update: between the inner
+step and the all-gather of the parameters. step_end: when `optimizer.step` has returned. periodic_save: on a rank that
 writes within `torch.save`, when the first bytes are written; on the others when the save begins.
 """
 
@@ -55,8 +55,7 @@ class _Faults:
         self._kit.fire_at(phase, int(get_args().curr_iteration))
 
     def _in_forward(self, module: Any, inputs: Any, output: Any) -> None:
-        if module.training:
-            self._fire("forward")
+        self._fire("forward" if module.training else "validation")
 
     def _before(self, owner: Any, name: str, phase: str) -> None:
         def around(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
