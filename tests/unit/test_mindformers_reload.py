@@ -384,6 +384,22 @@ def test_weights_to_begin_with_stay_the_users(tmp_path: Path) -> None:
         assert config["arguments"]["finetune_checkpoint"] is False
 
 
+@pytest.mark.parametrize(
+    ("given", "skipped"), [({"ignore_data_skip": True}, 0), ({"data_skip_steps": 5}, 9), ({"data_skip_steps": 0}, 0)]
+)
+def test_where_the_data_began_is_for_the_start_only(tmp_path: Path, given: dict[str, Any], skipped: int) -> None:
+    """A resumed job would train on the first data once more, and nobody was told; 0: MindFormers skips its steps."""
+    home = Home(tmp_path)
+    for config in home.steer(dict(given)):
+        assert {name: config[name] for name in given} == given
+    home.fill(4)
+    for config in home.went_on_from(4, config=given):
+        assert (config.get("ignore_data_skip") or False, config.get("data_skip_steps") or 0) == (False, skipped)
+    for config in home.went_on_from(4, config={}, arguments=dict(given)):
+        assert (config["arguments"].get("data_skip_steps") or 0) == skipped
+        assert not config["arguments"].get("ignore_data_skip")
+
+
 def test_weights_that_training_shall_resume_from_are_left_to_mindformers(tmp_path: Path) -> None:
     home = Home(tmp_path / "out")
     unified = write(tmp_path / "unified" / "hyper_param.safetensors", state(100, 9)).parent

@@ -6,6 +6,7 @@ MindFormers reads epoch and step long before it loads weights (mindformers.md §
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,15 @@ from lastgasp_mindformers.exits import is_about_content
 from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog
 from lastgasp_mindformers.named import asked_by, holds_others
 from lastgasp_mindformers.policy import MindFormersPolicy, catalog_for
-from lastgasp_mindformers.steering import LoadPlan, ResumeRequest, apply, check, load_plan_for, resume_request_of
+from lastgasp_mindformers.steering import (
+    LoadPlan,
+    ResumeRequest,
+    apply,
+    check,
+    data_of_the_start,
+    load_plan_for,
+    resume_request_of,
+)
 from lastgasp_mindformers.strategies import files_of, files_of_context, keep
 from lastgasp_mindformers.unfit import DoesNotLoad, Unfit
 
@@ -98,6 +107,13 @@ class MindFormersSelector:
                 log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, request.load)
         if self._load_plan is not None:
             apply(self._load_plan, config, arguments)
+            self._tell_of_data(self._load_plan, data_of_the_start(config, arguments))
+
+    def _tell_of_data(self, plan: LoadPlan, options: str) -> None:
+        """Where a training that resumes itself begins in the data is not known to its restart."""
+        if plan.load and options and not plan.ours and self._place.restarted:
+            self._note(f"{options} of the start: the data of this restart begin there once more, not behind those that "
+                       "were trained on")  # fmt: skip
 
     def check(self, config: Any) -> None:
         """Check that MindFormers is still about to load the selected checkpoint. Raises ConfigError."""
@@ -160,11 +176,12 @@ class MindFormersSelector:
             foreign = request.load is not None and holds_others(request.load)
             return LoadPlan("", False) if request.resume and not foreign else None
         if request.newer:
-            return LoadPlan(str(chosen.path), True, ours=not request.resume)
+            return LoadPlan(str(chosen.path), True, ours=not request.resume, step=chosen.step or 0)
         name = LegacyName.parse(chosen.path.name)
         assert name is not None
         try:
-            return load_plan_for(name, chosen.path.parent, self._place.rank, request.parallel, not request.resume)
+            plan = load_plan_for(name, chosen.path.parent, self._place.rank, request.parallel, not request.resume)
+            return dataclasses.replace(plan, step=chosen.step or 0)
         except OSError as error:
             raise CheckpointError(f"{chosen.path} cannot get another name for MindFormers: {error}") from error
 

@@ -22,6 +22,7 @@ log = logging.getLogger("lastgasp")
 Config = MutableMapping[str, Any]
 _OLD = ("train_checkpoint", "finetune_checkpoint")
 """Deprecated arguments that beat `resume_from_checkpoint`."""
+_IGNORE, _SKIP = "ignore_data_skip", "data_skip_steps"
 _ASIDE, _COMPLETE = ".lastgasp-load", "hyper_param.safetensors"
 
 
@@ -53,12 +54,14 @@ class LoadPlan:
         resume: for `resume_training`.
         ext: for `load_ckpt_format`; empty leaves it.
         ours: whether the user did not ask to resume, so that what he set for other weights must not apply.
+        step: completed updates of what is loaded.
     """
 
     load: str
     resume: bool | str
     ext: str = ""
     ours: bool = False
+    step: int = 0
 
 
 def resume_request_of(config: Config, arguments: Config) -> ResumeRequest:
@@ -130,6 +133,28 @@ def apply(plan: LoadPlan, config: Config, arguments: Config) -> None:
         if arguments.get("auto_trans_ckpt"):
             arguments["auto_trans_ckpt"] = False
         log.warning("auto_trans_ckpt was meant for other weights: what this job has saved needs no conversion")
+
+    if plan.load and plan.ours and (left_out := data_of_the_start(config, arguments)):
+        _go_on_in_the_data(plan.step, config, arguments)
+        log.info("%s: for the start only; the data go on behind step %d", left_out, plan.step)
+
+
+def data_of_the_start(config: Config, arguments: Config) -> str:
+    """The options by which the data of a training begin elsewhere than it does itself; empty where there are none."""
+    return ", ".join(name for name in (_IGNORE, _SKIP) if _given(name, config, arguments))
+
+
+def _go_on_in_the_data(step: int, config: Config, arguments: Config) -> None:
+    """A training that has begun there goes on behind what it has seen: MindFormers would begin there once more."""
+    skipped = 0 if _given(_IGNORE, config, arguments) else int(_given(_SKIP, config, arguments) or 0)
+    for name, value in ((_IGNORE, False), (_SKIP, skipped + step if skipped else 0)):  # 0: those of the steps
+        config[name] = value
+        if arguments.get(name) is not None:
+            arguments[name] = value
+
+
+def _given(name: str, config: Config, arguments: Config) -> Any:
+    return config.get(name) if arguments.get(name) is None else arguments[name]
 
 
 def check(plan: LoadPlan, config: Config) -> None:
