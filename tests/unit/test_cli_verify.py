@@ -112,5 +112,5 @@ def test_markup_in_names_is_text(tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_no_matter(tmp_path: Path) -> None:
     """Folders with a number in their names are looked into, as ranks may have files there; this one leads to itself."""
     publish(tmp_path, 10)
-    (tmp_path / "rank_0").symlink_to("rank_0")
+    (tmp_path / "of_2024").symlink_to("of_2024")
     assert run(tmp_path)[0] == 0

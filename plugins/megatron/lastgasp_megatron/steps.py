@@ -8,6 +8,7 @@ second is made right behind it: no collective lies between the two, where a dead
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -253,10 +254,9 @@ def _evaluated_after(step: int, args: Any) -> int:
 
 def _left_out() -> int:
     """Samples of a batch that no rank gets (--decrease-batch-size-if-needed)."""
-    from megatron.core import num_microbatches_calculator as batches
-
+    batches = sys.modules.get("megatron.core.num_microbatches_calculator")
     running = getattr(batches, "get_current_running_global_batch_size", None)
-    return int(batches.get_current_global_batch_size() - running()) if running is not None else 0
+    return int(vars(batches)["get_current_global_batch_size"]() - running()) if running is not None else 0
 
 
 def parts_of(optimizer: Any) -> list[Any]:
