@@ -77,7 +77,7 @@ class Saver:
         return result
 
     def _saves_again(self, iteration: int) -> bool:
-        """Whether it saves a second time what is on disk, as at the steps of --rampup-batch-size that have been saved.
+        """Whether it saves a second time what is on disk, as where the batch grows (--step-batch-size-schedule).
 
         Meanwhile the files would be torn, and no survivor would save a step that counts as being on disk. Such a save
         comes before the next iteration has begun; behind that it may hold more (the state of the rerun machine).
