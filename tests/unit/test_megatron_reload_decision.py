@@ -385,7 +385,7 @@ def _saved_again(directory: Path, **given: Any) -> bool:
 
 
 def test_what_is_on_disk_is_not_torn_by_a_second_save_of_the_same_step(tmp_path: Path) -> None:
-    """As Megatron saves where the batch grows (--step-batch-size-schedule): survivors would find nothing to save meanwhile."""
+    """As Megatron saves where the batch grows: survivors would find nothing to save meanwhile."""
     assert not _saved_again(tmp_path / "batch grows")
     assert _saved_again(tmp_path / "rerun machine", curr_iteration=10), "it holds more"
     assert _saved_again(tmp_path / "after training", training=False), "the script may have changed the model"
