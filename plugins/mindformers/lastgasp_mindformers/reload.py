@@ -106,12 +106,16 @@ class MindFormersSelector:
             if request.load not in (None, chosen.path, chosen.path.parent) and self._place.rank == 0:
                 log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, request.load)
         if self._load_plan is not None:
-            apply(self._load_plan, config, arguments)
             self._tell_of_data(self._load_plan, data_of_the_start(config, arguments))
+            apply(self._load_plan, config, arguments)
 
     def _tell_of_data(self, plan: LoadPlan, options: str) -> None:
-        """Where a training that resumes itself begins in the data is not known to its restart."""
-        if plan.load and options and not plan.ours and self._place.restarted:
+        """Where a training that resumes itself has begun in the data is not known to its restart."""
+        if not plan.load or not options:
+            return
+        if plan.ours and self._place.rank == 0:
+            log.info("%s: for the start only; the data go on behind step %d", options, plan.step)
+        if not plan.ours and self._place.restarted:
             self._note(f"{options} of the start: the data of this restart begin there once more, not behind those that "
                        "were trained on")  # fmt: skip
 

@@ -133,10 +133,8 @@ def apply(plan: LoadPlan, config: Config, arguments: Config) -> None:
         if arguments.get("auto_trans_ckpt"):
             arguments["auto_trans_ckpt"] = False
         log.warning("auto_trans_ckpt was meant for other weights: what this job has saved needs no conversion")
-
-    if plan.load and plan.ours and (left_out := data_of_the_start(config, arguments)):
+    if plan.load and plan.ours and data_of_the_start(config, arguments):
         _go_on_in_the_data(plan.step, config, arguments)
-        log.info("%s: for the start only; the data go on behind step %d", left_out, plan.step)
 
 
 def data_of_the_start(config: Config, arguments: Config) -> str:
