@@ -20,7 +20,7 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of
-from lastgasp.gasp import imported
+from lastgasp.gasp import imported, leaving
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.hello import hello_of
@@ -48,8 +48,6 @@ OWN_FAULT_GRACE = 60.0
 """The same for a rank that raised: its own traceback and clean-up come first."""
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
-AGAIN_GRACE = 30.0
-"""Seconds, besides `finish_timeout`, for it to leave a training that is entered again from files."""
 FLUSH_LIMIT = 2.0
 """Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 
@@ -216,6 +214,7 @@ class Session:
     def training_started(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
         self._ended, self.step_completed = False, self._first_step_completed
+        leaving.training_begins()
         self.status.renew()
         self.status.step, self.status.durable = step, durable
         self._backend.training_started()
@@ -364,7 +363,7 @@ class Session:
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """End the process even if the training thread is stuck."""
         if outcome.again is not None:
-            self._leave_after(self.config.finish_timeout + AGAIN_GRACE, exitcodes.SAVED)
+            self._leave_after(leaving.limit(self.config.finish_timeout), exitcodes.SAVED)
         else:  # a launcher logs it for all ranks
             log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
             self._sign(ending=outcome.ending, step=outcome.step)

@@ -48,7 +48,7 @@ def test_configuration_is_that_of_the_code() -> None:
     fields = {f.name: f.default for f in dataclasses.fields(GaspConfig) if f.name != "directory"}
     marks = {"marks": True, "profiling_dir": "none", "profiling_limit_mb": MarksConfig().limit_mb}
     assert MarksConfig() == MarksConfig.resolve(marks=True)
-    fields |= marks | {"recovery": "restart", "arena": "auto"}
+    fields |= marks | {"recovery": "auto, restart", "arena": "auto"}
     assert {"dir", *fields} == arguments
     for name, (_, variable, default, *_) in table.items():
         assert variable == f"LASTGASP_{name.upper()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import cycle
 from operator import gt
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lastgasp.testing.faults import read_log
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
 from support.megatron.job import DIST_OPT, TENSOR, TWO_INSTANCES, GptJob
+from support.megatron.matrix import LAYOUTS, MOMENTS, OF_ARENAS, OF_EXPERTS, Case, flags_of
 
 Losses = dict[tuple[int, int], list[list[str]]]
 READY = "a restart will fork its ranks from a warm process"
@@ -56,7 +58,7 @@ def disturbed(job: GptJob, faults: str, **variables: str) -> Iterator[Running]:
     """The job, whose faults come once a warm process is ready; it ends well."""
     go, log = job.folder / "go", job.folder / "faults.log"
     (job.folder / "losses").mkdir(parents=True)
-    environment = {"LASTGASP_RECOVERY": "auto", "LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug", "HOLD": str(go)}
+    environment = {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug", "HOLD": str(go)}
     environment |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)} | variables
     with running(job.folder, job.command(), **(job.environment() | environment)) as [started]:
         until(lambda: READY in started.output, "the warm process is ready")
@@ -68,7 +70,7 @@ def disturbed(job: GptJob, faults: str, **variables: str) -> Iterator[Running]:
 
 def pids(job: GptJob, rank: int) -> list[str]:
     """The processes of a rank, oldest first."""
-    lines = (job.folder / "losses" / f"rank-{rank}.txt").read_text().splitlines()
+    lines = (job.folder / "losses" / f"script-{rank}").read_text().splitlines()
     return list(dict.fromkeys(line.split()[0] for line in lines))
 
 
@@ -135,6 +137,69 @@ def test_more_of_them(
     with disturbed(job, faults, **hang) as started:
         pass
     check(job, started, expected(flags, ranks), *lost)
+
+
+def matrix() -> list[Case]:
+    """Each layout with a killed rank, the moments taking turns; each moment of an exception; of some layouts one."""
+    layouts = (*LAYOUTS, *OF_EXPERTS)
+    return [
+        *(Case(layout, "sigkill", moment) for layout, moment in zip(layouts, cycle(MOMENTS), strict=False)),
+        *(Case("dp2", "exception", moment) for moment in MOMENTS),
+        *(Case(layout, "exception", "backward") for layout in ("pp2-dp2", "tp2", "dp2-one-instance")),
+        *(Case(layout, "exception", "forward") for layout in ("ep2-one-instance", "ep2-dp4-two-instances")),
+        *(Case("dp2-one-instance", "sigkill", moment) for moment in OF_ARENAS),
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_the_matrix_of_faults(case: Case, tmp_path: Path, expected: Any) -> None:
+    """That of `test_megatron_faults`, in place."""
+    ranks, flags = flags_of(case.layout)
+    job = job_in(tmp_path, flags, ranks)
+    with disturbed(job, case.environment["LASTGASP_FAULT"], LASTGASP_ARENA="every 1") as started:
+        pass
+    check(job, started, expected(flags, ranks), *([case.victim] if case.kind == "sigkill" else []))
+
+
+@pytest.mark.full
+def test_a_sigterm_restarts(tmp_path: Path, expected: Any) -> None:
+    job = job_in(tmp_path, "--bf16")
+    with disturbed(job, "kind=sigterm,rank=1,step=6,phase=forward") as started:
+        pass
+    [incident] = incidents(job.checkpoints)
+    assert (incident.ending, incident.steps_lost) == ("saved", 0), started.output[-6000:]
+    assert "a fault of that kind is not answered in place (sigterm on rank 1)" in incident.not_in_place
+    check_losses(job, expected("--bf16"), started.output[-6000:])
+
+
+ASYNC = (
+    f"--bf16 {DIST_OPT} --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("faults", "lost"),
+    [
+        ("kind=sigkill,rank=1,step=8,phase=forward", (1,)),
+        ("kind=sigkill,rank=0,step=8,phase=backward", (0,)),
+        ("kind=exception,rank=1,step=8,phase=forward", ()),
+        ("kind=sigkill,rank=1,step=6,phase=backward", (1,)),
+        ("kind=sigkill,rank=0,step=8,phase=periodic_save", (0,)),
+    ],
+    ids=["last-rank", "first-rank", "exception", "before-any", "while-it-begins"],
+)
+def test_an_async_save_under_way_is_abandoned(
+    faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
+) -> None:
+    """Those that follow are made, and nothing that writes is left of it."""
+    job = job_in(tmp_path, ASYNC)
+    with disturbed(job, faults, LASTGASP_ARENA="every 1") as started:
+        pass
+    check(job, started, expected(ASYNC), *lost)
+    assert next(c.step for c in candidates([job.checkpoints], LAYOUT)) == 14
+    assert [path.name for path in job.checkpoints.iterdir() if "tmp" in path.name] == []
 
 
 @pytest.mark.full

@@ -41,7 +41,7 @@ def disturbed(folder: Path, command: list[str], faults: str, **more: str) -> Ite
     directory, log = folder / "d", folder / "faults.log"
     directory.mkdir(exist_ok=True)
     variables = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
-    variables |= {"LASTGASP_FAULT": faults, "LASTGASP_RECOVERY": "auto"} | more
+    variables |= {"LASTGASP_FAULT": faults} | more
     with running(folder, command, **variables) as [started]:
         until(lambda: READY in started.output, "the warm process is ready", LIMIT)
         (directory / "go").touch()
@@ -129,15 +129,27 @@ def test_what_is_not_answered_in_place_restarts(
 
 
 @pytest.mark.full
-def test_a_new_process_that_waits_for_others_before_train_costs_a_restart(tmp_path: Path, undisturbed: Any) -> None:
-    """Its collective must not meet another one of theirs."""
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_new_process_prepares_its_data_alone(lost: int, tmp_path: Path, undisturbed: Any) -> None:
+    """In `main_process_first`, in which the others are no more."""
+    directory = tmp_path / "d"
+    faults = f"kind=sigkill,rank={lost},step=5,phase=backward"
+    with disturbed(tmp_path, job(2, directory, "--first"), faults) as started:
+        pass
+    check(directory, started, undisturbed(2, "--first"), 2, (lost, 5))
+
+
+@pytest.mark.full
+def test_a_new_process_that_needs_others_before_train_costs_a_restart(tmp_path: Path, undisturbed: Any) -> None:
+    """What they said there cannot be had any more; nobody waits for it."""
     directory = tmp_path / "d"
     faults = "kind=sigkill,rank=0,step=5,phase=backward"
-    with disturbed(tmp_path, job(2, directory, "--first"), faults) as started:
+    with disturbed(tmp_path, job(2, directory, "--name"), faults) as started:
         pass
     found = incidents(directory)
     assert found[0].rung == "replace" and not any(one.steps_lost for one in found), started.output[-6000:]
-    assert differences(directory / "final.pt", undisturbed(2)) == []
+    assert "broadcast_object_list was called before the training" in started.output
+    assert differences(directory / "final.pt", undisturbed(2, "--name")) == []
 
 
 @pytest.mark.full

@@ -207,7 +207,7 @@ def torn(layout: str, folder: Path, faults: list[str], **environ: str) -> tuple[
     """Run a job with `faults` at iteration `TORN`; returns it and its output. All of them must have happened."""
     job = Case(layout, "exception", "forward").job(folder)
     fault = ";".join(f"step={TORN},{one}" for one in faults)
-    environ |= {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(folder / "fired")}
+    environ |= {"LASTGASP_FAULT": fault, "LASTGASP_FAULT_LOG": str(folder / "fired"), "LASTGASP_RECOVERY": "restart"}
     done = job.run(environ, timeout=LIMIT)
     assert len(read_log(folder / "fired")) == len(faults), done.output[-4000:]
     assert done.ok, done.output[-6000:]

@@ -81,8 +81,8 @@ def check(case: TransformersCase, folder: Path, reference: Reference) -> None:
     expected = reference[case.world, case.shape]
     out, final, fired = folder / "out", folder / "final.pt", folder / "fired"
     hang = {"LASTGASP_HANG_TIMEOUT": "8"} if case.kind == "sigstop" else {}
-    done = _run(case.command(out, final), folder,
-                {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)} | hang, restarts=True)  # fmt: skip
+    faults = {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired), "LASTGASP_RECOVERY": "restart"}
+    done = _run(case.command(out, final), folder, faults | hang, restarts=True)
     assert len(read_log(fired)) >= case.fired, f"the fault did not fire\n{done.output[-4000:]}"
     _check_saved(case, out, done)
     assert differences(expected, final) == [], done.output[-6000:]

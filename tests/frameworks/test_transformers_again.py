@@ -15,10 +15,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from transformers import Trainer, TrainerCallback
 
+from lastgasp import _clock
 from lastgasp.adapter.torch import EnteredFromFiles
-from lastgasp.errors import DeadlineExceeded
+from lastgasp.errors import ControlError, DeadlineExceeded
+from lastgasp.gasp import leaving
 from lastgasp.gasp.again import INCARNATION
 from lastgasp_transformers import LastGasp, again
+from lastgasp_transformers.script_alone import comes_to_training, run_script_alone
 from support.train_transformers import Tokens, arguments, model, result
 
 pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
@@ -102,3 +105,35 @@ def test_ranks_meet_or_are_told_that_one_is_missing(monkeypatch: pytest.MonkeyPa
         entered.meet(0.05)
     store.set("lastgasp/3/here/1", "")
     entered.meet(5.0)
+
+
+def test_a_new_process_waits_for_nobody_before_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it take for exchanged what no other rank sends any more. From the training on all is as ever."""
+    whole, waited_for = (dist.barrier, distributed_c10d.broadcast), [True]
+    monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
+    run_script_alone(lambda: bool(waited_for))
+    dist.barrier()  # there is no process group, which a real one would say
+    assert dist.barrier(async_op=True).wait()
+    by_name, theirs = dist.broadcast, lambda *args: None
+    dist.all_reduce = theirs
+    with pytest.raises(ControlError, match="broadcast was called before the training"):
+        by_name(torch.zeros(1), 0)
+    waited_for.clear()
+    comes_to_training()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        by_name(torch.zeros(1), 0)  # as ever
+    assert dist.all_reduce is theirs
+    assert (dist.barrier, distributed_c10d.broadcast) == whole
+
+
+@pytest.mark.parametrize(("took", "leave", "come"), [(0.5, 5.0, 60.0), (20.0, 20.0, 60.0), (400.0, 40.0, 800.0)])
+def test_others_are_waited_for_as_long_as_a_start_takes(
+    took: float, leave: float, come: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "_took", [])
+    assert (leaving.limit(10.0), EnteredFromFiles().patience) == (5.0, 60.0)
+    monkeypatch.setattr(_clock, "process_age", lambda: took)
+    leaving.training_begins()
+    monkeypatch.setattr(_clock, "process_age", lambda: 1e6)
+    leaving.training_begins()
+    assert (leaving.limit(10.0), EnteredFromFiles().patience) == (leave, come)

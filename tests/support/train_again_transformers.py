@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--shape", default="plain", choices=sorted(SHAPES))
-    parser.add_argument("--first", action="store_true", help="rank 0 prepares data before the others, in each process")
+    parser.add_argument("--first", action="store_true", help="rank 0 prepares data before the others")
+    parser.add_argument("--name", action="store_true", help="rank 0 tells the others a name before `train`")
     parser.add_argument("--stuck", action="store_true", help="a callback of rank 1 does not return")
     parser.add_argument("--twice", action="store_true", help="it is the second training of its script")
     args = parser.parse_args()
     torch.set_num_threads(1)
     wanted, ours = arguments(str(args.dir), args.shape), LastGasp()
     rows = 12 * wanted.world_size
-    if args.first and os.environ.get("LASTGASP_INCARNATION"):
-        dist.barrier()
+    if args.name:
+        dist.broadcast_object_list(["a name"])
+    with wanted.main_process_first() if args.first else nullcontext():
+        note(args.dir, f"prepared {os.getpid()}")
     data = Tokens(rows, augment=args.shape != "workers")
     callbacks: list[Any] = [OwnRandomNumbers(), Diary(args.dir, ours, args.stuck), ours]
     if "metric_for_best_model" in SHAPES[args.shape]:

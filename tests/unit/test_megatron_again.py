@@ -72,10 +72,15 @@ def test_what_cannot_be_kept_costs_the_recovery_in_place_and_not_the_job(where: 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"fp8": "e4m3"}, "--fp8"), ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"), ({"profile": True}, "--profile")],
-)
+    [
+        ({"fp8": "e4m3"}, "--fp8"), ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"profile": True}, "--profile"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type"),
+        ({"async_save": True, "async_strategy": "nvrx"}, "--async-strategy nvrx"),
+    ],
+)  # fmt: skip
 def test_what_keeps_more_than_is_dropped_is_not_entered_again(settings: dict[str, Any], named: str) -> None:
-    usual = {"fp8": None, "cuda_graph_impl": "none", "profile": False, "async_save": False}
+    usual = {"fp8": None, "cuda_graph_impl": "none", "profile": False, "async_save": False, "num_experts": 4}
     assert not_again(Namespace(**usual)) == ""
     assert not_again(Namespace(**usual | settings)) == f"it was not tried with {named}"
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lastgasp.gasp.again import ORDER
 from lastgasp.launch.orphans import MARK
 
 
@@ -75,6 +76,7 @@ def become(order: Order, descriptors: Sequence[int], imported: Mapping[str, str 
     multiprocessing.current_process().authkey = os.urandom(32)
     renew_ranks(sys.modules)
     renew_seeds(sys.modules)
+    pass_barriers(sys.modules)
 
 
 def renew_ranks(modules: Mapping[str, Any]) -> None:
@@ -92,6 +94,13 @@ def renew_seeds(modules: Mapping[str, Any]) -> None:
         torch.default_generator.seed()
     if (random := modules.get("numpy.random")) is not None:
         random.seed()
+
+
+def pass_barriers(modules: Mapping[str, Any]) -> None:
+    """A process that takes the place of a rank runs the script of a Trainer alone, until it has taken its order."""
+    module = modules.get("lastgasp_transformers.script_alone")
+    if module is not None and ORDER in os.environ:
+        module.run_script_alone(lambda: ORDER in os.environ)
 
 
 def run(command: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from lastgasp import exitcodes
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.config import Recovery
 from lastgasp.errors import DeadlineExceeded
+from lastgasp.gasp import leaving
 from lastgasp.gasp.again import INCARNATION, Again
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.gasp.rank_status import RankStatus
@@ -32,6 +33,8 @@ from lastgasp.pytorch.uservalues import UserValues
 
 log = logging.getLogger("lastgasp")
 
+JOIN = 60.0
+"""Seconds that a new process has to come to the training, at least."""
 
 class EnteredFromFiles:
     """One training of this process; all of it is called on the main thread.
@@ -51,14 +54,19 @@ class EnteredFromFiles:
         self._status: RankStatus | None = None
         self.new = order_of_this_process() is not None  # otherwise it begins as all others do
 
-    def offer(self, life: AdapterRun, recovery: Recovery) -> None:
-        """Say which faults of this run may be answered in place. Before it begins."""
+    def offer(self, life: AdapterRun, recovery: Recovery, asked: bool = True) -> None:
+        """Say which faults of this run may be answered in place. Before it begins.
+
+        Args:
+            asked: by the user; otherwise nobody is warned where it cannot be.
+        """
         self._status = status = life.session.status
         if recovery in ("restart", "save"):
             status.recovery = recovery if recovery == "save" else ""
         elif self.why:
             if life.place.rank == 0:
-                log.warning("this training cannot be entered again: %s. After a fault the job restarts", self.why)
+                level = logging.WARNING if asked else logging.INFO
+                log.log(level, "this training cannot be entered again: %s. After a fault the job restarts", self.why)
         elif life.session.backend.backend == "embedded":
             status.recovery, status.from_files, status.ends = recovery, True, outside
             life.before_again = self._agreed
@@ -67,6 +75,11 @@ class EnteredFromFiles:
 
     def _agreed(self, again: Again) -> None:
         self._again = again
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a new process has to come to the training; the start of this one says how long that may take."""
+        return max(JOIN, 2 * leaving.start_took())
 
     def meet(self, patience: float) -> None:
         """Wait until all ranks are here: a script that made its process group before may have used it before, too.

@@ -5,25 +5,38 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import os
 import re
 import sys
 from argparse import Namespace
 from typing import Any
 
-from lastgasp.adapter import cause_of
+from torch import distributed
+
+from lastgasp.adapter import asked_recovery, cause_of, recovery_here
+from lastgasp.adapter.again import Recovery
+from lastgasp_megatron.abandon import abandon_saves, cannot_abandon
+from lastgasp_megatron.ranks import device
 from lastgasp_megatron.script import ScriptValues
 
 log = logging.getLogger("lastgasp")
 
+IN_PLACE = ("auto", "retry", "replace")
+"""Values of `recovery` with which it may be called again."""
 _OWN = re.compile("_[A-Z][A-Z_]*|_seqlen_stats_[a-z_]+")
 _PLAIN = (bool, int, float, str, dict, list, type(None))
 _UNTRIED = (
-    "num_experts", "fp8", "fp4", "enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap", "nccl_ub", "use_sharp",
+    "fp8", "fp4", "enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap", "nccl_ub", "use_sharp",
     "enable_ft_package", "log_straggler", "run_workload_inspector_server", "fine_grained_activation_offloading",
-    "batch_invariant_mode", "hybrid_context_parallel", "profile", "perform_rl_step",
+    "batch_invariant_mode", "hybrid_context_parallel", "profile", "perform_rl_step", "moe_enable_deepep",
+    "moe_routing_trace_path",
 )  # fmt: skip
 """Settings under which a process keeps more of a training than is known to be dropped (docs/facts/megatron.md §8)."""
+_TRIED: dict[str, tuple[Any, ...]] = {
+    "cuda_graph_impl": ("none",),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
+    "gtp_weight_remat_size": (1,),  # of --tensor-parallel-num-weight-shards
+}
+"""The same, but for these values."""
 
 
 class Pretrain:
@@ -35,7 +48,7 @@ class Pretrain:
 
     Attributes:
         why: why it cannot be called again; empty if it can.
-        values: of the user's script, where recovery in place was asked for.
+        values: of the user's script, where a fault may be answered in place.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: bool) -> None:
@@ -43,14 +56,14 @@ class Pretrain:
         self._global: Namespace | None = None
         self._module: dict[str, Any] = {}
         self._kept: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any] | None] | None = None
-        self.why = "" if first else "it is not the first training of its script"
+        self.why = _cannot(first)
         self.values: ScriptValues | None = None
         try:
             from megatron.training.training import destroy_global_state  # noqa: F401
 
             self._global, self._module = _global_args(), _own_globals()
             self._kept = self._copies(args, kwargs, None if self._global is None else vars(self._global))
-            if _asked(self._global):
+            if not self.why and _may_be(self._global):
                 self.values = ScriptValues([self._global, *args, *kwargs.values()])
         except ImportError:
             self.why = "this version of Megatron cannot drop the state of a training"
@@ -72,6 +85,7 @@ class Pretrain:
         from megatron.training import training
 
         assert self._kept is not None
+        abandon_saves()
         _close_writers()
         _drop_sums()
         training.destroy_global_state()
@@ -86,19 +100,42 @@ class Pretrain:
             set_global_variables(self._global)
 
 
-def _asked(args: Namespace | None) -> bool:
-    """Options may not have been parsed yet."""
-    given = os.environ.get("LASTGASP_RECOVERY") or getattr(args, "lastgasp_recovery", None)
-    return bool(given) or any("--lastgasp-recovery" in one for one in sys.argv)
+def _cannot(first: bool) -> str:
+    """Why no training of this process can be entered again; empty if it can."""
+    if not first:
+        return "it is not the first training of its script"
+    if distributed.is_available() and distributed.is_initialized():  # a new process would make them alone
+        return "the script has made process groups before it calls pretrain()"
+    return ""
+
+
+def recovery_for(args: Any) -> Recovery:
+    """How faults are answered: what was asked for, or the default for what this rank runs on.
+
+    Args:
+        args: Megatron's namespace.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+    return recovery_here(asked_recovery(getattr(args, "lastgasp_recovery", None)), str(device()), _groups(args))
+
+
+def _groups(args: Any) -> str:
+    return str(distributed.get_backend() if distributed.is_initialized() else getattr(args, "distributed_backend", ""))
+
+
+def _may_be(args: Namespace | None) -> bool:
+    """Whether a fault may be answered in place. Where options have not been parsed yet it may."""
+    return args is None or recovery_for(args) in IN_PLACE
 
 
 def not_again(args: Any) -> str:
     """Why a training with these settings is not entered again; empty if it is."""
-    if getattr(args, "async_save", False):
-        return "--async-save has a process of its own, which knows the old training"
+    if why := cannot_abandon(args):
+        return why
     untried = [name for name in _UNTRIED if getattr(args, name, None)]
-    if getattr(args, "cuda_graph_impl", None) not in (None, "none"):
-        untried.append("cuda_graph_impl")
+    untried += [name for name, tried in _TRIED.items() if getattr(args, name, None) not in (None, *tried)]
     if untried:
         return f"it was not tried with --{untried[0].replace('_', '-')}"
     if "mindspeed" in sys.modules:
@@ -126,11 +163,14 @@ def _own_globals() -> dict[str, Any]:
 
 
 def _drop_sums() -> None:
-    """Those of losses of further tokens, which are sums since the last log, and know the old process groups."""
+    """Those of losses of further tokens and of experts: sums since the last log, which know the old process groups."""
     found = sys.modules.get("megatron.core.transformer.multi_token_prediction")
     tracker = getattr(getattr(found, "MTPLossLoggingHelper", None), "tracker", None)
     if isinstance(tracker, dict):
         tracker.clear()
+    drop = getattr(sys.modules.get("megatron.core.transformer.moe.moe_logging"), "destroy_moe_metrics_tracker", None)
+    if drop is not None:  # older versions keep them beside the process groups, and drop them together
+        drop()
 
 
 def _close_writers() -> None:

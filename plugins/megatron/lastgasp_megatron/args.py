@@ -21,8 +21,8 @@ _HELP = {
     "hang_timeout": "seconds without progress after which ranks count as hung; auto (default) learns it",
     "save_timeout": "seconds that a save after a fault may take; default 600",
     "finish_timeout": "seconds that a rank inside its update gets to finish it; default 10",
-    "recovery": "which faults are answered without a restart: auto, retry, replace; restart (default): none; save: the "
-    "job ends after the save",
+    "recovery": "which faults are answered without a restart: auto (default on CPUs with gloo, under a launcher), "
+    "retry, replace; restart (default elsewhere): none; save: the job ends after the save",
     "arena": "which steps' shards that only one rank holds are copied into memory that outlives it: auto (default), "
     "every N, off",
     "marks": "what is marked in each step, for `lastgasp report`: 1 (default) for all but the collectives, 0 for "

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as distributed
 
-from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, cause_of, place_in_job, recovery_of
+from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, asked_recovery, cause_of, place_in_job
 from lastgasp.adapter.arenas import arena_of
 from lastgasp.adapter.torch import EnteredFromFiles, connect, from_rank_0, kind_of, process_groups
-from lastgasp_megatron.again import not_again
+from lastgasp_megatron.again import not_again, recovery_for
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import verdict_of
@@ -51,7 +51,8 @@ class Run:
     def __init__(self, args: Any) -> None:
         refuse(args)
         self.args, self._options, found = args, options_of(args), versions()
-        self._recovery = recovery_of(getattr(args, "lastgasp_recovery", None), "restart")
+        self._asked = asked_recovery(getattr(args, "lastgasp_recovery", None)) is not None
+        self._recovery = recovery_for(args)
         self._arena = arena_of(getattr(args, "lastgasp_arena", None))
         rank, world = distributed.get_rank(), distributed.get_world_size()
         self._place = place = place_in_job(rank, world, replicas_of(args), from_rank_0)
@@ -72,6 +73,7 @@ class Run:
         self.selector.note = self.session.note
         writer = ManifestWriter(FORMAT, place, sha256=self._options.gasp.sha256)
         self.saver = Saver(args, Manifests(writer, self.session.gather, self.session.status))
+        self.life.on_close(self.saver.close)
 
     def choose(self) -> None:
         """Choose the checkpoint that Megatron will load, with what ranks before have left in arenas."""
@@ -117,7 +119,7 @@ class Run:
         """
         if again is not None:
             again.why = again.why or not_again(self.args)
-            again.offer(self.life, self._recovery)
+            again.offer(self.life, self._recovery, self._asked)
         step = self.state.steps.step
         if self.marks is not None:
             self.marks.place()

@@ -91,6 +91,12 @@ class Saver:
         if self._waiting and _queue_is_empty():
             self._commit()
 
+    def close(self) -> None:
+        """What is under way is abandoned. Idempotent."""
+        waiting, self._waiting = self._waiting, []
+        for _, temp in waiting:
+            _remove(temp)
+
     def tracker(self, path: str) -> str:
         """Where Megatron shall write what it wants to write to the tracker at `path`."""
         mine = self._redirect is not None and Path(path).absolute() == self._directory / NAME

@@ -24,7 +24,8 @@ class ScriptValues(UserValues):
     def __init__(self, known: Iterable[object]) -> None:
         self._modules = _modules()
         super().__init__([_root(name, module) for name, module in self._modules.items()], known, ONCE)
-        for _ in range(2):  # what is large is known by its content from the second look on
+        self.take()
+        if self.big:  # is known by its content from the second look on
             self.take()
 
     def cannot(self) -> str:

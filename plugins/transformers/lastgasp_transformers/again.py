@@ -10,32 +10,40 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch.distributed import distributed_c10d
 
-from lastgasp.adapter import AdapterRun
+from lastgasp.adapter import AdapterRun, cause_of, recovery_here
 from lastgasp.adapter.again import Recovery
 from lastgasp.adapter.torch import EnteredFromFiles
 from lastgasp_transformers.kept import KeptTrainer
+from lastgasp_transformers.script_alone import comes_to_training
 
-JOIN = 60.0
-"""Seconds that a new process may take to `train`. The job restarts where the script prepares its data for longer, or
-waits there for other ranks (`main_process_first`)."""
 _trained = False
 
 
 class TrainAgain:
-    """One call of `train` by the user, and how often it is made again."""
+    """One call of `train` by the user, and how often it is made again.
 
-    def __init__(self, trainer: Any, recovery: Recovery) -> None:
+    Args:
+        asked: what the user has said about it; None: nothing.
+    """
+
+    def __init__(self, trainer: Any, asked: Recovery | None) -> None:
         global _trained
-        self._trainer, self._recovery = trainer, recovery
+        self._trainer, self._asked = trainer, asked is not None
+        self._recovery = recovery = recovery_here(asked, str(trainer.args.device), PartialState().backend or "")
         before, _trained = _trained, True
         why = _cannot(before)
-        wanted = recovery in ("auto", "retry", "replace") and not why
-        self._kept = KeptTrainer(trainer) if wanted else None
+        self._kept: KeptTrainer | None = None
+        if recovery in ("auto", "retry", "replace") and not why:
+            try:
+                self._kept = KeptTrainer(trainer)
+            except Exception as error:  # of the user's objects; it costs the recovery in place and not the job
+                why = f"what the Trainer is before train() cannot be kept ({cause_of(error)})"
         self._entered = EnteredFromFiles(why, None if self._kept is None else self._kept.values)
+        comes_to_training()
 
     def offer(self, life: AdapterRun) -> None:
         """Say how a fault may be answered, before training begins."""
-        self._entered.offer(life, self._recovery)
+        self._entered.offer(life, self._recovery, self._asked)
 
     def meet(self) -> None:
         """In a process that has taken the place of a rank: no collective before all others are in `train`, too.
@@ -44,7 +52,7 @@ class TrainAgain:
             DeadlineExceeded: one was not in time.
         """
         if self._entered.new and dist.is_initialized():
-            self._entered.meet(JOIN)
+            self._entered.meet(self._entered.patience)
 
     def goes_on(self, error: BaseException) -> bool:
         """Whether `train` is to be called again; nothing of the call that has raised `error` is left then.
@@ -58,9 +66,9 @@ class TrainAgain:
             return False
         if (backend := PartialState().backend) is not None:
             limit = trainer.args.ddp_timeout
-            dist.init_process_group(backend, timeout=timedelta(seconds=min(JOIN, limit)))
+            dist.init_process_group(backend, timeout=timedelta(seconds=min(self._entered.patience, limit)))
             distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
-            self._entered.meet(JOIN)
+            self._entered.meet(self._entered.patience)
         return True
 
 

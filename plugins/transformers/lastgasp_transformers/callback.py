@@ -34,9 +34,10 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
         profiling_dir: where the marks' files go; default MindCluster's directory where there is one, else
             `profiling` beside the checkpoints.
         profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
-        recovery: how a fault may be answered: "restart" (default) saves the step and restarts the job; "auto" goes on
-            in the same processes where that is possible (docs/in-place.md), "retry" without replacing any, "replace"
-            only where one is replaced; "save" saves the step and ends the job.
+        recovery: how a fault may be answered: "auto" goes on in the same processes where that is possible
+            (docs/in-place.md), "retry" without replacing any, "replace" only where one is replaced; "restart" saves the
+            step and restarts the job, "save" saves it and ends the job. Default: "auto" for ranks on CPUs with gloo
+            under a launcher, "restart" elsewhere.
 
     Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
 
@@ -66,7 +67,7 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
                        "finish_timeout": finish_timeout, "sha256": sha256}  # fmt: skip
         self.config(".")
         self.marks = adapter.MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
-        self.recovery = adapter.recovery_of(recovery, "restart")
+        self.recovery = adapter.asked_recovery(recovery)
         self.run: Run | None = None
         _HOOKS.place()
 

@@ -91,7 +91,8 @@ def _values_of(trainer: Any) -> UserValues:
         roots.append(Root(type(trainer).__name__, trainer, _of_trainer(trainer)))
     tensors = [one for module in modules for one in (*module.parameters(False), *module.buffers(False))]
     values = UserValues(roots, [*modules, *tensors], ONCE)
-    for _ in range(2):  # what is large is known by its content from the second look on
+    values.take()
+    if values.big:  # is known by its content from the second look on
         values.take()
     return values
 

@@ -89,7 +89,7 @@ class Case:
         step = SAVE_STEP if self.moment == "periodic_save" else STEP
         fault = f"kind={self.kind},rank={self.victim},step={step},phase={self.moment}"
         hang = {"LASTGASP_HANG_TIMEOUT": "8"} if self.kind == "sigstop" else {}
-        return {"LASTGASP_FAULT": fault, "LASTGASP_ARENA": "every 1"} | hang
+        return {"LASTGASP_FAULT": fault, "LASTGASP_ARENA": "every 1", "LASTGASP_RECOVERY": "restart"} | hang
 
     @property
     def exact_step(self) -> int | None:

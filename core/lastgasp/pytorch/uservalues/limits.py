@@ -31,8 +31,8 @@ class Limits:
     patience: int = 20
 
 
-ONCE = Limits(entries=1_000_000, nbytes=256 << 20, single=16 << 20, long=1_000_000)
-"""Where values are recorded before a training and not in each step: nearly all may change."""
+ONCE = Limits(entries=200_000, nbytes=64 << 20, single=16 << 20, long=1_000_000)
+"""Where values are recorded before a training and not in each step: nearly all may change. A second at most."""
 
 
 class TooMuch(Exception):
