@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Literal
@@ -17,7 +16,7 @@ from lastgasp.arena import Arena
 from lastgasp.errors import LastgaspError
 from lastgasp.ports import Gather
 from lastgasp.testing import faults
-from lastgasp.topology import host_identity
+from lastgasp.topology import ReplicaGroups, host_identity
 
 log = logging.getLogger("lastgasp")
 
@@ -39,6 +38,29 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
     """Of what is to be copied, where more memory is needed for it; else 0."""
     available: int | None
     buddy: str
+
+
+class _Wish(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    buddy: bool
+
+
+def lost_with_a_host(replicas: ReplicaGroups, gather: Gather, buddy: BuddyMode) -> bool:
+    """Whether copies are to go to partner hosts, and one of several hosts has all holders of a shard.
+
+    All ranks call it together, and find the same.
+
+    Args:
+        gather: among all ranks; buddy: this rank's setting.
+
+    Raises:
+        ControlError, DeadlineExceeded: as `gather`.
+    """
+    parts = gather("arenas/hosts", msgspec.json.encode(_Wish(host_identity(), buddy != 0)))
+    said = [msgspec.json.decode(part, type=_Wish) for part in parts]
+    several = len({one.host for one in said}) > 1
+    alone = any(len({said[rank].host for rank in shard}) == 1 for shard in replicas)
+    return several and alone and any(one.buddy for one in said)
 
 
 class Filling:
@@ -145,10 +167,6 @@ class Filling:
         if len(asked) > 1 and self._rank == 0:
             self._note(f"LASTGASP_BUDDY differs between ranks ({', '.join(sorted(asked))}; 0 is off): no copies go to "
                        "partner hosts, and the loss of a host costs the steps since the last checkpoint")  # fmt: skip
-        wanted = os.environ.get("LASTGASP_BUDDY", "off") not in ("", "off")
-        if wanted and not self._buddy and not one_host and self._rank == 0:
-            self._note("LASTGASP_BUDDY has no effect with this framework: no copies go to partner hosts, and the loss "
-                       "of a host costs the steps since the last checkpoint")  # fmt: skip
         if one_host or len(asked) > 1:
             self._buddy = 0
         self._arena.slots = arenas.BUDDY_SLOTS if self._buddy else arenas.SLOTS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from ._fs import fsync_dir
+from ._fs import fsync_dir, unique_temp
 from .errors import ConfigError
 
 T = TypeVar("T")
@@ -239,7 +239,7 @@ def check_writable(directory: Path) -> None:
     Raises:
         ConfigError: it is not writable; with the operating system's reason.
     """
-    probe = directory / f".lastgasp-probe-{os.getpid()}"
+    probe = unique_temp(directory / "probe")  # ranks of other hosts may have the same process id
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.touch()

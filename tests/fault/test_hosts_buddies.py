@@ -5,84 +5,31 @@ What goes on from there is bit-equal to an undisturbed run, since every rank goe
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lastgasp import arena, exitcodes
+from lastgasp import exitcodes
 from lastgasp.checkpoint import verify
 from lastgasp.gasp.attempt import FROM_BUDDIES
 from lastgasp.pytorch.sharded import LAYOUT
-from support.hosts import Host, needs_hosts, network
-from support.hosts_job import START, TORCH, HostsJob, Told, ranks_of
+from support.hosts import needs_hosts, network
+from support.hosts_buddies import APART, GATE, LAST, LIMIT, STEPS, copies, taking_port, training
+from support.hosts_job import START, TORCH, HostsJob, Told
 from support.waiting import until
 
-LIMIT = 200.0
-"""Seconds for a job to end once the fault has happened, on a loaded machine; a lost host is seen after 13."""
-STEPS, PACE, GATE, APART = 24, 0.02, 10, 4
-LAST = GATE // APART * APART
-"""The newest step at the gate that goes to the partner."""
+MANY, CUT = 1500, 5.0
+BEHIND = "do not arrive at their partner host (the newest there is of step "
+
+
+def newest(launcher: int) -> int:
+    """The newest step that a launcher has copies of."""
+    return max((step for steps in copies(launcher) for step in steps), default=-1)
+
+
 pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-@dataclass
-class Training:
-    """A job over two hosts, whose ranks wait behind step `GATE`; `LAST` has come to both partners."""
-
-    hosts: dict[str, Host]
-    job: HostsJob
-    told: Told
-    ranks: int
-
-
-def copies(launcher: int) -> list[tuple[int, ...]]:
-    """The steps in each of the copies that a launcher keeps for another host's ranks."""
-    found = []
-    for name in os.listdir(f"/proc/{launcher}/fd"):
-        path = f"/proc/{launcher}/fd/{name}"
-        try:
-            if arena.NAME not in os.readlink(path):
-                continue
-            fd = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue
-        known = arena.whose(fd)
-        if known is not None and known[2]:
-            found.append(arena.steps(fd, known[1]))
-        os.close(fd)
-    return sorted(set(found))
-
-
-def arrived(launcher: int) -> bool:
-    """All that can be sent at the gate has come."""
-    return copies(launcher) == [(LAST, LAST - APART)]
-
-
-@contextmanager
-def training(folder: Path, ranks: int = 1, buddy: str = f"every {APART}") -> Iterator[Training]:
-    """Start it, and wait until it stands at the gate and the copies have arrived."""
-    told = Told(folder / "d", "gasp-*.dcp")
-    told.directory.mkdir()
-    script: list[object] = [TORCH, "sharded", told.directory, STEPS, PACE]
-    variables = {"HOSTS_GATE": str(GATE), "LASTGASP_ARENA": "every 1", "LASTGASP_BUDDY": buddy}
-    with network(folder, "ha", "hb") as hosts:
-        job = HostsJob(hosts, script, "ha", ranks, ("--rdzv-conf", "join_timeout=200"), **variables)
-        job.start()
-        try:
-            told.reached(GATE, ranks=2 * ranks)
-            if buddy != "off":
-                for launcher in job.launchers.values():
-                    until(partial(arrived, launcher.pid), "the copies are there", START)
-            yield Training(hosts, job, told, ranks)
-        except BaseException:
-            print(job.output, told.saved(), *told.incidents(), sep="\n")
-            raise
 
 
 @pytest.fixture(scope="module")
@@ -104,25 +51,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     return run
 
 
-def lose(one: Training, name: str, how: str) -> None:
-    """A host, with its launcher and its ranks."""
-    victim = one.hosts[name]
-    if how == "power":
-        victim.power_off()
-    else:
-        ranks = ranks_of(victim, TORCH)
-        for pid in ranks:  # none lives to answer that another one is gone
-            os.kill(pid, signal.SIGSTOP)
-        for pid in (one.job.launchers[name].pid, *ranks):  # nsenter would stop together with a stopped launcher
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize(("how", "ranks"), [("killed", 1), pytest.param("power", 2, marks=pytest.mark.full)])
 def test_a_lost_hosts_shards_are_saved_from_its_partner(
     tmp_path: Path, how: str, ranks: int, undisturbed: Callable[[int], dict[int, str]]
 ) -> None:
     with training(tmp_path, ranks) as one:
-        lose(one, "hb", how)
+        one.lose("hb", how)
         (one.told.directory / "go").touch()
         until(lambda: bool(one.told.saved()), "the survivors have saved", LIMIT)
         until(lambda: f"; step {LAST} is safe in" in one.job.launchers["ha"].output, "ha waits for hb", LIMIT)
@@ -146,7 +80,7 @@ def test_the_first_host_is_lost_and_with_it_the_controller(
 ) -> None:
     """Its ranks' shards, and those of their own host, are what the survivors find at their launcher."""
     with training(tmp_path, ranks) as one:
-        lose(one, "ha", how)
+        one.lose("ha", how)
         (one.told.directory / "go").touch()
         assert one.job.codes(LIMIT, "hb") == {"hb": exitcodes.SAVED}
         assert one.told.saved() == [LAST]
@@ -160,3 +94,61 @@ def test_the_first_host_is_lost_and_with_it_the_controller(
         one.job.start()
         assert one.job.codes(START + LIMIT) == {"ha": 0, "hb": 0}, one.job.output
         assert one.told.ends() == undisturbed(2 * ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "ranks"), [("killed", 1), ("power", 1), ("killed", 2)])
+def test_the_first_of_three_hosts_is_lost(
+    tmp_path: Path, how: str, ranks: int, undisturbed: Callable[[int], dict[int, str]]
+) -> None:
+    """No launcher has all shards: the survivors of both hosts save together, each what its own one has."""
+    with training(tmp_path, ranks, names="ha hb hc") as one:
+        one.lose("ha", how)
+        (one.told.directory / "go").touch()
+        assert one.job.codes(LIMIT, "hb", "hc") == dict.fromkeys(("hb", "hc"), exitcodes.SAVED)
+        assert one.told.saved() == [LAST]
+        assert verify(next(one.told.directory.glob("gasp-*.dcp")), LAYOUT).ok
+        lost = ", ".join(map(str, range(ranks)))
+        for incident in one.told.incidents():
+            assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", LAST, GATE - LAST)
+            assert FROM_BUDDIES.format(ranks=lost, step=LAST, lost=GATE - LAST) in incident.notes
+            hosts = {saver // ranks for saver in incident.savers}
+            assert hosts == {1, 2}, "each host writes what it has"
+        assert len(one.told.incidents()) == 2 * ranks
+        if not one.hosts["ha"].on:
+            one.hosts["ha"].power_on()
+        one.job.start()
+        assert one.job.codes(START + LIMIT) == {"ha": 0, "hb": 0, "hc": 0}, one.job.output
+        assert one.told.ends() == undisturbed(3 * ranks)
+        assert not list(one.told.directory.glob(".survivors-*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mended", [True, False])
+def test_training_does_not_wait_for_a_link_that_is_cut(tmp_path: Path, mended: bool) -> None:
+    """Nothing gets through between the two launchers any more, for 5 s or for good; all else does."""
+    with training(tmp_path, steps=MANY) as one:
+        told, launcher = one.told, one.job.launchers["hb"].pid
+        wire = one.hosts["hb"].wire
+        told.go()
+        until(lambda: newest(launcher) > LAST, "copies go on", LIMIT)
+        wire.closed = frozenset({taking_port(launcher)})
+        cut_at, behind = time.monotonic(), newest(launcher)
+        if mended:
+            until(lambda: time.monotonic() > cut_at + CUT, "the link is mended", LIMIT)
+            at = told.at(1, 0)
+            assert at > behind + 2 * APART, "training has gone on"
+            wire.closed = frozenset()
+            until(lambda: newest(launcher) > at, "copies go on", LIMIT)
+        else:
+            until(lambda: BEHIND in one.job.output, "people are told", LIMIT)
+            at = told.at(1, 0)
+            until(lambda: told.at(1, 0) > at, "training goes on", LIMIT)
+            assert newest(launcher) <= behind + APART
+        one.lose("hb", "killed")
+        until(lambda: bool(told.incidents()), "it is on record", LIMIT)
+        [incident] = told.incidents()
+        assert any(BEHIND in note for note in incident.notes) != mended, incident
+        assert incident.ending == ("saved" if mended else "gave_up"), incident
+        one.job.start("hb")
+        assert one.job.codes(START + LIMIT) == {"ha": 0, "hb": 0}, one.job.output

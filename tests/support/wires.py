@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 MTU = 9000
 _TUNSETIFF, _TUN, _NO_PI = 0x400454CA, 0x0001, 0x1000
 _DESTINATION = slice(16, 20)  # of an IPv4 header
+_TCP = 6
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Wire:
 
     Attributes:
         cut: nothing gets through.
+        closed: TCP ports, of either end; nothing of their connections gets through.
         delay: seconds that each packet takes on this wire; on the way from one slow host to another it counts twice.
         loss: share of the packets that are lost on this wire.
         lost: packets that were dropped for the one or the other.
@@ -35,17 +37,24 @@ class Wire:
 
     descriptor: int
     cut: bool = False
+    closed: frozenset[int] = frozenset()
     delay: float = 0.0
     loss: float = 0.0
     lost: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(12))
 
-    def drops(self) -> bool:
-        """Whether the next packet is lost here."""
-        if self.cut or (self.loss and self.chance.random() < self.loss):
+    def drops(self, packet: bytes) -> bool:
+        """Whether this packet is lost here."""
+        if self.cut or not self.closed.isdisjoint(_ports(packet)) or (self.loss and self.chance.random() < self.loss):
             self.lost += 1
             return True
         return False
+
+
+def _ports(packet: bytes) -> tuple[int, ...]:
+    """Of both ends, if it is TCP over IPv4."""
+    words, protocol = packet[0] & 15, packet[9]
+    return struct.unpack_from("!HH", packet, 4 * words) if protocol == _TCP else ()
 
 
 class Switch:
@@ -132,7 +141,7 @@ class Switch:
 
     def _send(self, source: Wire, address: bytes, packet: bytes) -> None:
         target = self._wires.get(address)
-        if target is None or source.drops() or target.drops():
+        if target is None or source.drops(packet) or target.drops(packet):
             return
         if delay := source.delay + target.delay:
             self._sent += 1

@@ -6,7 +6,8 @@ import pytest
 
 from lastgasp import _clock, arena
 from lastgasp.arena import Arena, steps
-from lastgasp.arena_filling import MEASURED, WARM_UP, ArenaMode, BuddyMode, Filling, every_of
+from lastgasp.arena_filling import MEASURED, WARM_UP, ArenaMode, BuddyMode, Filling, every_of, lost_with_a_host
+from lastgasp.topology import ReplicaGroups
 
 LAST = WARM_UP + MEASURED
 
@@ -99,9 +100,15 @@ def test_which_steps_go_to_a_partner_host(
     own.close()
 
 
-def test_a_framework_that_sends_no_copies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LASTGASP_BUDDY", "auto")
-    own, ranks = Arena(), Ranks(other='["other host", 0, null, "0"]')
-    ranks.filling(own, 1).fill(1, lambda: [b"state"])
-    assert ["has no effect with this framework" in note for note in ranks.notes] == [True]
-    own.close()
+@pytest.mark.parametrize(
+    ("others", "replicas", "buddy", "lost"),
+    [
+        ('["b", true]', ((0,), (1,)), "auto", True),
+        ('["b", true]', ((0, 1),), "auto", False),  # the other host holds it as well
+        ('["b", false]', ((0,), (1,)), 0, False),
+        ('["b", false]', ((0,), (1,)), 4, True),  # they do not agree: all are told when arenas are filled
+        ("", ((0,), (1,)), "auto", False),  # one host
+    ],
+)
+def test_what_would_be_lost_with_a_host(others: str, replicas: ReplicaGroups, buddy: BuddyMode, lost: bool) -> None:
+    assert lost_with_a_host(replicas, Ranks(other=others).gather, buddy) == lost

@@ -137,8 +137,11 @@ def test_a_sender_that_breaks_off_leaves_the_step_before(monkeypatch: pytest.Mon
         until(lambda: bool(sender.notes), "people are told")
         assert receiver.holds(0) == (4,) and read(receiver.copied[0], 4) == data
         assert "cannot be reached" in sender.notes[0] and "the loss of their host costs" in sender.notes[0]
+        assert "(the newest there is of step 4)" in sender.notes[0]
         cut.clear()
         until(lambda: receiver.holds(0) == (8, 4), "it has come back")
+        until(lambda: len(sender.notes) == 2, "people are told of that, too")
+        assert "arrive at their partner host again, of step 8" in sender.notes[1]
 
 
 def test_too_little_memory_is_told_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:

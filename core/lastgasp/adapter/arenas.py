@@ -9,9 +9,21 @@ and writes a checkpoint of it.
 from __future__ import annotations
 
 from lastgasp.arena import Arena
-from lastgasp.arena_filling import ArenaMode, Filling
+from lastgasp.arena_filling import ArenaMode, Filling, lost_with_a_host
 from lastgasp.arena_taking import Taken, left_by_all, taken_over
-from lastgasp.config import arena_of
+from lastgasp.config import arena_of, buddy_of
 from lastgasp.ports import ShardSource, Wanted
 
-__all__ = ["Arena", "ArenaMode", "Filling", "ShardSource", "Taken", "Wanted", "arena_of", "left_by_all", "taken_over"]
+__all__ = [
+    "Arena",
+    "ArenaMode",
+    "Filling",
+    "ShardSource",
+    "Taken",
+    "Wanted",
+    "arena_of",
+    "buddy_of",
+    "left_by_all",
+    "lost_with_a_host",
+    "taken_over",
+]

@@ -23,6 +23,7 @@ from lastgasp.checkpoint.samefit import differences, number_of, of_fit
 from lastgasp.checkpoint.unknown import all_of_training, unknown
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointMismatch, ConfigError
+from lastgasp.gasp.meeting import remove_meetings
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place
 
@@ -94,6 +95,7 @@ class SelectionPolicy:
         for folder in self.folders:
             remove_stale_temps(folder)
             put_back(folder, self.layout)
+        remove_meetings(self.config.directory, self.place.job)
 
     def asked(self) -> Path | None:
         """The checkpoint that the user has named; None where the newest good one is wanted."""

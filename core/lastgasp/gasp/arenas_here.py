@@ -12,7 +12,7 @@ from lastgasp.ports import StateSource
 
 from . import messages as m
 from .arena_decision import ArenasHeld
-from .arena_files import arena_of
+from .arena_files import BadArena, arena_of
 
 log = logging.getLogger("lastgasp")
 _HERE = "here"
@@ -62,9 +62,14 @@ class ArenasHere:
 
     def held(self) -> ArenasHeld:
         """For the decision: all of them are on this host."""
-        own = {rank: steps for rank, (_, steps, copy) in self._found.items() if not copy}
-        copies = {rank: (_HERE, steps) for rank, (_, steps, copy) in self._found.items() if copy}
-        return ArenasHeld(own, dict.fromkeys(own, _HERE), copies)
+        own, copies = self.steps(copies=False), self.steps(copies=True)
+        return ArenasHeld(
+            own, dict.fromkeys(own, _HERE), {rank: (_HERE, steps) for rank, steps in copies.items()}
+        )  # fmt: skip
+
+    def steps(self, *, copies: bool) -> dict[int, tuple[int, ...]]:
+        """Those of this host's ranks, or of the copies of other ranks' arenas."""
+        return {rank: steps for rank, (_, steps, copy) in self._found.items() if copy == copies}
 
     def without(self, rank: int, step: int) -> ArenasHeld:
         """The same once that step of that rank has turned out to be damaged."""
@@ -73,5 +78,13 @@ class ArenasHere:
         return self.held()
 
     def references(self, owners: Iterable[int]) -> tuple[m.ArenaRef, ...]:
-        """How those are opened; -1 stands for none."""
-        return tuple(self._found[owner][0] for owner in dict.fromkeys(owners) if owner >= 0)
+        """How those are opened; -1 stands for none.
+
+        Raises:
+            BadArena: one is not here (any more).
+        """
+        wanted = [owner for owner in dict.fromkeys(owners) if owner >= 0]
+        for owner in wanted:
+            if owner not in self._found:
+                raise BadArena(owner, "is not at this host's launcher")
+        return tuple(self._found[owner][0] for owner in wanted)

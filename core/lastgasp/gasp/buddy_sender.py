@@ -91,7 +91,8 @@ class Sender:
         self._stop = threading.Event()
         self._link: _SenderLink | None = None
         self._offered: tuple[int, ...] = ()
-        self._last, self._missed, self._told = -1, 0, False
+        self._last = self._arrived = -1
+        self._missed, self._told = 0, False
         threading.Thread(target=self._run, name="lastgasp-buddy-send", daemon=True).start()
 
     def close(self) -> None:
@@ -137,6 +138,10 @@ class Sender:
             return False
         self._last = step
         if all(came):
+            self._arrived = step
+            if self._told:
+                self._note(f"copies of the arenas of ranks {self._names()} arrive at their partner host again, "
+                           f"of step {step}")  # fmt: skip
             self._missed, self._told = 0, False
         else:
             self._missing("they are overwritten before they are sent: LASTGASP_BUDDY should be a greater 'every N'")
@@ -146,9 +151,10 @@ class Sender:
         self._missed += 1
         if self._missed >= MISSED and not self._told and not self._stop.is_set():
             self._told = True
-            self._note(f"copies of the arenas of ranks {self._names()} do not arrive at their partner host, since "
-                       f"{why}: the loss of their host costs the steps since the last that arrived, or since the last "
-                       "checkpoint")  # fmt: skip
+            newest = f"the newest there is of step {self._arrived}" if self._arrived >= 0 else "there are none"
+            self._note(f"copies of the arenas of ranks {self._names()} do not arrive at their partner host ({newest}), "
+                       f"since {why}: the loss of their host costs the steps since the last that arrived, or since the "
+                       "last checkpoint")  # fmt: skip
 
     def _names(self) -> str:
         return ", ".join(map(str, sorted(self._sources)))

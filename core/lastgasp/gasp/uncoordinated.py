@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgasp import _clock
-from lastgasp.errors import Moved
+from lastgasp.arena import BUDDY_SLOTS
+from lastgasp.errors import Moved, NotSaveable
 from lastgasp.events import Fault, Incident
 from lastgasp.ports import Contributor, SaveResult, StateSource, own_source
-from lastgasp.topology import Place
+from lastgasp.topology import Place, host_identity
 
 from . import messages as m
 from .arena_decision import ArenasHeld, decide_with_arenas
-from .arena_files import BadArena, save
+from .arena_files import BadArena, arena_of, save
 from .arenas_here import ArenasHere
 from .attempt import new_incident, notes_of, write_incident
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan
+from .meeting import MEET, Meeting, Published, Seat, Written, or_lost, unknown
 from .rank_status import RankStatus
 from .settled import SavedElsewhere
 from .views import nothing_new, safe_step
@@ -47,7 +49,10 @@ class _Case:
     incident: Incident
     fault: Fault
     elsewhere: SavedElsewhere
+    hello: m.Hello
     begun: bool
+    meeting: Meeting | None
+    """Where it meets the survivors of other hosts; None where there never was a controller."""
     reached: set[int] = field(default_factory=set)
     """Ranks whose auxiliary state is saved with their arenas."""
 
@@ -71,11 +76,13 @@ def recover_uncoordinated(
     """
     known = known or Known()
     incident = new_incident(hello, 0, _clock.wall_ns(), led_by=f"rank {place.rank}")
+    incident.id += f"-rank{place.rank}"  # at the same moment, with the same process id, on another host
     incident.faults, incident.phases.fault = [fault], fault.seen_ns
     incident.phases.detected = _clock.wall_ns()
     status.all_run = fault.kind == "sigterm"
     elsewhere = SavedElsewhere(Path(hello.directory), hello.job, hello.attempt, known.since_s)
-    case = _Case(incident, fault, elsewhere, begun=status.phase != "start")
+    meeting = None if known.since_s is None else Meeting(Path(hello.directory), place, known.since_s)
+    case = _Case(incident, fault, elsewhere, hello, begun=status.phase != "start", meeting=meeting)
     try:
         outcome = _decide_and_save(status, source, place, hello.finish_timeout, case)
     except Moved as moved:  # the gate is closed, so a rank can complete at most one more step
@@ -97,32 +104,36 @@ def _decide_and_save(
     status: RankStatus, source: StateSource, place: Place, finish: float, case: _Case, last: bool = False
 ) -> m.Release:
     """Raises Moved, but not the `last` time."""
-    here = ArenasHere.of_launcher(source)
-    decision = _decide(status, place, finish, here.held())
+    here, own = ArenasHere.of_launcher(source), _own_view(status, place, finish)
+    decision = _decide(status, place, own, here.held())
     case.incident.phases.agreed = _clock.wall_ns()
+    if not isinstance(decision, SavePlan) and case.meeting is not None and _goes_to_partners(source):
+        return _save_together(status, own, source, case, here)
     while True:
         try:
             return _carry_out(decision, source, case, last, here)
         except BadArena as error:
             log.warning("%s", error)
             assert isinstance(decision, SavePlan)
-            decision = _decide(status, place, finish, here.without(error.rank, decision.step))
+            own = _own_view(status, place, finish)
+            decision = _decide(status, place, own, here.without(error.rank, decision.step))
 
 
-def _decide(status: RankStatus, place: Place, finish: float, held: ArenasHeld) -> Decision:
+def _own_view(status: RankStatus, place: Place, finish: float) -> RankView:
+    """What this rank holds, once its training thread has left its update, or after `finish` seconds."""
     deadline = _clock.monotonic() + finish
     trouble = status.look_again()
     while (trouble or not status.consistent) and not status.broken and _clock.monotonic() < deadline:
         threading.Event().wait(0.001)
         trouble = status.look_again()
     why = status.broken or trouble or ("" if status.consistent else f"still inside its update after {finish:g} s")
-    views = tuple(
-        RankView(rank=r, step=status.step, holds=not why, why=why, writes=True)
-        if r == place.rank
-        else RankView(rank=r, step=-1, holds=False, alive=False, why="unknown: the controller is gone")
-        for r in range(place.world_size)
-    )
-    return decide_with_arenas(views, place.replicas, status.durable, held)
+    return RankView(rank=place.rank, step=status.step, holds=not why, why=why, writes=True)
+
+
+def _decide(status: RankStatus, place: Place, own: RankView, held: ArenasHeld) -> Decision:
+    views = tuple(own if rank == place.rank else unknown(rank) for rank in range(place.world_size))
+    decision = decide_with_arenas(views, place.replicas, status.durable, held)
+    return or_lost(decision, own.step, status.durable)
 
 
 def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool, here: ArenasHere) -> m.Release:
@@ -208,6 +219,135 @@ def capture_or_nothing(source: StateSource, step: int) -> bytes:
     except BaseException:  # from an adapter: the caller must survive
         log.exception("the auxiliary state of step %d could not be captured", step)
         return b""
+
+
+# -- together with the survivors of other hosts ---------------------------------------------------
+
+
+def _goes_to_partners(source: StateSource) -> bool:
+    """Copies of this rank's arena go to a partner host, so the survivors of other hosts may hold what is missing."""
+    own = arena_of(source)
+    return own is not None and own.slots == BUDDY_SLOTS
+
+
+def _save_together(
+    status: RankStatus, own: RankView, source: StateSource, case: _Case, here: ArenasHere
+) -> m.Release:
+    """This host's shards are not all: agree with the others on what all of them hold, and save a part of that."""
+    incident, meeting = case.incident, case.meeting
+    assert meeting is not None
+    seat = Seat(
+        rank=own.rank,
+        host=host_identity(),
+        step=own.step,
+        durable=status.durable,
+        why=own.why,
+        arenas=here.steps(copies=False),
+        copies=here.steps(copies=True),
+    )
+
+    def look_elsewhere() -> None:
+        if found := case.elsewhere.look(status.durable + 1):
+            raise _Settled(*found)
+
+    try:
+        meeting.join(seat)
+        decision = meeting.agree(min(MEET, case.hello.save_timeout / 2), look_elsewhere)
+        incident.phases.agreed = _clock.wall_ns()
+        if not isinstance(decision, SavePlan):
+            return _carry_out(decision, source, case, True, here)
+        incident.unused, incident.steps_lost = list(decision.unused), decision.lost
+        incident.savers, incident.led_by = sorted(set(decision.savers)), f"rank {min(decision.savers)}"
+        path = _save_part(decision, meeting, source, case)
+    except _Settled as settled:
+        return _as_settled(incident, settled, source, status.step)
+    except Exception as error:  # whatever it is, the record says so
+        log.exception("the survivors could not save together")
+        incident.ending, incident.reason = "gave_up", f"the survivors could not save together: {m.one_line(error)}"
+        incident.steps_lost = max(0, status.step - status.durable)
+        return _release(incident, -1, "")
+    incident.ending, incident.step_saved, incident.files = "saved", decision.step, [path]
+    incident.notes += notes_of(decision)
+    return _release(incident, decision.step, path)
+
+
+def _save_part(plan: SavePlan, meeting: Meeting, source: StateSource, case: _Case) -> str:
+    """Do what the plan says of this rank; returns where the checkpoint stands once it is published.
+
+    Raises:
+        NotSaveable, DeadlineExceeded, OSError: it is not; what this rank has written is removed.
+        _Settled: the controller's side has saved this step, or a later one.
+    """
+    limit = _clock.monotonic() + case.hello.save_timeout
+    result: SaveResult | None = None
+    try:
+        if source.rank in plan.savers:
+            result = _written(plan, meeting, source, case)
+            case.incident.phases.first_byte, case.incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
+        if result is not None and source.rank == min(plan.savers):
+            done = _publish(plan, result, meeting, source, case, limit)
+        else:
+            done = meeting.published(limit + case.hello.save_timeout / 2)
+        if done.why:
+            raise NotSaveable(done.why)
+        if done.elsewhere:
+            raise _Settled(done.step, done.path)
+    except BaseException:
+        if result is not None:
+            source.discard(result)
+        raise
+    case.incident.phases.committed, case.incident.nbytes = _clock.wall_ns(), done.nbytes
+    case.reached.update(owner if owner >= 0 else saver for saver, owner in _holders(plan))
+    return done.path
+
+
+def _holders(plan: SavePlan) -> list[tuple[int, int]]:
+    """Each saver, with the rank whose arena it writes; -1: its own state."""
+    return list(zip(plan.savers, plan.arenas or (-1,) * len(plan.savers), strict=True))
+
+
+def _written(plan: SavePlan, meeting: Meeting, source: StateSource, case: _Case) -> SaveResult:
+    """This rank's part of the plan, of which it tells the others. Raises as `arena_files.save`."""
+    mine = [owner for saver, owner in _holders(plan) if saver == source.rank]
+    try:
+        own = capture_or_nothing(source, plan.step)
+        order = m.Save(
+            recovery=0, plan=0, step=plan.step, aux={source.rank: own} if own else {},
+            reason=f"rank {case.fault.rank}: {case.fault.cause}", own=-1 in mine, common=plan.common,
+            arenas=ArenasHere.of_launcher(source).references(mine),
+        )  # fmt: skip
+        result = save(source, order)
+    except BaseException as error:
+        meeting.wrote(Written(why=m.one_line(error)))
+        raise
+    meeting.wrote(Written(part=result.part, nbytes=result.nbytes))
+    return result
+
+
+def _publish(
+    plan: SavePlan, result: SaveResult, meeting: Meeting, source: StateSource, case: _Case, limit: float
+) -> Published:
+    """Once all have written, by `limit`, make it visible and tell the others. Raises as `_save_part`."""
+    try:
+        written = meeting.parts(plan.savers, limit)
+        if found := case.elsewhere.look(plan.step):
+            raise _Settled(*found)
+        note = source.publish(result, {rank: one.part for rank, one in written.items()})
+    except _Settled as settled:
+        meeting.publish(Published(step=settled.step, path=settled.path, elsewhere=True))
+        raise
+    except BaseException as error:
+        meeting.publish(Published(why=m.one_line(error)))
+        raise
+    if note:
+        log.warning("%s", note)
+        case.incident.notes.append(note)
+    done = Published(step=plan.step, path=result.path, nbytes=sum(one.nbytes for one in written.values()))
+    try:
+        meeting.publish(done)
+    except OSError:  # it is saved, although the others will not hear of it
+        log.exception("the other survivors could not be told that step %d is saved", plan.step)
+    return done
 
 
 def _release(incident: Incident, step: int, path: str) -> m.Release:

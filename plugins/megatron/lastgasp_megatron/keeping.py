@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lastgasp.adapter import Place, Session
-from lastgasp.adapter.arenas import Arena, ArenaMode, Filling
+from lastgasp.adapter.arenas import Arena, ArenaMode, Filling, buddy_of, lost_with_a_host
 from lastgasp_megatron.source import MegatronSource
 from lastgasp_megatron.steps import Boundary
 
@@ -20,7 +20,7 @@ class Keeping:
     def __init__(self, source: MegatronSource, mode: ArenaMode, place: Place, session: Session) -> None:
         self._source, self._open = source, False
         source.arena = arena = Arena()
-        self._filling = Filling(arena, mode, session.gather, session.note, place.rank)
+        self._filling = Filling(arena, mode, session.gather, session.note, place.rank, buddy=buddy_of())
 
     def begin(self, boundary: Boundary) -> None:
         """The first step has ended, and the state was found to be sound, or not. Idempotent."""
@@ -45,6 +45,14 @@ class Keeping:
 
 
 def needs_arenas(place: Place, session: Session) -> bool:
-    """Whether a shard of the state is on one rank only, and others are there to write it; the same on all ranks."""
+    """Whether a shard of the state is on one rank only, or would go with one host and is to outlive it.
+
+    All ranks call it together, and find the same.
+
+    Raises:
+        ControlError, DeadlineExceeded: the ranks could not agree.
+    """
+    if place.world_size < 2 or session.backend.backend != "embedded":
+        return False
     alone = any(len(group) == 1 for group in place.replicas)
-    return alone and place.world_size > 1 and session.backend.backend == "embedded"
+    return alone or lost_with_a_host(place.replicas, session.gather, buddy_of())

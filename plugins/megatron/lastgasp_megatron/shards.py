@@ -7,9 +7,7 @@ others and makes Megatron's own `distrib_optim.pt` of them (`merge`). No collect
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import xxhash
 from torch import Tensor
 
 from lastgasp.adapter import DeadlineExceeded, NotSaveable, Place, clock
+from lastgasp.adapter.files import unique_temp
 from lastgasp.adapter.torch import without_crc32
 
 Bucket = dict[str, Tensor]
@@ -154,7 +153,7 @@ class Exchange:
         """Write a slice atomically (`Shard.name` of its holder); returns its bytes. Raises OSError."""
         path = self._path(step, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temp = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+        temp = unique_temp(path)
         with without_crc32():
             torch.save(found, temp)
         size = temp.stat().st_size

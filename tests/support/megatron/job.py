@@ -63,6 +63,11 @@ class GptJob:
         """Where Megatron saves."""
         return self.folder / "ckpt"
 
+    @property
+    def losses_folder(self) -> Path:
+        """Where its ranks write their losses."""
+        return self.folder / "losses"
+
     def command(self) -> list[str]:
         """The whole command line."""
         run = ["-m", "lastgasp", "run"] if self.launcher == "run" else ["-m", "torch.distributed.run", "--standalone"]
@@ -79,20 +84,20 @@ class GptJob:
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "LOSSES_DIR": str(self.folder / "losses"),
+            "LOSSES_DIR": str(self.losses_folder),
         }
         return os.environ | own
 
     def run(self, environ: Mapping[str, str] | None = None, *, timeout: float = 300.0) -> Finished:
         """Run it to its end, or to `timeout` seconds; `environ` is added to its environment."""
-        (self.folder / "losses").mkdir(parents=True, exist_ok=True)
+        self.losses_folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / f"log-{len(list(self.folder.glob('log-*')))}"
         return run_job(self.command(), log, timeout=timeout, environ=self.environment() | dict(environ or {}))
 
     def losses(self) -> dict[tuple[int, int], list[list[str]]]:
         """(rank, completed iterations) -> for each time that it was trained the losses of its micro-batches."""
         found: dict[tuple[int, int], list[list[str]]] = {}
-        for path in sorted((self.folder / "losses").glob("rank-*.txt")):
+        for path in sorted(self.losses_folder.glob("rank-*.txt")):
             rank, before = int(path.stem.split("-")[1]), ("", "")
             for line in path.read_text().splitlines():
                 process, iteration, loss = line.split()
@@ -106,7 +111,7 @@ class GptJob:
     def begun_before_restart(self) -> int:
         """The newest iteration that any rank's first process computed a loss in, counted in completed iterations."""
         newest = -1
-        for path in (self.folder / "losses").glob("rank-*.txt"):
+        for path in self.losses_folder.glob("rank-*.txt"):
             lines = [line.split() for line in path.read_text().splitlines()]
             newest = max(newest, *(int(iteration) for process, iteration, _ in lines if process == lines[0][0]))
         return newest
