@@ -197,6 +197,16 @@ def test_a_rank_is_killed_in_an_evaluation(tmp_path: Path) -> None:
         assert 2 <= len(times) < len(whole) and times == whole[: len(times)]
 
 
+@pytest.mark.full
+def test_a_long_evaluation_is_no_hang(tmp_path: Path) -> None:
+    """All of it takes longer than the job may go without progress, and each forward pass does not."""
+    job = GptJob(folder=tmp_path, flags="--bf16 --eval-interval 4 --eval-iters 12", last=6, every=8, launcher="run",
+                 launch_options=("--framework", "megatron"))  # fmt: skip
+    done = job.run({"LASTGASP_HANG_TIMEOUT": "8", "SLOW_EVALUATION": "0.5"}, timeout=LIMIT)
+    assert done.ok and not list(job.checkpoints.glob("incidents/*")), done.output[-4000:]
+    assert "validation loss at iteration 4" in done.output
+
+
 # -- torn updates ---------------------------------------------------------------------------------
 
 TORN = SAVE_STEP + 2

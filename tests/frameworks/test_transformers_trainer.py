@@ -7,7 +7,8 @@ import json
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -206,3 +207,12 @@ def test_a_trainer_without_the_callback_is_left_alone(tmp_path: Path, undisturbe
     found = outcome(one, one.train().training_loss)
     assert [name for name in found if not torch.equal(found[name], undisturbed[name])] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
+
+
+def test_each_batch_of_an_evaluation_is_progress(tmp_path: Path) -> None:
+    """Trainer evaluates the model that DDP has wrapped, whose passes nobody sees: a long evaluation is no hang."""
+    gasp, said = LastGasp(), list[str]()
+    one = trainer(tmp_path, gasp, per_device_eval_batch_size=2)
+    gasp.run = cast(Any, SimpleNamespace(session=SimpleNamespace(progress=said.append)))
+    one.evaluate()
+    assert said == ["validation"] * 4

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.adapter import Around, Hook, argument
+from lastgasp.adapter import Hook, argument
 from lastgasp.adapter.torch import EnteredFromFiles
 from lastgasp_megatron.again import Pretrain
 from lastgasp_megatron.exits import around_load
@@ -48,9 +49,9 @@ class Training:
             Hook(_CHECKPOINTING, "get_checkpoint_tracker_filename", self._around_tracker),
             Hook(_CHECKPOINTING, "ensure_directory_exists", self._around_write),
             Hook(_ASYNC, "maybe_finalize_async_save", self._around_finalize, required=False),
-            Hook(_TRAINING, "finalize_model_grads", self._phase("backward"), required=False),
+            Hook(_TRAINING, "finalize_model_grads", self._around_reduction, required=False),
             Hook(_TRAINING, "training_log", self._around_log, required=False),
-            Hook(_TRAINING, "evaluate", self._phase("validation", "data"), required=False),
+            Hook(_TRAINING, "evaluate", self._around_evaluate, required=False),
         ]
 
     # -- from start to end ------------------------------------------------------------------------
@@ -145,18 +146,24 @@ class Training:
             steps.logged = steps.step
         return result
 
-    def _phase(self, phase: Any, after: Any = None) -> Around:
-        def around(call: Any, args: Arguments, kwargs: Keywords) -> Any:
-            run = self._run
-            if run is None:
-                return call(*args, **kwargs)
-            run.session.progress(phase)
-            result = call(*args, **kwargs)
-            if after is not None:
-                run.session.progress(after)
-            return result
+    def _around_reduction(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        if self._run is not None:
+            self._run.session.progress("backward")
+        return call(*args, **kwargs)
 
-        return around
+    def _around_evaluate(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """Each forward pass is progress: all of them may take longer than a job may go without any."""
+        run = self._run
+        if run is None:
+            return call(*args, **kwargs)
+        progress = run.session.progress
+        progress("validation")
+        with ExitStack() as undo:
+            for chunk in run.chunks:
+                undo.callback(chunk.register_forward_pre_hook(lambda *_: progress("validation")).remove)
+            result = call(*args, **kwargs)
+        progress("data")
+        return result
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as distributed
@@ -39,7 +40,7 @@ class Run:
         args: Megatron's namespace.
 
     Attributes:
-        life: connects, begins, ends (`AdapterRun`); state: there once the model is bound.
+        life: connects, begins, ends (`AdapterRun`); state: there once the model is bound; chunks: the model's.
 
     Raises (constructor):
         ConfigError: settings that cannot be protected, or a directory that cannot be written.
@@ -47,6 +48,7 @@ class Run:
     """
 
     state: MegatronState
+    chunks: Sequence[Any] = ()
 
     def __init__(self, args: Any) -> None:
         refuse(args)
@@ -85,7 +87,7 @@ class Run:
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """The model is built and loaded."""
         life, chunks = self.life, list(model) if isinstance(model, list | tuple) else [model]
-        built = Built(self.args, chunks, optimizer, scheduler)
+        built, self.chunks = Built(self.args, chunks, optimizer, scheduler), chunks
         self.state = state = MegatronState(
             built, self._options.gasp, self._place, self.session, lambda: life.alike, arena=self._arena
         )

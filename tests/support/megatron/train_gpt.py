@@ -5,8 +5,9 @@ No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss app
 of the script say: the number of micro-batches, and a random number. With `NAN_AT` the loss of that iteration is NaN,
 and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With `HOLD` no rank comes to the end of the
 iteration behind `HOLD_AT` completed ones before that file exists; with `HOLDS` (iterations) neither to that of each of
-those before there is a file `HOLD`-iteration. With `DIES_AGAIN` that rank kills itself when it
-makes its data sets in a training that is entered again in place.
+those before there is a file `HOLD`-iteration. Each forward pass of an evaluation takes `SLOW_EVALUATION` seconds
+longer. With `DIES_AGAIN` that rank kills itself when it makes its data sets in a training that is entered again in
+place.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
     if os.environ.get("LOSSES_DIR"):
         with Path(os.environ["LOSSES_DIR"], f"script-{get_args().rank}").open("a") as log:
             log.write(f"{os.getpid()} {len(SEEN)} {NOISE.random()}\n")
+    if not model.training:
+        time.sleep(float(os.environ.get("SLOW_EVALUATION", "0")))
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])
