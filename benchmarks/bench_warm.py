@@ -56,7 +56,8 @@ class _Jobs:
                    str(place / "ckpts"), "--steps", str(STEPS), "--every", str(EVERY)]  # fmt: skip
         pause = f"kind=sleep:{PAUSE_S},rank=0,step={SLEEP_STEP},phase=data"
         faults = f"{pause};kind=sigkill,rank=1,step={FAULT_STEP},phase=backward"
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "LASTGASP_WARM": switch, ENV_FAULT: faults}
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "LASTGASP_WARM": switch, "LASTGASP_RECOVERY": "restart"}
+        environ[ENV_FAULT] = faults
         environ[ENV_LOG] = str(place / "fault.log")
         done = run_job(command, place / "log", timeout=LIMIT, environ=environ)
         if done.returncode != 0:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from lastgasp import __version__, _clock, exitcodes, logs, narration
@@ -22,8 +21,10 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import imported, leaving
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.hello import hello_of
+from lastgasp.gasp.leaving import FLUSH_LIMIT, Leaving, leave_now
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
 from lastgasp.gasp.processor import OnSwitch, Processor
@@ -35,7 +36,6 @@ from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_thi
 from lastgasp.ports import RecoveryBackend, Repairs, StateSource
 from lastgasp.replicas import Digests, compared_if_possible, computed, needs_comparing
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
-from lastgasp.steps.recorder import flush_all
 from lastgasp.steps.recover import recover_orphans
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place
@@ -48,8 +48,6 @@ OWN_FAULT_GRACE = 60.0
 """The same for a rank that raised: its own traceback and clean-up come first."""
 LEAVE_GRACE_LAUNCHED = 2.0
 """The same where a launcher waits to restart the job."""
-FLUSH_LIMIT = 2.0
-"""Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,7 @@ class Session:
         self.config, self.place, self._source = config, place, source
         self.status = RankStatus()
         self._notes: list[str] = []
-        self._leave_timer: threading.Timer | None = None
-        self._leaving, self._ended = threading.Lock(), False
+        self._leaving = Leaving()
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, hello_of(config, place)) if contact else None
         self.contact, self.has_controller = contact, contact is not None
@@ -213,7 +210,8 @@ class Session:
 
     def training_started(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
-        self._ended, self.step_completed = False, self._first_step_completed
+        self._leaving.renew()
+        self.step_completed = self._first_step_completed
         leaving.training_begins()
         self.status.renew()
         self.status.step, self.status.durable = step, durable
@@ -347,9 +345,9 @@ class Session:
         """Wrap `train` so that it is entered again after each fault repaired in place (MindIO's retry)."""
         return self._backend.protect(train) if isinstance(self._backend, Repairs) else train
 
-    def save_alone(self, fault: Fault) -> m.Release:
-        """Save what this rank holds, by the uncoordinated rule; waits for it."""
-        known = Known(self._notes, self.started_s if self.has_controller else None)
+    def save_alone(self, fault: Fault, aux: Mapping[int, bytes] | None = None) -> m.Release:
+        """Save what this rank holds, by the uncoordinated rule, and states of others in `aux`; waits for it."""
+        known = Known(self._notes, self.started_s if self.has_controller else None, aux or {})
         hello = hello_of(self.config, self.place)
         return recover_uncoordinated(self.status, self._source, self.place, hello, fault, known)
 
@@ -363,18 +361,26 @@ class Session:
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """End the process even if the training thread is stuck."""
         if outcome.again is not None:
-            self._leave_after(leaving.limit(self.config.finish_timeout), exitcodes.SAVED)
+            patience = self.config.finish_timeout + leaving.MOST
+            patience = leaving.limit(self.config.finish_timeout) if outcome.again.from_files else patience
+            self._leaving.after(patience, partial(self._stuck, outcome.again))
         else:  # a launcher logs it for all ranks
             log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
             self._sign(ending=outcome.ending, step=outcome.step)
-            self._leave_after(self._patience, exit_code(outcome))
+            self._leaving.after(self._patience, partial(exit_code, outcome))
 
-    def _leave_after(self, patience: float | None, code: int) -> None:
-        with self._leaving:
-            if self._leave_timer is None and patience is not None and not self._ended:
-                self._leave_timer = threading.Timer(patience, self._leave, (code,))
-                self._leave_timer.daemon = True
-                self._leave_timer.start()
+    def _stuck(self, again: Again) -> int:
+        """The training thread does not leave its training: what goes on from memory is saved. Returns the exit code."""
+        log.error("rank %d does not leave its training: it ends, and the job restarts", self.place.rank)
+        if again.from_files or again.saved:
+            return exitcodes.SAVED
+        cause = "did not leave its training, which was to be entered again"
+        fault = Fault(kind="hang", rank=self.place.rank, cause=cause, step=self.status.step, seen_ns=_clock.wall_ns())
+        return exit_code(self.save_alone(fault, again.aux))
+
+    def leaves_training(self) -> None:
+        """The training thread is about to leave a training that is entered again: its process is not ended."""
+        self._leaving.stays()
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -388,8 +394,6 @@ class Session:
             self._registry.deregister()
             if self.goodbye() is None:
                 self._sign(left=True)
-        elif (outcome := self.status.outcome) is not None and outcome.again is not None:
-            self._keep_process()  # it has left the training, and enters it again
         if self.recorder is not None:
             self.recorder.close()
         self._backend.close()
@@ -397,24 +401,10 @@ class Session:
 
     def goodbye(self) -> m.Release | None:
         """Say that training ended well; `close` follows. Returns how a recovery ended that came before, if one did."""
-        self._keep_process()
+        self._leaving.stays()
         self._processor.tell(self._processor.status())  # the last step may be newer than the last heartbeat
         self._backend.goodbye()
         return self.status.outcome
-
-    def _leave(self, code: int) -> None:
-        with self._leaving:  # `close` may have been called meanwhile
-            if self._ended:
-                return
-            if (outcome := self.status.outcome) is not None and outcome.again is not None:
-                log.error("rank %d does not leave its training: it ends, and the job restarts", self.place.rank)
-            leave_now(code)
-
-    def _keep_process(self) -> None:
-        with self._leaving:
-            self._ended = True
-            if self._leave_timer is not None:
-                self._leave_timer.cancel()
 
 
 def leave(outcome: m.Release, because: str = "") -> NoReturn:
@@ -433,17 +423,3 @@ def leave(outcome: m.Release, because: str = "") -> NoReturn:
     with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
         print(f"lastgasp: {describe(outcome)}", flush=True)
     raise SystemExit(exit_code(outcome))
-
-
-def leave_now(code: int) -> NoReturn:
-    """End the process from any thread, whatever the others do, after flushing its output.
-
-    Its data-loader workers are ended as well: they would notice only seconds later.
-    """
-    for child in multiprocessing.active_children():
-        child.kill()
-    flush_all(FLUSH_LIMIT)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # None where it was closed from the start
-            stream.flush()
-    os._exit(code)

@@ -41,6 +41,6 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _leave() -> None:
     if _refused:
-        from lastgasp.session import leave_now
+        from lastgasp.gasp.leaving import leave_now
 
         leave_now(exitcodes.REFUSED)

@@ -121,12 +121,14 @@ def test_a_ckpt_path_in_the_directory_gives_way_to_a_newer_one(eight: Path) -> N
 
 
 @FULL
-def test_environment_alone_protects_a_job(tmp_path: Path, twelve: Path) -> None:
-    fault = "kind=sigkill,rank=0,step=5,phase=backward"
+@pytest.mark.parametrize("kind", ["sigkill", "exception"])
+def test_environment_alone_protects_a_job(kind: str, tmp_path: Path, twelve: Path) -> None:
+    fault = f"kind={kind},rank=0,step=5,phase=backward"
     directory = str(tmp_path / "ckpts")
     done = train(tmp_path, "--no-callback", LASTGASP="1", LASTGASP_DIR=directory, LASTGASP_FAULT=fault)
     assert done.ok, done.output[-4000:]
-    assert incident_of(tmp_path).step_saved == 5
+    incident = incident_of(tmp_path)
+    assert (incident.step_saved, incident.ending) == (5, "saved" if kind == "sigkill" else "in_place")
     assert differences(twelve / "final.pt", tmp_path / "final.pt") == []
 
 
@@ -150,9 +152,8 @@ def test_a_single_process(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_plain_trainer_loads_a_gasp(tmp_path: Path) -> None:
-    done = train(
-        tmp_path, "--no-periodic", "--steps", "12", LASTGASP_FAULT="kind=exception,rank=0,step=7,phase=forward"
-    )
+    fault = "kind=exception,rank=0,step=7,phase=forward"
+    done = train(tmp_path, "--no-periodic", "--steps", "12", LASTGASP_FAULT=fault, LASTGASP_RECOVERY="restart")
     assert done.ok, done.output[-4000:]
     gasp = tmp_path / "ckpts" / "gasp-step=00000007.ckpt"
     trainer = Trainer(

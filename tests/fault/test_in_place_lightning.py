@@ -59,7 +59,7 @@ def disturbed(folder: Path, command: list[str], faults: str, **more: str) -> Ite
     directory, log = folder / "d", folder / "faults.log"
     directory.mkdir(exist_ok=True)
     variables = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
-    variables |= {"LASTGASP_FAULT": faults, "LASTGASP_RECOVERY": "auto"} | more
+    variables |= {"LASTGASP_FAULT": faults} | more
     with running(folder, command, **variables) as [started]:
         if variables["LASTGASP_WARM"] == "auto":
             until(lambda: READY in started.output, "the warm process is ready", LIMIT)
@@ -74,12 +74,14 @@ def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
     return [line.split()[1:] for line in (directory / f"rank-{rank}").read_text().splitlines() if line.startswith(what)]
 
 
-def check_in_place(directory: Path, job: Running, ranks: int, replaced: int | None, step: int = 8) -> None:
+def check_in_place(
+    directory: Path, job: Running, ranks: int, replaced: int | None, step: int = 8, noted: str = ""
+) -> None:
     """One fault, answered in place: all processes stay but that of the dead rank, and `fit` returns once in each."""
     [incident] = incidents(directory)
     rung = "retry" if replaced is None else "replace"
     assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", rung, 0), job.output[-6000:]
-    assert incident.notes == []
+    assert [note.partition(" on rank")[0] for note in incident.notes] == [noted] * bool(noted)
     for rank in range(ranks):
         entered, left = lines(directory, rank, "entered"), lines(directory, rank, "left")
         assert [begun for _, begun in entered] == ["0", str(step)], entered
@@ -150,6 +152,40 @@ def test_shapes_and_moments(
     check_in_place(directory, started, ranks, replaced)
     check_same(directory, undisturbed(ranks, *more))
     assert checkpoints(directory) == checkpoints(undisturbed(ranks, *more)) != []
+
+
+MOMENTS = ("data", "forward", "backward", "update", "after_update", "validation")
+AFTER = {"update": 9, "after_update": 9}
+"""The step that is gone on with, where it is not the one before the fault."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["sigkill", "exception", "sigstop"])
+def test_each_fault_at_each_moment(kind: str, moment: str, rank: int, tmp_path: Path, undisturbed: Any) -> None:
+    directory, faults = tmp_path / "d", f"kind={kind},rank={rank},step=8,phase={moment}"
+    variables = {"LASTGASP_HANG_TIMEOUT": "8"} if kind == "sigstop" else {}
+    with disturbed(tmp_path, job(run, 2, directory), faults, **variables) as started:
+        pass
+    raised = kind == "exception"
+    noted = "step 9 was cut short" if raised and moment == "after_update" else ""
+    check_in_place(directory, started, 2, None if raised else rank, AFTER.get(moment, 8), noted)
+    check_same(directory, undisturbed(2))
+    assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["exit3", "sigterm"])
+def test_what_no_step_done_again_would_cure_restarts(kind: str, moment: str, tmp_path: Path, undisturbed: Any) -> None:
+    directory, faults = tmp_path / "d", f"kind={kind},rank=1,step=8,phase={moment}"
+    with disturbed(tmp_path, job(run, 2, directory), faults) as started:
+        pass
+    [incident] = incidents(directory)
+    assert (incident.rung, incident.steps_lost) == ("", 0), started.output[-6000:]
+    assert "a fault of that kind is not answered in place" in incident.not_in_place, incident
+    assert differences(directory / "final.pt", undisturbed(2) / "final.pt") == []
 
 
 @pytest.mark.full
@@ -273,6 +309,44 @@ def test_a_new_process_that_waits_where_no_other_comes_costs_a_restart(tmp_path:
 
 
 @pytest.mark.full
+def test_survivors_that_do_not_leave_their_training_save_and_end(tmp_path: Path, undisturbed: Any) -> None:
+    """Nobody waits for it until torch's timeout, which is half an hour; the step is in their memory alone."""
+    directory, limits = tmp_path / "d", {"LASTGASP_FINISH_TIMEOUT": "1"}
+    faults = "kind=sigkill,rank=0,step=8,phase=data"
+    with disturbed(tmp_path, job(run, 3, directory, "--stuck"), faults, **limits) as started:
+        pass
+    where = started.output[-6000:]
+    assert "rank 1 does not leave its training: it ends, and the job restarts" in started.output, where
+    assert [one.steps_lost for one in incidents(directory)] == [0] * len(incidents(directory)), where
+    assert [found.step for found in candidates([directory], LAYOUT)] == [8], where
+    assert [begun for _, begun in lines(directory, 0, "entered")] == ["0", "8"], where
+    check_same(directory, undisturbed(3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("loader", "rungs", "why"),
+    [
+        ("generator", [""], "its training data come from a generator, which cannot begin again"),
+        ("counting", ["replace", ""], "a fault of that kind is not answered in place (exception on rank 0)"),
+    ],
+)
+def test_a_loader_that_does_not_begin_again_as_it_did_costs_a_restart(
+    loader: str, rungs: list[str], why: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """A survivor would get other batches than were due; the new processes of a restart do not."""
+    directory, more = tmp_path / "d", ["--loader", loader]
+    with disturbed(tmp_path, job(run, 2, directory, *more), KILL) as started:
+        pass
+    found = incidents(directory)
+    assert [(one.rung, one.steps_lost) for one in found] == [(rung, 0) for rung in rungs], started.output[-6000:]
+    assert why in found[-1].not_in_place
+    if loader == "counting":
+        assert "the loader does not give what it gave before" in found[-1].faults[0].cause
+    check_same(directory, undisturbed(2, *more))
+
+
+@pytest.mark.full
 def test_sigterm_before_the_ranks_have_joined_again_has_the_step_saved(tmp_path: Path, undisturbed: Any) -> None:
     """It comes to both, when no session takes it and no step is on disk."""
     directory = tmp_path / "d"
@@ -358,7 +432,7 @@ def test_each_step_counts_once_in_what_users_keep(
     fault: str, replaced: int | None, tmp_path: Path, undisturbed_values: Any
 ) -> None:
     directory, step = tmp_path / "d", fault.split("step=")[1].partition(",")[0]
-    with disturbed(tmp_path, run(VALUES, directory, ranks=2), fault, LASTGASP_RECOVERY="auto") as started:
+    with disturbed(tmp_path, run(VALUES, directory, ranks=2), fault) as started:
         pass
     [incident] = incidents(directory)
     where = started.output[-6000:]

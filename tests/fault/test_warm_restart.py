@@ -31,6 +31,7 @@ def killed(command: list[str], folder: Path, **variables: str) -> Iterator[tuple
     """A job whose rank 1 is killed in backward after step 9, which comes once the test opens the gate."""
     directory, log = folder / "d", folder / "faults.log"
     faults = {"LASTGASP_FAULT": KILL, "LASTGASP_FAULT_LOG": str(log), "LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto"}
+    faults["LASTGASP_RECOVERY"] = "restart"
     with running(folder, command, **faults, **variables) as [job]:
         yield job, directory
         (directory / "go").touch()

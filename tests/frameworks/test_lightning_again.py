@@ -186,17 +186,35 @@ def test_what_cannot_be_entered_again_is_told(
     assert found.startswith(why) and bool(found) == bool(why)
 
 
-@pytest.mark.parametrize(
-    ("asked", "launcher", "level"), [(True, "", 30), (True, "1", 30), (False, "1", 20), (False, "", 0)]
-)
-def test_who_has_not_asked_is_told_only_where_the_job_would_restart(
-    asked: bool, launcher: str, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("asked", "level"), [(True, logging.WARNING), (False, logging.INFO)])
+def test_who_has_not_asked_is_not_warned(
+    asked: bool, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("LASTGASP_LAUNCHER", launcher)
     monkeypatch.delenv("RANK", raising=False)
     caplog.set_level(logging.DEBUG, "lastgasp")
     again.tell("its loops are not Lightning's own", asked)
-    assert [one.levelno for one in caplog.records if "loops" in one.message] == [level] * bool(level)
+    assert [one.levelno for one in caplog.records if "loops" in one.message] == [level]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "asked", "found"),
+    [
+        ("ddp", "run", None, "auto"),
+        ("ddp", "run", "restart", "restart"),
+        ("ddp", "", None, "restart"),
+        ("ddp", "", "auto", "auto"),
+        (DDPStrategy(process_group_backend="nccl"), "run", None, "restart"),
+        (DDPStrategy(process_group_backend="nccl"), "run", "retry", "retry"),
+        ("ddp_spawn", "run", None, "auto"),
+        ("auto", "run", None, "restart"),
+    ],
+)
+def test_the_default_is_that_of_device_and_groups(
+    strategy: Any, launcher: str, asked: Any, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTGASP_LAUNCHER", launcher)
+    trainer = trainer_of(tmp_path, strategy=strategy, devices=1 if strategy == "auto" else 2)
+    assert again.recovery_for(trainer, asked) == found
 
 
 def test_a_config_that_was_saved_is_not_saved_by_a_new_process() -> None:

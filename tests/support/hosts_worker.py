@@ -23,9 +23,10 @@ from pathlib import Path
 from lastgasp.config import GaspConfig
 from lastgasp.connect import contact_of
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
+from lastgasp.gasp.leaving import leave_now
 from lastgasp.gasp.rank_status import Released, exit_code
 from lastgasp.ports import SaveResult
-from lastgasp.session import Session, leave_now
+from lastgasp.session import Session
 from lastgasp.topology import Place, data_parallel
 
 PORT = 5000

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lastgasp.adapter import AdapterRun
 from lastgasp.pytorch.loop import again_here
@@ -94,7 +95,7 @@ class Diary(Callback):
 
     def __init__(self, args: argparse.Namespace, ours: LastGasp) -> None:
         self._directory, self._ours, self._stopped, self._dies = args.dir, ours, args.stopped, args.dies
-        self._ends = args.ends
+        self._ends, self._stuck = args.ends, args.stuck
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there; ours has not connected yet."""
@@ -128,6 +129,9 @@ class Diary(Callback):
         while run is not None and trainer.global_step >= GATE and not (self._directory / "go").exists():
             run.progress("data")
             time.sleep(0.01)
+        first = (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None)
+        if self._stuck and first and trainer.global_rank and trainer.global_step == 8:
+            time.sleep(10 * again_faults.PATIENCE)
         again_faults.at("first step")
         again_faults.device_fault(trainer.global_step)
 
@@ -176,6 +180,32 @@ def callbacks_of(args: argparse.Namespace, ours: LastGasp) -> list[Callback]:
     return [*found, EarlyStopping("error", patience=2, min_delta=10.0)] if args.stop else found
 
 
+class Counting(Sampler[int]):
+    """Another order in each pass, by a count of its own."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._passes = size, 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        self._passes += 1
+        yield from torch.randperm(self._size, generator=torch.Generator().manual_seed(self._passes)).tolist()
+
+
+def data_of(args: argparse.Namespace, rank: int, world: int) -> tuple[Dataset[Any], Any]:
+    """The data, and what `fit` is given of it; of other loaders than a usual one all steps are in one epoch."""
+    epochs = 4 if args.loader else 1
+    x = torch.randn(4 * 5 * world * args.accumulate * epochs, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    if args.loader == "generator":
+        return data, (data[4 * part : 4 * part + 4] for part in range(rank, len(data) // 4, world))
+    if args.loader == "counting":
+        return data, DataLoader(data, batch_size=4, sampler=Counting(len(data)))
+    return data, DataLoader(data, batch_size=4, shuffle=True)
+
+
 def main() -> None:
     """Fourteen steps, validation every third batch."""
     parser = argparse.ArgumentParser()
@@ -186,9 +216,11 @@ def main() -> None:
     parser.add_argument("--stopped", action="store_true", help="SIGTERM comes between two entries of fit")
     parser.add_argument("--dies", default="", help="this rank is killed in setup when fit is entered again")
     parser.add_argument("--ends", action="store_true", help="a rank fails when another one has ended its training")
+    parser.add_argument("--stuck", action="store_true", help="a callback of all ranks but the first does not return")
     parser.add_argument("--full", action="store_true", help="the host has no memory left for copies of the state")
     parser.add_argument("--twice", action="store_true", help="a short fit of another trainer comes before")
     parser.add_argument("--configured", action="store_true", help="the module gives LastGasp to its trainer")
+    parser.add_argument("--loader", choices=("generator", "counting"), help="one that does not begin again as it did")
     parser.add_argument("--validate", action="store_true", help="before fit, so that ranks have met before")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -197,8 +229,7 @@ def main() -> None:
         vars(again_here)["available"] = lambda: 1000
     rank, world, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     seed_everything(7 + 1000 * rank)
-    x = torch.randn(4 * 5 * world * args.accumulate, 8, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(x, x.sum(1, keepdim=True))
+    data, loader = data_of(args, rank, world)
     model, ours = Net(), LastGasp(args.dir)
     if args.configured:
         model.given = [ours]
@@ -216,7 +247,7 @@ def main() -> None:
         ).fit(Net(), DataLoader(data, batch_size=4))  # fmt: skip
     if args.validate:
         trainer.validate(model, DataLoader(data, batch_size=8), verbose=False)
-    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))
+    trainer.fit(model, loader, DataLoader(data, batch_size=8))
     note(args.dir, f"left {os.getpid()} {trainer.global_step}")
     if trainer.is_global_zero:
         torch.save({name: value.clone() for name, value in model.state_dict().items()}, args.dir / "final.pt")

@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--shape", required=True, choices=SHAPES)
     parser.add_argument("--board", action="store_true")
     args = parser.parse_args()
-    for name, value in {"stopped": False, "dies": "", "ends": False}.items():  # for the diary
+    for name, value in {"stopped": False, "dies": "", "ends": False, "stuck": False}.items():  # for the diary
         setattr(args, name, value)
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

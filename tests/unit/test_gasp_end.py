@@ -13,6 +13,7 @@ import pytest
 from lastgasp import session as session_module
 from lastgasp.config import GaspConfig
 from lastgasp.events import Fault
+from lastgasp.gasp import leaving as leaving_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
 from lastgasp.gasp.link import Link
@@ -143,7 +144,7 @@ def test_a_controller_that_does_not_answer_is_waited_for_in_bounds(
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Codes with which the session has ended this process."""
     codes: list[int] = []
-    monkeypatch.setattr(session_module, "leave_now", codes.append)
+    monkeypatch.setattr(leaving_module, "leave_now", codes.append)
     return codes
 
 
@@ -159,9 +160,9 @@ def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_from_before(tmp_path: 
     session = lone_session(tmp_path)
     session._schedule_leaving(SAVED)
     session.close()
-    assert session._leave_timer is not None
-    session._leave_timer.join(60.0)
-    session._leave(85)  # the timer's thread may have been on its way
+    assert session._leaving._timer is not None
+    session._leaving._timer.join(60.0)
+    session._leaving._leave(lambda: 85)  # the timer's thread may have been on its way
     assert ended == []
 
 
@@ -169,7 +170,7 @@ def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_that_comes_after(tmp_p
     session = lone_session(tmp_path)
     session.close()
     session._schedule_leaving(SAVED)
-    assert session._leave_timer is None
+    assert session._leaving._timer is None
     assert ended == []
 
 

@@ -229,6 +229,31 @@ def test_a_job_that_does_not_know_of_it_hears_nothing() -> None:
     assert (job.machine.again, job.machine.not_in_place, job.machine.state) == (None, "", "saving")
 
 
+def test_what_would_take_longer_than_a_restart_is_not_tried() -> None:
+    """A dead rank's new process is not waited for in vain; a step is done again, which needs none."""
+    job = Job()
+    job.machine.slow = "rank 0 took 95 s"
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    assert (job.machine.again, job.machine.not_in_place, job.machine.state) == (None, "rank 0 took 95 s", "saving")
+    job = Job()
+    job.machine.slow = "rank 0 took 95 s"
+    job.report(1, "exception")
+    for rank in range(WORLD):
+        job.answer(rank)
+    assert job.again().rung == "retry"
+
+
+def test_a_recovery_in_place_that_hung_is_not_tried_again() -> None:
+    job = Job()
+    job.machine.unwise = "rank 1 hung"
+    job.report(1, "exception")
+    for rank in range(WORLD):
+        job.answer(rank)
+    assert (job.machine.again, job.machine.not_in_place, job.machine.state) == (None, "rank 1 hung", "saving")
+
+
 def test_one_rank_that_cannot_be_entered_again_is_enough() -> None:
     job = Job()
     job.machine.said(2, m.Begin(step=STEP, durable=START, buffer_fd=-1), 0.5)

@@ -282,6 +282,7 @@ class AdapterRun:
         """Whether the training is entered again in this process; the run is closed then, and its state kept."""
         if outcome.again is None or self.before_again is None:
             return False
+        self.session.leaves_training()
         try:
             self.before_again(outcome.again)
         except BaseException as error:  # the others may not have been able to keep it, either

@@ -100,6 +100,7 @@ class Demo:
         fault = {
             ENV_FAULT: f"kind=sigkill,rank=0,step={FAULT_STEP},phase=backward",
             ENV_LOG: str(self.out / "faults.log"),
+            "LASTGASP_RECOVERY": "restart",  # what is shown is the checkpoint; in place there would be none
         }
         self._job("killed and restarted", ["-m", "lastgasp", "run"], "killed", fault)
         fired = [f"{f['kind']} of rank {f['at_rank']} in {f['phase']}, step {f['at_step']}"

@@ -21,7 +21,7 @@ from .again import Again, Offer
 from .auxiliary import NoBuffers, RankBuffers
 from .decision import NO_SAVE, NOT_NEEDED, SavePlan
 from .groups import unpack
-from .ladder import ENTER, Ladder
+from .ladder import ENTER, IMPORTS, Ladder
 from .machine import Machine
 from .members import Outcome
 from .observer import Observer
@@ -156,6 +156,31 @@ class Attempt:
         self.before = repeats
         if isinstance(self.machine, Ladder) and repeats.count >= LIMIT - 1:
             self.machine.weary = f"the same exception has ended the training {repeats.count} times in a row"
+
+    def learns(self, before: Attempt) -> None:
+        """A recovery in place that led to no new step is not tried again: the next one would cost as much time.
+
+        A process that is killed meanwhile says nothing of the next one.
+        """
+        machine, earlier = self.machine, before.machine
+        if not (isinstance(machine, Ladder) and isinstance(earlier, Ladder)):
+            return
+        machine.unwise = earlier.unwise
+        if before.hello.attempt == self.hello.attempt:
+            machine.slow = earlier.slow
+        elif earlier.again is not None:
+            machine.unwise = "no rank came back in an earlier recovery in place of this job"
+        failed = [fault for fault in earlier.faults if fault.kind in ("hang", "exception")]
+        if failed and earlier.incarnation and not before.progressed_now:
+            how = "hung" if failed[0].kind == "hang" else "raised an exception"
+            machine.unwise = f"rank {failed[0].rank} {how} in an earlier recovery in place of this job"
+
+    def took(self, rank: int, seconds: float) -> None:
+        """A rank is about to begin, so long after its process was started."""
+        machine, limit = self.machine, self.hello.finish_timeout + ENTER
+        if isinstance(machine, Ladder) and not self.hello.incarnation and seconds > IMPORTS * limit:
+            machine.slow = (f"rank {rank} took {seconds:.0f} s from its start until it trained, and a new process has "
+                            f"{limit:.0f} s")  # fmt: skip
 
     def offered(self, offer: Offer) -> None:
         """The launcher says what it can do for a recovery in place."""

@@ -310,6 +310,8 @@ class Controller:
             return
         if isinstance(message, m.Begin):
             self.incidents.resumed(message.step, from_arena=self._keep(rank, message))
+            if rank not in attempt.begun and self._watch is not None:
+                attempt.took(rank, self._watch.age(rank))
         if isinstance(message, m.Begin | m.Status | m.Prepared):
             attempt.heard_step(rank, message)
             self.incidents.reached(message.step)

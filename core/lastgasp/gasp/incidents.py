@@ -58,6 +58,7 @@ class Incidents:
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None:
             self.current.follows(self.previous.repeats)
+            self.current.learns(self.previous)
         if self.previous is not None and self.previous.again is not None:
             self._in_memory = self.previous
         if self._in_arenas is not None:

@@ -31,6 +31,8 @@ SHRUNK = "{lost} could not get new processes ({why}): training goes on with {lef
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
 ENTER = 30.0
 """Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
+IMPORTS = 2.0
+"""How many times as long ranks may take for their first start, which imports what a new process is forked with."""
 AGAIN = 60.0
 """Seconds until ranks are stopped once more to take in those that wait, where one did not answer in time."""
 
@@ -47,6 +49,8 @@ class Ladder(Machine):
         elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
         missing: how many of those launchers cannot be reached; address: by which a rank has reached the controller.
         weary: why no further exception is answered in place; empty while they are.
+        slow: why no rank is replaced, since a new process would take too long; unwise: why nothing is answered in place
+            any more. Empty while it is.
 
     Attributes:
         again: what was agreed for a recovery in place; None where there was none.
@@ -64,6 +68,8 @@ class Ladder(Machine):
     missing: Callable[[int], int] = lambda others: 0
     address: Callable[[int], str] = lambda rank: ""
     weary: str = ""
+    slow: str = ""
+    unwise: str = ""
     again: Again | None = None
     not_in_place: str = ""
     shrunk: str = ""
@@ -301,6 +307,10 @@ class Ladder(Machine):
             return "recovery=retry: no rank is replaced"
         if lost and cap == "later":
             return "it is not the first training of its script: no rank is replaced"
+        if self.unwise:
+            return self.unwise
+        if lost and self.slow and not self._from_files:  # those who begin with files may take as long as they like
+            return self.slow
         causes = [fault for fault in self.faults if fault.kind != "peer"]
         others = [fault for fault in causes if fault.rank not in lost or fault.kind not in ("killed", "hang")]
         for fault in others:

@@ -1,15 +1,26 @@
-"""How long a rank may take to leave a training that is entered again from files, before it ends and the job restarts.
+"""How a rank ends once a recovery is over, even if its training thread is stuck; and how long that may take.
 
-Its step is on disk by then. What a recovery in place saves is about what the start of a process takes, up to its
-training: to wait for longer than that would cost more than it can save.
+What a recovery in place saves is about what the start of a process takes, up to its training. Where the step is on disk
+already, to wait for longer than that for a rank to leave its training would cost more than it can save.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
 from lastgasp import _clock
+from lastgasp.steps.recorder import flush_all
 
 LEAST, MOST = 5.0, 30.0
 """Seconds; the second besides `finish_timeout`."""
+FLUSH_LIMIT = 2.0
+"""Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 _took: list[float] = []
 
 
@@ -25,5 +36,56 @@ def start_took() -> float:
 
 
 def limit(finish_timeout: float) -> float:
-    """Seconds."""
+    """Seconds for a rank whose step is on disk."""
     return min(finish_timeout + MOST, max(LEAST, start_took()))
+
+
+class Leaving:
+    """One per session; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock, self._stays = threading.Lock(), False
+        self._timer: threading.Timer | None = None
+
+    def renew(self) -> None:
+        """A training begins, which may be left."""
+        self._stays = False
+
+    def after(self, seconds: float | None, end: Callable[[], int]) -> None:
+        """End this process in so many seconds, unless it `stays`; the first call counts. None: it is not ended.
+
+        Args:
+            end: called first, on a thread of its own; returns the exit code. Whoever says meanwhile that the process
+                stays waits, until it ends.
+        """
+        with self._lock:
+            if self._timer is None and seconds is not None and not self._stays:
+                self._timer = threading.Timer(seconds, self._leave, (end,))
+                self._timer.daemon = True
+                self._timer.start()
+
+    def stays(self) -> None:
+        """The training thread has left its training by itself. Idempotent."""
+        with self._lock:
+            self._stays = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _leave(self, end: Callable[[], int]) -> None:
+        with self._lock:  # it may stay meanwhile
+            if not self._stays:
+                leave_now(end())
+
+
+def leave_now(code: int) -> NoReturn:
+    """End the process from any thread, whatever the others do, after flushing its output.
+
+    Its data-loader workers are ended as well: they would notice only seconds later.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    flush_all(FLUSH_LIMIT)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # None where it was closed from the start
+            stream.flush()
+    os._exit(code)

@@ -27,7 +27,7 @@ LONGEST = 0.05
 SHARE = 0.05
 """Greatest share of one core; with very many processes the checks get rarer."""
 _PF_EXITING = 0x4
-_FLAGS, _EXIT_CODE = 6, 49  # fields after the command's closing parenthesis, proc_pid_stat(5)
+_FLAGS, _STARTED, _EXIT_CODE = 6, 19, 49  # fields after the command's closing parenthesis, proc_pid_stat(5)
 
 OnDeath = Callable[[int, str, int], None]
 """Called with the rank, the evidence, and the wall-clock time in ns, on the watcher's thread."""
@@ -91,6 +91,20 @@ class ProcessMonitor:
             if watched is not None and _fields(watched.stat) is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                     os.kill(watched.pid, signal.SIGKILL)
+
+    def age(self, rank: int) -> float:
+        """Seconds since the process was started; 0 where that is not known."""
+        with self._lock:
+            watched = self._watched.get(rank)
+            fields = _fields(watched.stat) if watched is not None else None
+        if fields is None:
+            return 0.0
+        try:
+            with open("/proc/uptime") as file:
+                now = float(file.read().split()[0])
+        except OSError:
+            return 0.0
+        return now - int(fields[_STARTED]) / os.sysconf("SC_CLK_TCK")
 
     def exit_status(self, rank: int) -> str:
         """How a dead, not yet reaped process ended; empty if unknown."""

@@ -58,7 +58,7 @@ class Processor:
         link: the control connection, or None without a controller.
         term: SIGTERM, once the adapter has installed it.
         uncoordinated: recovers without a controller.
-        after_release: called once when the outcome is known, on this thread; not where ranks go on from memory.
+        after_release: called once when the outcome is known, on this thread.
 
     Attributes:
         on_switch: carries out a switch of the marks; None initially, and where nothing is marked.
@@ -374,8 +374,7 @@ class Processor:
         """The recovery ended. Notify first: the training thread may be about to end the process."""
         self._answering.drop()
         try:
-            if outcome.again is None or outcome.again.from_files:
-                self._after_release(outcome)
+            self._after_release(outcome)
         finally:
             self._status.release(outcome)
             if outcome.again is not None and (gone := outcome.again.vanished):

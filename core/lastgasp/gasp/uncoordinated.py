@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,10 +38,12 @@ class Known:
     Attributes:
         notes: for the incident; read once the recovery is over.
         since_s: when the lost controller had started, unix seconds; None if there never was one.
+        aux: auxiliary states of other ranks, by rank, that the controller had given out.
     """
 
     notes: Sequence[str] = ()
     since_s: int | None = None
+    aux: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Case:
     begun: bool
     meeting: Meeting | None
     """Where it meets the survivors of other hosts; None where there never was a controller."""
+    aux: Mapping[int, bytes]
     reached: set[int] = field(default_factory=set)
     """Ranks whose auxiliary state is saved with their arenas."""
 
@@ -82,7 +85,7 @@ def recover_uncoordinated(
     status.all_run = fault.kind == "sigterm"
     elsewhere = SavedElsewhere(Path(hello.directory), hello.job, hello.attempt, known.since_s)
     meeting = None if known.since_s is None else Meeting(Path(hello.directory), place, known.since_s)
-    case = _Case(incident, fault, elsewhere, hello, begun=status.phase != "start", meeting=meeting)
+    case = _Case(incident, fault, elsewhere, hello, begun=status.phase != "start", meeting=meeting, aux=known.aux)
     try:
         outcome = _decide_and_save(status, source, place, hello.finish_timeout, case)
     except Moved as moved:  # the gate is closed, so a rank can complete at most one more step
@@ -192,14 +195,14 @@ def _save(plan: SavePlan, source: StateSource, case: _Case, here: ArenasHere) ->
     incident, fault = case.incident, case.fault
     if found := case.elsewhere.look(plan.step):
         raise _Settled(*found)
-    aux = {source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {}
+    aux = dict(case.aux) | ({source.rank: own} if (own := capture_or_nothing(source, plan.step)) else {})
     why, references = f"rank {fault.rank}: {fault.cause}", here.references(plan.arenas)
     order = m.Save(
         recovery=0, plan=0, step=plan.step, aux=aux, reason=why, own=-1 in plan.arenas, common=plan.common,
         arenas=references,
     )  # fmt: skip
     result = save(source, order) if references else source.save(plan.step, aux, why)
-    case.reached.update(plan.arenas)
+    case.reached.update(plan.arenas, case.aux)
     incident.phases.first_byte, incident.phases.saved = result.first_byte_ns, _clock.wall_ns()
     # Both were saving at the same time. A contributor still publishes: it finds the first commit, and adds to it.
     if found := case.elsewhere.look(plan.step + isinstance(own_source(source), Contributor)):

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import distributed_c10d
 
-from lastgasp.adapter import Place, launched
+from lastgasp.adapter import Place, launched, recovery_here
 from lastgasp.adapter.again import (
     Again,
     AgainHere,
@@ -56,25 +56,28 @@ IN_PLACE: tuple[Recovery, ...] = ("auto", "retry", "replace")
 """Values of `recovery` with which a fit may be entered again."""
 
 
-def watch_fits(recovery: Recovery) -> None:
-    """From now on each `fit` of a trainer that asks for it may be entered again. Idempotent.
+def watch_fits(asked: Recovery | None) -> None:
+    """From now on a `fit` of a trainer with a LastGasp may be entered again, unless `asked` rules it out. Idempotent.
 
     Which callbacks a trainer has is known when `fit` begins, and a callback is first called within it.
     """
     original = Trainer._fit_impl
-    if recovery not in IN_PLACE or hasattr(original, "_lastgasp"):
+    if asked in ("restart", "save") or hasattr(original, "_lastgasp"):
         return
     _watch_groups()
 
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = [one for one in self.callbacks if isinstance(one, Enters) and one.recovery in IN_PLACE]
-        if not asked or in_progress():
+        if in_progress():
             return original(self, *args, **kwargs)
-        for one in asked:
-            one.looked_at = True
+        found = [one for one in self.callbacks if isinstance(one, Enters)]
+        for one in found:
+            one.recovery, one.looked_at = recovery_for(self, one.asked), True
+        wanted = [one for one in found if one.recovery in IN_PLACE]
+        if not wanted:
+            return original(self, *args, **kwargs)
         if why := cannot(self):
-            tell(why, any(one.asked for one in asked))
+            tell(why, any(one.asked for one in wanted))
             return original(self, *args, **kwargs)
         kept = KeptTrainer(self, args[0] if args else kwargs["model"])
 
@@ -90,6 +93,18 @@ def watch_fits(recovery: Recovery) -> None:
 
     fit._lastgasp = True  # type: ignore[attr-defined]
     Trainer._fit_impl = fit  # type: ignore[method-assign]
+
+
+def recovery_for(trainer: Any, asked: Recovery | None) -> Recovery:
+    """What `recovery` is for a fit of this trainer.
+
+    Raises:
+        ConfigError: see `recovery_here`.
+    """
+    strategy = trainer.strategy
+    if asked is not None or type(strategy) is not DDPStrategy:
+        return asked or "restart"
+    return recovery_here(None, strategy.root_device.type, strategy._get_process_group_backend())
 
 
 def _done_before(callbacks: list[Any]) -> None:
@@ -130,8 +145,8 @@ def _users_group() -> bool:
 
 
 def tell(why: str, asked: bool) -> None:
-    """One line of rank 0: a warning where the user has `asked` for it, and none where there is no launcher else."""
-    if os.environ.get("RANK", "0") == "0" and (asked or launched()):
+    """One line of rank 0: a warning where the user has `asked` for it."""
+    if os.environ.get("RANK", "0") == "0":
         level = logging.WARNING if asked else logging.INFO
         log.log(level, "this fit cannot be entered again: %s. After a fault the job restarts", why)
 
@@ -178,13 +193,15 @@ class LightningAgain(AgainHere):
             run.state.values = values_of(run.trainer)
 
     def changed(self) -> str:
-        """Parameters have other names or number (ModelPruning), or plain values cannot be put back."""
+        """Parameters have other names or number (ModelPruning), data or plain values cannot be those of the step."""
         trainer, values = self.run.trainer, self.run.state.values
         other = sorted(names_of(trainer) ^ self._names) if self._names is not None else []
         if other:
             return f"the module has other parameters than when training began: {', '.join(other[:3])}"
         if any(isinstance(one, BaseFinetuning) for one in trainer.callbacks) and trained(trainer) != self._trained:
             return "BaseFinetuning has unfrozen layers since training began, which DDP made anew would average"
+        if given := [one for one in self.run.state.position.loaders if isinstance(one, Iterator)]:
+            return f"its training data come from a {type(given[0]).__name__}, which cannot begin again"
         return values.cannot() if values is not None else ""
 
     def keep(self, again: Again) -> None:

@@ -13,16 +13,16 @@ from lastgasp.adapter import (
     GaspConfig,
     HangTimeout,
     MarksConfig,
+    asked_recovery,
     check_writable,
-    recovery_of,
     refuse_unknown,
     tell_launcher,
 )
 from lastgasp.adapter.again import Recovery
 from lastgasp.adapter.arenas import arena_of
-from lastgasp_lightning.again import IN_PLACE, tell, watch_fits
+from lastgasp_lightning.again import IN_PLACE, recovery_for, tell, watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
-from lastgasp_lightning.enters import DEFAULT, RECOVERY, Enters
+from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.logversions import watch_versions
 from lastgasp_lightning.ranks import require_supported
 from lastgasp_lightning.run import LightningRun
@@ -53,9 +53,10 @@ class LastGasp(Enters, Callback):
         profiling_dir: where the marks' files go; default MindCluster's directory where there is one, else
             `profiling` beside the checkpoints.
         profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
-        recovery: how a fault may be answered: "restart" (default) saves the step and restarts the job; "auto" goes on
-            in the same processes where that is possible (docs/in-place.md), "retry" without replacing any, "replace"
-            only where one is replaced; "save" saves the step and ends the job.
+        recovery: how a fault may be answered: "auto" goes on in the same processes where that is possible
+            (docs/in-place.md), "retry" without replacing any, "replace" only where one is replaced; "restart" saves the
+            step and restarts the job, "save" saves it and ends the job. Default: "auto" for ddp on CPUs with gloo under
+            a launcher, "restart" elsewhere.
         arena: with ModelParallelStrategy: which steps are copied into memory that outlives the rank, "auto" (default),
             "every N" or "off" (docs/sharded.md).
 
@@ -95,10 +96,9 @@ class LastGasp(Enters, Callback):
             sha256=sha256,
         )
         self.marks = MarksConfig.resolve(marks, profiling_dir, profiling_limit_mb)
-        self.recovery = recovery_of(recovery, DEFAULT)
-        self.asked = recovery is not None or bool(os.environ.get(RECOVERY))
+        self.asked = asked_recovery(recovery)
         self._arena = arena_of(arena)
-        watch_fits(self.recovery)
+        watch_fits(self.asked)
         self._run: LightningRun | None = None
 
     # -- start ------------------------------------------------------------------------------------
@@ -118,8 +118,11 @@ class LastGasp(Enters, Callback):
         require_supported(trainer)
         check_writable(self.config.directory)
         reorder(trainer, self)
-        if self.recovery in IN_PLACE and not self.looked_at:
-            tell("LastGasp was added to its trainer when the fit had begun (configure_callbacks)", self.asked)
+        if not self.looked_at:
+            self.recovery = recovery_for(trainer, self.asked)
+            if self.recovery in IN_PLACE:
+                why = "LastGasp was added to its trainer when the fit had begun (configure_callbacks)"
+                tell(why, self.asked is not None)
         self._run = LightningRun(trainer, self.config, self.marks, self.recovery, self._arena)
         if self._run.entry is not None:
             self._run.entry.end = self._failed_first

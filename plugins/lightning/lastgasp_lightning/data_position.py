@@ -100,6 +100,11 @@ class DataPosition:
             del combined.lastgasp_position
 
     @property
+    def loaders(self) -> list[Any]:
+        """Those of the epoch."""
+        return self._epoch.loaders
+
+    @property
     def inexact(self) -> str:
         """Why a resume in the middle of an epoch is not exact; empty if no reason is known."""
         return self._epoch.inexact

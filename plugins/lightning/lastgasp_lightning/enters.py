@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lastgasp.adapter.again import Recovery
 
-RECOVERY = "LASTGASP_RECOVERY"
-DEFAULT: Recovery = "restart"
-"""Of `recovery`, where neither the script nor the environment says it."""
-
 
 class Enters:
-    """A callback that protects its trainer's fits; `recovery` as `LastGasp` says it.
+    """A callback that protects its trainer's fits.
 
     Attributes:
-        asked: the script or the environment says it, not the default.
+        asked: `recovery`, where the script or the environment says it.
+        recovery: what it is for the fit in progress.
         looked_at: when a fit began, it was known that this callback is there.
     """
 
-    recovery: Recovery = DEFAULT
-    asked = False
+    asked: Recovery | None = None
+    recovery: Recovery = "restart"
     looked_at = False

@@ -7,12 +7,10 @@ were taken. `LASTGASP=1` adds `LastGasp` with the directory in `LASTGASP_DIR`, u
 
 from __future__ import annotations
 
-import os
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.adapter import recovery_of, switched, tell_launcher
-from lastgasp_lightning.enters import DEFAULT, RECOVERY, Enters
+from lastgasp.adapter import asked_recovery, switched, tell_launcher
+from lastgasp_lightning.enters import Enters
 
 
 def callbacks() -> list[Callback]:
@@ -41,8 +39,8 @@ def _automatic() -> Callback:
 
     found = AutoLastGasp()
     watch_versions()
-    found.recovery, found.asked = recovery_of(None, DEFAULT), bool(os.environ.get(RECOVERY))
-    watch_fits(found.recovery)
+    found.asked = asked_recovery(None)
+    watch_fits(found.asked)
     return found
 
 
@@ -67,7 +65,7 @@ class AutoLastGasp(Enters, Callback):
             trainer.callbacks = others  # type: ignore[attr-defined]
             return
         real = LastGasp()
-        real.looked_at, real.asked = self.looked_at, self.asked
+        real.looked_at, real.recovery = self.looked_at, self.recovery
         trainer.callbacks = [real if c is self else c for c in trainer.callbacks]  # type: ignore[attr-defined]
         real.setup(trainer, pl_module, stage)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.adapter import CheckpointError
-from lastgasp.adapter.torch import WORKERS, AuxState, Flags, decode_aux, own_aux, restore_aux
+from lastgasp.adapter.torch import CHANGED, WORKERS, AuxState, Flags, decode_aux, own_aux, restore_aux
 from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
@@ -36,6 +36,7 @@ class Resume:
 
     Attributes:
         put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
+        in_place: it was, in a process that may have trained before.
     """
 
     def __init__(self, state: LightningState) -> None:
@@ -45,6 +46,7 @@ class Resume:
         self._own = b""
         self.notes: list[str] = []
         self.put_back: Callable[[], object] = bool
+        self.in_place = False
 
     def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
         """Change `checkpoint` to the boundary form and arrange the replay.
@@ -133,6 +135,8 @@ class Resume:
         Flags(trainer.lightning_module).restore(record.get("flags"), tell=False)
         self._state.position.settle()
         if record["batch"] and (reason := self._state.position.inexact):
+            if reason == CHANGED and self.in_place:  # the loaders of a new process may be those that were due
+                raise CheckpointError(f"this fit cannot go on in its process: {reason}")
             workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"
             self._note(workers if reason == WORKERS else f"the data may not be those that were due: {reason}")
         if isinstance(ddp := trainer.strategy.model, DistributedDataParallel) and self._state.per_rank_buffers:

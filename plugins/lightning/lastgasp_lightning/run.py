@@ -90,6 +90,7 @@ class LightningRun(Training):
             session.status.recovery = recovery
         if self._again_here.enters:
             self.selector.memory, self.resume.put_back = self._again_here.received, self._again_here.put_back
+            self.resume.in_place = True
         if joined is not None:
             self.life.on_close(keep_sigterm(trainer))
         try:

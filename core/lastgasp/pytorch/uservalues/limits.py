@@ -27,7 +27,7 @@ class Limits:
     hashed: int = 1 << 30
     long: int = 32
     share: float = 0.01
-    seconds: float = 0.001
+    seconds: float = 0.0005
     patience: int = 20
 
 

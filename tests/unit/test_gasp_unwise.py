@@ -1,0 +1,86 @@
+"""What a job has learned about its recoveries in place: which of them would cost it more time than a restart."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lastgasp.events import Fault, FaultKind
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import Again
+from lastgasp.gasp.attempt import Attempt
+from lastgasp.gasp.incidents import Incidents
+from lastgasp.gasp.ladder import ENTER, IMPORTS, Ladder
+from lastgasp.gasp.process_monitor import ProcessMonitor
+from lastgasp.gasp.records import RecordWriter
+from support.switch_job import hello
+
+
+def ladder(attempt: Attempt) -> Ladder:
+    """Its machine."""
+    assert isinstance(attempt.machine, Ladder)
+    return attempt.machine
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "kind", "reached", "how"),
+    [
+        pytest.param(1, "hang", 7, "hung", id="hung"),
+        pytest.param(1, "exception", 7, "raised an exception", id="raised"),
+        pytest.param(1, "hang", 8, "", id="hung later"),
+        pytest.param(0, "hang", 7, "", id="hung before any"),
+        pytest.param(1, "killed", 7, "", id="killed"),
+    ],
+)
+def test_one_that_led_to_no_step_is_the_last(
+    incarnation: int, kind: FaultKind, reached: int, how: str, tmp_path: Path
+) -> None:
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        found = incidents.begin(hello(0, 2, attempt=0, incarnation=incarnation, directory=str(tmp_path)))
+        found.heard_step(0, m.Begin(step=7, durable=0, buffer_fd=-1))
+        found.heard_step(0, m.Status(step=reached, durable=0, tick=1, phase="data"))
+        ladder(found).faults.append(Fault(kind=kind, rank=1, cause="", step=7, seen_ns=1))
+        for attempt in (1, 2):
+            found = incidents.begin(hello(0, 2, attempt=attempt, directory=str(tmp_path)))
+            assert ladder(found).unwise == (how and f"rank 1 {how} in an earlier recovery in place of this job")
+
+
+def test_one_from_which_no_rank_came_back_is_the_last(tmp_path: Path) -> None:
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        found = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
+        ladder(found).again = Again(incarnation=1, step=7, source=0, takers=(1,), lost=(1,), port=1)
+        assert ladder(incidents.begin(hello(0, 2, attempt=0, incarnation=1, directory=str(tmp_path)))).unwise == ""
+        ladder(incidents.current).again = ladder(found).again  # type: ignore[arg-type]
+        why = "no rank came back in an earlier recovery in place of this job"
+        assert ladder(incidents.begin(hello(0, 2, attempt=1, directory=str(tmp_path)))).unwise == why
+
+
+def test_a_new_process_that_would_start_for_too_long_is_known_until_the_restart(tmp_path: Path) -> None:
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        first = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
+        limit = first.hello.finish_timeout + ENTER
+        first.took(1, IMPORTS * limit)
+        assert ladder(first).slow == ""
+        first.took(0, IMPORTS * limit + 1)
+        took = f"rank 0 took {IMPORTS * limit + 1:.0f} s from its start until it trained"
+        why = f"{took}, and a new process has {limit:.0f} s"
+        assert ladder(first).slow == why
+        again = incidents.begin(hello(0, 2, attempt=0, incarnation=1, directory=str(tmp_path)))
+        again.took(1, 9000.0)  # it has trained before
+        assert ladder(again).slow == why
+        assert ladder(incidents.begin(hello(0, 2, attempt=1, directory=str(tmp_path)))).slow == ""
+
+
+def test_the_age_of_a_process() -> None:
+    watch = ProcessMonitor(lambda rank, evidence, at: None)
+    with closing(watch):
+        watch.watch(0, os.getpid())
+        watch.watch(1, 1)
+        assert 0 < watch.age(0) <= watch.age(1)
+        assert watch.age(2) == 0.0
