@@ -126,7 +126,7 @@ def test_the_first_of_three_hosts_is_lost(
 @pytest.mark.full
 @pytest.mark.parametrize("mended", [True, False])
 def test_training_does_not_wait_for_a_link_that_is_cut(tmp_path: Path, mended: bool) -> None:
-    """Nothing gets through between the two launchers any more, for 5 s or for good; all else does."""
+    """No copies get through from the first host to the second, for 5 s or for good; all else does."""
     with training(tmp_path, steps=MANY) as one:
         told, launcher = one.told, one.job.launchers["hb"].pid
         wire = one.hosts["hb"].wire
@@ -145,10 +145,10 @@ def test_training_does_not_wait_for_a_link_that_is_cut(tmp_path: Path, mended: b
             at = told.at(1, 0)
             until(lambda: told.at(1, 0) > at, "training goes on", LIMIT)
             assert newest(launcher) <= behind + APART
-        one.lose("hb", "killed")
+        one.lose("hb", "killed")  # whose copies are not behind
         until(lambda: bool(told.incidents()), "it is on record", LIMIT)
         [incident] = told.incidents()
         assert any(BEHIND in note for note in incident.notes) != mended, incident
-        assert incident.ending == ("saved" if mended else "gave_up"), incident
+        assert incident.ending == "saved" and (incident.step_saved or 0) > behind + 2 * APART, incident
         one.job.start("hb")
         assert one.job.codes(START + LIMIT) == {"ha": 0, "hb": 0}, one.job.output

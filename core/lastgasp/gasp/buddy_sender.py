@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lastgasp import __version__, _clock, arena
 from lastgasp.arena import DamagedArena
-from lastgasp.errors import ControlError, LastgaspError
+from lastgasp.errors import ControlError, DeadlineExceeded, LastgaspError
 
 from . import messages as m
 from .buddy_receiver import HELD
@@ -134,7 +134,8 @@ class Sender:
         except (OSError, EOFError, LastgaspError) as error:  # TLS's are OSErrors
             log.debug("step %d has not come to the partner host: %s", step, error)
             self._disconnect()
-            self._missing(f"its partner host at {self._address} cannot be reached ({error})")
+            why = f"no answer in {error.seconds:g} s" if isinstance(error, DeadlineExceeded) else error
+            self._missing(f"its partner host at {self._address} cannot be reached ({why})")
             return False
         self._last = step
         if all(came):
