@@ -14,7 +14,7 @@ from pathlib import Path
 from lastgasp import arena
 from support.hosts import Host, network
 from support.hosts_job import START, TORCH, HostsJob, Told, ranks_of
-from support.megatron.job import GptJob
+from support.megatron.job import PIPELINE, GptJob
 from support.waiting import until
 
 LIMIT = 200.0
@@ -123,8 +123,12 @@ def megatron(
         one = Training(hosts, job, Told(found.checkpoints, "iter_*[0-9]"), ranks, found.script)
 
         def reached() -> None:
-            begun = {(rank, GATE) for rank in range(len(hosts) * ranks)}
-            until(lambda: begun <= found.losses().keys(), f"iteration {GATE} has begun", START)
+            with_loss = len(hosts) * ranks // (2 if PIPELINE in found.flags else 1)  # those of the last stage
+            until(
+                lambda: sum(iteration == GATE for _, iteration in found.losses()) == with_loss,
+                f"iteration {GATE} has begun",
+                START,
+            )
 
         with _at_the_gate(one, reached, copied):
             yield one, hold.with_name(f"{hold.name}-{GATE}")
