@@ -42,8 +42,11 @@ class Cut(Exception):
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
     """Draws from the global generator in each item, as augmentation in the training process does."""
 
+    def __init__(self, count: int = 20) -> None:
+        self._count = count
+
     def __len__(self) -> int:
-        return 20
+        return self._count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x = torch.full((4,), index / 20) + 0.1 * torch.randn(4)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
 from lastgasp.checkpoint import candidates
@@ -100,6 +101,30 @@ def test_optimizers_that_the_state_lacks_are_reported_once(tmp_path: Path, caplo
     assert caplog.text.count("an optimizer (SGD) that is not in TorchState trains its model") == 1
     assert caplog.text.count("an optimizer (Adam) trains parameters that are in no model of TorchState") == 1
     assert [one.step for one in candidates([tmp_path], LAYOUT)] == [4, 2]
+
+
+def test_an_optimizer_of_more_than_the_models_is_refused(tmp_path: Path) -> None:
+    """Learned weights of losses, which no checkpoint would hold."""
+    model, weights = nn.Linear(4, 1), nn.ParameterList([torch.zeros(2)])
+    optimizer = SGD([*model.parameters(), *weights], lr=0.1)
+    with pytest.raises(ConfigError, match=r"trains 1 tensors that are in no model of TorchState \(of shapes \[2\]\)"):
+        Session.open(tmp_path, state=TorchState(model, optimizer))
+    Session.open(tmp_path, state=TorchState({"model": model, "weights": weights}, optimizer)).close()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loader_that_the_session_does_not_know_is_named(
+    given: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that reports its steps, and evaluates on another loader."""
+    state = tiny()
+    loader, other = (DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2) for _ in range(2))
+    with Session.open(tmp_path, state=state) as session:
+        waiting = iter(other)
+        next(waiting)
+        for _ in session.batches(loader) if given else loader:
+            step(session, state)
+    assert ("come from a DataLoader that is not given to s.batches()" in caplog.text) is not given
 
 
 def test_a_group_that_the_script_adds_later_is_refused_with_a_remedy(tmp_path: Path) -> None:

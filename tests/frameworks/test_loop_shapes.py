@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -68,6 +69,12 @@ def plain(s: Session, p: Parts) -> None:
         p.tick()
         p.evaluate()
         p.tick()
+
+
+def plain_steps(s: Session, p: Parts) -> None:
+    for _ in s.epochs(2):
+        for batch in s.batches(p.data):
+            p.train(batch)
 
 
 def per_epoch(s: Session, p: Parts) -> None:
@@ -207,6 +214,68 @@ def one_after_the_other(s: Session, p: Parts) -> None:
         p.tick()
 
 
+def again_by_hand(s: Session, p: Parts) -> None:
+    """Labelled and unlabelled data, as FixMatch draws them: the one that is exhausted is begun again."""
+    first, second = iter(s.batches(p.data)), iter(s.batches(p.data2))
+    while s.step < 17:
+        try:
+            batch = next(first)
+        except StopIteration:
+            first = iter(s.batches(p.data))
+            batch = next(first)
+        try:
+            other = next(second)
+        except StopIteration:
+            second = iter(s.batches(p.data2))
+            other = next(second)
+        if s.step < 17:
+            p.train([torch.cat(pair) for pair in zip(batch, other, strict=True)])
+
+
+def endless(s: Session, data: Any) -> Iterator[Any]:
+    """As scripts write it: not `itertools.cycle`, which would keep all batches."""
+    while True:
+        yield from s.batches(data)
+
+
+def cycled(s: Session, p: Parts) -> None:
+    first, second = endless(s, p.data), endless(s, p.data2)
+    for _ in range(s.step, 17):
+        p.train([torch.cat(pair) for pair in zip(next(first), next(second), strict=True)])
+
+
+def across_epochs(s: Session, p: Parts) -> None:
+    """Epochs of three steps each over data that have five."""
+    batches = iter(s.batches(p.data))
+    for epoch in s.epochs(5):
+        for _ in range(s.step, 3 * epoch + 3):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(s.batches(p.data))
+                batch = next(batches)
+            p.train(batch)
+        p.evaluate()
+        p.tick()
+
+
+def anew_in_each_epoch(s: Session, p: Parts) -> None:
+    """A pass that is left unfinished, and is no part of the next epoch."""
+    for epoch in s.epochs(4):
+        batches = iter(s.batches(p.data))
+        for _ in range(s.step, 3 * epoch + 3):
+            p.train(next(batches))
+        p.tick()
+
+
+def anew_in_each_body(s: Session, p: Parts) -> None:
+    """Some batches of an inner loader for each outer batch."""
+    for _ in s.epochs(2):
+        for outer in s.batches(p.data):
+            batches = iter(s.batches(p.data2))
+            p.train([torch.cat(pair) for pair in zip(outer, next(batches), strict=True)])
+
+
 def two_optimizers(s: Session, p: Parts) -> None:
     for _ in s.epochs(3):
         for batch in s.batches(p.data):
@@ -343,6 +412,11 @@ def saving(s: Session, p: Parts) -> None:
         p.tick()
 
 
+def longer() -> Any:
+    """Eight batches, which draw random numbers of the process."""
+    return DataLoader(Noisy(32), batch_size=4, shuffle=True)
+
+
 def adam(p: Parts) -> TorchState:
     optimizer = Adam(p.model.parameters(), lr=0.02)
     return TorchState(p.model, optimizer, StepLR(optimizer, 2, 0.8), extra={"best": p.best})
@@ -411,6 +485,36 @@ def counted(p: Parts) -> TorchState:
     return momentum(p)
 
 
+class Momentum(nn.Module):
+    """A net, and one that follows it in each forward pass, before the update, as MoCo's second encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.second = net(), net().requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Their mean."""
+        with torch.no_grad():
+            for mine, other in zip(self.second.parameters(), self.net.parameters(), strict=True):
+                mine.data = mine.data * 0.8 + other.data * 0.2
+            self.scale.div_(self.scale.norm() * 1.5)  # as prototypes are normalized
+        result: torch.Tensor = (self.net(x) + self.second(x)) * self.scale
+        return result
+
+
+def with_a_momentum_encoder(p: Parts) -> TorchState:
+    p.model = Momentum()
+    return momentum(p)
+
+
+def observed(p: Parts) -> TorchState:
+    """Its buffers get their shape in the first forward pass, and stay the same tensors."""
+    observer = PerChannelMinMaxObserver(ch_axis=1)
+    p.model = nn.Sequential(observer, net())
+    return momentum(p)
+
+
 def bare(p: Parts) -> TorchState:
     return TorchState(p.model)
 
@@ -420,6 +524,8 @@ SHAPES = {
     "per-epoch": Shape(per_epoch, momentum),
     "freezing": Shape(freezing, adam),
     "extra-state": Shape(per_epoch, counted),
+    "momentum-encoder": Shape(plain_steps, with_a_momentum_encoder),
+    "observers": Shape(plain_steps, observed),
     "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),
     "breaking": Shape(breaking, adam),
@@ -429,6 +535,12 @@ SHAPES = {
     "nested": Shape(nested, adam),
     "zipped": Shape(zipped, adam),
     "one-after-the-other": Shape(one_after_the_other, adam),
+    "again-by-hand": Shape(again_by_hand, adam, longer),
+    "again-by-hand-equal": Shape(again_by_hand, adam),
+    "cycled": Shape(cycled, adam, longer),
+    "across-epochs": Shape(across_epochs, adam),
+    "anew-in-each-epoch": Shape(anew_in_each_epoch, adam),
+    "anew-in-each-body": Shape(anew_in_each_body, adam),
     "two-optimizers": Shape(two_optimizers, two),
     "closures": Shape(closures, lbfgs),
     "scaler": Shape(scaled, with_scaler),

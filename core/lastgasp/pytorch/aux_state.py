@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.buffers import BufferRecorder, decode_buffers, encode_table, persistent_buffers
+from lastgasp.pytorch.buffers import BufferRecorder, Resized, decode_buffers, encode_table, persistent_buffers
 
 _HEAD = struct.Struct("<8q")  # magic, version, bytes of: random state, table, buffers, extra
 _HEAD_ROOM = 64
@@ -123,7 +123,13 @@ class AuxRecorder:
         payload = buffer.begin(step, settled)
         slot = buffer.slot
         self._rng.capture(self._rng_slots[slot])
-        buffers.capture(slot, step)
+        try:
+            buffers.capture(slot, step)
+        except Resized:
+            buffers.refresh()
+            self._fit()
+            self.capture(step, settled)
+            return
         if self._tails[slot] is not tail or self._written[slot] is not extra:
             self._write_extra(payload, slot, length)
         buffer.end(self._extra_at + length)

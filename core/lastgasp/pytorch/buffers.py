@@ -37,6 +37,10 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Where]]:
                 yield f"{prefix}.{name}" if prefix else name, (child._buffers, name)
 
 
+class Resized(Exception):
+    """A buffer has another shape by now, and is still the same tensor: observers of quantization resize theirs."""
+
+
 class BufferRecorder:
     """Copies the persistent buffers of a module into slots; large ones only when they changed since.
 
@@ -95,7 +99,11 @@ class BufferRecorder:
         self._slots = [_BufferSlot(names, offsets, view) for view in views]
 
     def capture(self, slot: int, step: int) -> None:
-        """Copy the buffers to `slot`. `changed_layout` was looked at before."""
+        """Copy the buffers to `slot`. `changed_layout` was looked at before.
+
+        Raises:
+            Resized: what the slot holds is not complete; `refresh` first.
+        """
         if self._where:
             self._slots[slot].copy(step)
 
@@ -128,7 +136,7 @@ class _BufferSlot:
         self._small = [i for i in strided if _nbytes(live[i]) <= _always(live[i])]
         self._large = [i for i in strided if _nbytes(live[i]) > _always(live[i])]
         self._sparse = [i for i in range(len(live)) if i not in set(strided)]
-        self._seen = [_Seen() for _ in live]
+        self._seen = [Seen() for _ in live]
         sizes = {name: _nbytes(t) for name, t in zip(where, live, strict=True)}
         self._runs = _runs(sorted((offsets[n], size) for n, size in sizes.items() if size <= _ALWAYS and n in offsets))
         self.step = self.order = -1
@@ -152,8 +160,8 @@ class _BufferSlot:
     def copy(self, step: int) -> None:
         """Copy them as they stand."""
         if self.fast is not None and not self.fast.copy():
-            self.follow()
             self._by_torch(self._small, [self.targets[i] for i in self._small])
+            self.follow()
         elif self._rest:
             self._by_torch(self._rest, self._rest_targets)
         if self._large or self._sparse:
@@ -170,7 +178,10 @@ class _BufferSlot:
     def _by_torch(self, which: list[int], targets: list[Tensor]) -> None:
         where = self._where
         # detach: cheaper than no_grad, and a buffer may carry a graph
-        torch._foreach_copy_(targets, [where[i][0][where[i][1]].detach() for i in which])  # type: ignore[union-attr]
+        live = [where[i][0][where[i][1]].detach() for i in which]  # type: ignore[union-attr]
+        if any(a.shape != b.shape for a, b in zip(live, targets, strict=True)):  # it would be spread, or refused
+            raise Resized
+        torch._foreach_copy_(targets, live)
 
     def _copy_if_changed(self) -> None:
         live = self._live()
@@ -178,12 +189,14 @@ class _BufferSlot:
             if self._seen[i].changed(live[i]):
                 if i in self._sparse:  # it need not have as many values as before
                     self.targets[i] = live[i].detach().clone()
+                elif self.targets[i].shape != live[i].shape:
+                    raise Resized
                 else:
                     self.targets[i].copy_(live[i].detach())
 
 
-class _Seen:
-    """Whether a large buffer has changed since it was copied.
+class Seen:
+    """Whether a tensor, such as a large buffer, has changed since it was copied.
 
     It may be replaced by another tensor, which can even get the `id` of one before; get other memory (`.data = ...`);
     be changed in place, which `_version` counts; or by way of `.data`, as the codebooks of VQ-VAE are, which nothing
@@ -198,17 +211,23 @@ class _Seen:
 
     def changed(self, live: Tensor) -> bool:
         """Compare, and remember how it is now."""
-        at = (live._version, live.data_ptr() if _is_strided(live) else 0)
-        if self._tensor() is live and self._at == at:
-            if self._bytes is None or self._sample is None or torch.equal(self._bytes, self._sample):
-                return False
-        elif self._tensor() is not live or self._at[1] != at[1]:
+        if not self.differs_from(live):
+            return False
+        at = _place(live)
+        if self._tensor() is not live or self._at[1] != at[1]:
             self._tensor, self._bytes = weakref.ref(live), _some_bytes(live)
         self._at = at
         self._sample = self._bytes.clone() if self._bytes is not None else None
         return True
 
-    def differs(self, other: _Seen) -> bool:
+    def differs_from(self, live: Tensor) -> bool:
+        """Compare alone; also where it was never looked at."""
+        if self._tensor() is not live or self._at != _place(live):
+            return True
+        known = self._bytes is not None and self._sample is not None
+        return known and not torch.equal(self._bytes, self._sample)  # type: ignore[arg-type]
+
+    def differs(self, other: Seen) -> bool:
         """Whether they have seen different values; of two that have seen the same tensor without a change, no."""
         if self._tensor() is not other._tensor() or self._at != other._at:
             return True
@@ -220,9 +239,15 @@ def _none() -> None:
     """No tensor yet."""
 
 
+def _place(live: Tensor) -> tuple[int, int]:
+    """What torch counts of its changes, and where it is in memory."""
+    return live._version, live.data_ptr() if _is_strided(live) else 0
+
+
 def _some_bytes(tensor: Tensor) -> Tensor | None:
     """A view of bytes out of all of a tensor; None where it takes more than a view."""
-    if not (_is_strided(tensor) and tensor.device.type == "cpu" and type(tensor) is Tensor and tensor.is_contiguous()):
+    plain = type(tensor) in (Tensor, nn.Parameter) and _is_strided(tensor) and tensor.is_contiguous()
+    if not plain or tensor.device.type != "cpu":
         return None
     if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return None

@@ -31,6 +31,12 @@ class DataPass:
     Attributes:
         position: of the loader.
         parent: the pass in whose body it began.
+        outer: a checkpoint was taken in its body, where another one ran.
+        set_aside: that pass has gone on, or another epoch has begun, although this one is not over. It counts no more,
+            unless the loop asks it again: then it runs beside that one.
+        persists: it goes on from epoch to epoch of `session.epochs`.
+        first, last: numbers of fetches, of all passes of this run: of the first batch that it gave, or the pass whose
+            place it has taken; and of the newest. Before that -1 where it was resumed, and -2 where it was over then.
         consumed: batches given.
         over: it has no more.
         broken: the loop has dropped its iterator.
@@ -47,6 +53,11 @@ class DataPass:
     loader: Any
     position: LoaderPosition
     parent: DataPass | None = None
+    outer: bool = False
+    set_aside: bool = False
+    persists: bool = False
+    first: int = 0
+    last: int = 0
     consumed: int = 0
     over: bool = False
     broken: bool = False
@@ -74,7 +85,7 @@ class DataPass:
     @property
     def in_body(self) -> bool:
         """It has given a batch and has not been asked for the next one yet."""
-        return self.consumed > 0 and not (self.over or self.broken or self.asking)
+        return self.last > 0 and not (self.over or self.broken or self.asking or self.set_aside)
 
     def state(self) -> bytes:
         """State of the loader after the newest batch; empty if it has none or is exhausted."""
@@ -111,6 +122,7 @@ class DataPosition:
         self._live: dict[int, tuple[Any, bytes]] = {}
         self._pending: tuple[Position, list[Fixed]] | None = None
         self._static, self._dirty = b"\x90", True
+        self._fetches, self._epochs = 0, False
 
     # -- position -----------------------------------------------------------------------------------------
 
@@ -120,10 +132,13 @@ class DataPosition:
         Args:
             stale, extra: see `Position`.
         """
-        innermost = next((p for p in reversed(self._passes) if not p.over), None)
+        innermost = next((p for p in reversed(self._passes) if not (p.over or p.set_aside)), None)
         asking = next((p for p in reversed(self._passes) if p.asking), innermost)
         outer = _parents(asking)
-        counted = [p for p in self._passes if asking not in _parents(p) and not (p.over and self.by_hand)]
+        counted = [p for p in self._passes
+                   if not p.set_aside and asking not in _parents(p) and not (p.over and self.by_hand)]  # fmt: skip
+        while innermost is not None and counted and counted[-1].over:  # it began and ended while that one goes on
+            counted.pop()
         if self._dirty or counted != self._passes or any(p.position.changed for p in counted):
             self._static = msgspec.msgpack.encode([p.fixed() for p in counted])
             self._dirty = counted != self._passes
@@ -146,6 +161,11 @@ class DataPosition:
         self._live = {number: (None, state) for number, state in self._pending[0].ends.items()}
 
     @property
+    def gave(self) -> bool:
+        """A pass has given a batch in this run."""
+        return self._fetches > 0
+
+    @property
     def nowhere(self) -> bool:
         """A resumed run has no position in any data to return to."""
         pending = self._pending
@@ -161,7 +181,11 @@ class DataPosition:
     def next_epoch(self, epoch: int) -> bool:
         """`session.epochs` moves on to `epoch`; whether a resumed run is now where it was."""
         self.explicit, self.epoch = True, epoch
+        alive = [one for one in self._passes if not (one.over or one.broken)]
         self._clear()
+        for one in alive:
+            one.set_aside, one.parent = not one.persists, None
+        self._passes, self._epochs = alive, True
         pending = self._pending
         if pending is None or not pending[0].explicit or pending[0].rows or pending[0].done:
             return False
@@ -182,7 +206,7 @@ class DataPosition:
         for one in self._passes:
             if one.broken:
                 self.end(one)
-        if self.explicit or not self._begun or not all(one.over for one in self._passes):
+        if self.explicit or not self._begun or not all(one.over for one in self._passes) or self._awaits():
             return False
         self.epoch += 1
         self._clear()
@@ -206,27 +230,61 @@ class DataPosition:
         """
         self._begun = True
         parent = next((p for p in reversed(self._passes) if p.in_body), None)
+        if parent is not None and self._pending is not None and not parent.outer:  # in the earlier run this one was not
+            parent = None  # inside of it
+        before = self._beside(loader, parent)
+        parent = None if before is not None else parent
         if parent is not None:
             if parent.kind == STATEFUL:
                 raise UsageError("a loop over s.batches() inside the body of another one whose loader has a state of "
                                  "its own (state_dict): iterate the outer one without s.batches()")  # fmt: skip
             parent.again = parent.fetch
-        while self._passes and self._passes[0].over:
-            self._passes.pop(0)
-            self._done += 1
         one = DataPass(loader, position_of(loader, self._recorder, replay), parent)
-        number = self._done + len(self._passes)
-        self._passes.append(one)
+        one.persists = not self._epochs or any(p.persists and p.loader is loader for p in self._passes)
+        number = self._place(one, before)
         self._dirty = True
         if one.kind == MAP:
             self._tracked[id(loader)] = loader
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
         self._count(one, number)
-        if self._pending is not None:
+        if self._pending is not None and before is None:
             return one, self._begin_resumed(one, number, *self._pending)
         self._begin_anew(one)
         return one, False
+
+    def _awaits(self) -> bool:
+        """A resumed run has not begun all the passes yet that went on beside each other."""
+        if self._pending is None:
+            return False
+        position = self._pending[0]
+        begun = self._done + len(self._passes) - position.done
+        return any(not row.over for row in position.rows[max(0, begun) :])
+
+    def _beside(self, loader: Any, parent: DataPass | None) -> DataPass | None:
+        """The pass over `loader` that has ended while another one, which goes on, is in its middle.
+
+        Loops that draw from two loaders in each step begin the shorter one again, which is no loop inside of another.
+        """
+        ended = next((p for p in self._passes if p.loader is loader and p.over), None)
+        if ended is None or (self._awaits() and ended.first != -2):
+            return ended
+        if parent is None and all(p.over for p in self._passes):
+            return None
+        return ended if parent is None or (ended.parent is not parent and ended.last > parent.first) else None
+
+    def _place(self, one: DataPass, before: DataPass | None) -> int:
+        """Put a pass where it belongs, in the place of `before` if there is such a one. Returns its number."""
+        self._passes = [p for p in self._passes if not (p.set_aside and p.parent is one.parent)]
+        if before is not None:
+            at = self._passes.index(before)
+            self._passes[at], one.first = one, before.first
+            return self._done + at
+        while self._passes and self._passes[0].over and all(p.over for p in self._passes):
+            self._passes.pop(0)
+            self._done += 1
+        self._passes.append(one)
+        return self._done + len(self._passes) - 1
 
     def _count(self, one: DataPass, number: int) -> None:
         """Let a loader know the passes of the earlier run, unless it has begun one in this run."""
@@ -272,6 +330,8 @@ class DataPosition:
                 "the data cannot be restored. Give the loaders that were used before, in the same order."
             )
         one.consumed, one.over, one.sampler, one.again = row.consumed - row.outer, row.over, fixed.sampler, fixed.fetch
+        one.first, one.outer = -2 if one.over else -1, row.outer
+        one.last = one.first
         if one.over:
             return
         if fixed.sampler:
@@ -308,8 +368,15 @@ class DataPosition:
     def ask(self, one: DataPass) -> None:
         """The loop asks this pass for a batch: its body has ended, and with it every pass that began inside."""
         one.asking = True
-        if self._passes[-1:] != [one] and any(p.parent is one for p in self._passes):
-            self._passes = [p for p in self._passes if one not in _parents(p)]
+        if one.set_aside:
+            one.persists = one.persists or one.parent is None
+            one.set_aside, one.parent, self._dirty = False, None, True
+            if one not in self._passes:
+                self._passes.append(one)
+        if self._passes[-1:] != [one] and any(p.parent is one and not p.set_aside for p in self._passes):
+            for each in self._passes:
+                each.set_aside = each.set_aside or (each.parent is one and not (each.over or each.broken))
+            self._passes = [p for p in self._passes if p.set_aside or one not in _parents(p)]
             one.again, self._dirty = b"", True
 
     def fetch(self, one: DataPass) -> Any:
@@ -332,6 +399,8 @@ class DataPosition:
         if not one.consumed:
             one.position.seen(batch)
         one.consumed += 1
+        self._fetches += 1
+        one.first, one.last = one.first or self._fetches, self._fetches
         return batch
 
     def end(self, one: DataPass) -> None:

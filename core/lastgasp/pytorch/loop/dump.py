@@ -21,16 +21,15 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
     snapshot, has_copy = run.require(step), run.update.has_copy
     own = run.recorder.read(step)
     aux_states = dict(aux) if own is None else {run.rank: own, **aux}
-    buffers = buffers_of(step, aux_states, run.recorder, [run.buffer_rank, run.rank])
+    tensors = buffers_of(step, aux_states, run.recorder, [run.buffer_rank, run.rank]) | run.moving.held(step)
     notes = list(snapshot.notes)
     if not run.life.alike:
         notes.append(f"the ranks did not hold the same when they were compared; this is what rank {run.rank} held")
     if run.buffer_rank not in aux_states and any(True for _ in run.state.container.buffers()):
         notes.append(f"buffers are those of rank {run.rank}, because those of rank {run.buffer_rank} were lost")
-    if missing := run.state.extra_states.missing(snapshot.modules):
-        notes.append(missing)
+    notes += filter(None, (run.state.extra_states.missing(snapshot.modules), run.moving.missing(step)))
     notes += notes_on(aux_states, run.place, seeded=run.state.elastic is not None)
-    checkpoint: dict[str, Any] = run.state.dump(snapshot, buffers, run.update.copies if has_copy else None)
+    checkpoint: dict[str, Any] = run.state.dump(snapshot, tensors, run.update.copies if has_copy else None)
     if run.require(step) is not snapshot or run.update.has_copy != has_copy:
         raise NotSaveable(f"step {step} ended while it was being dumped")
     for note in notes:

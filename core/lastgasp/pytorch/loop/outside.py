@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lastgasp.errors import ConfigError
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.state import TorchState
@@ -105,6 +106,30 @@ class OtherOptimizers:
         saved = [held.state_dict() for held in known]
         extra = [item if isinstance(item, dict) else item.state_dict() for item in self._state.extra.values()]
         return own <= {id(t) for t in _tensors([*saved, *extra])}
+
+
+def require_held(state: TorchState) -> None:
+    """Refuse optimizers that train what no checkpoint would hold: learned weights of losses, centers, temperatures.
+
+    Raises:
+        ConfigError: names how many tensors.
+    """
+    if state.engine is not None or state.partitioned:  # those have parts of parameters
+        return
+    own = {id(p) for p in state.container.parameters()}
+    outside = [p for one in state.optimizers.values() for p in _parameters(one) if id(p) not in own]
+    if outside:
+        saved = {id(t) for t in _tensors([one.state_dict() for one in state.optimizers.values()])}  # master weights
+        outside = [p for p in outside if id(p) not in saved]
+    if outside:
+        shapes = ", ".join(str(list(p.shape)) for p in outside[:3])
+        raise ConfigError(
+            "optimizer",
+            f"trains {len(outside)} tensors that are in no model of TorchState (of shapes {shapes})",
+            "parameters of the models",
+            "No checkpoint would hold them: give TorchState(model={...}) the modules that they belong to; single ones "
+            "go into an nn.ParameterList.",
+        )
 
 
 class Unreduced:

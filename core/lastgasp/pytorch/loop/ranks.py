@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from lastgasp.connect import contact_of, place_in_job
-from lastgasp.errors import ConfigError
+from lastgasp.errors import ConfigError, ControlError, DeadlineExceeded
+from lastgasp.events import FaultKind
+from lastgasp.pytorch import exception_origin
 from lastgasp.session import Contact
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
 
@@ -72,3 +74,8 @@ def from_rank_0(value: T) -> T:
 
 def _grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def kind_of(error: BaseException) -> FaultKind:
+    """As for any exception of torch's; a lost controller or rank while a periodic checkpoint was agreed on, too."""
+    return "peer" if isinstance(error, ControlError | DeadlineExceeded) else exception_origin.kind_of(error)

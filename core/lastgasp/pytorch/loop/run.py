@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lastgasp.adapter.policy import SelectionPolicy
 from lastgasp.adapter.run import AdapterRun, Framework
@@ -16,8 +17,7 @@ from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.arena_filling import ArenaMode
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, Recovery, check_writable
-from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable, UsageError
-from lastgasp.events import FaultKind
+from lastgasp.errors import NotSaveable, UsageError
 from lastgasp.fits import FITS
 from lastgasp.gasp.rank_status import Released
 from lastgasp.pytorch import exception_origin, rng
@@ -34,14 +34,16 @@ from lastgasp.pytorch.loop.finish import finish_step
 from lastgasp.pytorch.loop.inexact import Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
-from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced
+from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, require_held
 from lastgasp.pytorch.loop.periodic import Periodic
-from lastgasp.pytorch.loop.ranks import connect, local, place_of, versions
+from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
 from lastgasp.pytorch.loop.sharding import sharded_loop
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
+from lastgasp.pytorch.loop.unknown_loaders import UnknownLoaders
+from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
@@ -81,6 +83,7 @@ class Run:
         self.rank, self.step = self.place.rank, 0
         self.resumed: Path | None = None
         state.require_supported(self.place.world_size)
+        require_held(state)
         if not self.place.incarnation:
             check_writable(config.directory)
         self.entry = again.current()
@@ -102,7 +105,7 @@ class Run:
         self._again: Callable[[], None] = _nothing
         self.users_handler = users_handler(held)
         framework = Framework(
-            name=f"pytorch {torch.__version__}", kind_of=_kind_of, device=local(self.place)[0], versions=versions()
+            name=f"pytorch {torch.__version__}", kind_of=kind_of, device=local(self.place)[0], versions=versions()
         )
         writer = ManifestWriter(state.layout.FORMAT, self.place, lambda: self.fit)
         self.recorder = AuxRecorder(state.devices(), owner)
@@ -115,7 +118,7 @@ class Run:
         if held is not None and held.life is None:  # ranks are given what others hold only where all are alike
             self.life.alike_before = True
         self.engine = self.life.session
-        self._inexact = Inexact(self.rank, self.engine.note)
+        self._inexact, self.unknown_loaders = Inexact(self.rank, self.engine.note), UnknownLoaders(self.engine.note)
         self.life.on_close(self.recorder.close, last=True)
         self.life.on_close(self.book.close)
         self._account(not_kept)
@@ -155,6 +158,7 @@ class Run:
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
+        self.moving = MovingParameters(nn.ModuleDict() if state.sharded else state.container, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
@@ -237,6 +241,7 @@ class Run:
     def _opens(self) -> None:
         if self._returning:
             self._trains_before_its_data()
+        self.moving.opens()
         self._capture_unsettled()
         self.engine.before_update()
         self.schedules.opens()
@@ -294,6 +299,7 @@ class Run:
             self._snapshot = self.state.snapshot(step, self.book.epoch)
             since = self.shards.complete(self._snapshot)
         self.buckets.look()
+        self.moving.closes(step)
         self.step = step
         self.schedules.closes()
         self._gradients = False
@@ -324,9 +330,14 @@ class Run:
         if self.update.in_progress and book.nested():
             raise UsageError("a loop over s.batches() begins in the body of another, after an update there: "
                              "a resume could not continue there. Move the update behind the inner loop.")  # fmt: skip
+        random = self.recorder.snapshot_rng() if self._returning and book.gave else b""
         one, there = book.begin(loader, replay)
         if there:
             self.at_boundary()
+        elif self._returning and one.resumed and one.parent is None and not one.again:
+            self._restore_aux()
+        if random and one.parent is None:  # a loader beside this one has given its batch already, and drawn for it
+            rng.restore(rng.decode(random))
         if one.inexact:
             self._inexact.tell(one, there)
         return one
@@ -436,8 +447,3 @@ class Run:
 
 def _nothing() -> None:
     """Nothing to restore."""
-
-
-def _kind_of(error: BaseException) -> FaultKind:
-    """As for any exception of torch's; a lost controller or rank while a periodic checkpoint was agreed on, too."""
-    return "peer" if isinstance(error, ControlError | DeadlineExceeded) else exception_origin.kind_of(error)

@@ -217,6 +217,8 @@ class Session:
             raise UsageError(f"updated(step={step}) goes backwards: step {run.step} is complete already")
         run.book.by_hand = True
         run.complete(number)
+        if not run.book.gave:
+            run.unknown_loaders.step_over()
         return True
 
     def save(self) -> None:

@@ -253,17 +253,18 @@ class TorchState:
 
     # -- dump ---------------------------------------------------------------------------------------------
 
-    def dump(self, snapshot: Snapshot, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[str, Any]:
+    def dump(self, snapshot: Snapshot, tensors: Mapping[str, Tensor], copies: Copies | None) -> dict[str, Any]:
         """The checkpoint of `snapshot`, without the key `lastgasp`. Tensors are the live ones, or the copies.
 
         Args:
-            buffers: key in the container's `state_dict` -> value at the end of the step.
+            tensors: key in the container's `state_dict` -> value at the end of the step: buffers, and what moves.
             copies: parameters and optimizer states at the end of the step, if an update has begun since.
         """
-        places = self._places(buffers, copies)
+        places = self._places(tensors, copies)
         models = [_replaced(m.state_dict(), places) for m in self.modules.values()]
         for name, model in zip(self.modules, models, strict=True):
             put(model, snapshot.modules, f"{name}.")
+            put(model, tensors, f"{name}.")
         live = copies.optimizers() if copies is not None else [o.state_dict() for o in self.optimizers.values()]
         for state, groups in zip(live, snapshot.groups, strict=True):
             for group, values in zip(state["param_groups"], groups, strict=True):
@@ -284,12 +285,13 @@ class TorchState:
             "flags": self.flags.record(snapshot.flags),
         }
 
-    def _places(self, buffers: Mapping[str, Tensor], copies: Copies | None) -> dict[Address, Tensor]:
+    def _places(self, tensors: Mapping[str, Tensor], copies: Copies | None) -> dict[Address, Tensor]:
         """Key of a live tensor -> what is saved instead."""
         found = dict(copies.parameters()) if copies is not None else {}
-        for name, live in self.container.named_buffers(remove_duplicate=False):
-            if name in buffers and live.numel():
-                found[address(live)] = buffers[name]
+        kinds: tuple[Any, ...] = (self.container.named_buffers, self.container.named_parameters)
+        for name, live in (row for named in kinds for row in named(remove_duplicate=False)):
+            if name in tensors and live.numel():
+                found[address(live)] = tensors[name]
         return found
 
     # -- load ---------------------------------------------------------------------------------------------
@@ -398,8 +400,16 @@ def _model_problems(name: str, module: nn.Module, stored: Mapping[str, Any]) -> 
     for key, value in own.items():
         other = stored.get(key)
         if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+            if _loads_itself(module, key):
+                continue
             lines.append(f"model {name}: {key} is {list(other.shape)} in the checkpoint and {list(value.shape)} here")
     return lines if len(lines) <= 8 else [*lines[:8], f"and {len(lines) - 8} more of model {name}"]
+
+
+def _loads_itself(module: nn.Module, key: str) -> bool:
+    """Whether a module decides itself what it loads: observers of quantization take any shape of their buffers."""
+    owner = module.get_submodule(key.rpartition(".")[0])
+    return type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def _optimizer_problems(name: str, optimizer: Any, stored: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,125 @@
+"""Parameters that a training changes before its update: momentum encoders (MoCo), prototypes that are normalized first.
+
+All other parameters are read live after a fault, since nothing but an update changes them. These are ahead of the last
+step by then, so they are copied at the end of each step, from the first time that one of them was seen to move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lastgasp.pytorch.buffers import Seen
+
+log = logging.getLogger("lastgasp")
+
+_FIRST = 3
+"""Steps in which all parameters are looked at; later one in each step, in turn."""
+_PATIENCE = 100
+"""Steps without a move after which no copies are made any more: weights that were loaded once, for example."""
+
+_Where = tuple[str, dict[str, Any], str]
+
+
+class MovingParameters:
+    """Those of one module. The training thread calls all but `held`.
+
+    A change is seen by torch's counter of changes and by the place in memory; in host memory bytes out of all of the
+    tensor are compared, too.
+
+    Args:
+        module: whose parameters; what is added to it later does not count.
+        note: reports what people must know (`Session.note`).
+    """
+
+    def __init__(self, module: nn.Module, note: Callable[[str], object]) -> None:
+        self._note = note
+        self._all: list[_Where] = [
+            (f"{prefix}.{name}" if prefix else name, child._parameters, name)
+            for prefix, child in module.named_modules()
+            for name in child._parameters
+        ]
+        self._seen = [Seen() for _ in self._all]
+        self._looked_at: list[tuple[_Where, Seen]] = []
+        self._steps = self._turn = self._quiet = 0
+        self._moving: dict[str, int] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._step, self._opened = -1, list[str]()
+        self._open = False
+
+    def closes(self, step: int) -> None:
+        """A step has ended: copy what moves, and look at some of the rest."""
+        self._step, self._open = -1, False
+        if self._moving:
+            self._copy(step)
+        count = len(self._all)
+        if not count:
+            return
+        chosen = {self._turn % count, *list(self._moving.values())[:1]} if self._steps >= _FIRST else range(count)
+        self._steps, self._turn = self._steps + 1, self._turn + 1
+        self._looked_at = [(self._all[i], self._seen[i]) for i in chosen]
+        for where, seen in self._looked_at:
+            if (live := _live(where)) is not None:
+                seen.changed(live)
+
+    def opens(self) -> None:
+        """An update is about to begin: compare what was looked at with how it was at the end of the last step."""
+        self._opened, self._open = self._moved(), True
+        new = [name for name in self._opened if name not in self._moving]
+        self._quiet = 0 if self._opened else self._quiet + 1
+        if new:
+            self._steps = 0  # look at all of them
+            numbers = {name: number for number, (name, _, _) in enumerate(self._all)}
+            self._moving = self._moving | {name: numbers[name] for name in new}
+            log.info("%d parameters change before the update (%s): they are copied at the end of each step",
+                     len(self._moving), _some(self._moving))  # fmt: skip
+        elif self._moving and self._quiet >= _PATIENCE:
+            self._moving, self._kept = {}, {}
+
+    def _moved(self) -> list[str]:
+        rows = ((where, seen, _live(where)) for where, seen in self._looked_at)
+        return [where[0] for where, seen, live in rows if live is not None and seen.differs_from(live)]
+
+    def _copy(self, step: int) -> None:
+        found = ((name, _live(self._all[number])) for name, number in self._moving.items())
+        live = {name: p.detach() for name, p in found if p is not None}
+        kept = self._kept
+        try:
+            if {n: (t.shape, t.dtype) for n, t in live.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}:
+                torch._foreach_copy_(list(kept.values()), list(live.values()))
+            else:
+                self._kept = {name: t.clone() for name, t in live.items()}
+        except RuntimeError as error:  # no memory for it
+            self._note(f"parameters that change before the update cannot be copied ({str(error).splitlines()[0]}): a "
+                       "fault before the update saves them as they are then")  # fmt: skip
+            self._moving, self._kept, self._all = {}, {}, []
+            return
+        self._step = step
+
+    def held(self, step: int) -> dict[str, Tensor]:
+        """Name in the module's `state_dict` -> value at the end of `step`, of those that move. Any thread may ask."""
+        return self._kept if self._step == step else {}
+
+    def missing(self, step: int) -> str:
+        """What to note on a checkpoint of `step` that is made now; empty where all is as it was."""
+        held, moved = self.held(step), self._opened if self._open else self._moved()
+        lost = [name for name in moved if name not in held]
+        return (
+            f"{len(lost)} parameters were changed since the end of step {step}, before an update ({_some(lost)}): they "
+            "are saved as they were at the fault, and a resume will not be bit-equal"
+        ) if lost else ""  # fmt: skip
+
+
+def _live(where: _Where) -> Tensor | None:
+    found: Tensor | None = where[1].get(where[2])
+    return None if found is None or is_lazy(found) else found
+
+
+def _some(names: Iterable[str]) -> str:
+    named = list(names)
+    return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")

@@ -1,0 +1,105 @@
+"""Parameters that change before the update: seen, copied at the end of each step, and forgotten when they rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lastgasp.pytorch import moving
+from lastgasp.pytorch.moving import MovingParameters
+
+
+def by_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def through_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def exchanged(model: nn.Module) -> None:
+    for child in model.modules():
+        for name, p in list(child._parameters.items()):
+            if p is not None:
+                child._parameters[name] = nn.Parameter(p.detach() * 0.5)
+
+
+def both() -> nn.ModuleDict:
+    return nn.ModuleDict({"trained": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize("change", [by_data, through_data, in_place, exchanged])
+def test_what_moves_is_kept_as_it_was_at_the_end_of_the_step(change: Callable[[nn.Module], None]) -> None:
+    notes: list[str] = []
+    model = both()
+    found = MovingParameters(model, notes.append)
+    for step in range(1, 5):
+        if step > 1:
+            change(model["other"])
+        found.opens()
+        through_data(model["trained"])  # the update
+        if step == 2:
+            assert "2 parameters were changed since the end of step 1" in found.missing(1)
+            assert found.held(1) == {}
+        found.closes(step)
+        assert found.missing(step) == ""
+    want = {name: p.clone() for name, p in model.state_dict().items() if name.startswith("other")}
+    change(model["other"])
+    held = found.held(4)
+    assert held.keys() == want.keys()
+    assert all(torch.equal(held[name], value) for name, value in want.items())
+    assert (found.missing(4), found.held(3), notes) == ("", {}, [])
+
+
+def test_one_that_begins_to_move_late_is_found() -> None:
+    model = both()
+    found = MovingParameters(model, pytest.fail)
+    for step in range(1, 20):
+        if step > 10:
+            in_place(model["other"])
+        found.opens()
+        found.closes(step)
+    assert sorted(found.held(19)) == ["other.bias", "other.weight"]
+
+
+def test_what_rests_is_not_copied_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a script has loaded its best weights once."""
+    monkeypatch.setattr(moving, "_PATIENCE", 5)
+    model = both()
+    found = MovingParameters(model, pytest.fail)
+    for step in range(1, 12):
+        if step == 2:
+            by_data(model)
+        found.opens()
+        found.closes(step)
+        if step == 3:
+            assert len(found.held(3)) == 4
+    assert found.held(11) == {}
+
+
+def test_where_there_is_no_room_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    model = both()
+    found = MovingParameters(model, notes.append)
+    monkeypatch.setattr(torch.Tensor, "clone", _no_room)
+    found._moving = {"other.weight": 2}
+    found.closes(1)
+    [note] = notes
+    assert "cannot be copied (no memory)" in note
+    found.opens()
+    assert (found.held(1), found.missing(1)) == ({}, "")
+
+
+def _no_room(self: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no memory")
