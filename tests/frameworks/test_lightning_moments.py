@@ -226,6 +226,43 @@ def test_what_is_frozen_and_the_random_numbers_of_a_data_set_go_on(tmp_path: Pat
     assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
 
 
+class Momentum(Small):
+    """A second net follows the first one before each update, as MoCo's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(4, 1).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for p in self.second.parameters():
+            p.data = p.data * 0.9 + batch[0].mean()
+        return super().training_step([batch[0], batch[1] + self.second(batch[0])], batch_idx)
+
+
+class Late(L.Callback):
+    """Raises behind the forward pass of the step that follows five."""
+
+    def on_before_backward(self, trainer: L.Trainer, *args: object) -> None:
+        if trainer.global_step == 5:
+            raise Boom
+
+
+def with_momentum(job: Job, *callbacks: L.Callback) -> dict[str, Tensor]:
+    job.restart()
+    seed(7)
+    model = Momentum()
+    assert fit(job.make(*callbacks), model) is not bool(callbacks)
+    return weights(model)
+
+
+def test_a_momentum_encoder_is_that_of_the_boundary(tmp_path: Path) -> None:
+    straight = with_momentum(Job(tmp_path / "straight"))
+    job = Job(tmp_path / "faulted")
+    with_momentum(job, Late())
+    resumed = with_momentum(job)
+    assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
+
+
 def swa(job: Job, strike: int | None) -> tuple[dict[str, Tensor], float]:
     job.restart()
     seed(7)

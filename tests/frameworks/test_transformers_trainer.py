@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from lastgasp.cli import main
@@ -71,6 +72,25 @@ def test_the_same_training_continues_after_an_exception(tmp_path: Path, undistur
     listed = CliRunner().invoke(main, ["verify", str(tmp_path)])
     assert listed.exit_code == 0, listed.output
     assert all(f"checkpoint-{step}" in listed.output for step in (4, 5, 8, 12))
+
+
+def test_a_parameter_that_moves_before_the_update_is_saved_as_it_was(tmp_path: Path) -> None:
+    """As momentum encoders do, in each forward pass."""
+    one = trainer(tmp_path, Breaks(5), LastGasp())
+    net: Any = one.model
+    weight = net.get_parameter("transformer.ln_f.weight").requires_grad_(False)
+    values = []
+
+    def moves(*_: Any) -> None:
+        if net.training:
+            values.append(weight.data.clone())
+            weight.data = weight.data * 0.9
+
+    net.register_forward_pre_hook(moves)
+    with pytest.raises(InjectedFault):
+        one.train()
+    saved = load_file(tmp_path / "checkpoint-5/model.safetensors")["transformer.ln_f.weight"]
+    assert torch.equal(saved, values[-1])
 
 
 def test_a_gasp_that_trainer_was_to_save_as_well_becomes_its_own(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
 from lastgasp.pytorch.loop.record import buffers_of
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import (
     CHANGED,
@@ -69,6 +70,7 @@ __all__ = [
     "GaspSource",
     "LoaderPosition",
     "LoopMarks",
+    "MovingParameters",
     "Open",
     "PassStart",
     "PrefetchedData",

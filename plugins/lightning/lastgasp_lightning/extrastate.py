@@ -1,16 +1,24 @@
-"""The user's own state beside weights: of a datamodule, of modules with `get_extra_state`. Captured at each boundary.
+"""What changes in the middle of a step, so that its value at a fault belongs to no step. Captured at each boundary.
 
-Both may change in the middle of a step (a counter in `training_step`), so their values at a fault belong to no step.
+The state of a datamodule, and of modules with `get_extra_state` (a counter in `training_step`); parameters that change
+before the update (momentum encoders).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from torch import nn
 
-from lastgasp.adapter.torch import extrastate
+from lastgasp.adapter.torch import MovingParameters, extrastate
+
+log = logging.getLogger("lastgasp")
+
+
+Taken = tuple[Any, dict[str, Any], int]
 
 
 class ExtraStates:
@@ -25,22 +33,25 @@ class ExtraStates:
         own = data is not None and type(data).state_dict is not LightningDataModule.state_dict
         self._data = data if own else None
         self._modules = extrastate.ExtraStates({} if sharded else trainer.lightning_module)
+        self.moving = MovingParameters(nn.Module() if sharded else trainer.lightning_module, log.warning)
 
-    def take(self, step: int) -> tuple[Any, dict[str, Any]]:
-        """Copies of their current values: the datamodule's, and by key in `state_dict` the modules'.
+    def take(self, step: int) -> Taken:
+        """Copies of their current values: the datamodule's, and by key in `state_dict` the modules'; and the step.
 
         The modules' are left out where it is not this step's turn (`missing`).
         """
         data = copy.deepcopy(self._data.state_dict()) if self._data is not None else None
-        return data, self._modules.step_over(step)
+        self.moving.closes(step)
+        return data, self._modules.step_over(step), step
 
-    def missing(self, taken: tuple[Any, dict[str, Any]]) -> str:
+    def missing(self, taken: Taken) -> str:
         """What to note on a checkpoint that has only `taken` of the boundary; empty where that is all."""
-        return self._modules.missing(taken[1])
+        return "; ".join(filter(None, (self._modules.missing(taken[1]), self.moving.missing(taken[2]))))
 
-    def put(self, checkpoint: dict[str, Any], taken: tuple[Any, dict[str, Any]]) -> None:
+    def put(self, checkpoint: dict[str, Any], taken: Taken) -> None:
         """Put what `take` returned into a checkpoint of Lightning's."""
-        data, modules = taken
+        data, modules, step = taken
+        extrastate.put(checkpoint.get("current_model_state", checkpoint["state_dict"]), self.moving.held(step))
         if data is not None:
             checkpoint[type(self._data).__qualname__] = data
         for states in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):

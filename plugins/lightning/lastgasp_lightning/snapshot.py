@@ -43,7 +43,7 @@ class Snapshot:
     metrics: dict[str, Any]
     logging: tuple[bool | None, str | None]
     callbacks: dict[str, Any]
-    extra: tuple[Any, dict[str, Any]]
+    extra: tuple[Any, dict[str, Any], int]
     flags: tuple[bytes, bytes]
     accumulate: int | None
     all_callbacks: bool = False

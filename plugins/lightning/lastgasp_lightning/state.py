@@ -177,8 +177,8 @@ class LightningState:
         self.watch.begin()
 
     def _before_first_update(self) -> None:
-        # A rank killed inside the update leaves its random state of just before, which the update does not use,
-        # to whoever survives it; in a job of one rank nobody does.
+        # The update does not use the random state of just before: a rank killed in it leaves that to the others.
+        self._snapshots.extra.moving.opens()
         self._capture_unsettled()
         self.gate()
 

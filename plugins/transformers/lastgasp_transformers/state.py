@@ -62,6 +62,7 @@ class Training(adapter.Training):
         self.state.require_supported(place.world_size)
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
         self._buckets = shared.BucketLayouts(self.state)
+        self._moving = shared.MovingParameters(self.state.container, session.note)
         self.gasps: adapter.StateSource
         self._boundary: Record = {}
         self._scheduled: Record = {}
@@ -99,8 +100,10 @@ class Training(adapter.Training):
         self._capture(self.step + 1, False, total + own)
 
     def _before_update(self, *_: object) -> None:
-        if not self.phase and self._place.world_size > 1:
-            self._capture(self.step + 1, False, self.trainer._tr_loss)
+        if not self.phase:
+            self._moving.opens()
+            if self._place.world_size > 1:
+                self._capture(self.step + 1, False, self.trainer._tr_loss)
         self._session.before_update()
         self.phase, self._scheduled = "update", self.trainer.lr_scheduler.state_dict()
 
@@ -123,6 +126,7 @@ class Training(adapter.Training):
             "torch": self.state.snapshot(self.step, 0),
         }
         self._buckets.look()
+        self._moving.closes(self.step)
         self.phase = ""
         return self.step
 
@@ -161,7 +165,10 @@ class Training(adapter.Training):
         boundary, rank = self._require(step), self._place.rank
         if own := self.recorder.read(step):
             aux = {**aux, rank: own}
-        dump = self.state.dump(boundary["torch"], shared.buffers_of(step, aux, self.recorder, [rank]), None)
+        tensors = shared.buffers_of(step, aux, self.recorder, [rank]) | self._moving.held(step)
+        dump = self.state.dump(boundary["torch"], tensors, None)
+        if missing := self._moving.missing(step):
+            self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
         write_checkpoint(staged, self.trainer, dump, self.record(aux), boundary["state"] | {
             "stateful_callbacks": callbacks})  # fmt: skip
