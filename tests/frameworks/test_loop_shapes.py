@@ -214,6 +214,15 @@ def one_after_the_other(s: Session, p: Parts) -> None:
         p.tick()
 
 
+def twice(s: Session, p: Parts) -> None:
+    for _ in s.epochs(2):
+        for batch in s.batches(p.data):
+            p.train(batch)
+        p.tick()
+        for batch in s.batches(p.data):
+            p.train(batch)
+
+
 def again_by_hand(s: Session, p: Parts) -> None:
     """Labelled and unlabelled data, as FixMatch draws them: the one that is exhausted is begun again."""
     first, second = iter(s.batches(p.data)), iter(s.batches(p.data2))
@@ -535,6 +544,7 @@ SHAPES = {
     "nested": Shape(nested, adam),
     "zipped": Shape(zipped, adam),
     "one-after-the-other": Shape(one_after_the_other, adam),
+    "twice": Shape(twice, adam),
     "again-by-hand": Shape(again_by_hand, adam, longer),
     "again-by-hand-equal": Shape(again_by_hand, adam),
     "cycled": Shape(cycled, adam, longer),

@@ -230,8 +230,8 @@ class DataPosition:
         """
         self._begun = True
         parent = next((p for p in reversed(self._passes) if p.in_body), None)
-        if parent is not None and self._pending is not None and not parent.outer:  # in the earlier run this one was not
-            parent = None  # inside of it
+        if self._pending is not None and parent is not None and not parent.outer:
+            parent = None  # this one did not begin in its body in the earlier run
         before = self._beside(loader, parent)
         parent = None if before is not None else parent
         if parent is not None:
@@ -304,7 +304,7 @@ class DataPosition:
     def _begin_resumed(self, one: DataPass, number: int, position: Position, fixed: list[Fixed]) -> bool:
         last = position.done + len(position.rows) - 1
         if number < position.done:
-            one.over = True
+            one.over, one.first, one.last = True, -2, -2
         elif number <= last:
             self._again(one, position.rows[number - position.done], fixed[number - position.done])
         if number < last:
