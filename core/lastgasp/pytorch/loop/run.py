@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lastgasp.adapter.policy import SelectionPolicy
 from lastgasp.adapter.run import AdapterRun, Framework
@@ -45,6 +44,7 @@ from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.unknown_loaders import UnknownLoaders
 from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.processgroups import process_groups
+from lastgasp.pytorch.unsaved import Unsaved
 from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing import faults
@@ -158,7 +158,8 @@ class Run:
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
-        self.moving = MovingParameters(nn.ModuleDict() if state.sharded else state.container, self.engine.note)
+        self.unsaved = Unsaved(state.container)
+        self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))

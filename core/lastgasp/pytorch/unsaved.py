@@ -1,0 +1,81 @@
+"""What modules keep beside what checkpoints hold: numbers, tensors that are no buffers, buffers that do not persist.
+
+A new process has those of the script. Where training has changed them a resumed run differs, and that is said.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lastgasp.pytorch.extrastate import has_extra_state
+from lastgasp.pytorch.uservalues import is_users
+
+_NAMED = 4
+"""Values that are named."""
+_BYTES = 16 << 20
+"""Larger tensors are not looked at."""
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+class Unsaved:
+    """Those of one module and all below it, and how they were when this was made.
+
+    Of containers the length counts. Plain values count in modules of the user's own classes alone, and where
+    `get_extra_state` saves none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = dict(_values(module))
+
+    def note(self) -> str:
+        """What to note on a checkpoint; empty where nothing has changed. Any thread may ask; never raises."""
+        try:
+            changed = [name for name, value in _values(self._module) if self._before.get(name) not in (None, value)]
+        except Exception:  # the user's objects, which training may be changing at this moment
+            return ""
+        if not changed:
+            return ""
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        return (f"training has changed what modules keep beside their state: {', '.join(changed[:_NAMED])}{more}. No "
+                "checkpoint holds it, so a process that begins anew has the script's. Persistent buffers are saved, "
+                "and so is what get_extra_state returns")  # fmt: skip
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, bytes]]:
+    for place, one in module.named_modules():
+        held = {name: one._buffers.get(name) for name in one._non_persistent_buffers_set}
+        if is_users(type(one)) and not has_extra_state(one):
+            held |= {name: value for name, value in vars(one).items() if name not in _of_torch()}
+        for name, value in held.items():
+            if (found := _digest(value)) is not None:
+                yield f"{place}.{name}" if place else name, found
+
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
+
+
+def _digest(value: Any) -> bytes | None:
+    """None where it is not looked at."""
+    if isinstance(value, bool | int | float):
+        return repr(value).encode()
+    if isinstance(value, _CONTAINERS):
+        return b"%d" % len(value)
+    if isinstance(value, Tensor):
+        plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
+        if not plain or value.numel() * value.element_size() > _BYTES:
+            return None
+        value = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray) and value.nbytes <= _BYTES and not value.dtype.hasobject:
+        return hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+    return None

@@ -1,0 +1,64 @@
+"""What modules keep beside what checkpoints hold is named once training has changed it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lastgasp.pytorch.unsaved import Unsaved
+
+
+class Keeps(nn.Module):
+    """A bit of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.seen, self._calls, self.name = 1.0, list[float](), 0, "one"
+        self.mean, self.table, self.nothing = torch.zeros(3), np.zeros(2), torch.zeros(0)
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+        self.register_buffer("saved", torch.zeros(2))
+
+
+class Saves(Keeps):
+    """What it keeps is its extra state."""
+
+    def get_extra_state(self) -> Any:
+        """All."""
+        return self.rate
+
+
+CHANGES: dict[str, Any] = {
+    "rate": lambda m: setattr(m, "rate", 0.5),
+    "seen": lambda m: m.seen.append(1.0),
+    "_calls": lambda m: setattr(m, "_calls", 1),
+    "mean": lambda m: m.mean.add_(1),
+    "table": lambda m: setattr(m, "table", m.table + 1),
+    "passing": lambda m: m.passing.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_has_changed_is_named(name: str) -> None:
+    module: Any = nn.ModuleDict({"model": nn.Sequential(Keeps())})
+    unsaved = Unsaved(module)
+    assert unsaved.note() == ""
+    CHANGES[name](module["model"][0])
+    assert f"beside their state: model.0.{name}. No checkpoint" in unsaved.note()
+
+
+def test_what_is_saved_or_nobodys_is_not() -> None:
+    module: Any = nn.ModuleDict({"keeps": Keeps(), "saves": Saves(), "plain": nn.Linear(1, 1)})
+    unsaved = Unsaved(module)
+    module["keeps"].saved.add_(1)
+    module["saves"].rate = 3.0
+    module["plain"].rate = 3.0
+    module["keeps"].eval()
+    module["keeps"].late = 1.0
+    assert unsaved.note() == ""
+    for change in CHANGES.values():
+        change(module["keeps"])
+    assert "and 2 more" in unsaved.note()
