@@ -98,8 +98,7 @@ class Run:
         self.schedules = ScheduleWatch(state.schedulers.values())
         self.buckets = Buckets(state)
         self._aux: AuxState | None = None
-        self._returning = self._gradients = False
-        self._idle = 0
+        self._idle, self._returning, self._gradients = 0, False, False
         self._snapshot: Snapshot | None = None
         self._wanted = False
         self._again: Callable[[], None] = _nothing
