@@ -41,7 +41,11 @@ def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiny(width: int = 3) -> TorchState:
     """A model and its optimizer."""
-    model = nn.Linear(4, width)
+    return trained(nn.Linear(4, width))
+
+
+def trained(model: nn.Module) -> TorchState:
+    """And its optimizer."""
     return TorchState(model, SGD(model.parameters(), lr=0.1))
 
 
@@ -426,7 +430,7 @@ def test_an_inner_loop_in_one_that_cannot_go_back(tmp_path: Path) -> None:
     [
         (lambda: tiny(5), r"weight is \[3, 4\] in the checkpoint and \[5, 4\] here"),
         (lambda: TorchState(nn.Linear(4, 3)), "optimizer: the checkpoint has one, this loop has 0"),
-        (lambda: TorchState(nn.Sequential(nn.Linear(4, 3)), SGD(nn.Linear(4, 3).parameters())), "is only in the"),
+        (lambda: trained(nn.Sequential(nn.Linear(4, 3))), "is only in the"),
         (lambda: TorchState((m := nn.Linear(4, 3)), SGD([m.weight])), r"have \[2\] parameters in .* and \[1\] here"),
         (lambda: TorchState((m := nn.Linear(4, 3)), (o := SGD(m.parameters())), StepLR(o, 1)), "scheduler"),
         (lambda: TorchState((m := nn.Linear(4, 3)), SGD(m.parameters()), extra={"best": {}}), r"extra\['best'\]"),

@@ -262,12 +262,12 @@ class DataPosition:
         return any(not row.over for row in position.rows[max(0, begun) :])
 
     def _beside(self, loader: Any, parent: DataPass | None) -> DataPass | None:
-        """The pass over `loader` that has ended while another one, which goes on, is in its middle.
+        """The pass over `loader` that has ended while another one, or an epoch, goes on, and that the new one replaces.
 
         Loops that draw from two loaders in each step begin the shorter one again, which is no loop inside of another.
         """
         ended = next((p for p in self._passes if p.loader is loader and p.over), None)
-        if ended is None or (self._awaits() and ended.first != -2):
+        if ended is None or (self._awaits() and ended.first != -2) or (self.explicit and ended.persists):
             return ended
         if parent is None and all(p.over for p in self._passes):
             return None
