@@ -82,7 +82,7 @@ def test_a_killed_rank_0_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     ("ranks", "shape", "faults", "expected"),
     [
         pytest.param(2, "plain", "kind=exception,rank=1,step=5,phase=forward", [(None, 5)], id="exception"),
-        pytest.param(2, "accumulating", "kind=sigkill,rank=1,step=7,phase=step_end", [(1, 8)], id="accumulating"),
+        pytest.param(2, "accumulating", "kind=sigkill,rank=1,step=7,phase=backward", [(1, 7)], id="accumulating"),
         pytest.param(2, "noisy", "kind=sigkill,rank=1,step=5,phase=forward", [(1, 5)], id="noisy embeddings"),
         pytest.param(2, "bf16", "kind=sigkill,rank=1,step=5,phase=forward", [(1, 5)], id="bf16"),
         pytest.param(2, "epochs", "kind=sigkill,rank=1,step=8,phase=validation", [(1, 12)], id="validation"),
