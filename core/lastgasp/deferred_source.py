@@ -10,7 +10,8 @@ from lastgasp.ports import InPlace, SaveResult, StateSource
 from lastgasp.steps.attach import no_mark
 
 TOO_LATE = (
-    "a new process has to join MindIO before its process group is made, which only lastgasp.pytorch.train has it do"
+    "a new process has to join MindIO before its process group is made, which lastgasp.pytorch.train, Lightning's fit "
+    "and Megatron's pretrain have it do where recovery is 'auto', in the first training of a script"
 )
 
 

@@ -181,7 +181,14 @@ class InPlace(Protocol):
     then `rebuild` if a rank was restarted, `repair` on the ranks that send and receive state, `rollback` on all. The
     training thread has left its step with an error or is stuck in it. Any exception ends the repair, and a dump or
     the end of the job follows.
+
+    Attributes:
+        from_files: all begin with a checkpoint of the step, which is written, by `StateSource.save` and `publish` as
+            after a fault, before `rollback` is called on any rank that has a part in it. Otherwise what `rollback`
+            keeps is what they begin with.
     """
+
+    from_files: bool
 
     def stop(self) -> None:
         """Abort the device's work, so that the training thread leaves its collective with an error."""

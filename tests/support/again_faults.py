@@ -18,10 +18,10 @@ DEVICE = "TEST_DEVICE_FAULT"
 """What a device says in step 9 of rank 1 (`device_fault`)."""
 LAUNCHER, FOLDER = "TEST_LAUNCHER", "TEST_FOLDER"
 IN_RANK = {
-    "stop": "lastgasp.pytorch.loop.led:Led.stop",
-    "clean": "lastgasp.pytorch.loop.led:Led.clean",
+    "stop": "lastgasp.pytorch.loop.led:Orders.stop",
+    "clean": "lastgasp.pytorch.loop.led:Orders.clean",
     "rebuild": "lastgasp.pytorch.loop.joining:Meeting.rebuild",
-    "rollback": "lastgasp.pytorch.loop.led:Led.rollback",
+    "rollback": "lastgasp.pytorch.loop.led:Orders.rollback",
     "kept": "lastgasp.pytorch.loop.led:Led.keep",
     "step left": "lastgasp.adapter.run:AdapterRun.failed",
     "released": "lastgasp.pytorch.loop.again_here:AgainHere.keep",
@@ -31,6 +31,14 @@ IN_RANK = {
     "state taken": "lastgasp.pytorch.loop.again_here:AgainHere.ready",
 }
 """Points, and what is called there. The job itself tells of more."""
+FROM_FILES = IN_RANK | {
+    "writing": "lastgasp.backends.ascend.mindio.handlers:Handlers._write",
+    "publishing": "lastgasp.backends.ascend.mindio.handlers:Handlers._publish",
+    "kept": "lastgasp.pytorch.from_files:LedFromFiles.keep",
+    "let go": "lastgasp.pytorch.from_files:EnteredFromFiles.goes_on",
+    "entered": "lastgasp_megatron.run:Run.choose",
+}
+"""The same, for a training that begins again with the checkpoint that was just saved."""
 IN_LAUNCHER = {
     "verdict": "lastgasp.gasp.ladder:Ladder._carry_out",
     "fork": "lastgasp.launch.in_place:InPlace._replace",

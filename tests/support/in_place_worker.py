@@ -23,6 +23,8 @@ takes longer than the one before."""
 class Repairable(ToySource):
     """Its state is a number, which a repair brings over by a file."""
 
+    from_files = False
+
     def __init__(self, rank: int, directory: Path) -> None:
         super().__init__(rank, directory, {})
         self.value = self.step = self.entered = 0

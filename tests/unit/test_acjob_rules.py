@@ -350,6 +350,12 @@ CASES = [
         RECOVER,
         (ENV, f"{ENV}                - {{name: LASTGASP_RECOVERY, value: save}} # HERE\n"),
     ),
+    case(
+        "recovery-unset",
+        RECOVER,
+        (ARGS, 'args: ["lastgasp run --framework megatron pretrain_gpt.py"]'),
+        (CONTAINER, MARKED),
+    ),
     case("hot-switch-lastgasp", DUMP, (GRACE, f"{GRACE}    subHealthyStrategy: hotSwitch # HERE\n")),
     case(
         "device-plugin-hot-reset",

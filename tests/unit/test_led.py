@@ -23,6 +23,8 @@ class Here:
         session = SimpleNamespace(auxiliary=lambda step, seconds: {0: b"other"}, status=SimpleNamespace(durable=3))
         self.life = life = SimpleNamespace(session=session, alike=True)
         life.bind = lambda training: self.bound.append(training.source)
+        life.place = SimpleNamespace(rank=1)
+        self.dumped: list[int] = []
         self.run: Any = SimpleNamespace(
             place=SimpleNamespace(rank=1), life=life, source=SimpleNamespace(capture=lambda step: own), dump=self.dump
         )
@@ -36,6 +38,14 @@ class Here:
     def cannot_now(self) -> str:
         """What the test wants."""
         return self.why
+
+    def before_dump(self, step: int) -> None:
+        """Noted."""
+        self.dumped.append(step)
+
+    def values(self) -> bytes:
+        """What stands beside the state."""
+        return b"values"
 
     def present(self) -> None:
         """Nothing was there."""
@@ -60,6 +70,14 @@ def test_from_the_rollback_on_a_fault_is_answered_with_the_copy() -> None:
     assert isinstance(source, FromMemory)
     assert one._memory is not None and one._memory.durable == 3
     assert one._memory.checkpoint["aux"] == {0: b"other", 1: b"own"}
+    assert here.dumped == [8] and one._memory.values == b""
+
+
+def test_who_gives_its_state_gives_what_stands_beside_it() -> None:
+    one = made(Here())
+    one.repair(8, {"src": [1], "dst": [0]}, True)
+    one.rollback(8)
+    assert one._memory is not None and one._memory.values == b"values"
 
 
 @pytest.mark.parametrize(("own", "step"), [(b"", 8), (b"own", 9)])

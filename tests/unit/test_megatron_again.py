@@ -110,3 +110,22 @@ def test_variables_of_the_script_are_those_of_the_first_call(
     late.__file__ = str(tmp_path / "late.py")
     monkeypatch.setitem(sys.modules, "late", late)
     assert values.cannot() == "late was imported after pretrain() was called"
+
+
+@pytest.mark.parametrize(
+    ("settings", "recovery", "first", "joins"),
+    [
+        ({}, "auto", True, True), ({"lastgasp_recovery": "auto"}, "", True, True),
+        ({"lastgasp_recovery": "retry"}, "auto", True, False), ({}, "", True, False), ({}, "auto", False, False),
+        ({"async_save": True}, "auto", True, False), ({"enable_high_availability": True}, "auto", True, False),
+        ({"skip_train": True}, "auto", True, False), (None, "auto", True, False),
+    ],
+)  # fmt: skip
+def test_a_process_joins_mindio_early_where_a_new_one_could_take_its_place(
+    settings: dict[str, Any] | None, recovery: str, first: bool, joins: bool, training: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Later versions alone have parsed their options by then."""
+    monkeypatch.setenv("LASTGASP_RECOVERY", recovery)
+    training.global_vars._GLOBAL_ARGS = Namespace(**settings) if settings is not None else None
+    assert Pretrain((), {}, first=first).joins() == joins

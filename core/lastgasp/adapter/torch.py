@@ -13,7 +13,7 @@ from lastgasp.pytorch.compiled import values_of
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
 from lastgasp.pytorch.flags import Flags
-from lastgasp.pytorch.from_files import EnteredFromFiles
+from lastgasp.pytorch.from_files import EnteredFromFiles, Files
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
 from lastgasp.pytorch.loop.faults import install_faults
@@ -66,6 +66,7 @@ __all__ = [
     "EnteredFromFiles",
     "EpochPosition",
     "EpochRecord",
+    "Files",
     "Flags",
     "GaspSource",
     "LoaderPosition",

@@ -64,8 +64,8 @@ class RankStatus:
         at_gate: the training thread waits at the closed gate; only `hold` and the end of the recovery let it continue.
         broken: why the state can never be saved again, empty while it can.
         phase, ticks: for the hang watchdog.
-        paused: until this monotonic time the training thread waits by the leader's order, which is no hang; 0: it
-            does not.
+        paused: until this monotonic time the training thread waits by the leader's order, or enters its training
+            again, which is no hang; 0: it does not.
         look: called by the control thread before it reads `step` and `consistent` in a recovery. An adapter whose steps
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
         cannot_again: called by the control thread in a recovery: why the training cannot be entered again, or empty.

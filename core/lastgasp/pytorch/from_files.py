@@ -2,7 +2,8 @@
 
 For frameworks that make model, optimizer and process groups inside of one call (Megatron's `pretrain`). The step is
 saved as ever; then no healthy process ends: each drops what it has of the training and makes that call again, a killed
-rank by a new process, and all begin with the saved checkpoint, as after a restart.
+rank by a new process, and all begin with the saved checkpoint, as after a restart. Where MindIO leads, the step is
+saved within its order to roll back (`LedFromFiles`).
 """
 
 from __future__ import annotations
@@ -11,24 +12,32 @@ import gc
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lastgasp import exitcodes
 from lastgasp.adapter.run import AdapterRun
+from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.config import Recovery
-from lastgasp.errors import DeadlineExceeded
+from lastgasp.errors import CheckpointError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp import leaving
 from lastgasp.gasp.again import INCARNATION, Again
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.ports import Layout, SaveResult
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups
+from lastgasp.pytorch.loop import joining
+from lastgasp.pytorch.loop.led import NO_STEP, Orders, Peer, meet, why_no_new_process
+from lastgasp.pytorch.loop.memory import HeldTraining
 from lastgasp.pytorch.uservalues import UserValues
 
 log = logging.getLogger("lastgasp")
@@ -46,21 +55,45 @@ class EnteredFromFiles:
     Attributes:
         why: why it cannot be entered again; empty if it can.
         new: this process has just taken the place of a dead rank.
+        life: where MindIO leads, the run of the entry before, which goes on; None otherwise, and in a new process.
+        begun: the step with which this entry began.
     """
 
     def __init__(self, why: str = "", values: UserValues | None = None) -> None:
         self.why, self._values = why, values
         self._again: Again | None = None
         self._status: RankStatus | None = None
+        self.life: AdapterRun | None = None
+        self._from: Again | None = None
+        self.begun = 0
         self.new = order_of_this_process() is not None  # otherwise it begins as all others do
 
-    def offer(self, life: AdapterRun, recovery: Recovery, asked: bool = True) -> None:
+    def join(self) -> None:
+        """Where MindIO may start single processes anew, join it now: before the process group is made, on all ranks.
+
+        A new process returns when the others are about to enter the training again.
+
+        Raises:
+            RuntimeError: MindIO did not take this process into the running job.
+        """
+        held = joining.join()
+        self._from = held.again if held is not None else None
+
+    def joined(self) -> None:
+        """The run of this entry has its session: all ranks call it together, once the process group is made."""
+        if self._from is not None and self._from.lost:
+            dist.barrier()  # a new process has joined the controller before it is asked with the others
+
+    def offer(self, life: AdapterRun, recovery: Recovery, asked: bool = True, files: Files | None = None) -> None:
         """Say which faults of this run may be answered in place. Before it begins.
 
         Args:
             asked: by the user; otherwise nobody is warned where it cannot be.
+            files: where checkpoints stand; left out, MindIO's orders are answered with a dump and a restart.
         """
         self._status = status = life.session.status
+        if life.session.backend.backend != "embedded" and files is not None and life.place.world_size > 1:
+            self._offer_to_mindio(life, recovery, files)
         if recovery in ("restart", "save"):
             status.recovery = recovery if recovery == "save" else ""
         elif self.why:
@@ -72,6 +105,41 @@ class EnteredFromFiles:
             life.before_again = self._agreed
             if self._values is not None:
                 status.cannot_again = self._values.cannot
+
+    def _offer_to_mindio(self, life: AdapterRun, recovery: Recovery, files: Files) -> None:
+        """All ranks call it together."""
+        why = self.why or ("" if recovery in ("auto", "retry") else f"recovery={recovery}")
+        source = life.source
+        peers, source.not_in_place, source.no_recover = meet(
+            life.session, why, why_no_new_process(life.session, life.place, recovery)
+        )
+        source.in_place, life.before_again = None, None
+        if not source.not_in_place:
+            led = LedFromFiles(self, life, peers, files)
+            source.in_place, life.before_again, life.stays = led, led.keep, True
+
+    def begins_with(self, step: int) -> None:
+        """All ranks have loaded `step`. Before `offer`.
+
+        Raises:
+            CheckpointError: by MindIO's order all begin with another one. Nothing but a restart takes it back.
+        """
+        wanted, self._from, self.begun = self._from, None, step
+        if wanted is not None and wanted.step != step:
+            raise CheckpointError(f"all ranks were to begin again with step {wanted.step}, and {step} was loaded")
+
+    def cannot_now(self) -> str:
+        """Why it cannot be entered again at this moment; empty if it can."""
+        return self._values.cannot() if self._values is not None else ""
+
+    def led(self, again: Again, life: AdapterRun) -> None:
+        """MindIO lets all ranks go on: `goes_on` follows, and `life` is for the next entry."""
+        self._again, self.life, self._from = again, life, again
+
+    def failed(self, error: BaseException) -> None:
+        """The entry has ended with `error` before there was a run of it: MindIO, which leads, has to know."""
+        if self.life is not None:
+            self.life.failed(error)
 
     def _agreed(self, again: Again) -> None:
         self._again = again
@@ -113,6 +181,15 @@ class EnteredFromFiles:
             return False
         if self._status is not None and self._status.asked_to_stop:
             raise SystemExit(exitcodes.SAVED)
+        try:
+            self._drop(again, error, reset, wrapped)
+        except BaseException as raised:
+            self.failed(raised)
+            raise
+        log.info("the training is entered again in this process, from step %d on disk", again.step)
+        return True
+
+    def _drop(self, again: Again, error: BaseException, reset: Callable[[], object], wrapped: Iterable[Any]) -> None:
         drain()
         cut_connections(again.pids, again.ends)
         _forget(error)
@@ -122,8 +199,88 @@ class EnteredFromFiles:
         drop_groups(list(wrapped))
         gc.collect()
         os.environ.update(again.environment)
-        log.info("the training is entered again in this process, from step %d on disk", again.step)
-        return True
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the checkpoints of a training stand: that of each step, and how they lie there."""
+
+    target: Callable[[int], Path]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A step that is on disk already, to whom asks for it once more; implements `ports.SaveResult`."""
+
+    path: str
+    nbytes: int = 0
+    first_byte_ns: int = 0
+    part: bytes = b""
+
+
+class FromDisk:
+    """Stands for the state while a training is entered again: its step was saved. Implements `ports.StateSource`."""
+
+    buffer_fd = -1
+
+    def __init__(self, rank: int, step: int, files: Files) -> None:
+        self.rank, self._step, self._files = rank, step, files
+
+    def capture(self, step: int) -> bytes:
+        """Nothing: it is in the checkpoint."""
+        return b""
+
+    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SaveResult:
+        """Nothing has to be written.
+
+        Raises:
+            NotSaveable: the checkpoint is not there, or another step is wanted.
+        """
+        path = self._files.target(self._step)
+        if step != self._step or not has_manifest(path, self._files.layout):
+            raise NotSaveable(f"this rank is about to begin again with {path}, and holds no step {step}")
+        return OnDisk(str(path))
+
+    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
+        """It was published."""
+        return ""
+
+    def discard(self, result: SaveResult) -> None:
+        """It stays."""
+
+
+class LedFromFiles(Orders):
+    """MindIO's orders to a training that begins again with the checkpoint that was just saved.
+
+    MindIO has the step saved before `rollback` comes (`from_files`), and lets no rank go on before it is on disk.
+
+    Args:
+        entered: the training. life: its run. peers: of all ranks. files: where checkpoints stand.
+    """
+
+    from_files = True
+
+    def __init__(self, entered: EnteredFromFiles, life: AdapterRun, peers: tuple[Peer, ...], files: Files) -> None:
+        super().__init__(life, peers)
+        self._entered, self._files = entered, files
+
+    def cannot_now(self) -> str:
+        """As in the base; a fault that comes before a new step is complete would come again and again."""
+        if self.life.session.status.step <= self._entered.begun:
+            return NO_STEP
+        return self._entered.cannot_now()
+
+    def roll_back(self, step: int) -> None:
+        """Nothing: until all have let go of it, the training's own state is what a dump would save."""
+
+    def keep(self, again: Again) -> None:
+        """The step is on disk: agree where all meet. Raises what `agreed` raises; this rank has let go of nothing."""
+        life = self.life
+        found = msgspec.structs.replace(self.agreed(again), source=-1, takers=(), saved=True)
+        life.session.status.durable = again.step
+        life.bind(HeldTraining(FromDisk(life.place.rank, again.step, self._files)))
+        self._entered.led(found, life)
 
 
 def _forget(error: BaseException) -> None:

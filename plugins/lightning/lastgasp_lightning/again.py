@@ -27,9 +27,8 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import distributed_c10d
 
-from lastgasp.adapter import Place, launched, recovery_here
+from lastgasp.adapter import Place, choose_backend, launched, recovery_here
 from lastgasp.adapter.again import (
-    Again,
     AgainHere,
     Entry,
     Recovery,
@@ -89,7 +88,8 @@ def watch_fits(asked: Recovery | None) -> None:
                 _done_before(self.callbacks)
             return original(self, *args, **kwargs)
 
-        return enter(entered, "", first=not dist.is_initialized())
+        first, auto = not dist.is_initialized(), all(one.recovery == "auto" for one in wanted)
+        return enter(entered, "", first=first, joins=first and auto)
 
     fit._lastgasp = True  # type: ignore[attr-defined]
     Trainer._fit_impl = fit  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ def cannot(trainer: Any) -> str:
     strategy, epoch = trainer.strategy, getattr(trainer.fit_loop, "epoch_loop", None)
     if type(strategy) is not DDPStrategy or strategy._start_method != "popen":
         return f"its strategy is {type(strategy).__name__}, and only 'ddp' can make its process group anew"
-    if not launched():
+    if not launched() and choose_backend().backend == "embedded":
         return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
     if _users_group():
         return "a process group was there before that the script itself has made"
@@ -204,13 +204,12 @@ class LightningAgain(AgainHere):
             return f"its training data come from a {type(given[0]).__name__}, which cannot begin again"
         return values.cannot() if values is not None else ""
 
-    def keep(self, again: Again) -> None:
-        """As in the base; plain values of this step are put back first, so that `state_dict` methods have them."""
+    def before_dump(self, step: int) -> None:
+        """Plain values of this step are put back first, so that `state_dict` methods have them."""
         values, snapshot = self.run.state.values, self.run.state.snapshot
-        if values is not None and snapshot is not None and snapshot.step == again.step:
+        if values is not None and snapshot is not None and snapshot.step == step:
             values.put_back()
             self._kept = values
-        super().keep(again)
 
     def values(self) -> bytes:
         """Those of this rank."""

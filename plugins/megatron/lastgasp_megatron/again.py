@@ -15,6 +15,7 @@ from torch import distributed
 from lastgasp.adapter import asked_recovery, cause_of, recovery_here
 from lastgasp.adapter.again import Recovery
 from lastgasp_megatron.abandon import abandon_saves, cannot_abandon
+from lastgasp_megatron.lead import leads_itself
 from lastgasp_megatron.ranks import device
 from lastgasp_megatron.script import ScriptValues
 
@@ -79,6 +80,14 @@ class Pretrain:
             {name: _copied(one) for name, one in kwargs.items()},
             None if settings is None else copy.deepcopy(settings),
         )
+
+    def joins(self) -> bool:
+        """Whether a new process could take a lost rank's place in this call, as far as is known before it."""
+        args = self._global
+        if self.why or args is None or distributed.is_initialized() or getattr(args, "skip_train", False):
+            return False
+        auto = asked_recovery(getattr(args, "lastgasp_recovery", None)) == "auto"
+        return auto and not not_again(args) and not leads_itself(args)
 
     def reset(self) -> None:
         """Drop what Megatron keeps of the training, and put back what it was started with; `given` is for the next."""

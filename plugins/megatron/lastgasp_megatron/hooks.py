@@ -36,6 +36,7 @@ class Training:
         self._run: Run | None = None
         self._again: EnteredFromFiles | None = None
         self._trained = False
+        self._told: BaseException | None = None
 
     def hooks(self) -> list[Hook]:
         """Everything that is wrapped (docs/facts/megatron.md §1)."""
@@ -60,12 +61,15 @@ class Training:
         """The entire training, which has ended well only when this returns; called again for a recovery in place."""
         pretrain, self._trained = Pretrain(args, kwargs, first=not self._trained), True
         self._again = again = EnteredFromFiles(pretrain.why, pretrain.values)
+        if pretrain.joins():
+            again.join()
         while True:
             try:
                 args, kwargs = pretrain.given
                 result = call(*args, **kwargs)
             except BaseException as error:
                 self._failed(error)
+                self._told = None
                 if not again.goes_on(error, pretrain.reset):
                     raise
             else:
@@ -74,8 +78,11 @@ class Training:
 
     def _failed(self, error: BaseException) -> None:
         run, self._run = self._run, None
+        before, self._told = self._told, error
         if run is not None:
             run.life.failed(error)
+        elif self._again is not None and error is not before:
+            self._again.failed(error)
 
     def _close(self) -> None:
         run, self._run = self._run, None
@@ -92,7 +99,7 @@ class Training:
         megatron = get_args()
         if getattr(megatron, "skip_train", False) or leads_itself(megatron):
             return call(*args, **kwargs)
-        self._run = run = Run(megatron)
+        self._run = run = Run(megatron, self._again)
         atexit.register(self._close)
         try:
             run.choose()
@@ -110,7 +117,7 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
-        run.begin(self._again)
+        run.begin()
         try:
             result = call(*args, **kwargs)
         except BaseException as error:

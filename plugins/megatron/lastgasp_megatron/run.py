@@ -11,7 +11,7 @@ import torch.distributed as distributed
 
 from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, asked_recovery, cause_of, place_in_job
 from lastgasp.adapter.arenas import arena_of
-from lastgasp.adapter.torch import EnteredFromFiles, connect, from_rank_0, kind_of, process_groups
+from lastgasp.adapter.torch import EnteredFromFiles, Files, connect, from_rank_0, kind_of, process_groups
 from lastgasp_megatron.again import not_again, recovery_for
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
@@ -28,7 +28,7 @@ from lastgasp_megatron.state import MegatronState
 from lastgasp_megatron.steps import Built
 from lastgasp_megatron.testing import install_faults
 from lastgasp_megatron.topology import replicas_of, shard_of
-from lastgasp_megatron.tracker import FORMAT
+from lastgasp_megatron.tracker import FORMAT, LAYOUT, checkpoint_path
 
 log = logging.getLogger("lastgasp")
 
@@ -38,6 +38,7 @@ class Run:
 
     Args:
         args: Megatron's namespace.
+        again: has the training entered again after a fault; None where it was not begun by `pretrain`.
 
     Attributes:
         life: connects, begins, ends (`AdapterRun`); state: there once the model is bound; chunks: the model's.
@@ -50,9 +51,9 @@ class Run:
     state: MegatronState
     chunks: Sequence[Any] = ()
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, again: EnteredFromFiles | None) -> None:
         refuse(args)
-        self.args, self._options, found = args, options_of(args), versions()
+        self.args, self._again, self._options, found = args, again, options_of(args), versions()
         self._asked = asked_recovery(getattr(args, "lastgasp_recovery", None)) is not None
         self._recovery = recovery_for(args)
         self._arena = arena_of(getattr(args, "lastgasp_arena", None))
@@ -67,7 +68,7 @@ class Run:
             device=int(os.environ.get("LOCAL_RANK") or 0),
             versions=found,
         )
-        self.life = AdapterRun(framework, self._options.gasp, self._options.marks, place, connect(place))
+        self.life = self._joined(framework)
         self.session, self.save_mark = self.life.session, self.life.source.mark
         self.session.register(str(device()), found)
         self.marks: MegatronMarks | None = None
@@ -76,6 +77,15 @@ class Run:
         writer = ManifestWriter(FORMAT, place, sha256=self._options.gasp.sha256)
         self.saver = Saver(args, Manifests(writer, self.session.gather, self.session.status))
         self.life.on_close(self.saver.close)
+
+    def _joined(self, framework: Framework) -> AdapterRun:
+        """The run of the entry before, where MindIO leads it, or a new one."""
+        again, options, place = self._again, self._options, self._place
+        life = again.life if again is not None else None
+        life = life or AdapterRun(framework, options.gasp, options.marks, place, connect(place))
+        if again is not None:
+            again.joined()
+        return life
 
     def choose(self) -> None:
         """Choose the checkpoint that Megatron will load, with what ranks before have left in arenas."""
@@ -113,16 +123,14 @@ class Run:
             log.warning("steps are not marked: %s", cause_of(error))
             self.marks = None
 
-    def begin(self, again: EnteredFromFiles | None) -> None:
-        """Training starts, or resumes from what was loaded.
-
-        Args:
-            again: has it entered again after a fault; None where it was not begun by `pretrain`.
-        """
+    def begin(self) -> None:
+        """Training starts, or resumes from what was loaded."""
+        again, step, directory = self._again, self.state.steps.step, self._options.gasp.directory
         if again is not None:
             again.why = again.why or not_again(self.args)
-            again.offer(self.life, self._recovery, self._asked)
-        step = self.state.steps.step
+            again.begins_with(step)
+            files = Files(lambda number: checkpoint_path(directory, number), LAYOUT)
+            again.offer(self.life, self._recovery, self._asked, files)
         if self.marks is not None:
             self.marks.place()
         durable = step if step == self.selector.resumed else 0

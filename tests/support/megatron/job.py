@@ -45,7 +45,8 @@ class GptJob:
         flags: Megatron's own, such as `TWO_INSTANCES`.
         last: the iteration after which it ends.
         every: iterations between two periodic saves.
-        launcher: "torchrun" without lastgasp; "run" is `lastgasp run`.
+        launcher: "torchrun" without lastgasp; "run" is `lastgasp run`; "mindx" an agent as TaskD's, on hosts of one
+            rank each.
         script: what each rank runs.
     """
 
@@ -71,14 +72,18 @@ class GptJob:
     def command(self) -> list[str]:
         """The whole command line."""
         run = ["-m", "lastgasp", "run"] if self.launcher == "run" else ["-m", "torch.distributed.run", "--standalone"]
-        launch = [sys.executable, *run, "--nproc-per-node", str(self.ranks), *self.launch_options, str(self.script)]
+        start = [*run, "--nproc-per-node", str(self.ranks)]
+        if self.launcher == "mindx":
+            start = ["-m", "support.mindx", str(self.ranks), "-m", "lastgasp_megatron.start"]
+        launch = [sys.executable, *start, *self.launch_options, str(self.script)]
         where = ["--save", str(self.checkpoints), "--load", str(self.checkpoints), "--ckpt-format", "torch"]
         ends = ["--save-interval", str(self.every), "--exit-interval", str(self.last)]
         return [*launch, *_MODEL.split(), *_TRAINING.split(), *_CPU.split(), *where, *ends, *self.flags.split()]
 
     def environment(self) -> dict[str, str]:
         """That of this process, with what Megatron needs."""
-        paths = (place.folder(), *(REPOSITORY / p for p in ("core", "plugins/megatron", "tests")))
+        given = filter(None, [os.environ.get("PYTHONPATH")])  # stand-ins
+        paths = (place.folder(), *(REPOSITORY / p for p in ("core", "plugins/megatron", "tests")), *given)
         own = {
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",

@@ -7,7 +7,7 @@ and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With 
 iteration behind `HOLD_AT` completed ones before that file exists; with `HOLDS` (iterations) neither to that of each of
 those before there is a file `HOLD`-iteration. Each forward pass of an evaluation takes `SLOW_EVALUATION` seconds
 longer. With `DIES_AGAIN` that rank kills itself when it makes its data sets in a training that is entered again in
-place.
+place. `TEST_DEVICE_FAULT` and `TEST_SECOND_FAULT` bring what `support.again_faults` says; `LOSSES_DIR` is its folder.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+
+from support import again_faults
 
 gc.freeze()
 gc.enable()
@@ -91,6 +93,9 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
             log.write(f"{os.getpid()} {len(SEEN)} {NOISE.random()}\n")
     if not model.training:
         time.sleep(float(os.environ.get("SLOW_EVALUATION", "0")))
+    again_faults.at("first step")
+    if os.environ.get(again_faults.DEVICE):
+        again_faults.device_fault(get_args().curr_iteration)
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])
@@ -99,6 +104,7 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
 def datasets(numbers: list[int]) -> Any:
     """Mock data: the same on every run."""
     args = get_args()
+    again_faults.at("data sets")
     if os.environ.get("LASTGASP_INCARNATION") and os.environ.get("DIES_AGAIN") == str(args.rank):
         os.kill(os.getpid(), signal.SIGKILL)
     config = GPTDatasetConfig(
@@ -112,6 +118,8 @@ def datasets(numbers: list[int]) -> Any:
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
+    if os.environ.get(again_faults.VARIABLE):
+        again_faults.install(Path(os.environ["LOSSES_DIR"]), again_faults.FROM_FILES)
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

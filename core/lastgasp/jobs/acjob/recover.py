@@ -14,6 +14,7 @@ from .rules import Match, rule
 from .tree import Node
 
 _RECOVERY = "LASTGASP_RECOVERY"
+_MEGATRON = re.compile(r"--framework[ =\n]+megatron\b")
 
 
 def _recovers(job: Job) -> bool:
@@ -112,6 +113,20 @@ def recovery_setting(job: Job) -> Iterator[Match]:
         if refused:
             what = f"{replica.type}: with {_RECOVERY}={env.value} lastgasp refuses {', '.join(refused)}"
             yield Match(env.node, what, 'Write "auto", or leave it out.')
+
+
+@rule("recovery-unset", "warning", "lastgasp", "retry or recover of Megatron, which nobody asks lastgasp for")
+def recovery_unset(job: Job) -> Iterator[Match]:
+    """Its recovery in place is off by default. A start script, or an image, may set it as well."""
+    if job.framework != "pytorch" or not job.has("retry", "recover", "recover-in-place"):
+        return
+    for replica, node in _ascend(job):
+        words = "\n".join(word.text for word in replica.script)
+        asked = replica.variable(_RECOVERY) is not None or node.get("envFrom") is not None
+        if _MEGATRON.search(words) and not (asked or _RECOVERY in words or "--lastgasp-recovery" in words):
+            what = f"{replica.type}: Megatron, and neither {_RECOVERY} nor --lastgasp-recovery: lastgasp refuses retry"
+            fix = f"Set {_RECOVERY}=auto for both, retry for retry alone; or name dump alone in recover-strategy."
+            yield Match(node, f"{what} and recover; the step is saved and the job restarts", fix)
 
 
 @rule("hot-switch-lastgasp", "warning", "lastgasp", "hotSwitch with lastgasp")

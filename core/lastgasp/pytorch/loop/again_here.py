@@ -23,10 +23,10 @@ from lastgasp.pytorch.cut import cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
-from lastgasp.pytorch.loop import files, joining
+from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.again import LATER, Renewed, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
-from lastgasp.pytorch.loop.led import NO_STEP, Led, meet
+from lastgasp.pytorch.loop.led import NO_STEP, Led, meet, why_no_new_process
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory, bytes_of
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
@@ -97,15 +97,10 @@ class AgainHere:
         return "" if recovery in ("auto", "retry") else f"recovery={recovery}"
 
     def _cannot_recover(self) -> str:
-        place, session, name = joining.meeting(), self.run.life.session, self.run.recovery
-        if place is None or session.contact is None:
-            return joining.why_not() or "the job has no controller, which a new process would have to join"
-        if self.run.place.rank == 0:
-            try:
-                place.tell(session.contact, self.run.place)
-            except RuntimeError as error:
-                return f"the store of torch's agent does not answer: {error}"
-        return "" if name == "auto" else f"recovery={name}"
+        run = self.run
+        if run.entry is not None and not run.entry.first:
+            return "it is not the first training of its script, at which a new process would begin"
+        return why_no_new_process(run.life.session, run.place, run.recovery)
 
     def cannot_now(self) -> str:
         """Why the training cannot be entered again at this moment; empty if it can."""
@@ -151,6 +146,9 @@ class AgainHere:
     def changed(self) -> str:
         """What has become of the training's objects, so that an entry cannot begin with them; empty if nothing has."""
         return ""
+
+    def before_dump(self, step: int) -> None:
+        """The state of `step` is about to be dumped: have all that stands beside it as it was then."""
 
     def values(self) -> bytes:
         """What the user's objects keep beside the state, for a rank that takes it from this one."""
@@ -212,6 +210,7 @@ class AgainHere:
     def _keep(self, again: Again, between: SigtermBetween) -> None:
         run, memory, rejoin, alone = self.run, None, None, None
         status = run.life.session.status
+        self.before_dump(again.step)
         if run.place.rank not in again.takers:
             checkpoint = renumbered(cloned(run.dump(again.step, again.aux)), again)
             durable = again.step if again.saved else status.durable

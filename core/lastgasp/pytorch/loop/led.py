@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
+from lastgasp import _clock
+from lastgasp.adapter.run import AdapterRun
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp.again import Again
@@ -24,7 +26,7 @@ from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory
 from lastgasp.session import Session
-from lastgasp.topology import host_identity
+from lastgasp.topology import Place, host_identity
 
 if TYPE_CHECKING:
     from lastgasp.pytorch.loop.again_here import AgainHere
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("lastgasp")
 
 NO_STEP = "no step was completed since it was entered again"
+LONGEST_ENTRY = 1800.0
+"""Seconds that a training which is entered again may take to its first step before it counts as hung, as at a start."""
 CONSULT = 15.0
 """Seconds for the controller to say what it keeps of other ranks' random states."""
 
@@ -66,21 +70,52 @@ def meet(session: Session, why: str, no_recover: str) -> tuple[tuple[Peer, ...],
     return peers, found, next((peer.no_recover for peer in peers if peer.no_recover), "")
 
 
-class Led:
-    """One per entry of the training; implements `ports.InPlace`.
+def why_no_new_process(session: Session, place: Place, recovery: str) -> str:
+    """Why no new process could take a lost rank's place in this training; empty where one could. Every rank asks.
 
     Args:
-        here: of the training's run. peers: of all ranks.
+        place: of this rank. recovery: as the user wants it.
+    """
+    meeting = joining.meeting()
+    if meeting is None or session.contact is None:
+        return joining.why_not() or "the job has no controller, which a new process would have to join"
+    if place.rank == 0:
+        try:
+            meeting.tell(session.contact, place)
+        except RuntimeError as error:
+            return f"the store of torch's agent does not answer: {error}"
+    return "" if recovery == "auto" else f"recovery={recovery}"
+
+
+class Orders:
+    """MindIO's orders, as far as they are the same wherever the training begins again; implements `ports.InPlace`.
+
+    One per entry of the training.
+
+    Args:
+        life: the training's. peers: of all ranks.
+
+    Attributes:
+        gives, takes: this rank's state goes to another one, or it needs another one's.
     """
 
-    def __init__(self, here: AgainHere, peers: tuple[Peer, ...]) -> None:
+    from_files = False
+
+    def __init__(self, life: AdapterRun, peers: tuple[Peer, ...]) -> None:
         host = host_identity()
-        self._here, self._run = here, here.run
+        self.life = life
         self._pids = tuple(peer.pid for peer in peers if peer.host == host)
         self._ends = tuple(end for peer in peers if peer.host != host for end in peer.ends)
-        self._memory: Memory | None = None
-        self._takes = self._over = False
+        self.gives = self.takes = self._over = False
         self._lost = tuple[int, ...]()
+
+    def cannot_now(self) -> str:
+        """Why the training cannot be entered again at this moment; empty if it can."""
+        raise NotImplementedError
+
+    def roll_back(self, step: int) -> None:
+        """Keep what this rank begins with. Raises what `rollback` may raise."""
+        raise NotImplementedError
 
     # -- MindIO's thread ----------------------------------------------------------------------------------
 
@@ -90,17 +125,17 @@ class Led:
 
     def clean(self, memory_error: bool) -> int:
         """1 where the training cannot be entered again now: the step is then saved, and the job restarts."""
-        self._lost = ()
+        self._lost, self.gives, self.takes = (), False, False
         why = self._cannot()
         if why:
-            log.warning("rank %d cannot go on in this process: %s", self._run.place.rank, why)
+            log.warning("rank %d cannot go on in this process: %s", self.life.place.rank, why)
         return 1 if why else 0
 
     def _cannot(self) -> str:
-        return NO_STEP if self._over else self._here.cannot_now()
+        return NO_STEP if self._over else self.cannot_now()
 
     def rebuild(self, ranks: list[int]) -> None:
-        """Agree where all meet: the function makes its process groups itself.
+        """Agree where all meet: the training makes its process groups itself.
 
         Raises:
             NotSaveable: this rank cannot go on. MindIO can order a dump then, as it cannot after a `clean` that failed.
@@ -112,38 +147,79 @@ class Led:
         self._lost = tuple(ranks)
 
     def repair(self, step: int, pairs: Mapping[str, Any], rebuild: bool) -> None:
-        """The state is handed over when all ranks have entered the training again (`handover`).
+        """The state is handed over when all ranks have entered the training again.
 
         Raises:
             NotSaveable: the ranks do not hold the same, so that none can take another one's state.
         """
-        if not self._run.life.alike:
+        if not self.life.alike:
             raise NotSaveable("the ranks were found to hold different states: none can take another one's")
-        self._takes = self._run.place.rank in pairs["dst"]
+        rank = self.life.place.rank
+        self.takes, self.gives = rank in pairs["dst"], rank in pairs["src"] and rank not in pairs["dst"]
 
     def rollback(self, step: int) -> None:
-        """Keep what this rank has of `step`; another fault from now on is answered with that copy.
+        """Another fault from now on is answered with what this rank keeps of `step`.
 
         Raises:
-            NotSaveable: this rank has none.
+            NotSaveable: this rank cannot go on, or has nothing of that step.
         """
-        run = self._run
         if why := self._cannot():
             raise NotSaveable(why)
         if self._lost and (place := joining.meeting()) is not None:
             place.look()
-        training: HeldTraining
-        if self._takes:
-            training = HeldTraining(DeferredSource(run.place.rank))
-        else:
-            self._memory = self._kept(step)
-            training = HeldTraining(FromMemory(step, self._here.source_of(self._memory, run.place)))
-        run.life.bind(training)
+        self.roll_back(step)
         self._over = True
 
     def synchronize(self) -> None:
         """Let the device end what is queued."""
         drain()
+
+    # -- the training thread ------------------------------------------------------------------------------
+
+    def agreed(self, again: Again) -> Again:
+        """The repair is over: agree where the ranks of the next entry meet. All call it together.
+
+        Raises:
+            ControlError, DeadlineExceeded: another rank is lost, or does not come.
+        """
+        session = self.life.session
+        place = joining.meeting() if again.lost else None
+        if place is not None:
+            found = place.of(again)
+        else:
+            host, port = _new_store(session, self.life.place.rank, again.incarnation)
+            found = msgspec.structs.replace(again, port=port, host=host)
+        session.status.paused = _clock.monotonic() + LONGEST_ENTRY
+        return msgspec.structs.replace(found, pids=self._pids, ends=self._ends)
+
+
+class Led(Orders):
+    """Of a training that begins with what its ranks keep in memory.
+
+    Args:
+        here: of the training's run. peers: of all ranks.
+    """
+
+    def __init__(self, here: AgainHere, peers: tuple[Peer, ...]) -> None:
+        super().__init__(here.run.life, peers)
+        self._here, self._run = here, here.run
+        self._memory: Memory | None = None
+
+    def cannot_now(self) -> str:
+        """As in the base."""
+        return self._here.cannot_now()
+
+    def roll_back(self, step: int) -> None:
+        """Keep a copy of `step`."""
+        run, here = self._run, self._here
+        here.before_dump(step)
+        training: HeldTraining
+        if self.takes:
+            training = HeldTraining(DeferredSource(run.place.rank))
+        else:
+            self._memory = self._kept(step)
+            training = HeldTraining(FromMemory(step, here.source_of(self._memory, run.place)))
+        run.life.bind(training)
 
     def _kept(self, step: int) -> Memory:
         run, here = self._run, self._here
@@ -152,21 +228,13 @@ class Led:
         if not own:
             raise NotSaveable(f"rank {run.place.rank} has no random state of step {step}")
         aux[run.place.rank] = own
-        durable = run.life.session.status.durable
-        return Memory(step, cloned(run.dump(step, aux)), durable, here.present())
-
-    # -- the training thread ------------------------------------------------------------------------------
+        durable, values = run.life.session.status.durable, here.values() if self.gives else b""
+        return Memory(step, cloned(run.dump(step, aux)), durable, here.present(), values)
 
     def keep(self, again: Again) -> None:
-        """The repair is over: let go of this call of the function, and agree where the next one's ranks meet."""
+        """Let go of this call of the function, and agree where the next one's ranks meet."""
         run, here = self._run, self._here
-        place = joining.meeting() if again.lost else None
-        if place is not None:
-            found = place.of(again)
-        else:
-            host, port = _new_store(run.life.session, run.place.rank, again.incarnation)
-            found = msgspec.structs.replace(again, port=port, host=host)
-        found = msgspec.structs.replace(found, pids=self._pids, ends=self._ends)
+        found = self.agreed(again)
         run.life.alike_before = run.life.alike
         held = Held(found, self._memory, run.fit, life=run.life, wrapped=here.let_go(), state=here.state())
         held.users_handler = run.users_handler

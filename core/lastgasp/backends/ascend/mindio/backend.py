@@ -104,7 +104,8 @@ class MindioBackend:
 
     def training_started(self) -> None:
         """Start the controller if that is our task, the processor and the handlers; agree on the address."""
-        if self._api is not None:  # it was entered again
+        if self._api is not None:  # it was entered again, and has its state
+            self._status.broken, self._status.paused = "", 0.0
             self._processor.begin()
             return
         check_thread()

@@ -8,6 +8,7 @@ answer, so it is turned into one.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from lastgasp.ports import InPlace, SaveResult, StateSource, in_place_of
 from lastgasp.topology import Place
 
 from . import api as package
+from . import limits
 from .parking import Parking
 from .strategies import Strategies
 
@@ -31,6 +33,10 @@ log = logging.getLogger("lastgasp")
 
 CONSULT_TIMEOUT = 15.0
 LOOK = 0.001
+ASK = 0.1
+"""Seconds between two looks for what other ranks have written."""
+MARGIN = 5.0
+"""Seconds by which this rank gives up before MindIO does, which cannot order anything until it has answered."""
 R = TypeVar("R")
 
 
@@ -95,9 +101,12 @@ class Handlers:
     def _save(self, step: int, save_info: list[Mapping[str, Any]]) -> None:
         limit = self.config.finish_timeout + 2 * self.config.save_timeout
         self.status.hold(limit, step)
+        reason = f"MindIO ordered step {step} of ranks {sorted({r for info in save_info for r in info['ranks']})}"
+        self._write(step, reason)
+
+    def _write(self, step: int, reason: str) -> None:
         self._outside(step)
         aux = self._consult(step, None).aux
-        reason = f"MindIO ordered step {step} of ranks {sorted({r for info in save_info for r in info['ranks']})}"
         result = self.source.save(step, aux, reason)
         self._saved[step] = result
         told = m.Saved(
@@ -140,14 +149,25 @@ class Handlers:
         result = self._saved.get(step)
         if result is None:
             raise NotSaveable(f"rank {self.place.rank} has not saved step {step}")
-        parts = {**self._consult(step, None).parts, self.place.rank: result.part}
+        self._publish(step, result, self._parts(step))
+        self._published.add(step)
+        self.over(m.Ended(ending="saved", step=step, path=result.path, reason=""))
+
+    def _parts(self, step: int) -> dict[int, bytes]:
+        """What one rank has written of each shard.
+
+        Of two the higher one was asked last: the lowest that can save is asked, and the other cannot any more.
+        """
+        known = {**self._consult(step, None).parts, self.place.rank: self._saved[step].part}
+        writers = [max(set(group) & known.keys()) for group in self.place.replicas if set(group) & known.keys()]
+        return {rank: known[rank] for rank in writers}
+
+    def _publish(self, step: int, result: SaveResult, parts: dict[int, bytes]) -> None:
         if len(parts) != len(self.place.replicas):
             raise NotSaveable(f"{len(parts)} of {len(self.place.replicas)} shards of step {step} are known")
         if note := self.source.publish(result, parts):
             log.warning("%s", note)
             self.processor.tell(m.Noted(text=m.encodable(note)))
-        self._published.add(step)
-        self.over(m.Ended(ending="saved", step=step, path=result.path, reason=""))
 
     def exit(self, ctx: Any) -> None:
         """MindSpore mode only: the end of the process, with a code that tells (torch mode: 2 after 10 s)."""
@@ -195,9 +215,31 @@ class Handlers:
         self.parking.repair(repair_info)
         self._in_place().repair(step, dict(repair_info), bool(need_rebuild))
 
+    def _write_first(self, step: int) -> None:
+        """All are to begin with a checkpoint: one holder writes each shard, that of the first one publishes them all.
+
+        It is there when MindIO lets the first rank go on, which it does when all have answered. The training threads
+        are parked meanwhile, so that where anything fails the state is there for the dump that follows.
+        """
+        deadline = _clock.monotonic() + int(os.environ[limits.ACTION]) - MARGIN
+        groups, rank = self.place.replicas, self.place.rank
+        shard = next(number for number, group in enumerate(groups) if rank in group)
+        if self.status.durable >= step or not self.parking.stands_for(min(groups[shard])):
+            return
+        self._write(step, f"MindIO has all ranks begin again with step {step}")
+        if shard:
+            return
+        while len(parts := self._parts(step)) < len(groups) and _clock.monotonic() < deadline:
+            threading.Event().wait(ASK)
+        self._publish(step, self._saved[step], parts)
+        self.status.durable = step
+
     def rollback(self, step: int, args: Any, ctx: Any) -> None:
         """On all ranks; the status word goes back, too."""
-        self._in_place().rollback(step)
+        in_place = self._in_place()
+        if in_place.from_files:
+            self._write_first(step)
+        in_place.rollback(step)
         self.status.step = self.status.begun = step
         self.status.inside = self.status.passing = False
         self.status.broken = "it has not got its state from another rank yet" if self.parking.takes else ""

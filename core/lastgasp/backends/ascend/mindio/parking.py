@@ -83,6 +83,11 @@ class Parking:
         """Whether this rank takes the state of another one."""
         return self._rank in self._takers
 
+    def stands_for(self, first: int) -> bool:
+        """Whether this rank writes the shard whose first holder is `first`: it is that one, or gives it its state."""
+        gives = self._source == self._rank
+        return (first == self._rank and not self.takes) or (gives and first in self._takers)
+
     def rolled_back(self, step: int) -> None:
         """`rollback` has been carried out: the training thread goes on as soon as MindIO lets it."""
         self.number += 1
