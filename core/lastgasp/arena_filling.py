@@ -73,6 +73,7 @@ class Filling:
 
     Attributes:
         every: steps between two copies; 0 copies none.
+        why_off: why none is copied although it was asked for; empty if that is not so.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Filling:
         self._arena, self._gather, self._note, self._rank = arena, gather, note, rank
         self._buddy, arena.buddy, arena.rank = buddy, buddy != 0, rank
         self.every = 1 if mode == "auto" else mode
-        self._choosing = mode == "auto"
+        self._choosing, self.why_off = mode == "auto", ""
         self._checked = False
         self._fills = 0
         self._copies: list[float] = []
@@ -127,10 +128,29 @@ class Filling:
             if why := self._too_little(step, size + ROOM):
                 self._off(why)
                 return
-        if size > self._arena.capacity:
-            self._arena.reserve(size + ROOM)
+        self._reserve(size)
         apart = self.apart
         self._arena.copy(step, _with_fault(payload, step), buddy=apart > 0 and step % apart == 0)
+
+    def _reserve(self, size: int) -> None:
+        if size > self._arena.capacity:
+            self._arena.reserve(size + ROOM)
+
+    def copy_now(self, step: int, payload: Sequence[bytes | memoryview]) -> None:
+        """Copy `step` whether it is one of those or not, once others have been. No other rank is needed for it.
+
+        Raises:
+            OSError, ValueError: it cannot be copied.
+        """
+        self._reserve(sum(memoryview(piece).nbytes for piece in payload))
+        self._arena.copy(step, payload)
+
+    @property
+    def cannot(self) -> str:
+        """Why `copy_now` cannot be called; empty if it can."""
+        if not self.every:
+            return self.why_off or "arena=off"
+        return "" if self._arena.capacity else f"only every {self.every}th step is copied, and none was yet"
 
     @property
     def apart(self) -> int:
@@ -175,7 +195,7 @@ class Filling:
             log.info("arenas: %s goes to a partner host, too, which takes as much memory there", which)
 
     def _off(self, why: str) -> None:
-        self.every = 0
+        self.every, self.why_off = 0, why
         self._arena.forget()
         self._note(f"{why}: if a rank there is killed, training resumes from the last checkpoint before")
 

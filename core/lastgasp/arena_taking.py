@@ -1,4 +1,4 @@
-"""A restarted job goes on with what its ranks have left in their arenas, which its launchers have kept."""
+"""A job that is restarted, or entered again, goes on with what is in its ranks' arenas, which launchers keep."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lastgasp.arena import Arena, DamagedArena
+from lastgasp.errors import ControlError
 from lastgasp.gasp.arena_files import BadArena, open_arena, read
 from lastgasp.gasp.messages import ArenaRef
 from lastgasp.session import Session
@@ -97,11 +98,73 @@ def taken_over(
         return
     with left_by_all(session, why_not, newer=newer) as taken:
         yield taken
-        if taken is None:
-            return
-        fd = open_arena(taken.arena, os.O_RDWR)
+        if taken is not None:
+            _adopt(arena, taken)
+
+
+def _adopt(arena: Arena, taken: Taken) -> None:
+    fd = open_arena(taken.arena, os.O_RDWR)
+    try:
+        arena.adopt(fd, taken.arena.identity, taken.step)
+    except (DamagedArena, OSError) as error:
+        os.close(fd)
+        raise BadArena(taken.arena.rank, str(error)) from error
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What a rank that stays in its process knows of the checkpoints, and a new one does not.
+
+    Attributes:
+        durable: the newest step on disk.
+        present: the manifests that were there when training began; None where that is not known.
+    """
+
+    durable: int = 0
+    present: frozenset[str] | None = None
+
+
+class _Entering(msgspec.Struct, frozen=True, array_like=True):
+    why: str
+    known: Known | None
+
+
+@contextlib.contextmanager
+def taken_by_all(
+    session: Session, arena: Arena, there: ArenaRef, step: int, why_not: Callable[[memoryview], str],
+    *, known: Known | None,
+) -> Iterator[tuple[Taken, frozenset[str] | None]]:  # fmt: skip
+    """What a rank that enters its training again begins with: what `there` holds of `step`. All enter it together.
+
+    With `Known.present` of those that stayed.
+
+    Where the block ends well `arena`, still empty, goes on with that memory.
+
+    Args:
+        there: this rank's own, or that of the dead process whose place it takes.
+        why_not: as for `left_by_all`.
+        known: None in a new process.
+
+    Raises:
+        BadArena: it does not hold that step, or is damaged, or of another training.
+        ControlError, DeadlineExceeded: another rank cannot begin, or the ranks could not agree.
+    """
+    with ExitStack() as stack:
+        payload, bad = memoryview(b""), None
         try:
-            arena.adopt(fd, taken.arena.identity, taken.step)
-        except (DamagedArena, OSError) as error:
-            os.close(fd)
-            raise BadArena(taken.arena.rank, str(error)) from error
+            payload = stack.enter_context(read(there, step))
+            if why := why_not(payload):
+                bad = BadArena(there.rank, why)
+        except BadArena as error:
+            bad = error
+        own = _Entering("" if bad is None else str(bad), known)
+        parts = session.gather("arenas/again", msgspec.json.encode(own))
+        if bad is not None:
+            raise bad
+        said = [msgspec.json.decode(part, type=_Entering) for part in parts]
+        for rank, one in enumerate(said):
+            if one.why:
+                raise ControlError(f"rank {rank} cannot enter its training again: {one.why}")
+        stayed = [one.known for one in said if one.known is not None]
+        taken = Taken(step, max((one.durable for one in stayed), default=0), payload, there)
+        yield taken, next((one.present for one in stayed), None)
+    _adopt(arena, taken)

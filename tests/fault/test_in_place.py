@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ from lastgasp.exitcodes import SAVED
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, undisturbed_jobs, until
+from support.disturbed import disturbed, lines
+from support.launchers import SUPPORT, Running, finish, incidents, run, torchrun, undisturbed_jobs
 
 WORKER = SUPPORT / "train_again.py"
-READY = "a restart will fork its ranks from a warm process"
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -32,28 +30,6 @@ def job(launcher: Any, ranks: int, directory: Path, *more: str) -> list[str]:
     """Its command line."""
     command: list[str] = launcher(WORKER, "--dir", directory, "--final", directory / "final.pt", *more, ranks=ranks)
     return command
-
-
-@contextmanager
-def disturbed(folder: Path, command: list[str], faults: str, **variables: str) -> Iterator[Running]:
-    """A job whose faults come once a warm process is ready; it ends well."""
-    directory = folder / "d"
-    directory.mkdir(exist_ok=True)
-    log = folder / "faults.log"
-    environment = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
-    if faults:
-        environment["LASTGASP_FAULT"] = faults
-    with running(folder, command, **environment, **variables) as [started]:
-        until(lambda: READY in started.output, "the warm process is ready")
-        (directory / "go").touch()
-        yield started
-        assert started.code() == 0, started.output[-6000:]
-    assert len(read_log(log)) == len([part for part in faults.split(";") if part]), started.output[-6000:]
-
-
-def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
-    """What a rank has noted about itself."""
-    return [line.split()[1:] for line in (directory / f"rank-{rank}").read_text().splitlines() if line.startswith(what)]
 
 
 @pytest.mark.parametrize(

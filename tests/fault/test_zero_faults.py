@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,18 +97,6 @@ def test_killed_when_some_parameters_were_sent(victim: int, tmp_path: Path, refe
     done = run_job(command, tmp_path / "log", timeout=LIMIT)
     assert done.returncode == 0, done.output[-4000:]
     check_saved(case, tmp_path / "ckpts", done, LAYOUT, "step=00000004.dcp")
-    assert differences(reference[2, "plain"], tmp_path / "final.pt") == [], done.output[-4000:]
-
-
-@pytest.mark.full
-def test_restarted_instead_of_in_place(tmp_path: Path, reference: Reference) -> None:
-    """In `train`, too, and a line says why."""
-    case = ZeroCase("sigkill", "forward", "last", "run")
-    command = [*case.command(tmp_path / "ckpts", tmp_path / "final.pt"), "--again"]
-    done = run_job(command, tmp_path / "log", timeout=LIMIT, environ=os.environ | {"LASTGASP_FAULT": case.faults})
-    assert done.returncode == 0, done.output[-4000:]
-    check_saved(case, tmp_path / "ckpts", done, LAYOUT, "step=00000004.dcp")
-    assert "a fault restarts this job" in done.output and "attempt 2 of" in done.output, done.output[-4000:]
     assert differences(reference[2, "plain"], tmp_path / "final.pt") == [], done.output[-4000:]
 
 

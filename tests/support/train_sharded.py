@@ -66,22 +66,29 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def sharded(shape: str, world: int) -> nn.Module:
+def layers() -> nn.Sequential:
+    """Without shards."""
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 33), nn.LayerNorm(33), nn.Linear(33, 1)
+    )
+
+
+def sharded(shape: str, world: int, model: nn.Module | None = None) -> nn.Module:
     """The same model on any number of ranks."""
-    layers = [nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 33), nn.LayerNorm(33), nn.Linear(33, 1)]
-    model = nn.Sequential(*layers)
+    model = layers() if model is None else model
     policy: dict[str, Any] = {}
     if shape == "half":
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if shape == "offload":
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if shape == "checkpointed":
-        model = nn.Sequential(*(checkpoint_wrapper(one) if isinstance(one, nn.Linear) else one for one in layers))
+        inner = (checkpoint_wrapper(one) if isinstance(one, nn.Linear) else one for one in model.children())
+        model = nn.Sequential(*inner)
     if shape == "hybrid":
         policy["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:
         policy["mesh"] = init_device_mesh("cpu", (world,))
-    for layer in model:
+    for layer in model.children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, **policy)
     fully_shard(model, **policy)

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lastgasp.pytorch import Session, TorchState, train
+from lastgasp.pytorch import Session, TorchState
 
 BATCHES = 5
 SHAPES = ("plain", "bucket", "accumulated")
@@ -28,20 +28,10 @@ def main() -> None:
     parser.add_argument("--final", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--shape", default="plain", choices=SHAPES)
-    parser.add_argument("--again", action="store_true", help="call the training by lastgasp.pytorch.train")
     parser.add_argument("--between", help="RANK:STEP, killed when rank 0's parameters are sent, in the first attempt")
     parser.add_argument("--consolidated", type=Path, help="where rank 0 writes torch's own state of the optimizer")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.again:
-        train(lambda: trained(args))
-    else:
-        trained(args)
-    dist.destroy_process_group()
-
-
-def trained(args: argparse.Namespace) -> None:
-    """The loop."""
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(7)
@@ -73,6 +63,7 @@ def trained(args: argparse.Namespace) -> None:
         if args.final:
             moments = {f"{n} {key}": value for n, one in whole["state"].items() for key, value in one.items()}
             torch.save({**model.module.state_dict(), **moments, "count": torch.tensor(losses["count"])}, args.final)
+    dist.destroy_process_group()
 
 
 def made(shape: str) -> tuple[DistributedDataParallel, Any]:

@@ -146,7 +146,9 @@ def test_a_rank_that_answers_says_itself_what_its_arena_holds() -> None:
             return ArenaRef(rank=rank)
 
     said = Prepared(recovery=1, step=5, durable=0, usable=True, arena=(5, 4))
-    members = {0: Member(rank=0, prepared=said), 1: Member(rank=1, prepared=said, gone="died")}
+    members = {
+        0: Member(rank=0, prepared=said, begun=True), 1: Member(rank=1, prepared=said, begun=True, gone="died"),
+    }  # fmt: skip
     damaged = {(2, 5, False), (1, 4, True)}
     found = arenas_held(Look(), members, damaged)
     assert (found.steps, found.buddies) == ({0: (5, 4), 1: (5, 4), 2: (4,)}, {1: ("b", (3,))})

@@ -44,3 +44,30 @@ def test_after_thirty_faults_nothing_is_left() -> None:
     assert arenas.steps() == {0: (FAULTS,), 1: (FAULTS,)}
     arenas.clear()
     assert held() == before and notes == []
+
+
+def test_while_ranks_enter_again_what_was_left_is_their_arena() -> None:
+    """For a second fault in the meantime; once a new process has begun, its own is. Nothing of it counts as saved."""
+    gc.collect()
+    arenas = Arenas(Keepers(lambda rank, step: None), "token", lambda text: None)
+    before = held()
+    arenas.begin(durable=0)
+    attempt(arenas, 3)
+    arenas.begin(durable=0, same_attempt=True)
+    host = host_identity()
+    assert arenas.steps() == {0: (3,), 1: (3,)} and arenas.hosts() == {0: host, 1: host}
+    left = arenas.reference(1)
+    fd = os.open(f"/proc/{left.pid}/fd/{left.fd}", os.O_RDWR)
+    new = Arena()
+    new.adopt(fd, left.identity, 3)
+    new.copy(4, [bytes(5000)])
+    assert arenas.steps()[1] == (4, 3)  # a survivor fills its arena when it is told to enter again
+    arenas.keep(1, host, os.getpid(), m.Begin(step=3, durable=0, buffer_fd=-1, arena_fd=new.fd, arena_id=new.identity))
+    assert arenas.reference(1) != left and arenas.steps() == {0: (3,), 1: (4, 3)}
+    arenas.begin(durable=0)  # a restart, as rank 0 has not begun
+    assert arenas.steps() == {}
+    assert (found := arenas.left(0, host, RANKS)).step == 3 and found.durable == 0
+    new.close()
+    del new  # its mapping has a descriptor of its own
+    arenas.clear()
+    assert held() == before

@@ -9,7 +9,7 @@ import pytest
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send
+from lastgasp.gasp.actions import Action, Kill, RecordPhase, Remark, Send
 from lastgasp.gasp.again import NEW, Again, Offer
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.progress import Progress
@@ -564,3 +564,109 @@ def test_a_fault_while_all_are_stopped_is_answered_as_ever() -> None:
     job.answer(0)
     job.answer(2)
     assert (job.again().rung, job.again().members, job.machine.grown) == ("replace", (), "")
+
+
+class Kept:
+    """What launchers know of arenas; implements `arena_decision.ArenaLook`."""
+
+    awaited = False
+
+    def __init__(self, steps: dict[int, tuple[int, ...]], host: str = "a") -> None:
+        self._steps, self._host = steps, host
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        return self._steps
+
+    def hosts(self) -> dict[int, str]:
+        return dict.fromkeys(self._steps, self._host)
+
+    def buddies(self) -> dict[int, tuple[str, tuple[int, ...]]]:
+        return {}
+
+    def reference(self, rank: int, *, buddy: bool = False) -> m.ArenaRef:
+        return m.ArenaRef(rank=rank, pid=7, fd=rank, identity=b"id")
+
+
+ALONE = ((0,), (1,), (2,))
+
+
+def in_parts(steps: dict[int, tuple[int, ...]], **more: Any) -> Job:
+    """Each rank alone holds a part, and these steps are in the arenas."""
+    job = Job(replicas=ALONE, **more)
+    job.machine.arenas = Kept(steps)
+    return job
+
+
+def says(job: Job, rank: int, arena: tuple[int, ...], *, step: int = STEP, why: str = "") -> list[Action]:
+    said = m.Prepared(recovery=1, step=step, durable=START, usable=True, why=why, arena=arena)
+    return job.machine.said(rank, said, 1.0)
+
+
+def test_a_dead_rank_without_replicas_is_replaced_from_its_arena() -> None:
+    """The survivors keep what they have: one in its live state, the other, which is a step ahead, in its arena."""
+    job = in_parts(dict.fromkeys(range(WORLD), (STEP, STEP - 1)))
+    job.die(1)
+    says(job, 0, (STEP, STEP - 1))
+    says(job, 2, (STEP + 1, STEP), step=STEP + 1)
+    again = job.again()
+    assert (again.step, again.takers, again.lost, again.rung) == (STEP, (1,), (1,), "replace")
+    assert again.arenas == (m.ArenaRef(rank=1, pid=7, fd=1, identity=b"id"),)
+    assert (job.machine.outcome.lost, again.saved) == (0, False)
+
+
+def test_where_no_rank_is_dead_arenas_may_be_older_than_the_live_states() -> None:
+    job = in_parts(dict.fromkeys(range(WORLD), (5,)))
+    job.report(1, "exception")
+    for rank in range(WORLD):
+        says(job, rank, (5,))
+    again = job.again()
+    assert (again.step, again.arenas, again.rung) == (STEP, (), "retry")
+
+
+def test_steps_that_a_dead_ranks_arena_lacks_are_noted() -> None:
+    job = in_parts(dict.fromkeys(range(WORLD), (5,)))
+    job.die(1)
+    says(job, 0, (5,))
+    actions = says(job, 2, (5,))
+    assert (job.again().step, job.machine.outcome.lost) == (5, 3)
+    [note] = [action.text for action in actions if isinstance(action, Remark)]
+    assert note.startswith("all ranks go back to step 5") and note.endswith(": 3 completed steps are done again")
+
+
+@pytest.mark.parametrize(
+    ("steps", "why", "reason"),
+    [
+        ({0: (STEP,), 1: (), 2: (STEP,)}, "", "no rank holds a common step"),
+        ({0: (STEP,), 1: (STEP,), 2: (STEP,)}, "its arena is not filled", "rank 0: its arena is not filled"),
+        ({0: (STEP,), 2: (STEP,)}, "", "no rank holds a common step"),
+    ],
+)
+def test_what_no_arena_holds_is_not_begun_with(steps: dict[int, tuple[int, ...]], why: str, reason: str) -> None:
+    job = in_parts(steps)
+    job.die(1)
+    says(job, 0, (STEP,), why=why)
+    says(job, 2, (STEP,))
+    assert (job.machine.again, job.machine.not_in_place) == (None, reason)
+
+
+def test_a_live_replica_that_has_gone_further_is_saved_and_the_job_restarts() -> None:
+    job = Job(replicas=((0, 1), (2,)))
+    job.machine.arenas = Kept({0: (STEP,), 1: (STEP - 1,), 2: (STEP,)})
+    job.die(1)
+    says(job, 0, (STEP,))
+    says(job, 2, (STEP,))
+    assert job.machine.not_in_place == f"the arena of rank 1 does not hold step {STEP}: it holds {STEP - 1}"
+    assert job.machine.state == "saving"
+
+
+def test_a_new_process_that_has_not_begun_neither_writes_nor_hides_the_arena_that_it_is_to_take() -> None:
+    job = in_parts(dict.fromkeys(range(WORLD), (STEP, STEP - 1)))
+    job.machine.incarnation, job.machine.began_at, job.machine.holders = 1, STEP, frozenset({0, 2})
+    job.machine.members[1].begun = False
+    job.report(0, "exception")
+    for rank in (0, 2):
+        says(job, rank, (STEP,))
+    actions = job.machine.said(1, m.Prepared(recovery=1, step=0, durable=0, usable=True, why=""), 1.0)
+    saves = {each.rank: each.message for each in actions if isinstance(each, Send) and isinstance(each.message, m.Save)}
+    assert [ref.rank for save in saves.values() for ref in save.arenas if ref.rank == 1] == [1]
+    assert 1 not in saves and {save.step for save in saves.values()} == {STEP}

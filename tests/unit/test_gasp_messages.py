@@ -61,7 +61,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Release(
         recovery=1, ending="in_place", step=4, path="", reason="",
         again=Again(incarnation=1, step=4, source=0, takers=(1,), lost=(1,), port=77, aux={0: b"a"}, pids=(5, 6),
-                    ends=("10.0.0.1 7",), host="10.0.0.2"),
+                    ends=("10.0.0.1 7",), host="10.0.0.2", arenas=(m.ArenaRef(rank=1, pid=70, fd=12, identity=b"id"),)),
     ),
     m.GatherPart(tag="choose", payload=b"mine"),
     m.Gathered(tag="choose", parts=(b"mine", b"yours"), missing=""),

@@ -295,6 +295,7 @@ class AdapterRun:
             self._let_go()
         else:
             self.close(completed=False)
+            self._training = self.before_again = None  # with the model, of which there may not be room for two
         return True
 
     def _let_go(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lastgasp.pytorch.sharded import Shards, fill, is_sharded, unsupported
 from lastgasp.pytorch.sharded_image import Payload
-from lastgasp.pytorch.sharded_source import ShardedGasp, ShardedSource, SmallState
+from lastgasp.pytorch.sharded_saves import ShardedGasp
+from lastgasp.pytorch.sharded_source import ShardedSource, SmallState
 
 __all__ = ["Payload", "ShardedGasp", "ShardedSource", "Shards", "SmallState", "fill", "is_sharded", "unsupported"]

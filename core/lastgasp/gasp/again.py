@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from .arena_ref import ArenaRef
+
 Rung = Literal["retry", "replace", "shrink", "grow"]
 INCARNATION = "LASTGASP_INCARNATION"
 """Set by lastgasp alone: the number of the newest recovery in place."""
@@ -40,6 +42,8 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         vanished: addresses of hosts that have only ranks which are missing from now on: nothing may come from there,
             not even the end of a connection.
         rank: the own new number, for the process that has the order (`for_rank`); -1 in what all get.
+        arenas: where each rank alone holds a part of the state and begins with its own: how the new processes open
+            the arenas of the lost ranks; None where ranks hold all of the state.
     """
 
     incarnation: int
@@ -56,6 +60,7 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[int, ...] = ()
     vanished: tuple[str, ...] = ()
     rank: int = -1
+    arenas: tuple[ArenaRef, ...] | None = None
 
     @property
     def from_files(self) -> bool:

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from lastgasp.topology import ReplicaGroups
 
+from .arena_ref import ArenaRef
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide, unused
-from .keeping import ArenaRef
 from .members import Member
 
 Steps = Mapping[int, tuple[int, ...]]
@@ -64,8 +64,8 @@ def arenas_held(
     found = {}
     for rank, steps in known.items():
         member = members.get(rank)
-        if member is not None and member.here and member.prepared is not None:
-            steps = member.prepared.arena
+        if member is not None and member.here and member.begun and member.prepared is not None:
+            steps = member.prepared.arena  # a new process that has not begun does not know its predecessor's
         found[rank] = tuple(step for step in steps if (rank, step, False) not in damaged)
     buddies = {
         rank: (host, tuple(step for step in steps if (rank, step, True) not in damaged))

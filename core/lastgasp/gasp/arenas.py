@@ -35,6 +35,11 @@ class _Left:
     steps: tuple[int, ...]
     reference: m.ArenaRef
 
+    @property
+    def now(self) -> tuple[int, ...]:
+        """Its steps: a rank that enters its training again may fill its arena after it was left."""
+        return arena.steps(self.kept.fd, self.kept.identity) if self.kept.fd >= 0 else self.steps
+
 
 class Arenas:
     """All methods run on the controller's event loop. Implements `arena_decision.ArenaLook`.
@@ -57,6 +62,7 @@ class Arenas:
         self.partners = Partners(keepers, self._host, token, note, self._own)
         self._left: dict[int, _Left] = {}
         self._durable = self._tries = 0
+        self._same_attempt = False
 
     def keep(self, rank: int, host: str, pid: int, begin: m.Begin) -> bool:
         """Open a rank's arena, if it has one; on another host its launcher does.
@@ -71,6 +77,8 @@ class Arenas:
             self.drop_left()
         if begin.arena_fd < 0:
             return written
+        if (kept := self._kept.get(rank)) is not None and kept.identity == begin.arena_id:
+            return again or written  # it has entered its training again, with the same memory
         self._drop(rank)
         fd = open_buffer(pid, begin.arena_fd) if host == self._host else -1
         if fd >= 0 or host != self._host:
@@ -95,13 +103,16 @@ class Arenas:
 
     # -- from attempt to attempt --------------------------------------------------------------------------
 
-    def begin(self, durable: int) -> None:
+    def begin(self, durable: int, same_attempt: bool = False) -> None:
         """Another attempt begins. Those that have begun with what was left, but not all, leave it as it was.
 
         Args:
             durable: the newest step on disk, as far as the attempt before knew.
+            same_attempt: its ranks enter their training again. Until one has begun, what its predecessor has left, or
+                it itself, is its arena for any decision.
         """
         self.partners.begin()
+        self._same_attempt = same_attempt
         if self._left and self._kept.keys() != self._left.keys():
             for rank in list(self._kept):
                 self._drop(rank)
@@ -125,7 +136,7 @@ class Arenas:
         return m.Left(step=step, durable=self._durable, arena=mine.reference) if step >= self._durable else m.Left()
 
     def _common(self) -> int:
-        return max(set.intersection(*(set(left.steps) for left in self._left.values())), default=-1)
+        return max(set.intersection(*(set(left.now) for left in self._left.values())), default=-1)
 
     def drop_left(self) -> None:
         """Free what was left: training begins with something else."""
@@ -143,7 +154,12 @@ class Arenas:
 
     def steps(self) -> Steps:
         """As `ArenaLook` says."""
-        return {rank: self._steps(rank, kept) for rank, kept in self._kept.items()}
+        left = {rank: one.now for rank, one in self._waiting().items()}
+        return left | {rank: self._steps(rank, kept) for rank, kept in self._kept.items()}
+
+    def _waiting(self) -> Mapping[int, _Left]:
+        """What was left for ranks that are about to enter their training again."""
+        return self._left if self._same_attempt else {}
 
     def _steps(self, rank: int, kept: _Kept) -> tuple[int, ...]:
         if kept.fd >= 0:
@@ -153,7 +169,8 @@ class Arenas:
 
     def hosts(self) -> Mapping[int, str]:
         """As `ArenaLook` says."""
-        return {rank: kept.host for rank, kept in self._kept.items()}
+        left = {rank: one.kept.host for rank, one in self._waiting().items()}
+        return left | {rank: kept.host for rank, kept in self._kept.items()}
 
     def buddies(self) -> Buddies:
         """As `ArenaLook` says."""
@@ -163,8 +180,10 @@ class Arenas:
         """As `ArenaLook` says."""
         if buddy:
             return self.partners.reference(rank)
-        kept = self._kept.get(rank)
-        return m.ArenaRef(rank=rank) if kept is None else self._reference(rank, kept)
+        kept, left = self._kept.get(rank), self._waiting().get(rank)
+        if kept is None:
+            return m.ArenaRef(rank=rank) if left is None else left.reference
+        return self._reference(rank, kept)
 
     def _reference(self, rank: int, kept: _Kept) -> m.ArenaRef:
         pid, fd, found = os.getpid(), kept.fd, self._keepers.arena(rank)

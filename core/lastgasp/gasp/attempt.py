@@ -209,8 +209,15 @@ class Attempt:
     @property
     def newest_held(self) -> int:
         """The step from which the next attempt starts, if known."""
+        held = self.machine.outcome.step if self.machine.outcome.ending == "in_place" else None
+        return max(self.newest_durable, held if held is not None else 0)
+
+    @property
+    def newest_durable(self) -> int:
+        """The newest step on disk, as far as this attempt knows."""
         durable = max((member.durable for member in self.machine.members.values()), default=0)
-        saved = self.machine.outcome.step if self.machine.outcome.ending in ("saved", "in_place") else None
+        written = self.machine.outcome.ending == "saved" or (self.again is not None and self.again.saved)
+        saved = self.machine.outcome.step if written else None
         return max(durable, saved if saved is not None else 0)
 
     # -- gathers ----------------------------------------------------------------------------------

@@ -257,7 +257,8 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        self.arenas.begin(self.attempt.newest_held if self.attempt is not None else 0)
+        same = self.attempt is not None and self.attempt.hello.attempt == hello.attempt
+        self.arenas.begin(self.attempt.newest_durable if self.attempt is not None else 0, same)
         machine = self.incidents.begin(hello, self._buffers).machine
         machine.arenas = self.arenas
         if isinstance(machine, Ladder):

@@ -24,7 +24,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         faulty: it raised or was asked to stop, so it is a holder of last resort.
         why: why it cannot be used, or only as a last resort; empty when there is no objection.
         alive: it answers.
-        writes: it can write files, if not those of its own state, then of an arena.
+        writes: its training has begun, and it can write files, if not those of its own state, then of an arena.
     """
 
     rank: int

@@ -182,7 +182,11 @@ class BufferKeeper:
             os.close(old)
         if (buffer_fd := open_buffer(*process)) >= 0:
             self._buffers[message.rank], self._of[message.rank] = buffer_fd, process
-        if (before := self._arenas.pop(message.rank, None)) is not None:
+        before = self._arenas.get(message.rank)
+        if before is not None and message.arena_fd >= 0 and before[1] == message.arena_id:
+            return  # it has entered its training again, with the same memory
+        if before is not None:
+            del self._arenas[message.rank]
             os.close(before[0])
         if (arena_fd := open_buffer(message.pid, message.arena_fd)) >= 0:
             self._arenas[message.rank] = arena_fd, message.arena_id

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from lastgasp.events import Ending
 
 from .again import Again
+from .arena_ref import ArenaRef
 from .wire import Message
-
-
-class ArenaRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The arena of `rank`: `/proc/PID/fd/FD` of a process that keeps it open, on the host of who is told of it."""
-
-    rank: int
-    pid: int = 0
-    fd: int = -1
-    identity: bytes = b""
 
 
 class AskLeft(Message, frozen=True, kw_only=True):

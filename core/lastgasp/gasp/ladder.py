@@ -20,12 +20,14 @@ import msgspec
 from lastgasp.events import Ending, Fault
 
 from . import messages as m
-from .actions import Action, Kill, RecordPhase, Send
+from .actions import Action, Kill, RecordPhase, Remark, Send
 from .again import NEW, Again, Offer
+from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, GiveUp, SavePlan
 from .machine import MARGIN, Machine
 from .members import Member
+from .own_parts import BACK, arenas_to_take, has_arenas
 
 SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
@@ -258,6 +260,8 @@ class Ladder(Machine):
         if isinstance(decision, GiveUp):
             return "no rank holds a common step"
         step, lost = decision.step, tuple(rank for rank in range(self.world_size) if self._is_lost(rank))
+        if self._in_parts:
+            return self._choose_parts(step, lost)
         holders = [] if self._from_files else [rank for rank in sorted(self._here) if self._holds(rank, step)]
         takers = tuple(rank for rank in range(self.world_size) if rank not in holders)
         if why := self._forbidden(lost) or self._impossible(step, lost, holders):
@@ -281,8 +285,32 @@ class Ladder(Machine):
             port=self.offer.port, host=self.offer.host, members=members,
         )  # fmt: skip
 
+    @property
+    def _in_parts(self) -> bool:
+        """Each rank alone holds a part of the state, and begins with its own."""
+        return not self._from_files and has_arenas(self.arenas, self.world_size)
+
+    def _choose_parts(self, step: int, lost: tuple[int, ...]) -> Again | str:
+        """The same where each rank begins with its own part of `step`, a new process with that of the dead one."""
+        stay = [rank for rank in range(self.world_size) if rank not in lost]
+        if why := self._forbidden(lost) or self._impossible(step, lost, stay):
+            return why
+        assert self.offer is not None and self.arenas is not None
+        if lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
+            return why
+        held = arenas_held(self.arenas, self.members, self._damaged)
+        found = arenas_to_take(step, lost, self.members, held, self.arenas)
+        if isinstance(found, str):
+            return found
+        return Again(
+            incarnation=self.incarnation + 1, step=step, source=stay[0], takers=lost, lost=lost,
+            port=self.offer.port, host=self.offer.host, arenas=found,
+        )  # fmt: skip
+
     def _only_copy(self, again: Again) -> bool:
-        """Whether a holder is left without another one of its shard."""
+        """Whether a holder is left without another one of its shard. An arena outlives its rank."""
+        if again.arenas is not None:
+            return False
         if len(self.replicas) == 1 or self._from_files:
             return len(again.takers) >= self.world_size - 1
         return bool(again.takers) and min(len(set(shard) - set(again.takers)) for shard in self.replicas) < 2
@@ -331,7 +359,8 @@ class Ladder(Machine):
             return f"no step was completed since training began{again}"
         if not holders and not self._from_files:
             return f"no rank holds step {step} in memory"
-        if len(holders) < self.world_size and len(self.replicas) != 1 and not self._from_files:
+        in_one = len(self.replicas) == 1 or self._from_files or self._in_parts
+        if len(holders) < self.world_size and not in_one:
             if not all(self.members[rank].together for rank in holders):
                 return "the ranks do not all hold the same state"
             if not all(set(shard) & set(holders) for shard in self.replicas):
@@ -363,8 +392,11 @@ class Ladder(Machine):
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
-        if again.members:  # those that go on have theirs
+        if again.members or again.arenas is not None:  # those that go on have theirs
             remarks = []
+        if again.arenas is not None:
+            aux = {}
+            remarks += [Remark(text=BACK.format(step=again.step, lost=steps_lost))] if steps_lost else []
         pids = tuple(member.pid for member in self.members.values() if member.pid)
         answers = [member.prepared for member in self.members.values() if member.prepared is not None]
         ends = tuple(end for one in answers for end in one.ends)

@@ -16,6 +16,7 @@ from lastgasp.errors import ProtocolError
 from lastgasp.events import Ending, Fault
 
 from .again import Again
+from .arena_ref import ArenaRef as ArenaRef
 from .asks import AskRanks as AskRanks
 from .asks import AskSwitch as AskSwitch
 from .asks import Operator as Operator
@@ -33,7 +34,6 @@ from .buddy_messages import Sends as Sends
 from .buddy_messages import Took as Took
 from .cards import WorkerCard
 from .keeping import Agreed as Agreed
-from .keeping import ArenaRef as ArenaRef
 from .keeping import AskKept as AskKept
 from .keeping import AskLeft as AskLeft
 from .keeping import DropLeft as DropLeft
@@ -122,7 +122,7 @@ class Begin(Message, frozen=True, kw_only=True):
     """File descriptor number of the rank's crash-safe buffer (opened through /proc by who shares the host), or -1."""
     recovery: str = ""
     """Which faults may be answered in place (`config.Recovery`); empty if this rank cannot be entered again; later if
-    it can, but no rank be replaced."""
+    it can, but no rank be replaced. A rank with an arena that can begins with its own part, as all others do then."""
     entered: bool = True
     """False: after a fault this rank holds `step` in memory, and is about to enter its training again."""
     together: tuple[tuple[int, ...], ...] = ()

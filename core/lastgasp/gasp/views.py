@@ -25,8 +25,8 @@ def view(rank: int, member: Member | None) -> RankView:
     if member is None:
         return RankView(rank=rank, step=-1, holds=False, alive=False, why="never joined")
     prepared = member.prepared
-    nothing_against_it = not (member.gone or member.left or member.hung or member.failures or member.fault)
-    if nothing_against_it and prepared is not None and prepared.usable:
+    objections = member.gone or member.left or member.hung or member.failures or member.fault or not member.begun
+    if not objections and prepared is not None and prepared.usable:
         return RankView(rank=rank, step=prepared.step, holds=True, writes=True)  # the common case
     why = why_unusable(member)
     holds = prepared is not None and prepared.usable and not why
@@ -39,7 +39,7 @@ def view(rank: int, member: Member | None) -> RankView:
         faulty=member.fault is not None or member.failures > 0,
         alive=alive,
         why=why or (f"its save failed: {member.failed}" if member.failures else ""),
-        writes=alive and member.failures < SAVE_TRIES,
+        writes=alive and member.begun and member.failures < SAVE_TRIES,
     )
 
 
@@ -69,6 +69,8 @@ def why_unusable(member: Member) -> str:
         return f"its save failed: {member.failed}"
     if member.prepared is None:
         return "did not answer in time"
+    if not member.begun:
+        return "its training had not begun"
     return "" if member.prepared.usable else member.prepared.why
 
 

@@ -7,6 +7,7 @@ torch 2.13 about once in 50 recoveries of four ranks on a busy machine.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import threading
@@ -35,6 +36,7 @@ def drop_groups(wrapped: list[Any]) -> None:
     wrapped.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     if not groups:
         return
     dropper = threading.Thread(target=groups.clear, name="lastgasp-drop-groups", daemon=True)
@@ -42,6 +44,17 @@ def drop_groups(wrapped: list[Any]) -> None:
     dropper.join(GRACE)
     if dropper.is_alive():
         log.info("a collective of the old process group does not end: its thread is left behind until its timeout")
+
+
+def _forget_meshes() -> None:
+    """Results of operations on DTensors are cached with the mesh of their arguments, and a new mesh equals the old one.
+
+    Each thread has its own cache; those of autograd's threads, on accelerators, are not reached. There the names of the
+    groups are looked up, which are the same where the program makes its groups in the same order again.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 def forget_accelerate() -> None:

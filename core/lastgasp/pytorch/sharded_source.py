@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lastgasp.adapter.run import AdapterRun
-from lastgasp.arena import Arena, DamagedArena, steps, verified
+from lastgasp.arena import Arena, steps
 from lastgasp.arena_filling import ArenaMode, Filling
 from lastgasp.arena_taking import Taken, taken_over
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, buddy_of
 from lastgasp.errors import ConfigError, NotSaveable
-from lastgasp.ports import Layout, SaveResult, Wanted
+from lastgasp.ports import Wanted
 from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.extrastate import ExtraStates
-from lastgasp.pytorch.sharded import Groups, Shards, write_arena, write_live
-from lastgasp.pytorch.sharded.files import Rename, same
+from lastgasp.pytorch.sharded import Shards, write_live
 from lastgasp.pytorch.sharded.table import Path as TablePath
 from lastgasp.pytorch.sharded_image import Payload, head_of
-from lastgasp.pytorch.sharded_parts import aux_of_parts, merge, part_of
-from lastgasp.pytorch.staged import StagedGasp, contribute, publish
-from lastgasp.replicas import require_alike
+from lastgasp.pytorch.sharded_parts import part_of
+from lastgasp.pytorch.sharded_saves import ShardedSaves
 from lastgasp.testing import faults
 
 
@@ -44,14 +40,7 @@ class SmallState(Protocol):
         """The values of each optimizer's parameter groups, without `params`."""
 
 
-@dataclass(frozen=True)
-class ShardedGasp(StagedGasp):
-    """Implements `ports.SaveResult`. `beside`: what `ShardedSource.dump_small` has returned."""
-
-    beside: Any = field(default=None)
-
-
-class ShardedSource:
+class ShardedSource(ShardedSaves):
     """Implements `ports.StateSource` and `ports.ShardSource`; an adapter's subclass says what belongs to a checkpoint
     besides the shards.
 
@@ -63,27 +52,20 @@ class ShardedSource:
         mode: which steps are copied into the arena.
 
     Attributes:
-        arena: this rank's; None where nothing is copied.
         shards: once `describe` was called.
-        present: the manifests that were there when training began.
         durable: the newest step on disk, where training begins with what was left in arenas; else None.
-        layout, rename: how checkpoints lie, and what the framework calls what is in them.
 
     Raises:
         ConfigError: another engine than the embedded one leads.
     """
 
-    layout: Layout
-    rename: Rename = staticmethod(same)
-
     def __init__(self, life: AdapterRun, writer: ManifestWriter, config: GaspConfig, mode: ArenaMode) -> None:
-        self.life, self._writer, self.config = life, writer, config
-        self.rank = writer.place.rank
-        self.present: frozenset[str] | None = None
+        super().__init__(writer, config)
+        self.life = life
         self._kept: dict[int, Any] = {}
         self._extra: tuple[int, dict[TablePath, Any]] = -1, {}
         self.durable: int | None = None
-        self._completed = False
+        self._completed = self._handed_on = False
         session = life.session
         if session.backend.backend != "embedded":
             raise ConfigError("LASTGASP_BACKEND", session.backend.backend, "embedded for a sharded model",
@@ -95,7 +77,16 @@ class ShardedSource:
             self._filling = Filling(
                 self.arena, mode, session.gather, session.note, self.rank, buddy=buddy_of()
             )
-            life.on_close(self.arena.close, last=True)
+            life.on_close(self._close_arena, last=True)
+
+    @property
+    def alike(self) -> bool:
+        """As the run has found it."""
+        return self.life.alike
+
+    def _close_arena(self) -> None:
+        if self.arena is not None and not self._handed_on:
+            self.arena.close()
 
     def describe(self, shards: Shards) -> None:
         """The state is loaded: these are its parts. All ranks call it together.
@@ -123,26 +114,27 @@ class ShardedSource:
         Raises:
             LastgaspError: as `taken_over`, and what `take` raises.
         """
+        with taken_over(self.life.session, self.arena, self._refused(why_not), newer=newer) as taken:
+            if taken is not None:
+                self._take_step(taken, take)
+        return taken is not None
+
+    def _refused(self, why_not: Callable[[Payload], str]) -> Callable[[memoryview], str]:
         def refused(payload: memoryview) -> str:
             found = Payload(payload)
             return found.why_not(self.rank, self._writer.place.world_size) or why_not(found)
 
-        with taken_over(self.life.session, self.arena, refused, newer=newer) as taken:
-            if taken is None:
-                return False
-            self._kept[taken.step] = take(taken, Payload(taken.payload))
-            self.durable = taken.durable
-        return True
+        return refused
+
+    def _take_step(self, taken: Taken, take: Callable[[Taken, Payload], SmallState]) -> None:
+        self._kept[taken.step] = take(taken, Payload(taken.payload))
+        self.durable = taken.durable
 
     # -- what a subclass says -----------------------------------------------------------------------------
 
     @property
     def recorder(self) -> AuxRecorder:
         """Of this rank's auxiliary state."""
-        raise NotImplementedError
-
-    def target(self, step: int) -> Path:
-        """Where the gasp of a step will stand."""
         raise NotImplementedError
 
     def require(self, step: int) -> None:
@@ -160,18 +152,6 @@ class ShardedSource:
             ValueError: it cannot be had.
         """
         return b""
-
-    def dump_small(self, kept: Any) -> Any:
-        """What the checkpoint has of the step besides shards, dumped while the step is saved.
-
-        Raises:
-            NotSaveable: it is not known any more.
-        """
-        raise NotImplementedError
-
-    def beside(self, kept: Any, small: Any, aux: Mapping[int, bytes]) -> Mapping[str, Any]:
-        """Further files of a checkpoint: name -> what `torch.save` writes. aux: all auxiliary states that were had."""
-        raise NotImplementedError
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -204,6 +184,38 @@ class ShardedSource:
         taken_at, found = self._extra
         return found if taken_at == step else {}
 
+    # -- entered again ------------------------------------------------------------------------------------
+
+    def bring(self, step: int) -> None:
+        """Have this rank's arena hold `step`, if need be from the live state: nobody trains on with that.
+
+        On the training thread, while no update can begin.
+
+        Raises:
+            NotSaveable: this rank does not hold the step (any more), or it cannot be copied.
+        """
+        assert self.arena is not None and self._filling is not None
+        if step in steps(self.arena.fd, self.arena.identity):
+            return
+        self.require(step)
+        self.settle_buffers(step)
+        if missing := self._extra_states.missing(self._extra_of(step)):
+            self.life.session.note(missing)
+        try:
+            self._filling.copy_now(step, self._payload(step))
+        except (OSError, ValueError, MemoryError) as error:
+            raise NotSaveable(f"step {step} cannot be copied into the arena: {error}") from error
+
+    def settle_buffers(self, step: int) -> None:
+        """Give module buffers their values of the end of `step`, which a forward pass may have changed since."""
+        raise NotImplementedError
+
+    def hand_on(self) -> Arena:
+        """The arena, which is not closed with this training any more."""
+        assert self.arena is not None
+        self._handed_on = True
+        return self.arena
+
     # -- a save -------------------------------------------------------------------------------------------
 
     @property
@@ -215,33 +227,11 @@ class ShardedSource:
         """This rank's auxiliary state of `step`; empty when it is no longer known."""
         return self.recorder.read(step) or b""
 
-    def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> ShardedGasp:
-        """As in the port, where this rank holds all shards."""
-        return self.save_shards(step, aux, reason, Wanted(own=True, arenas={}, common=self.rank))
-
-    def save_shards(self, step: int, aux: Mapping[int, bytes], reason: str, wanted: Wanted) -> ShardedGasp:
-        """As in the port.
-
-        Raises:
-            NotSaveable: this rank's state is not that of `step`, or ranks that should be replicas hold something else.
-            OSError: the disk refused; nothing is left.
-        """
-        require_alike(self.life.alike)
-        target, small = self.target(step), self.dump_small(self.kept(step))
-        staged = Staged(target, self.layout, sha256=self.config.sha256)
-        try:
-            part = self._write(staged, step, wanted)
-        except BaseException:
-            staged.discard()
-            raise
-        about = self._writer.provenance(step, "gasp", self._writer.newest_beside(target, self.layout))
-        return ShardedGasp(staged, about, self.present, dict(aux), part, small)
-
     def _write(self, staged: Staged, step: int, wanted: Wanted) -> bytes:
         aux, found, groups = dict[int, bytes](), list[bytes](), self.kept(step).groups
         arenas = dict(wanted.arenas)
         with ExitStack() as stack:
-            if wanted.own and self.durable is not None and not self._completed:
+            if wanted.own and self.durable is not None and not self._completed:  # random states may lag behind
                 arenas[self.rank] = stack.enter_context(self._own_arena(step))
             elif wanted.own:
                 self.require(step)
@@ -252,26 +242,9 @@ class ShardedSource:
                     self.life.session.note(missing)
                 found.append(self.write_own(staged, step, plain=plain, buffers=buffers, extra=extra))
                 self.require(step)
-            for owner, payload in arenas.items():
-                there, plain = Payload(payload), wanted.common == owner
-                aux[owner] = there.aux
-                found.append(self.write_other(staged, there, wanted, plain=plain, groups=groups))
+            others, theirs = self._write_arenas(staged, wanted, arenas, groups)
         faults.fire_at("gasp_save")
-        return part_of(staged, found, {rank: data for rank, data in aux.items() if data})
-
-    @contextmanager
-    def _own_arena(self, step: int) -> Iterator[memoryview]:
-        """What this training began with: until its first step the live state may lag behind (random states).
-
-        Raises:
-            NotSaveable: it is not of that step, or damaged.
-        """
-        assert self.arena is not None
-        try:
-            with verified(self.arena.fd, self.arena.identity, step) as payload:
-                yield payload
-        except DamagedArena as error:
-            raise NotSaveable(str(error)) from error
+        return part_of(staged, found + others, {rank: data for rank, data in (aux | theirs).items() if data})
 
     def write_own(
         self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None,
@@ -283,37 +256,9 @@ class ShardedSource:
             staged, self.shards, plain=plain, groups=groups, buffers=buffers, extra=extra, rename=self.rename
         )
 
-    def write_other(self, staged: Staged, there: Payload, wanted: Wanted, *, plain: bool, groups: Groups) -> bytes:
-        """`write_arena` of another rank's parts; `wanted`: as of `save_shards`."""
-        return write_arena(
-            staged, there.shards, plain=plain, groups=groups, rename=self.rename, verify=wanted.verify
-        )
-
-    def merge(self, staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:
-        """As `sharded_parts.merge`."""
-        merge(staged, own, parts, beside)
-
     def kept(self, step: int) -> Any:
         """What `keep` got. Raises NotSaveable where it is not known any more."""
         found = self._kept.get(step)
         if found is None:
             raise NotSaveable(f"the schedules and counters of step {step} are no longer known here")
         return found
-
-    def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
-        """As in the port: merge the parts of all savers."""
-        assert isinstance(result, ShardedGasp)
-        aux = {**result.aux, **aux_of_parts(parts)}
-        step = result.provenance.step
-        self.merge(result.staged, result.part, parts, self.beside(self.kept(step), result.beside, aux))
-        return publish(replace(result, aux=aux), self.layout, self.config, self._writer.place)
-
-    def discard(self, result: SaveResult) -> None:
-        """As in the port."""
-        assert isinstance(result, ShardedGasp)
-        result.staged.discard()
-
-    def contribute(self, step: int, path: str) -> str:
-        """As `ports.Contributor` says."""
-        own = self.capture(step)
-        return contribute(Path(path), self.layout, {self.rank: own}) if own else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -209,14 +210,18 @@ def _enter_again(entry: Entry) -> None:
     try:
         drain()
         cut_connections(held.again.pids, held.again.ends)
+        in_parts = held.again.arenas is not None
+        if in_parts:
+            _renew(entry, held)
+            gc.collect()  # the model has its groups, whose end may take long, and memory that the next one needs
         drop_groups(held.wrapped)
         forget_accelerate()
-        if entry.objects is not None:
-            entry.objects.renew(held.state)
-            held.state = None
+        if not in_parts:
+            _renew(entry, held)
         os.environ.update(held.again.environment)
         if held.rejoin is not None:
             held.life, held.rejoin = held.rejoin(), None
+        held.alone = None  # what has ended is let go of
     except BaseException as error:  # the launcher has died, so that no other rank can join, either
         if held.alone is not None:
             held.alone(error)
@@ -224,6 +229,13 @@ def _enter_again(entry: Entry) -> None:
     finally:
         if held.between is not None:
             held.between.over()
+            held.between = None
+
+
+def _renew(entry: Entry, held: Held) -> None:
+    if entry.objects is not None:
+        entry.objects.renew(held.state)
+    held.state = None
 
 
 def received(held: Held) -> Memory:

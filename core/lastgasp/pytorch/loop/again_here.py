@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import Again
-from lastgasp.ports import Layout
+from lastgasp.ports import Layout, StateSource
 from lastgasp.pytorch.cut import cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
@@ -208,7 +208,7 @@ class AgainHere:
             raise
 
     def _keep(self, again: Again, between: SigtermBetween) -> None:
-        run, memory, rejoin, alone = self.run, None, None, None
+        run, memory, enters, alone = self.run, None, None, None
         status = run.life.session.status
         self.before_dump(again.step)
         if run.place.rank not in again.takers:
@@ -217,16 +217,16 @@ class AgainHere:
             values = self.values() if again.takers and run.place.rank == again.source else b""
             memory = Memory(again.step, checkpoint, durable, run.source.present, values)
             place = place_after(run.place, again)
-            known = (status.recovery, status.elastic), run.users_handler, run.life.alike
+            known = TakenAlong((status.recovery, status.elastic), run.users_handler, run.life.alike, between)
             source = self.source_of(memory, place)
-            join = partial(_joined, self._make, self.contact)
-            rejoin = partial(_rejoin, join, place, memory, source, known, between)
-            alone = partial(_save_alone, run.life, FromMemory(memory.step, source))
+            join, steps = partial(joined, self._make, self.contact), (memory.step, memory.durable)
+            enters = partial(rejoin, join, place, steps, FromMemory(memory.step, source), known)
+            alone = partial(save_alone, run.life, FromMemory(memory.step, source))
         held = Held(
             again.for_rank(run.place.rank),
             memory,
             run.fit,
-            rejoin,
+            enters,
             None,
             self.let_go(),
             self.state(),
@@ -343,33 +343,44 @@ def _write(memory: Memory, staged: Staged, step: int, aux: Mapping[int, bytes]) 
     save_verified(memory.checkpoint, staged)
 
 
-def _joined(
-    make: Callable[[Place, Any], AdapterRun], contact: Callable[[Place], Any], place: Place
-) -> AdapterRun:
+def joined(make: Callable[[Place, Any], AdapterRun], contact: Callable[[Place], Any], place: Place) -> AdapterRun:
+    """The run of the next incarnation, connected."""
     return make(place, contact(place))
 
 
-def _rejoin(
-    join: Callable[[Place], AdapterRun],
-    place: Place,
-    memory: Memory,
-    source: GaspSource,
-    known: tuple[tuple[str, bool], Any, bool],
-    between: SigtermBetween,
+@dataclass(frozen=True)
+class TakenAlong:
+    """What a rank takes along from one incarnation to the next.
+
+    Attributes:
+        status: `recovery` and `elastic` of its status.
+        users_handler, between: as of `Held`.
+        alike: all ranks that should be replicas held the same.
+    """
+
+    status: tuple[str, bool]
+    users_handler: Any
+    alike: bool
+    between: SigtermBetween
+
+
+def rejoin(
+    join: Callable[[Place], AdapterRun], place: Place, steps: tuple[int, int], source: StateSource, known: TakenAlong
 ) -> AdapterRun:
+    """Join the next incarnation with what `source` holds; `steps`: that step, and the newest one on disk."""
     life = join(place)
-    life.alike_before = known[2]
+    life.alike_before = known.alike
     try:
-        life.session.status.recovery, life.session.status.elastic = known[0]
-        between.step_aside()
-        life.enter_again(HeldTraining(FromMemory(memory.step, source)), memory.step, memory.durable, known[1])
+        life.session.status.recovery, life.session.status.elastic = known.status
+        known.between.step_aside()
+        life.enter_again(HeldTraining(source), *steps, known.users_handler)
     except BaseException:
         life.close(completed=False)
         raise
     return life
 
 
-def _save_alone(life: AdapterRun, held: FromMemory, error: BaseException) -> None:
+def save_alone(life: AdapterRun, held: StateSource, error: BaseException) -> None:
     """This rank could not join again: save what it holds, by the rule of a rank without a controller."""
     life.source.inner = held
     life.save_alone(error)

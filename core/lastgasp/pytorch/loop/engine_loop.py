@@ -75,6 +75,7 @@ class EngineLoop(ShardedLoop):
     """A loop whose model is a `DeepSpeedEngine`."""
 
     layout: Layout = LAYOUT
+    never_again = "around a DeepSpeed engine"
 
     def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
         super().__init__(run, writer, mode)
@@ -113,7 +114,9 @@ class EngineLoop(ShardedLoop):
         parts: Any = self.shards
         return _write(staged, self.rank, parts.now.objects())
 
-    def write_other(self, staged: Staged, there: Payload, wanted: Wanted, *, plain: bool, groups: Groups) -> bytes:
+    def write_other(
+        self, staged: Staged, there: Payload, wanted: Wanted, *, plain: bool, groups: Groups | None
+    ) -> bytes:
         """The files of another rank, from its arena. All of it is verified first: most of it is pickled."""
         wanted.verify()
         return _write(staged, parse(there.shards)[0].rank, restore(there.shards))

@@ -24,7 +24,7 @@ from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, AuxState, Since, re
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import again, files
-from lastgasp.pytorch.loop.again_here import LoopAgain, users_handler
+from lastgasp.pytorch.loop.again_here import users_handler
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.dump import dump
@@ -78,7 +78,7 @@ class Run:
         self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int, how: tuple[Recovery, ArenaMode]
     ) -> None:
         self.state, self.config, self._every = state, config, every
-        self.recovery: Recovery = "restart" if state.sharded else how[0]
+        self.recovery: Recovery = how[0]
         self.place = place_of(state.groups)
         self.rank, self.step = self.place.rank, 0
         self.resumed: Path | None = None
@@ -121,14 +121,14 @@ class Run:
         self.life.on_close(self.recorder.close, last=True)
         self.life.on_close(self.book.close)
         self._account(not_kept)
-        self.shards = sharded_loop(self, writer, how[1])
+        self.shards, again_here = sharded_loop(self, writer, how[1])
         self.source: Any = self.shards or GaspSource(
             lambda staged, step, aux: save_verified(self.dump(step, aux), staged),
             lambda step: files.gasp_path(config.directory, step, self.fit.number), files.LAYOUT,
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
         )  # fmt: skip
         self._periodic = Periodic(self.engine, writer, config, self.fit.number)
-        self._again_here = LoopAgain(self, partial(make, backend=self.engine.backend), writer, held)
+        self._again_here = again_here(self, partial(make, backend=self.engine.backend), writer, held)
         try:
             self._start()
         except BaseException as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +15,27 @@ from torch import Tensor
 
 from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.arena_filling import ArenaMode
-from lastgasp.arena_taking import Taken
+from lastgasp.arena_taking import Known, Taken, taken_by_all
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError, LastgaspError
+from lastgasp.gasp.again import Again
+from lastgasp.gasp.arena_ref import ArenaRef
 from lastgasp.ports import Layout
 from lastgasp.pytorch.aux_state import AuxRecorder, Since
+from lastgasp.pytorch.buffers import persistent_buffers
+from lastgasp.pytorch.loop.held_parts import BUCKETS, HeldParts, merge_all
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
-from lastgasp.pytorch.sharded.files import DESCRIPTION
 from lastgasp.pytorch.sharded_image import Payload
-from lastgasp.pytorch.sharded_parts import described, part_of
+from lastgasp.pytorch.sharded_parts import part_of
 from lastgasp.pytorch.sharded_source import ShardedSource
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
-_BUCKETS = "buckets"
 MEMORY = Path("memory (arenas)")
 """Stands for the path of a checkpoint, in what is logged."""
 
@@ -50,9 +54,11 @@ class ShardedLoop(ShardedSource):
         super().__init__(run.life, writer, run.config, mode)
         self._run = run
         self._small: dict[str, Any] = {}
-        if run.entry is not None and self.rank == 0:
-            log.warning("a fault restarts this job: there is no recovery in place where a rank alone holds a part of "
-                        "the state (docs/sharded.md)")  # fmt: skip
+
+    @property
+    def never_again(self) -> str:
+        """Why the training can never be entered again; empty if it can."""
+        return "" if self.arena is not None else "without arenas, where a rank's part goes with it"
 
     def started(self) -> None:
         """The state is loaded: describe it, and check what is saved once for all ranks."""
@@ -90,10 +96,64 @@ class ShardedLoop(ShardedSource):
         self.present = selector.present
         return True
 
+    # -- entered again --------------------------------------------------------------------------------------
+
+    def cannot_again(self) -> str:
+        """Why the training cannot be entered again now; empty if it can. Called on the control thread."""
+        why = self._filling.cannot if self._filling is not None else ""
+        return f"its arena is not filled: {why}" if why else ""
+
+    def settle_buffers(self, step: int) -> None:
+        """As `ShardedSource.settle_buffers`."""
+        live = dict(persistent_buffers(self._run.state.container))
+        for name, value in self.buffers(step, self.capture(step)).items():
+            holder, key = live[name]
+            if (there := holder[key]) is not None:
+                there.detach().copy_(value)
+
+    def held(self, step: int) -> HeldParts:
+        """What this rank holds of `step`, for the time in which nothing is trained. It keeps nothing else alive.
+
+        Raises:
+            NotSaveable: it does not hold the step.
+        """
+        self.bring(step)
+        for note in self.kept(step).notes:
+            self._run.engine.note(note)
+        fit = self._run.fit
+        writer = replace(self._writer, fit=lambda: fit)
+        found = HeldParts(self.hand_on(), writer, self.config, fit.number, self._run.state.partitioned)
+        found.alike, found.present = self.alike, self.present
+        return found
+
+    def enter(self, again: Again, held: HeldParts | None) -> None:
+        """Fill the state with this rank's part of the step that was agreed on. All ranks call it together.
+
+        Args:
+            held: what this process has of it; None where it takes a dead one's place.
+
+        Raises:
+            BadArena, ControlError, DeadlineExceeded: as `taken_by_all`.
+            CheckpointMismatch: it is of another model or optimizer.
+        """
+        known = None
+        if held is None:
+            there = next(one for one in again.arenas or () if one.rank == self.rank)
+        else:
+            there = ArenaRef(rank=self.rank, pid=os.getpid(), fd=held.arena.fd, identity=held.arena.identity)
+            known = Known(self.life.session.status.durable, held.present)
+            self.life.on_close(held.arena.close, last=True)
+        assert self.arena is not None
+        with taken_by_all(
+            self.life.session, self.arena, there, again.step, self._refused(self._why_not), known=known
+        ) as (taken, present):  # fmt: skip
+            self._take_step(taken, self._take)
+        self.present = present
+
     def more(self, kept: Snapshot) -> bytes:
         """All that a loop's checkpoint has besides tensors; and of which training it is."""
         try:
-            small = self.dump_small(kept) | {_BUCKETS: self._run.buckets.layouts}
+            small = self.dump_small(kept) | {BUCKETS: self._run.buckets.layouts}
             return pickle.dumps((self._about(), small), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # of the user's objects
             raise ValueError(f"schedules, scaler or extra cannot be pickled: {error}") from error
@@ -112,7 +172,7 @@ class ShardedLoop(ShardedSource):
     def _take(self, taken: Taken, payload: Payload) -> Snapshot:
         run, loop = self._run, self._small
         small = {self.rank: payload.aux} if payload.aux else {}
-        record = record_of(small, run.place, True, loop.pop(_BUCKETS), [])
+        record = record_of(small, run.place, True, loop.pop(BUCKETS), [])
         run.fill(loop | {KEY: record}, MEMORY, partial(self._fill, payload.shards))
         snapshot: Snapshot = run.state.snapshot(taken.step, loop["epoch"])
         return snapshot
@@ -159,16 +219,8 @@ class ShardedLoop(ShardedSource):
         return {SHARDED_FILE: small | {KEY: record_of(aux, run.place, True, run.buckets.layouts, notes)}}
 
     def merge(self, staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:
-        """As `sharded_parts.merge`; where an optimizer is partitioned, no rank knows what the others have written.
-
-        Raises:
-            CheckpointError: shards are missing.
-        """
-        if self._run.state.partitioned:
-            ranks = sorted(DESCRIPTION.decode(one).rank for one in described(parts))
-            if ranks != list(range(self._run.place.world_size)):
-                raise CheckpointError(f"{staged.target}: files of ranks {ranks}, and those of all are needed")
-        super().merge(staged, own, parts, beside)
+        """As `merge_all`."""
+        merge_all(staged, own, parts, beside, self._run.place.world_size if self._run.state.partitioned else 0)
 
     # -- periodic checkpoints -----------------------------------------------------------------------------
 
