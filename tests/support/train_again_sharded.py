@@ -65,8 +65,8 @@ def damaged(self: arena.Arena, step: int, pieces: Any, *, buddy: bool = False) -
 
 
 def drop_groups(wrapped: list[Any]) -> None:
-    """Once the model of the call that has ended is gone."""
-    assert _outside or _before() is None, "the model of the call before has not been let go of"
+    """Once the model of the call that has ended is gone; a DDP wrapper, which holds its own, is let go of here."""
+    assert _outside or wrapped or _before() is None, "the model of the call before has not been let go of"
     _drop_groups(wrapped)
 
 
@@ -82,7 +82,7 @@ def training(args: argparse.Namespace) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(7)
     model, optimizer = made(args, world)
-    _before = weakref.ref(model)
+    _before = weakref.ref(getattr(model, "module", model))
     torch.manual_seed(7 + 1000 * rank)  # other random numbers on each rank
     random.seed(7 + 1000 * rank)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
