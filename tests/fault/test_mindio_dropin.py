@@ -11,6 +11,7 @@ from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
+from support.launchers import until
 from support.matrix import References
 from support.mindio.job import DropInJob, Note
 
@@ -175,3 +176,94 @@ def test_a_second_fault_during_the_recovery(
     assert all(one.steps_lost == 0 for one in found), where
     assert differences(reference[4], job.final) == [], where
     assert [note.more for note in job.notes() if note.what == "begin" and note.attempt == 1] == ["5"] * 4, where
+
+
+# -- fewer ranks ---------------------------------------------------------------------------------------
+
+GATE = 7
+GROWN = "ranks that were missing are taken in"
+
+
+def called(job: DropInJob, rank: int) -> list[str]:
+    """The handlers that a rank's processes were called with, in order."""
+    return [note.what for note in job.notes() if note.rank == rank and note.what not in ("begin", "entered", "save",
+                                                                                         "rename")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lost", "recover"),
+    [
+        ([3], "retry,recover,zit"),
+        pytest.param([2, 3], "zit", marks=pytest.mark.full),
+        pytest.param([1], "recover,zit", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(
+    lost: list[int], recover: str, tmp_path: Path, reference: References_
+) -> None:
+    """MindIO's elastic handlers, in its order; each micro-batch is done by somebody, so the numbers are the same."""
+    job, left = DropInJob(tmp_path), [rank for rank in range(4) if rank not in lost]
+    faults = ";".join(fault("sigkill", rank, 5, "backward") for rank in lost)
+    with job.running(faults, recover, warm=False, gate=GATE) as started:
+        until(lambda: GROWN in started.output, "missing ranks are taken in")
+        job.go(GATE)
+        assert started.code() == 0, started.output[-8000:]
+    where = started.output[-8000:]
+    assert len(read_log(tmp_path / "fired")) == len(lost), where
+    found = [(one.rung, one.ending, one.steps_lost, one.world_size) for one in incidents(job)]
+    assert found == [("shrink", "in_place", 0, 4), ("grow", "in_place", 0, len(left))], where
+    assert differences(reference[4], job.final) == [], where
+    notes = job.notes()
+    pids = {rank: [note.more.split()[0] for note in notes if (note.rank, note.what) == (rank, "entered")]
+            for rank in range(4)}  # fmt: skip
+    assert [len(set(pids[rank])) for rank in range(4)] == [1 + (rank in lost) for rank in range(4)], pids
+    assert {note.more for note in notes if note.what == "leave_out"} == {f"{left} {left}"}
+    assert {note.more for note in notes if note.what == "take_in"} == {f"{lost}"}
+    shards = {rank % 2 for rank in lost}
+    for rank in range(4):
+        down = [] if rank in lost else ["stop", "clean", "leave_out", "stop", "clean"]
+        repairs = ["repair"] if rank in lost or (rank % 2 in shards and source_of(rank, lost)) else []
+        assert called(job, rank) == [*down, "take_in", *repairs, "rollback"], rank
+
+
+DOWN, UP = ("shrink", "in_place"), ("grow", "in_place")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("faults", "dies", "told", "begin"),
+    [
+        ([fault("sigkill", 3, 5, "backward")], "1 leave_out", [DOWN, ("", "gave_up")], "5"),
+        ([fault("sigkill", 3, 5, "backward")], "2 stop", [("", "saved")], "5"),
+        ([fault("sigkill", 3, 5, "backward")], "3 take_in", [DOWN, UP, ("", "saved")], "7"),
+        ([fault("sigkill", 3, 5, "backward")], "1 repair", [DOWN, UP, ("", "gave_up")], "7"),
+        ([fault("sigkill", 3, 5, "backward")], "2 rollback", [DOWN, UP, ("", "saved")], "7"),
+        ([fault("sigkill", 0, 5, "backward")], "", [("", "saved")], "5"),
+        (["kind=sigkill,rank=2,step=7,phase=backward,incarnation=1", fault("sigkill", 3, 5, "backward")], "",
+         [DOWN, ("", "saved")], "7"),
+        (["kind=exception,rank=1,step=7,phase=forward,incarnation=1", fault("sigkill", 3, 5, "backward")], "",
+         [DOWN, ("", "saved")], "7"),
+    ],
+    ids=["leave_out", "stop", "take_in", "repair", "rollback", "rank 0", "killed with fewer", "raises with fewer"],
+)  # fmt: skip
+def test_what_fewer_ranks_cannot_answer_is_a_restart_without_a_loss(
+    faults: list[str], dies: str, told: list[tuple[str, str]], begin: str, tmp_path: Path, reference: References_
+) -> None:
+    """Another rank dies in a handler, or later; rank 0 is lost: the job restarts with all from the newest step."""
+    job = DropInJob(tmp_path)
+    with job.running(";".join(faults), "retry,recover,zit", dies, warm=False, gate=GATE) as started:
+        if UP in told:
+            until(lambda: GROWN in started.output, "missing ranks are taken in")
+        job.go(GATE)
+        assert started.code() == 0, started.output[-8000:]
+    where = started.output[-8000:]
+    assert len(read_log(tmp_path / "fired")) == len(faults), where
+    assert [(one.rung, one.ending) for one in incidents(job)] == told, where
+    assert [note.more for note in job.notes() if note.what == "begin" and note.attempt == 1] == [begin] * 4, where
+    assert differences(reference[4], job.final) == [], where
+
+
+def source_of(rank: int, lost: list[int]) -> bool:
+    """Whether a rank that is left sends its half to somebody: of two holders it is the only one."""
+    return (rank + 2) % 4 in lost

@@ -521,6 +521,108 @@ def test_nobody_is_stopped_where_nobody_can_be_taken_in(change: dict[str, Any], 
     assert (stopped(job), job.machine.not_grown) == ({}, why)
 
 
+# -- by handlers: MindIO's elastic training ------------------------------------------------------------
+
+HALVES = ((0, 2), (1, 3))
+FOUR = frozenset(range(4))
+
+
+def halves(
+    world: int = 4, *, recovery: str = "auto", elastic: frozenset[int] = FOUR, **offer: Any
+) -> Job:
+    """Ranks of a job of four that each hold a half of the state, and hand it over by handlers."""
+    groups = tuple(tuple(rank for rank in shard if rank < world) for shard in HALVES)
+    given: dict[str, Any] = {"no_process": "none is warm", "complete": 4} | offer
+    return Job(recovery=recovery, offer=msgspec.structs.replace(OFFER, **given), replicas=groups, together=((0, 1),),
+               elastic=elastic)  # fmt: skip
+
+
+def saved(job: Job, *savers: int) -> list[Action]:
+    """The save that was ordered is made by these."""
+    assert job.machine.state == "saving"
+    for rank in savers:
+        job.machine.said(rank, m.Saved(recovery=1, plan=1, path="p", nbytes=1, first_byte_ns=1), 2.0)
+    return job.machine.said(savers[0], m.Committed(recovery=1, plan=1), 2.0)
+
+
+@pytest.mark.parametrize(("recovery", "warm"), [("auto", False), ("retry", True), ("fewer", True)])
+def test_halves_go_on_without_a_rank_once_the_step_is_saved(recovery: str, warm: bool) -> None:
+    """Without a least number of ranks; and where no rank may be replaced although one could be."""
+    job = halves(recovery=recovery, no_process="" if warm else "none is warm")
+    job.die(3)
+    for rank in (0, 1, 2):
+        job.answer(rank)
+    told = orders(saved(job, 0, 1))
+    again = job.again()
+    assert told == dict.fromkeys((0, 1, 2), again)
+    assert (again.rung, again.members, again.lost, again.saved) == ("shrink", (0, 1, 2), (3,), True)
+    why = "none is warm" if not warm else f"recovery={recovery}: no rank is replaced"
+    assert job.machine.shrunk == f"rank 3 could not get new processes ({why}): training goes on with 3 of 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("lost", "change", "why"),
+    [
+        pytest.param(0, {}, "rank 0 is lost", id="rank 0"),
+        pytest.param(3, {"host": "10.0.0.1"}, "it has several hosts", id="hosts"),
+        pytest.param(3, {"elastic": frozenset({0, 1, 3})}, "none is warm", id="not asked for"),
+        pytest.param(3, {"least": 4}, "4 are the fewest, 3 are left", id="too few"),
+        pytest.param(3, {"elastic": frozenset(), "recovery": "retry"}, "no rank is replaced", id="retry"),
+    ],
+)
+def test_halves_do_not_go_on_where_the_handlers_could_not(lost: int, change: dict[str, Any], why: str) -> None:
+    job = halves(**change)
+    job.die(lost)
+    for rank in range(4):
+        if rank != lost:
+            job.answer(rank)
+    assert job.machine.again is None and job.machine._once_saved is None
+    assert job.machine.not_in_place.endswith(why)
+
+
+def test_halves_do_not_go_on_where_one_that_is_left_would_need_a_repair() -> None:
+    job = halves()
+    job.die(3)
+    job.answer(0)
+    job.answer(1)
+    job.answer(2, usable=False)
+    assert job.machine.not_in_place.endswith("rank 2 does not hold the step")
+
+
+@pytest.mark.parametrize("kind", ["killed", "exception"])
+def test_fewer_halves_answer_no_fault_in_place(kind: FaultKind) -> None:
+    job = halves(3)
+    job.die(2) if kind == "killed" else job.report(2, kind)
+    for rank in (0, 1) if kind == "killed" else (0, 1, 2):
+        job.answer(rank)
+    assert (job.machine.again, job.machine.state) == (None, "saving")
+    assert "trains with fewer ranks" in job.machine.not_in_place
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_halves_are_saved_before_missing_ranks_are_taken_in(fails: bool) -> None:
+    """And taken in where that is not possible, since nothing is wrong."""
+    job = halves(3, recovery="fewer", grow=(0, 1, 2, NEW))
+    assert stopped(job).keys() == {0, 1, 2}
+    for rank in (0, 1, 2):
+        job.answer(rank)
+    if fails:
+        for plan in range(1, 20):
+            for rank in (0, 1, 2):
+                failed = m.SaveFailed(recovery=1, plan=plan, why="the disk is full")
+                job.machine.said(rank, failed, 2.0)
+    else:
+        saved(job, 0, 1)
+    again = job.again()
+    assert (again.rung, again.members, again.saved) == ("grow", (0, 1, 2, NEW), not fails)
+    assert ("could not be saved before" in job.machine.grown) == fails
+
+
+def test_halves_take_in_all_that_are_missing_or_nobody() -> None:
+    job = halves(3, grow=(0, 1, 2, NEW), complete=5)
+    assert stopped(job) == {}
+
+
 def test_before_a_step_is_complete_nobody_is_stopped() -> None:
     job = Job(offer=GROW, elastic=ALL)
     job.machine.members[1].step = START

@@ -164,6 +164,8 @@ def test_a_rank_says_what_it_runs_once_and_only_where_it_is_asked(monkeypatch: p
     monkeypatch.setenv(CODE, code.begin(False)[CODE])
     tell_code()
     assert code.said == {}
+    tell_code(asked=True)
+    assert code.said
     monkeypatch.setenv(CODE, code.begin(True)[CODE])
     tell_code()
     found = code.said

@@ -196,12 +196,17 @@ def test_a_checkpoint_of_the_same_step_makes_room(folder: Path) -> None:
 
 
 def test_each_call_for_the_same_ranks_has_a_name_of_its_own() -> None:
-    """The first one has torch's own; other ranks count by themselves."""
+    """The first one has torch's own; other ranks count by themselves. In a store of an earlier incarnation none has."""
     groups, found = CallGroups(), []
     for savers in (((0, 1),), ((2, 1),), ((0, 1),)):
         with groups.calling(groups.ordered(savers)):
             found.append(distributed_c10d._process_group_name([0, 1], use_hashed_name=True))
-    assert found[0] == found[1] and found[2] == f"{found[0]}-call1"
+    assert found[0] == found[1] and found[2].endswith("-call0-1")
+    later = CallGroups(2)
+    with later.calling(later.ordered(((0, 1),))):
+        found.append(distributed_c10d._process_group_name([0, 1], use_hashed_name=True))
+        other = distributed_c10d._process_group_name([1, 2], use_hashed_name=True)
+    assert found[3] == found[2].replace("call0-1", "call2-0") and other != found[3] and other.endswith("-call2-0")
 
 
 def test_a_call_that_waits_for_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
@@ -218,7 +223,7 @@ def test_a_call_that_waits_for_a_rank_that_is_gone_is_not_waited_for(tmp_path: P
     handlers.register("stop", lambda *_: stops.append(1), None)
     config = GaspConfig.resolve(tmp_path, finish_timeout=0.5, save_timeout=60)
     writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
-    saver = Saver(0, groups_of([[entry([0], 1)]]), handlers, config, LAYOUT, writer, RankStatus())
+    saver = Saver(0, groups_of([[entry([0], 1)]]), (0,), handlers, config, LAYOUT, writer, RankStatus())
     saver.stopped = True
     first = threading.Thread(target=saver.save_together, args=(1, ((0,),), ""))
     first.start()

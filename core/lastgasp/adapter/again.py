@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lastgasp.config import Recovery
 from lastgasp.gasp.again import Again
+from lastgasp.gasp.joining import is_to_be_taken_in, order_when_taken_in, tell_code
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop.again import LATER, Entry, Renewed, current, enter, in_progress
@@ -39,10 +40,13 @@ __all__ = [
     "enter",
     "fill",
     "in_progress",
+    "is_to_be_taken_in",
     "is_users",
     "is_users_module",
     "order_of_this_process",
+    "order_when_taken_in",
     "packed",
     "renew_scaler",
+    "tell_code",
     "users_handler",
 ]

@@ -118,6 +118,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         no_process: why no rank can get a new process; empty where it can.
         least: with how many ranks the job may go on where none can be had; 0: with no less than it has.
         grow: `Again.members` of a job that takes in what waits for it; empty where nothing waits.
+        complete: with how many ranks the attempt began.
     """
 
     attempt: int
@@ -128,3 +129,4 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     no_process: str = ""
     least: int = 0
     grow: tuple[int, ...] = ()
+    complete: int = 0

@@ -23,6 +23,8 @@ JOINS = "LASTGASP_JOINS"
 """Set by lastgasp alone, for such processes: by local rank from where it reads its order, and where it writes to."""
 CODE = "LASTGASP_CODE"
 """Set by lastgasp alone, for ranks that others may join later: the file in which one of them says what code it runs."""
+IF_ASKED = "?"
+"""Before that file where others only join if the script has asked to go on with fewer ranks."""
 Code = dict[str, str]
 """The user's modules by name with a digest of their files, and the versions of what they build on."""
 _KNOWN = ("torch", "lightning", "numpy")
@@ -48,12 +50,17 @@ def _digest(path: str) -> str:
         return ""
 
 
-def tell_code() -> None:
-    """On a rank that is about to train: say what it runs, where its launcher asks for that. Never raises."""
-    if not (path := os.environ.get(CODE)) or os.environ.get("LOCAL_RANK", "0") != "0":
+def tell_code(asked: bool = False) -> None:
+    """On a rank that is about to train: say what it runs, where its launcher asks for that. Never raises.
+
+    Args:
+        asked: its script has asked to go on with fewer ranks.
+    """
+    path = os.environ.get(CODE, "")
+    if not path or (path.startswith(IF_ASKED) and not asked) or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     try:
-        with open(path, "ab", buffering=0) as file:
+        with open(path.removeprefix(IF_ASKED), "ab", buffering=0) as file:
             file.write(msgspec.json.encode(code_of_this_process()) + b"\n")
     except OSError:  # the launcher is gone
         return
@@ -69,6 +76,11 @@ def different(ours: Code, theirs: Code) -> str:
     names = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
     named = ("the script" if name == "__main__" else name for name in names[:3])
     return f"it runs other code than the ranks that are there ({', '.join(named)})" if names else ""
+
+
+def is_to_be_taken_in() -> bool:
+    """Whether this process was started to be taken in, and has not asked for its order yet."""
+    return bool(os.environ.get(JOINS))
 
 
 def order_when_taken_in() -> Again | None:

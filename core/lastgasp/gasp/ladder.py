@@ -33,6 +33,8 @@ SHRUNK = "{lost} could not get new processes ({why}): training goes on with {lef
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
 ENTER = 30.0
 """Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
+FEWER = "the job trains with fewer ranks, where no fault is answered in place"
+UNSAVED = "; the step could not be saved before ({why})"
 IMPORTS = 2.0
 """How many times as long ranks may take for their first start, which imports what a new process is forked with."""
 AGAIN = 60.0
@@ -163,29 +165,39 @@ class Ladder(Machine):
             return ()
         if not all(rank in self._entered and self.members[rank].step > self.began_at for rank in ranks):
             return ()
+        if self._by_handlers and self.offer is not None and len(grow) != self.offer.complete:
+            return ()  # they know the complete job alone, and the rest may still come
         self.not_grown = self._cannot_grow()
         return () if self.not_grown else grow
 
     def _cannot_grow(self) -> str:
         """Why nobody can be taken in; empty where they can."""
         caps = {self._recovery.get(rank, "") for rank in self._here}
-        if not caps <= {"auto"} and not caps <= {"replace"}:
+        allowed = ("auto", "replace", "retry", "fewer") if self._by_handlers else ("auto", "replace")
+        if len(caps) != 1 or not caps <= {*allowed}:
             return "not every rank can be entered again with new ones"
-        if len(self.replicas) != 1:
+        if len(self.replicas) != 1 and not self._by_handlers:
             return "the ranks do not all hold the same state"
-        return "" if self._elastic >= self._here else "not every rank trains with an ElasticLoader"
+        asked = "has asked for it (enable_zit)" if self._by_handlers else "trains with an ElasticLoader"
+        return "" if self._elastic >= self._here else f"not every rank {asked}"
 
-    def _grow(self) -> list[Action]:
+    def _grow(self, now: float) -> list[Action]:
         """All have answered: enter again with those that wait, or train on.
 
-        The step is not saved, even where one rank alone holds it: that is no worse than before.
+        The step is not saved, even where one rank alone holds it: that is no worse than before. But handlers tear down
+        what a save would need, so with them it is.
         """
-        chosen = self._choose(self._decide())
+        decision = self._decide()
+        chosen = self._choose(decision)
         if isinstance(chosen, str):
             self.not_grown = chosen
             return self._train_on()
         self._growing = ()
-        return [RecordPhase(phase="detected"), RecordPhase(phase="agreed"), *self._enter_again(chosen, 0)]
+        phases: list[Action] = [RecordPhase(phase="detected"), RecordPhase(phase="agreed")]
+        if self._by_handlers and isinstance(decision, SavePlan) and self._fewest(chosen) < 2:
+            self._once_saved = msgspec.structs.replace(chosen, saved=True)
+            return phases + super()._carry_out(decision, now)
+        return phases + self._enter_again(chosen, 0)
 
     def _train_on(self) -> list[Action]:
         """What the ranks were stopped for is not to be."""
@@ -212,7 +224,7 @@ class Ladder(Machine):
         if self.state == "preparing" and (self._may_come or (self.wanted and self.buffers.awaited)):
             return []  # ranks that are entered again get the dead ranks' states with the order itself
         if self._growing and self.state == "preparing":
-            return [] if self._awaited else self._grow()
+            return [] if self._awaited else self._grow(now)
         return super()._decide_if_ready(now)
 
     def _deadline_passed(self, now: float) -> list[Action]:
@@ -248,11 +260,15 @@ class Ladder(Machine):
     def _end(self, ending: Ending, reason: str) -> list[Action]:
         """As the machine's; but a step that was saved because only one rank holds it is gone on with in place."""
         again, self._once_saved = self._once_saved, None
-        if ending != "saved" or again is None:
+        if again is None or (ending != "saved" and NEW not in again.members):
             return super()._end(ending, reason)
         if tuple(rank for rank in range(self.world_size) if self._is_lost(rank)) != again.lost:
             self.not_in_place, self.shrunk = "another rank was lost while the step was saved", ""
+            self.grown = ""
             return super()._end(ending, reason)
+        if ending != "saved":  # without a fault: those that wait are taken in all the same
+            self.grown += UNSAVED.format(why=reason)
+            return self._enter_again(msgspec.structs.replace(again, saved=False), 0)
         return self._enter_again(again, self.outcome.lost or 0)
 
     def _choose(self, decision: Decision) -> Again | str:
@@ -272,11 +288,11 @@ class Ladder(Machine):
             if lost:
                 return f"{_named(lost)} did not answer"
             self.grown = GROWN.format(new=members.count(NEW), all=len(members))
-        elif lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
+        elif lost and (why := self._no_process()):
             members = tuple(rank for rank in range(self.world_size) if rank not in lost)
-            if not self.offer.least:
+            if not (self.offer.least or (self._by_handlers and self._elastic >= self._here)):
                 return why
-            if cannot := self._cannot_shrink(members):
+            if cannot := self._cannot_shrink(members, takers):
                 return f"{why}; the job cannot go on with fewer ranks: {cannot}"
             self.shrunk = SHRUNK.format(lost=_named(lost), why=why, left=len(members), all=self.world_size)
         source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank), default=-1)
@@ -313,7 +329,24 @@ class Ladder(Machine):
             return False
         if len(self.replicas) == 1 or self._from_files:
             return len(again.takers) >= self.world_size - 1
-        return bool(again.takers) and min(len(set(shard) - set(again.takers)) for shard in self.replicas) < 2
+        return bool(again.takers) and self._fewest(again) < 2
+
+    def _fewest(self, again: Again) -> int:
+        """How many ranks hold the shard that the fewest hold."""
+        return min(len(set(shard) - set(again.takers)) for shard in self.replicas)
+
+    @property
+    def _by_handlers(self) -> bool:
+        """Its ranks hand their shards over by handlers, which know them by the numbers of the complete job (MindIO)."""
+        return bool(self._here) and all(self.members[rank].together for rank in self._here)
+
+    def _no_process(self) -> str:
+        """Why a dead rank cannot get a new process."""
+        assert self.offer is not None
+        cap = min((self._recovery[rank] for rank in self._here), default="")
+        if cap in ("retry", "fewer"):
+            return f"recovery={cap}: no rank is replaced"
+        return self.offer.no_process or self.elsewhere(self.offer.others)
 
     def _is_lost(self, rank: int) -> bool:
         member = self.members.get(rank)
@@ -331,8 +364,10 @@ class Ladder(Machine):
             return "not every rank can be entered again"
         if cap in ("restart", "save"):
             return f"recovery={cap}"
-        if lost and cap == "retry":
-            return "recovery=retry: no rank is replaced"
+        if self._by_handlers and self.offer and self.world_size < self.offer.complete and not self._growing:
+            return FEWER
+        if lost and cap in ("retry", "fewer") and not (self._by_handlers and self._elastic >= self._here):
+            return f"recovery={cap}: no rank is replaced"
         if lost and cap == "later":
             return "it is not the first training of its script: no rank is replaced"
         if self.unwise:
@@ -347,7 +382,7 @@ class Ladder(Machine):
         if others and self.weary:
             return self.weary
         tried = bool(others) or not (lost or self._growing)
-        return "recovery=replace: no step is tried again" if cap == "replace" and tried else ""
+        return f"recovery={cap}: no step is tried again" if cap in ("replace", "fewer") and tried else ""
 
     def _impossible(self, step: int, lost: tuple[int, ...], holders: list[int]) -> str:
         """Why it cannot be done now."""
@@ -373,18 +408,31 @@ class Ladder(Machine):
             return "the job's launcher cannot do it (it is none of lastgasp)"
         return ""
 
-    def _cannot_shrink(self, members: tuple[int, ...]) -> str:
+    def _cannot_shrink(self, members: tuple[int, ...], takers: tuple[int, ...]) -> str:
         """Why they cannot go on alone; empty where they can."""
         assert self.offer is not None
         if self.offer.others and not self.missing(self.offer.others):
             return "all of its hosts are there"
         if len(members) < self.offer.least:
             return f"{self.offer.least} are the fewest, {len(members)} are left"
+        if self._by_handlers:
+            return self._handlers_cannot(members, takers)
         if len(self.replicas) != 1:
             return "its ranks do not all hold the same state"
         if rigid := [rank for rank in members if rank not in self._elastic]:
             return f"rank {rigid[0]} does not train with an ElasticLoader"
         return ""
+
+    def _handlers_cannot(self, members: tuple[int, ...], takers: tuple[int, ...]) -> str:
+        """The same of MindIO's handlers, among which none hands over a shard then (docs/facts/mindio_tft.md §7.4)."""
+        if rigid := [rank for rank in members if rank not in self._elastic]:
+            return f"rank {rigid[0]} has not asked for it (enable_zit)"
+        if self.offer is not None and self.offer.host:
+            return "it has several hosts"
+        if 0 not in members:
+            return "rank 0 is lost"
+        behind = [rank for rank in takers if rank in members]
+        return f"rank {behind[0]} does not hold the step" if behind else ""
 
     def _vanished(self, again: Again) -> tuple[str, ...]:
         here = {self.address(rank) for rank in again.members}

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from lastgasp import _clock
 from lastgasp.gasp.again import NEW, Again
-from lastgasp.gasp.joining import CODE, JOINS, Code, different
+from lastgasp.gasp.joining import CODE, IF_ASKED, JOINS, Code, different
 from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.launch.guest import Guest, Host
 from lastgasp.launch.warm import Warm
@@ -46,9 +46,13 @@ class CodeFile:
         self._file = os.memfd_create("lastgasp-code", os.MFD_CLOEXEC)
 
     def begin(self, wanted: bool) -> dict[str, str]:
-        """Ranks are about to be started. Returns what their environment needs."""
+        """Ranks are about to be started. Returns what their environment needs.
+
+        Args:
+            wanted: by the launcher; else they only say it where their script has asked to go on with fewer.
+        """
         os.ftruncate(self._file, 0)
-        return {CODE: f"/proc/{os.getpid()}/fd/{self._file}" if wanted else ""}
+        return {CODE: f"{'' if wanted else IF_ASKED}/proc/{os.getpid()}/fd/{self._file}"}
 
     @property
     def said(self) -> Code:

@@ -64,8 +64,9 @@ class InPlace:
         *, code: CodeFile | None = None,
     ) -> None:  # fmt: skip
         self._least = least
-        self._growth = Growth(group, context, warm, code) if code is not None and least else None
-        if self._growth is not None and attempt.controller is not None and (group.group_world_size or 1) > 1:
+        self._growth = Growth(group, context, warm, code) if code is not None else None
+        several = (group.group_world_size or 1) > 1
+        if self._growth is not None and least and attempt.controller is not None and several:
             self._growth.host = Host(group)
         self._attempt, self._group, self._context, self._warm = attempt, group, context, warm
         self._stores: dict[int, TCPStore] = {}
@@ -110,6 +111,7 @@ class InPlace:
             no_process=self._warm.cannot_fork or elsewhere,
             least=self._least,
             grow=self._grow(controller, coming),
+            complete=self._group.workers[0].world_size,
         )
         if offer != self._offered:
             self._offered = offer

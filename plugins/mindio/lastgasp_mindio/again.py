@@ -1,9 +1,11 @@
-"""Recovery in place: MindIO's retry and recover (ARF), by its handlers, in its order (docs/facts/mindio_tft.md §7.1).
+"""Recovery in place: MindIO's retry, recover (ARF) and elastic training (zit), by its handlers, in its order
+(docs/facts/mindio_tft.md §7.1, §7.4).
 
 The engine has agreed on the step (`gasp.ladder`), and this rank's training thread has left its training function. All
-ranks, a new process among them, join the next incarnation, and call together: stop and clean, rebuild_group where a
+ranks, new processes among them, join the next incarnation, and call together: stop and clean, rebuild_group where a
 rank was replaced, repair on those that hold a shard and those that lack it, rollback on all. Then the function is
-entered again.
+entered again. Where ranks are missing from then on it is zit_downgrade_rebuild alone that follows stop and clean; where
+they are there again, zit_upgrade_rebuild, _repair and _rollback.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from lastgasp.adapter import DeadlineExceeded, Release, cause_of
 from lastgasp.adapter.again import Again
-from lastgasp_mindio import device
+from lastgasp_mindio import device, elastic
+from lastgasp_mindio.callgroups import naming
 from lastgasp_mindio.enums import RepairType
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.shards import Group, Info
@@ -89,7 +92,7 @@ class Repair:
     """One recovery on this rank; called on the training thread, the handlers run on one of their own.
 
     Args:
-        again: what was agreed; saver: of the incarnation that this rank has joined.
+        again: what was agreed, by the numbers of this incarnation; saver: of the incarnation that this rank has joined.
         together: returns when all ranks have called it with the same words (`Session.gather`).
         kind: what this rank takes part as, where it takes a shard.
     """
@@ -109,18 +112,24 @@ class Repair:
         """
         again, rank, handlers = self._again, self._saver.rank, self._handlers
         self._together("mindio: stopped", b"")
-        if again.lost:
-            self._call(lambda: handlers.rebuild_group(list(again.lost)))
+        if again.rung == "shrink":
+            left = list(self._saver.seats)
+            self._call(lambda: handlers.zit_downgrade_rebuild(left, left))
+            self._together("mindio: rebuilt", b"")
+            return
+        grown = again.rung == "grow"
+        if new := elastic.returning(again) if grown else list(again.lost):
+            self._call(lambda: handlers.rebuild_group(new, grown))
             self._together("mindio: rebuilt", b"")
         pairs = pairs_of(self._saver.groups, again.takers)
         if any(rank in pair[1:] for pair in pairs):
             kind = self._kind if rank in again.takers else RepairType.RT_SEND
             info = info_of(rank, pairs, kind)
             anew = kind is RepairType.RT_UCE_HIGHLEVEL
-            self._call(lambda: handlers.repair(again.step, anew, sorted(set(info["dst"])), info))
+            self._call(lambda: handlers.repair(again.step, anew, info, grown))
         if pairs:
             self._together("mindio: repaired", b"")
-        self._call(lambda: handlers.rollback(again.step))
+        self._call(lambda: handlers.rollback(again.step, grown))
         self._together("mindio: rolled back", b"")
 
     def _call(self, handler: Callable[[], object]) -> None:
@@ -129,7 +138,7 @@ class Repair:
 
         def call() -> None:
             try:
-                with device.current():
+                with device.current(), naming(f"again{self._again.incarnation}" if self._again.members else ""):
                     handler()
             except BaseException as error:  # of any kind: it is raised on the training thread
                 raised.append(error)
@@ -180,7 +189,7 @@ class Stopper:
             outcome = self._wait(self.LOOK)
         if outcome is None or outcome.again is None:
             return
-        os.environ.update(outcome.again.environment)  # handlers that make process groups meet at another store
+        os.environ.update(elastic.environment(outcome.again))  # handlers that make process groups meet at another store
         try:
             with device.current():
                 self._saver.stop_and_clean(self._memory_failed())

@@ -3,7 +3,7 @@
 torch names a group that only its members make (`new_group(..., use_local_synchronization=True)`) by its ranks and by
 the number of groups that the process has. Ranks that were called differently often would wait for one another under
 different names until the store's timeout; and a name that was used before finds old addresses in the store. MindIO
-itself puts the number of its repair into these names.
+itself names them by their ranks and by the number of its repair.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 from torch.distributed import distributed_c10d
 
 log = logging.getLogger("lastgasp")
@@ -24,10 +25,39 @@ log = logging.getLogger("lastgasp")
 Savers = tuple[tuple[int, ...], ...]
 
 
-class CallGroups:
-    """Those of one rank; used by one thread at a time."""
+@contextmanager
+def naming(suffix: str) -> Iterator[None]:
+    """Have groups that are made meanwhile be named by their ranks and this suffix; without one torch names them."""
+    module: Any = distributed_c10d
+    names = getattr(module, "_process_group_name", None)
+    if not suffix or names is None:
+        yield
+        return
 
-    def __init__(self) -> None:
+    def named(ranks: list[int], use_hashed_name: bool) -> str:
+        if not use_hashed_name:  # of all ranks, which count alike
+            return f"{names(ranks, use_hashed_name)}-{suffix}"
+        name = f"{xxhash.xxh3_128_hexdigest('_'.join(map(str, ranks)).encode())}-{suffix}"
+        while name in module._world.pg_names.values():
+            name += "-again"
+        return name
+
+    module._process_group_name = named
+    try:
+        yield
+    finally:
+        module._process_group_name = names
+
+
+class CallGroups:
+    """Those of one rank; used by one thread at a time.
+
+    Args:
+        incarnation: in which its save handler is called. Groups may be made in the store of an earlier one.
+    """
+
+    def __init__(self, incarnation: int = 0) -> None:
+        self._incarnation = incarnation
         self._before: set[Any] | None = None
         self._kept: list[Any] = []
         self._orders: Counter[Savers] = Counter()
@@ -43,20 +73,8 @@ class CallGroups:
         self.drop()
         if self._before is None:
             self._before = set(_listed())
-        module: Any = distributed_c10d
-        names = getattr(module, "_process_group_name", None)
-        if not number or names is None:
+        with naming(f"call{self._incarnation}-{number}" if number or self._incarnation else ""):
             yield
-            return
-
-        def named(*args: Any, **options: Any) -> str:
-            return f"{names(*args, **options)}-call{number}"
-
-        module._process_group_name = named
-        try:
-            yield
-        finally:
-            module._process_group_name = names
 
     def drop(self) -> None:
         """Have groups of earlier calls no longer counted; the objects stay, as a thread of theirs may be stuck."""

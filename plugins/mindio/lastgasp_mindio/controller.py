@@ -43,7 +43,7 @@ def tft_init_controller(
     )  # fmt: skip
     checks.within("world_size", world_size, 1, checks.MOST_RANKS)
     checks.within("rank", rank, -1, world_size - 1)
-    say_refused(rank, enable_local_copy, enable_zit)
+    say_refused(rank, enable_local_copy)
     _initialised = True
 
 
@@ -121,12 +121,10 @@ def _refused(name: str) -> int:
     return 1
 
 
-def say_refused(rank: int, local_copy: bool, zit: bool) -> None:
+def say_refused(rank: int, local_copy: bool) -> None:
     """Say what is asked for and not done."""
     if local_copy:
         say("local copies are not used: a rank inside its update is waited for (LASTGASP_FINISH_TIMEOUT)", rank)
-    if zit:
-        say("the job does not go on with fewer ranks (enable_zit): the step is dumped, and the job restarts", rank)
 
 
 def say_address(host: str, port: int) -> None:

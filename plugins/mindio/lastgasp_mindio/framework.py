@@ -56,8 +56,8 @@ def tft_init_processor(
     checks.within("world_size", world_size, 1, checks.MOST_RANKS)
     checks.within("rank", rank, 0, world_size - 1)
     PROCESSOR.init(rank, world_size)
-    PROCESSOR.retry, PROCESSOR.recover = enable_uce, enable_arf
-    controller.say_refused(rank, enable_local_copy, enable_zit)
+    PROCESSOR.retry, PROCESSOR.recover, PROCESSOR.fewer = enable_uce, enable_arf, enable_zit
+    controller.say_refused(rank, enable_local_copy)
     if enable_tls:
         controller.say_tls()
 
@@ -72,7 +72,7 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
     checks.strict(master_ip=(master_ip, str), port=(port, int), local_ip=(local_ip, str))
     checks.address(master_ip, port)
     PROCESSOR.start()
-    if PROCESSOR.rank == 0 and PROCESSOR.order is None:
+    if PROCESSOR.rank == 0 and not PROCESSOR.reboot:
         controller.say_address(master_ip, port)
         reload.verify_newest()
 
@@ -83,10 +83,11 @@ def tft_destroy_processor() -> None:
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process takes the place of a dead rank in a running job (ARF), and so must enter no collective
-    before the rebuild_group handler. Call it once, right after start. In a restarted job no process does."""
+    """Whether this process takes the place of a dead rank in a running job (ARF), or of a missing one, and so must
+    enter no collective before the rebuild_group handler, or zit_upgrade_rebuild. Call it once, right after start. In a
+    restarted job no process does."""
     PROCESSOR.require_running("tft_is_reboot_node")
-    return PROCESSOR.order is not None
+    return PROCESSOR.reboot
 
 
 def tft_get_reboot_type() -> str:
@@ -136,12 +137,13 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
-    """Checked, and needed for elastic training alone. Raises TypeError, ConfigError."""
+    """This rank's data parallel group, for elastic training. Raises TypeError, ConfigError."""
     checks.strict(rank=(rank, int))
     for each in dp_rank_list:
         checks.strict(dp_rank_list=(each, int))
     if rank not in dp_rank_list:
         raise ConfigError("dp_rank_list", dp_rank_list, f"a list with rank {rank} in it", "Give this rank's group.")
+    PROCESSOR.dp = tuple(dp_rank_list)
 
 
 def tft_set_step_args(args: Any) -> None:
@@ -241,11 +243,12 @@ def tft_get_repair_step() -> int:
 
 
 def tft_get_repair_type() -> str:
-    """`dump` once a recovery has begun; in and after one in place `retry` or `recover`; else `unknow` (sic)."""
+    """`dump` once a recovery has begun; in and after one in place `retry` or `recover`; else, and with other numbers of
+    ranks, `unknow` (sic)."""
     protection, repaired = PROCESSOR.protection, PROCESSOR.repaired
     if protection is not None and protection.run.session.status.held:
         return "dump"
-    return "unknow" if repaired is None else "recover" if repaired.lost else "retry"
+    return {"replace": "recover", "retry": "retry"}.get(repaired.rung if repaired is not None else "", "unknow")
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
@@ -303,23 +306,23 @@ def tft_register_stream_sync_handler(func: Handler, ctx: Any = None) -> None:
 
 
 def tft_register_zit_downgrade_rebuild_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: a job does not go on with fewer ranks."""
-    _elastic("zit_downgrade_rebuild", func, ctx)
+    """`func(new_dp_ranks, new_world_ranks, args, zit_param)`, on the ranks that are left: groups, shares, data anew."""
+    _register("zit_downgrade_rebuild", func, ctx)
 
 
 def tft_register_zit_upgrade_rebuild_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: a job does not go on with more ranks."""
-    _elastic("zit_upgrade_rebuild", func, ctx)
+    """`func(rank_list, args, zit_param)`, on all ranks: `rank_list` is there again. `ctx` is not handed over."""
+    _register("zit_upgrade_rebuild", func, ctx)
 
 
 def tft_register_zit_upgrade_repair_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: a job does not go on with more ranks."""
-    _elastic("zit_upgrade_repair", func, ctx)
+    """`func(step, need_rebuild, error_ranks, repair_info, args, zit_param)`, as the repair handler."""
+    _register("zit_upgrade_repair", func, ctx)
 
 
 def tft_register_zit_upgrade_rollback_handler(func: Handler, ctx: Any = None) -> None:
-    """Kept, and never called: a job does not go on with more ranks."""
-    _elastic("zit_upgrade_rollback", func, ctx)
+    """`func(step, args, zit_param)`, as the rollback handler."""
+    _register("zit_upgrade_rollback", func, ctx)
 
 
 def tft_register_decrypt_handler(decryptor: Callable[[str], str] | None) -> None:
@@ -337,11 +340,6 @@ def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_ha
 def _register(name: str, func: Handler, ctx: Any) -> None:
     checks.callable_or_raise(func)
     PROCESSOR.handlers.register(name, func, ctx)
-
-
-def _elastic(name: str, func: Handler, ctx: Any) -> None:
-    _register(name, func, ctx)
-    say("the four zit handlers are never called: elastic training needs MindX", PROCESSOR.rank)
 
 
 __all__ = [

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastgasp.adapter import NotSaveable
+from lastgasp_mindio.elastic import DOWN, UP
 
 log = logging.getLogger("lastgasp")
 
@@ -31,7 +32,7 @@ class Handlers:
         """Take a handler."""
         self._slots[name] = (func, ctx)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._slots
 
     @property
@@ -64,17 +65,31 @@ class Handlers:
             raise NotSaveable(f"the clean handler has returned {result!r}")
         return int(result)
 
-    def rebuild_group(self, ranks: list[int]) -> None:
-        """Have the process groups made anew with the new processes of `ranks`. As `save`."""
-        self._call("rebuild_group", ranks, self.args, ctx=True)
+    def rebuild_group(self, ranks: list[int], grown: bool = False) -> None:
+        """Have the process groups made anew with the new processes of `ranks`. As `save`.
 
-    def repair(self, step: int, need_rebuild: bool, error_ranks: list[int], info: dict[str, Any]) -> None:
+        Args:
+            grown: these ranks were missing before; here and below MindIO's upgrade handlers are called then.
+        """
+        self._in_place("rebuild_group", "rebuild", grown, ranks)
+
+    def repair(self, step: int, need_rebuild: bool, info: dict[str, Any], grown: bool = False) -> None:
         """Have this rank's shard of `step` sent or received. As `save`."""
-        self._call("repair", step, need_rebuild, error_ranks, info, self.args, ctx=True)
+        self._in_place("repair", "repair", grown, step, need_rebuild, sorted(set(info["dst"])), info)
 
-    def rollback(self, step: int) -> None:
+    def rollback(self, step: int, grown: bool = False) -> None:
         """Have loop, data and scheduler put to `step`. As `save`."""
-        self._call("rollback", step, self.args, ctx=True)
+        self._in_place("rollback", "rollback", grown, step)
+
+    def zit_downgrade_rebuild(self, dp_ranks: list[int], world_ranks: list[int]) -> None:
+        """Have the process groups and the shares of the batch made anew for the ranks that are left. As `save`."""
+        self._call("zit_downgrade_rebuild", dp_ranks, world_ranks, self.args, DOWN, ctx=False)
+
+    def _in_place(self, name: str, grows: str, grown: bool, *given: Any) -> None:
+        if grown:
+            self._call(f"zit_upgrade_{grows}", *given, self.args, UP, ctx=False)
+        else:
+            self._call(name, *given, self.args, ctx=True)
 
     def _call(self, name: str, *given: Any, ctx: bool) -> Any:
         if name not in self._slots:

@@ -14,9 +14,10 @@ from functools import wraps
 from typing import Any
 
 from lastgasp.adapter import ConfigError
-from lastgasp.adapter.again import Again, order_of_this_process
-from lastgasp_mindio import device, settings
+from lastgasp.adapter.again import Again, is_to_be_taken_in, order_of_this_process, order_when_taken_in, tell_code
+from lastgasp_mindio import device, elastic, settings
 from lastgasp_mindio.classify import Classifier
+from lastgasp_mindio.elastic import Wishes
 from lastgasp_mindio.enums import Action, ReportState
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.notices import say
@@ -38,8 +39,10 @@ class Processor:
         before_update, completed: the hot path; other functions before the first step, and where nothing is protected.
         framework: of `set_mindio_export_version`.
         copies: local copies were asked for.
-        retry, recover: what may be answered in place (`enable_uce`, `enable_arf`).
+        retry, recover, fewer: what may be answered in place (`enable_uce`, `enable_arf`, `enable_zit`).
+        dp: of `tft_set_dp_group_info`.
         order: in the new process of a rank that was lost, until it has joined the others.
+        waits: in the new process of a rank that is missing, until it has its order.
         repaired: the newest recovery in place.
     """
 
@@ -53,6 +56,9 @@ class Processor:
     copies: bool = False
     retry: bool = False
     recover: bool = False
+    fewer: bool = False
+    dp: tuple[int, ...] = ()
+    waits: bool = False
     order: Again | None = None
     repaired: Again | None = None
     _trainings: int = 0
@@ -70,6 +76,12 @@ class Processor:
         if self.rank >= 0:
             raise ConfigError("tft_init_processor", rank, "one call in a process", "Call it once.")
         self.rank, self.world_size, self.order = rank, world_size, order_of_this_process()
+        self.waits = is_to_be_taken_in()
+
+    @property
+    def reboot(self) -> bool:
+        """Whether this process has to get its state from the others, which have theirs."""
+        return self.order is not None or self.waits
 
     def start(self) -> None:
         """The processor runs, though nothing is connected: the engine is, once the training function is called."""
@@ -102,7 +114,7 @@ class Processor:
         @wraps(func)
         def protected(*args: Any, **options: Any) -> Any:
             self.handlers.args = args if self.framework else list(args)
-            if self.order is None:
+            if not self.reboot:
                 self._connect(decorated=True)
             while True:
                 try:
@@ -131,29 +143,37 @@ class Processor:
             return
         device.remember()
         self._trainings += 1
-        recovery = self._recovery() if decorated else ""
+        wishes = self._wishes() if decorated else Wishes()
+        if wishes.dp is not None:
+            tell_code(asked=True)
         try:
-            self._protection = protect((self.rank, self.world_size), self.info, self.handlers, self.faults, recovery)
+            self._protection = protect((self.rank, self.world_size), self.info, self.handlers, self.faults, wishes)
         except ValueError as error:
             say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
             self._unprotected()
 
-    def _recovery(self) -> str:
-        """Which faults may be answered in place, as `RankStatus.recovery` says it."""
+    def _wishes(self) -> Wishes:
+        """Which faults may be answered in place."""
         needed = ("stop", "clean", "repair", "rollback", "rebuild_group")
         missing = [name for name in needed if name not in self.handlers]
         if missing and (self.retry or self.recover):
             say(f"no {missing[0]} handler is registered: after a fault the job restarts", self.rank)
-        main = threading.current_thread() is threading.main_thread()
-        return "" if missing or not main else settings.recovery(self.retry, self.recover, first=self._trainings == 1)
+        if self.fewer and (name := elastic.missing(self.handlers)):
+            say(f"the job does not go on with fewer ranks (enable_zit): no {name} handler is registered", self.rank)
+        if threading.current_thread() is not threading.main_thread():
+            return Wishes()
+        first, fewer = self._trainings == 1, self.fewer and not elastic.missing(self.handlers)
+        recovery = settings.recovery(self.retry and not missing, self.recover and not missing, first)
+        return Wishes(recovery, self.dp if fewer and first and settings.may_be_fewer() else None)
 
     # -- recovery in place ------------------------------------------------------------------------
 
     def _answered(self, error: BaseException) -> Again | None:
         """What was agreed where the training function is to be called again; else None, and the error propagates."""
-        order, self.order = self.order, None
-        if order is not None:  # a new process: the adapter leaves the function where all others have state to give
-            return order if self.faults.state_of(error) is ReportState.RS_PREREPAIR_FINISH else None
+        if self.reboot:  # a new process: the adapter leaves the function where all others have state to give
+            order, self.order, waits, self.waits = self.order, None, self.waits, False
+            left = self.faults.state_of(error) is ReportState.RS_PREREPAIR_FINISH
+            return None if not left else order_when_taken_in() if waits else order
         protection = self._protection
         if protection is None:
             return None
@@ -171,7 +191,7 @@ class Processor:
         else:
             self._trainings += 1
             found = Protection.in_place_of_a_dead_rank(
-                again, (self.rank, self.world_size), self.handlers, self.faults, self._recovery()
+                again, (self.rank, self.world_size), self.handlers, self.faults, self._wishes()
             )
         self._protection = found
         self._count(found)
@@ -185,7 +205,7 @@ class Processor:
         """Before the first update of this run: without the decorator, connect."""
         if self.handlers.inside:
             raise RuntimeError(f"tft_start_updating_os inside the {self.handlers.inside} handler")
-        if self.order is not None:
+        if self.reboot:
             raise RuntimeError("ARF FINISH: this process has to get its state from the others before it trains")
         if self._protection is None:
             self._connect()

@@ -84,3 +84,8 @@ def recovery(retry: bool, recover: bool, first: bool) -> str:
         return asked
     both = switched if asked == "auto" else asked if switched in ("auto", asked) else ""
     return both if first else LATER.get(both, both)
+
+
+def may_be_fewer() -> bool:
+    """Whether LASTGASP_RECOVERY lets a lost rank be answered in place. Raises ConfigError."""
+    return recovery_of(None, "auto") in ("auto", "replace")

@@ -38,7 +38,7 @@ class Saver:
     """Called by the engine's threads while the training thread waits at the gate, is stuck, or has raised.
 
     Args:
-        rank: this one; groups: of the whole job.
+        rank: this one; groups: of the whole job; both as the engine counts. seats: the numbers that handlers know.
         config: limits and directory; layout: how dumps lie there; writer: names who writes their manifests.
         status: of this rank.
 
@@ -51,6 +51,7 @@ class Saver:
 
     rank: int
     groups: tuple[Group, ...]
+    seats: tuple[int, ...]
     handlers: Handlers
     config: GaspConfig
     layout: Layout
@@ -117,7 +118,8 @@ class Saver:
         """MindIO's `save_info`: the groups that this rank saves in, each with one rank a shard."""
         numbers = together_of(self.groups, self.rank)
         parts = zip(numbers, savers, strict=True)
-        found = [{"type": self.groups[n].kind, "ranks": list(ranks)} for n, ranks in parts if self.rank in ranks]
+        found = [{"type": self.groups[n].kind, "ranks": [self.seats[rank] for rank in ranks]}
+                 for n, ranks in parts if self.rank in ranks]  # fmt: skip
         if not found:
             raise NotSaveable(f"rank {self.rank} was ordered to save in no group")
         return found

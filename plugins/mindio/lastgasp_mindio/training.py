@@ -6,7 +6,6 @@ import logging
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +30,14 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter import torch as shared
 from lastgasp.adapter.again import Again, SigtermBetween
-from lastgasp_mindio import settings
+from lastgasp_mindio import elastic, settings
 from lastgasp_mindio.again import Repair, Stopper, tell_replacements, told
+from lastgasp_mindio.callgroups import CallGroups
 from lastgasp_mindio.classify import BAD_DATA, FORCE_STOP, Classifier
+from lastgasp_mindio.elastic import Wishes
 from lastgasp_mindio.enums import RepairType, ReportState
 from lastgasp_mindio.handlers import Handlers
+from lastgasp_mindio.notices import say
 from lastgasp_mindio.shards import Info, groups_of, replicas_of
 from lastgasp_mindio.source import Saver
 
@@ -50,7 +52,8 @@ class Protection:
 
     Args:
         place: who this rank is; infos: what all ranks have handed to `tft_set_optimizer_replica`.
-        recovery: which faults may be answered in place (`RankStatus.recovery`).
+        wishes: which faults may be answered in place.
+        seats: the ranks of the complete job that are there, by the engine's numbers; None: all.
 
     Attributes:
         again: what was agreed on where its training is entered again in this process.
@@ -60,8 +63,9 @@ class Protection:
     """
 
     def __init__(
-        self, place: Place, infos: Sequence[Info | None], handlers: Handlers, faults: Classifier, recovery: str
-    ) -> None:
+        self, place: Place, infos: Sequence[Info | None], handlers: Handlers, faults: Classifier, wishes: Wishes,
+        seats: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         config, layout = settings.config(), settings.layout()
         framework = Framework(
             name=f"mindio_ttp on torch {torch.__version__}", kind_of=self._kind_of, verdict_of=self._verdict_of,
@@ -71,19 +75,28 @@ class Protection:
         self.again: Again | None = None
         self._users_handler: Any = None
         self._between: SigtermBetween | None = None
+        self._wishes, self._seats = wishes, tuple(range(len(infos))) if seats is None else seats
         self.run = AdapterRun(
             framework, config, MarksConfig.resolve(False), place, shared.connect(place),
             backend=BackendChoice("embedded", "embedded"),
         )  # fmt: skip
         self.run.alike_before = place.incarnation > 0
         writer = ManifestWriter(settings.FORMAT, place, sha256=config.sha256)
-        self.saver = Saver(place.rank, groups_of(infos), handlers, config, layout, writer, self.run.session.status)
+        status, groups = self.run.session.status, groups_of(infos)
+        self.saver = Saver(
+            place.rank, elastic.of_seats(groups, self._seats), self._seats, handlers, config, layout, writer, status,
+            call_groups=CallGroups(place.incarnation),
+        )  # fmt: skip
         self.run.bind(self)
         self._stopper: Stopper | None = None
-        if recovery:
-            self.run.session.status.recovery, self.run.before_again = recovery, self._agreed
-            wait = self.run.session.status.wait_over
-            self._stopper = Stopper(self.saver, wait, lambda: self._state in BAD_DATA)
+        if wishes.dp is not None:
+            why = elastic.cannot(groups, wishes, len(infos))
+            status.elastic = not why
+            if why:
+                say(f"the job does not go on with fewer ranks (enable_zit), it restarts: {why}", place.rank)
+        if recovery := wishes.recovery or ("fewer" if status.elastic else ""):
+            status.recovery, self.run.before_again = recovery, self._agreed
+            self._stopper = Stopper(self.saver, status.wait_over, lambda: self._state in BAD_DATA)
 
     # -- adapter.Training -------------------------------------------------------------------------
 
@@ -180,16 +193,18 @@ class Protection:
         Raises:
             BaseException: it failed, which all others know; the step was saved, where that was possible.
         """
-        again, before, status = self.again, self.run, self.run.session.status
-        assert again is not None and self._stopper is not None
-        place, taken = replace(before.place, incarnation=again.incarnation), before.place.rank in again.takers
+        agreed, before, status = self.again, self.run, self.run.session.status
+        assert agreed is not None and self._stopper is not None
+        again, taken = agreed.for_rank(before.place.rank), before.place.rank in agreed.takers
+        seats = elastic.seats_after(self._seats, again)
+        place = elastic.place_after(before.place, agreed, elastic.of_seats(groups_of(self._infos), seats))
         limit = before.config.finish_timeout + before.config.save_timeout
         problem, memory = self._stopper.wait_stopped(limit), self._state in BAD_DATA
         self.saver.call_groups.drop()  # only savers have these: a group of the repair handler would have two names
         try:
-            if again.lost:
+            if again.rung in ("replace", "grow"):
                 tell_replacements(self._infos)
-            found = Protection(place, self._infos, self._handlers, self._classifier, status.recovery)
+            found = Protection(place, self._infos, self._handlers, self._classifier, self._wishes, seats)
             durable = again.step if again.saved else status.durable
             found._users_handler = self._users_handler
             if self._between is not None:
@@ -209,12 +224,12 @@ class Protection:
 
     @classmethod
     def in_place_of_a_dead_rank(
-        cls, again: Again, place: tuple[int, int], handlers: Handlers, faults: Classifier, recovery: str
+        cls, again: Again, place: tuple[int, int], handlers: Handlers, faults: Classifier, wishes: Wishes
     ) -> Protection:
-        """As `entered_again`, in the new process of a rank that was lost."""
+        """As `entered_again`, in the new process of a rank that was lost, or was missing."""
         infos = told()
         known = place_in_job(*place, replicas_of(groups_of(infos)), shared.from_rank_0)
-        found = cls(known, infos, handlers, faults, recovery)
+        found = cls(known, infos, handlers, faults, wishes)
         found._repair(again, RepairType.RT_RECV_REPAIR, 0, "")
         return found
 
@@ -237,13 +252,13 @@ class Protection:
 
 
 def protect(
-    place: tuple[int, int], info: Info | None, handlers: Handlers, faults: Classifier, recovery: str
+    place: tuple[int, int], info: Info | None, handlers: Handlers, faults: Classifier, wishes: Wishes
 ) -> Protection:
     """Of a training that begins. All ranks call it together, after their process group.
 
     Args:
         place: rank and size, of `tft_init_processor`; info: of `tft_set_optimizer_replica` on this rank.
-        recovery: as of `Protection`.
+        wishes: as of `Protection`.
 
     Raises:
         ValueError: MindIO would save nothing of this job, with the reason.
@@ -251,7 +266,7 @@ def protect(
     """
     infos = _of_all_ranks(info, place[1])
     known = place_in_job(*place, replicas_of(groups_of(infos)), shared.from_rank_0)
-    return Protection(known, infos, handlers, faults, recovery)
+    return Protection(known, infos, handlers, faults, wishes)
 
 
 def _users_handler() -> Any:

@@ -6,6 +6,7 @@ Nothing here knows lastgasp, but for `cut_connections`, which stands in for a de
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -32,6 +33,10 @@ from mindio_ttp.framework_ttp import (  # type: ignore[import-not-found, unused-
     tft_register_save_ckpt_handler,
     tft_register_stop_handler,
     tft_register_stream_sync_handler,
+    tft_register_zit_downgrade_rebuild_handler,
+    tft_register_zit_upgrade_rebuild_handler,
+    tft_register_zit_upgrade_repair_handler,
+    tft_register_zit_upgrade_rollback_handler,
     tft_set_optimizer_replica,
     tft_start_controller,
     tft_start_processor,
@@ -50,18 +55,22 @@ __all__ = ["start", "tft_end_updating_os", "tft_pause_train", "tft_start_updatin
 MODEL, OPTIMIZER, SCHEDULER, DATA = 1, 2, 3, 4
 """Positions in the arguments of `train`."""
 _pids: list[int] = []
+_stopped = threading.Event()
+"""The device was stopped since the training function was entered."""
+_there: list[int] = []
+"""The ranks that are there; empty: all."""
 _rebuilt = False
 """The process groups are those of this recovery."""
 
 
 def start(rank: int, world: int) -> bool:
     """Before the process group. Whether this process takes the place of a dead rank: no collective before `rebuild`."""
-    retry, recover = ("retry" in os.environ.get("JOB_RECOVER", ""), "recover" in os.environ.get("JOB_RECOVER", ""))
+    retry, recover, zit = (name in os.environ.get("JOB_RECOVER", "") for name in ("retry", "recover", "zit"))
     host, port = os.environ.get("TTP_ADDR", "127.0.0.1"), 8000
     if rank == 0 and "MINDX_TASK_ID" not in os.environ:
-        tft_init_controller(rank, world, False, recover, False)
+        tft_init_controller(rank, world, False, recover, zit)
         tft_start_controller(host, port, False, "")
-    tft_init_processor(rank, world, False, False, "", retry, recover, False)
+    tft_init_processor(rank, world, False, False, "", retry, recover, zit)
     tft_start_processor(host, port)
     return bool(tft_is_reboot_node())
 
@@ -80,14 +89,18 @@ def register(rank: int, world: int, optimizer: ReplicatedOptimizer, reboot: bool
     tft_register_rollback_handler(rollback)
     tft_register_rebuild_group_handler(rebuild)
     tft_register_stream_sync_handler(lambda: None)
+    tft_register_zit_downgrade_rebuild_handler(leave_out)
+    tft_register_zit_upgrade_rebuild_handler(take_in)
+    tft_register_zit_upgrade_repair_handler(repair)
+    tft_register_zit_upgrade_rollback_handler(complete_again)
     tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "RS_RETRY")
     if world > 1 and not reboot:
         _gather_pids()
 
 
-def _gather_pids() -> None:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, os.getpid())
+def _gather_pids(group: Any = None) -> None:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, os.getpid(), group=group)
     _pids[:] = found
 
 
@@ -148,6 +161,7 @@ def rename(step: int, train_args: Any) -> None:
 def stop(train_args: Any, ctx: Any) -> None:
     """`stop_device`, on a CPU: collectives that hang raise."""
     note("stop")
+    _stopped.set()
     cut_connections(_pids)
 
 
@@ -205,6 +219,37 @@ def rollback(step: int, train_args: Any, ctx: Any) -> None:
     optimizer.gather_weights()
 
 
+def leave_out(new_dp_ranks: list[int], new_world_ranks: list[int], train_args: Any, zit_param: str) -> None:
+    """On the ranks that are left: no rollback follows, so the handler does what that would.
+
+    The group of all stays as it is, so that each rank keeps its number; those of the ranks that are left are new.
+    """
+    assert threading.current_thread() is not threading.main_thread()
+    assert json.loads(zit_param) == {"scale-in-strategy": "DP"}
+    note("leave_out", new_dp_ranks, new_world_ranks)
+    optimizer = train_args[OPTIMIZER]
+    optimizer.leave_out(new_world_ranks)
+    _gather_pids(optimizer.all)
+    _there[:] = new_dp_ranks
+    train_args[SCHEDULER].step_to(optimizer.step_count)
+    train_args[DATA] = train_args[DATA].at(optimizer.step_count).shared(new_dp_ranks, optimizer.micros)
+    optimizer.gather_weights()
+
+
+def take_in(rank_list: list[int], train_args: Any, zit_param: str) -> None:
+    """On all ranks, with the new processes of `rank_list`: all groups anew."""
+    assert json.loads(zit_param) == {"scale-out-strategy": "DP"}
+    note("take_in", rank_list)
+    _there.clear()
+    _reinit(train_args)
+
+
+def complete_again(step: int, train_args: Any, zit_param: str) -> None:
+    """As `rollback`, where each rank has its own share of the batch again."""
+    train_args[DATA] = train_args[DATA].shared(range(train_args[OPTIMIZER].micros), train_args[OPTIMIZER].micros)
+    rollback(step, train_args, None)
+
+
 # -- files -------------------------------------------------------------------------------------------
 
 
@@ -258,22 +303,29 @@ def wait_until_all_have_reached(place: float) -> None:
     They would be a step behind, and with halves of the state nobody could complete it.
     """
     env = os.environ
-    names = [f"reached-{env.get('LASTGASP_ATTEMPT', 0)}-{rank}" for rank in range(int(env["WORLD_SIZE"]))]
+    there = _there or range(int(env["WORLD_SIZE"]))
+    names = [f"reached-{env.get('LASTGASP_ATTEMPT', 0)}-{rank}" for rank in there]
     deadline = time.monotonic() + 60
     while min(_number(directory().parent / name) for name in names) < place and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def wait_for_go(step: int) -> None:
-    """Where faults are to come only once a warm process is ready, the job waits for a file."""
-    go = directory().parent / "go"
-    while os.environ.get("JOB_WAITS") and step >= 2 and not go.exists():
-        time.sleep(0.01)
+    """Where a fault may come only then, the job waits for a file: behind each step of `JOB_WAITS` for another one."""
+    for gate in os.environ.get("JOB_WAITS", "").split():
+        while step >= int(gate) and not (directory().parent / f"go-{gate}").exists():
+            if _stopped.wait(0.01):
+                raise RuntimeError("FORCE STOP")
 
 
 def _number(path: Path) -> float:
     text = path.read_text() if path.exists() else ""
     return float(text) if text.endswith((".0", ".5")) else -1.0
+
+
+def begin() -> None:
+    """The training function is entered."""
+    _stopped.clear()
 
 
 def note(what: str, *more: Any) -> None:

@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[3]
 PLUGIN = ROOT / "plugins/mindio"
 PATHS = (ROOT / "tests", PLUGIN, PLUGIN / "lastgasp_mindio/dropin")
 SCRIPT = Path(__file__).with_name("train_replicated.py")
+GO = 2
+"""The step behind which the ranks wait for the launcher."""
+OFFER = "a fault can be answered in place, as incarnation 1"
 READY = "a restart will fork its ranks from a warm process"
 LIMIT = 500.0
 """Seconds for one job with its restarts, on a loaded machine."""
@@ -56,19 +59,29 @@ class DropInJob:
         return run_job(self._command(), self.folder / "log", timeout=LIMIT, environ=environ)
 
     @contextmanager
-    def running(self, faults: str, recover: str, dies: str = "") -> Iterator[Running]:
+    def running(
+        self, faults: str, recover: str, dies: str = "", *, warm: bool = True, gate: int | None = None
+    ) -> Iterator[Running]:
         """The same, while the test does something; its faults come once dead ranks can be replaced.
 
         Args:
-            recover: MindIO's switches, `retry` and `recover`.
+            recover: MindIO's switches, `retry`, `recover` and `zit`.
             dies: a rank and the handler in which it is killed in the first attempt.
+            warm: dead ranks can be replaced; else the faults come once the launcher can answer them.
+            gate: a step behind which the ranks wait until `go` is called with it.
         """
-        more = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "JOB_WAITS": "1", "JOB_RECOVER": recover,
-                "JOB_DIES": dies}  # fmt: skip
+        gates = " ".join(map(str, [GO, *([gate] if gate is not None else [])]))
+        more = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto" if warm else "off", "JOB_WAITS": gates,
+                "JOB_RECOVER": recover, "JOB_DIES": dies}  # fmt: skip
         with running(self.folder, self._command(), **self._environment(faults), **more) as [started]:
-            until(lambda: READY in started.output, "the warm process is ready")
-            (self.folder / "go").touch()
+            what = READY if warm else OFFER
+            until(lambda: what in started.output, what)
+            self.go(GO)
             yield started
+
+    def go(self, gate: int) -> None:
+        """Let the ranks pass it."""
+        (self.folder / f"go-{gate}").touch()
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(self.world), str(SCRIPT)]

@@ -1,6 +1,8 @@
 """A model, and an optimizer whose state is cut into halves of the data parallel group, each held twice.
 
-As MindSpeed-LLM's replica optimizer: the update between start and end is local, weights are gathered after it.
+As MindSpeed-LLM's replica optimizer: the update between start and end is local, weights are gathered after it. Where
+ranks are missing their micro-batches are done by the others, and who holds a lost rank's part gathers in its place,
+too. Gradients are summed in double precision: there the order of the few summands is not seen in the result.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class ReplicatedOptimizer:
 
     Args:
         part, parts: which part this rank has; ranks at a distance of `parts` hold the same.
-        instance: the ranks that hold all parts once, with this one.
+        world: how many ranks the complete job has, and micro-batches a step.
         start, end: called around the local update.
     """
 
@@ -48,13 +50,16 @@ class ReplicatedOptimizer:
         self.net, self.start, self.end = net, start, end
         self.parts = world // REPLICAS if world > 1 else 1
         self.part = rank % self.parts
-        first = rank - self.part
-        self.instance = list(range(first, first + self.parts))
+        self.rank, self.micros = rank, world
+        self.total = torch.zeros(net.grads.numel(), dtype=torch.float64)
         self.size = -(-net.flat.numel() // self.parts)
         self.main = self.cut(net.flat).clone()
         self.inner = torch.optim.Adam([self.main], lr=0.01)
         self.main.grad = torch.zeros_like(self.main)
         self.groups: dict[tuple[int, ...], Any] = {}
+        """Ranks that hold all parts once, in the order in which all go through them."""
+        self.all: Any = None
+        """The group of all ranks that are there."""
         self.step_count = 0
 
     def cut(self, vector: Tensor, part: int | None = None) -> Tensor:
@@ -64,16 +69,40 @@ class ReplicatedOptimizer:
 
     def make_groups(self, world: int) -> None:
         """Collective: the groups in which weights are gathered."""
+        self.all = dist.group.WORLD
         self.groups.clear()
-        for first in range(0, world, self.parts):
-            ranks = list(range(first, first + self.parts))
-            self.groups[tuple(ranks)] = dist.new_group(ranks)
+        for ranks in self._instances(world):
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                self.groups[ranks] = group
+
+    def leave_out(self, left: list[int]) -> None:
+        """Collective of the ranks that are left: their groups. For who is lost another holder of its part stands in."""
+        self.all = dist.new_group(left, use_local_synchronization=True)
+        self.groups.clear()
+        stands_in = {rank: next(one for one in left if one % self.parts == rank % self.parts) for rank in self._ranks}
+        for ranks in self._instances(self.micros):
+            there = tuple(sorted(rank if rank in left else stands_in[rank] for rank in ranks))
+            if self.rank in there and there not in self.groups and {*ranks} & {*left}:
+                self.groups[there] = dist.new_group(list(there), use_local_synchronization=True)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.micros)
+
+    def _instances(self, world: int) -> list[tuple[int, ...]]:
+        return [tuple(range(first, first + self.parts)) for first in range(0, world, self.parts)]
+
+    def add(self) -> None:
+        """The gradients of one micro-batch."""
+        self.total += self.net.grads
 
     def step(self, faults: Callable[[str], None]) -> None:
         """One update: gradients of all, the local update, weights of all parts."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.net.grads)
-            self.net.grads /= dist.get_world_size()
+        if self.micros > 1:
+            dist.all_reduce(self.total, group=self.all)
+        self.net.grads.copy_(self.total / self.micros)
+        self.total.zero_()
         faults("before_update")
         assert self.main.grad is not None
         self.main.grad.copy_(self.cut(self.net.grads))
@@ -86,15 +115,18 @@ class ReplicatedOptimizer:
         self.gather_weights()
 
     def gather_weights(self) -> None:
-        """Collective in the instance."""
+        """Collective in all instances that this rank is in."""
         if self.parts == 1:
             self.net.flat.copy_(self.main)
             return
         padded = torch.zeros(self.size)
         padded[: self.main.numel()] = self.main.detach()
-        found = [torch.zeros(self.size) for _ in range(self.parts)]
-        dist.all_gather(found, padded, group=self.groups[tuple(self.instance)])
-        self.net.flat.copy_(torch.cat(found)[: self.net.flat.numel()])
+        for ranks, group in self.groups.items():
+            found = [torch.zeros(self.size) for _ in range(self.parts)]
+            dist.all_gather(found, padded, group=group)
+            by_part = [value for _, value in sorted(zip((rank % self.parts for rank in ranks), found, strict=True),
+                                                    key=lambda pair: pair[0])]  # fmt: skip
+            self.net.flat.copy_(torch.cat(by_part)[: self.net.flat.numel()])
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lastgasp.pytorch.drop_groups import drop_groups
 from lastgasp.testing.faults import install, kit_from_env
 from support.mindio import adapter
 from support.mindio.replicated import Net, ReplicatedOptimizer
@@ -33,19 +34,24 @@ class Scheduler:
         self.rate = self.rate_after(step)
 
 
-class Batches(Iterator[Tensor]):
-    """Each step and rank has its own."""
+class Batches(Iterator[list[Tensor]]):
+    """This rank's micro-batches of each step: its own, and those of missing ranks that it does as well."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+    def __init__(self, rank: int, step: int, numbers: Sequence[int] = ()) -> None:
+        self.rank, self.step, self.numbers = rank, step, numbers or [rank]
 
     def at(self, step: int) -> Batches:
         """Those from this step on."""
-        return Batches(self.rank, step)
+        return Batches(self.rank, step, self.numbers)
 
-    def __next__(self) -> Tensor:
+    def shared(self, left: Sequence[int], micros: int) -> Batches:
+        """Those of this rank where only `left` are there: the first ones have one more if they cannot be even."""
+        return Batches(self.rank, self.step, [n for n in range(micros) if left[n % len(left)] == self.rank])
+
+    def __next__(self) -> list[Tensor]:
         self.step += 1
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * (self.step - 1) + self.rank))
+        first = 1000 * (self.step - 1)
+        return [torch.randn(4, 8, generator=torch.Generator().manual_seed(first + number)) for number in self.numbers]
 
 
 def train(
@@ -53,6 +59,7 @@ def train(
 ) -> None:
     """The loop."""
     kit = _kit
+    adapter.begin()
     if kit is not None:
         kit.entered()
     if _reboot:
@@ -71,12 +78,14 @@ def train(
     while (step := optimizer.step_count) < end:
         adapter.wait_for_go(step)
         faults("data")
-        batch = next(data)
-        net.grads.zero_()
-        faults("forward")
-        loss = forward_step(net, batch)
-        faults("backward")
-        loss.backward()
+        optimizer.total.zero_()
+        for batch in next(data):
+            net.grads.zero_()
+            faults("forward")
+            loss = forward_step(net, batch)
+            faults("backward")
+            loss.backward()
+            optimizer.add()
         optimizer.inner.param_groups[0]["lr"] = scheduler.rate
         optimizer.step(faults)
         scheduler.step_to(optimizer.step_count)
@@ -92,15 +101,16 @@ BEHIND_GRADIENTS = ("before_update", "update", "after_update", "step_end")
 
 def save_checkpoint(optimizer: ReplicatedOptimizer, scheduler: Scheduler) -> None:
     """The framework's own periodic save, with collectives."""
-    step, world = optimizer.step_count, dist.get_world_size()
+    step, world = optimizer.step_count, dist.get_world_size(optimizer.all)
     found: list[Any] = [None] * world
-    dist.all_gather_object(found, optimizer.state())
+    dist.all_gather_object(found, (optimizer.part, optimizer.state()), group=optimizer.all)
     if dist.get_rank() == 0:
         folder = adapter.final(step)
         folder.mkdir(parents=True, exist_ok=True)
-        adapter.write(folder, step, found[: optimizer.parts], scheduler)
+        parts = dict(found)
+        adapter.write(folder, step, [parts[part] for part in range(optimizer.parts)], scheduler)
         adapter.track(step)
-    dist.barrier()
+    dist.barrier(optimizer.all)
 
 
 def forward(net: Net, batch: Tensor) -> Tensor:
@@ -135,7 +145,7 @@ def main() -> None:
     if args.final and rank == 0:
         moments = optimizer.state()
         torch.save({"flat": net.flat, "step": torch.tensor(optimizer.step_count), **moments}, args.final)
-    dist.destroy_process_group()
+    drop_groups([])
 
 
 _kit = kit_from_env()
