@@ -25,16 +25,13 @@ from .again import NEW, Again, Offer
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, GiveUp, SavePlan
+from .fewer_ranks import FEWER, GROWN, SHRUNK, UNSAVED, by_handlers_cannot, named
 from .machine import MARGIN, Machine
 from .members import Member
 from .own_parts import BACK, arenas_to_take, has_arenas
 
-SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
-GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
 ENTER = 30.0
 """Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
-FEWER = "the job trains with fewer ranks, where no fault is answered in place"
-UNSAVED = "; the step could not be saved before ({why})"
 IMPORTS = 2.0
 """How many times as long ranks may take for their first start, which imports what a new process is forked with."""
 AGAIN = 60.0
@@ -286,7 +283,7 @@ class Ladder(Machine):
         members = self._growing
         if members:
             if lost:
-                return f"{_named(lost)} did not answer"
+                return f"{named(lost)} did not answer"
             self.grown = GROWN.format(new=members.count(NEW), all=len(members))
         elif lost and (why := self._no_process()):
             members = tuple(rank for rank in range(self.world_size) if rank not in lost)
@@ -294,7 +291,7 @@ class Ladder(Machine):
                 return why
             if cannot := self._cannot_shrink(members, takers):
                 return f"{why}; the job cannot go on with fewer ranks: {cannot}"
-            self.shrunk = SHRUNK.format(lost=_named(lost), why=why, left=len(members), all=self.world_size)
+            self.shrunk = SHRUNK.format(lost=named(lost), why=why, left=len(members), all=self.world_size)
         source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank), default=-1)
         return Again(
             incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost,
@@ -416,23 +413,12 @@ class Ladder(Machine):
         if len(members) < self.offer.least:
             return f"{self.offer.least} are the fewest, {len(members)} are left"
         if self._by_handlers:
-            return self._handlers_cannot(members, takers)
+            return by_handlers_cannot(members, takers, self._elastic, self.offer.host)
         if len(self.replicas) != 1:
             return "its ranks do not all hold the same state"
         if rigid := [rank for rank in members if rank not in self._elastic]:
             return f"rank {rigid[0]} does not train with an ElasticLoader"
         return ""
-
-    def _handlers_cannot(self, members: tuple[int, ...], takers: tuple[int, ...]) -> str:
-        """The same of MindIO's handlers, among which none hands over a shard then (docs/facts/mindio_tft.md §7.4)."""
-        if rigid := [rank for rank in members if rank not in self._elastic]:
-            return f"rank {rigid[0]} has not asked for it (enable_zit)"
-        if self.offer is not None and self.offer.host:
-            return "it has several hosts"
-        if 0 not in members:
-            return "rank 0 is lost"
-        behind = [rank for rank in takers if rank in members]
-        return f"rank {behind[0]} does not hold the step" if behind else ""
 
     def _vanished(self, again: Again) -> tuple[str, ...]:
         here = {self.address(rank) for rank in again.members}
@@ -460,7 +446,3 @@ class Ladder(Machine):
         releases = [Send(rank=rank, message=order) for rank in self._here if rank not in again.lost]
         kills = [Kill(rank=rank) for rank in again.lost if rank in self.members and not self.members[rank].gone]
         return [RecordPhase(phase="released"), *releases, *kills, *remarks]
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

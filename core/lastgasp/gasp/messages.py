@@ -122,8 +122,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """File descriptor number of the rank's crash-safe buffer (opened through /proc by who shares the host), or -1."""
     recovery: str = ""
     """Which faults may be answered in place (`config.Recovery`); empty if this rank cannot be entered again; later if
-    it can, but no rank be replaced; fewer if it can where ranks are missing from then on, and in no other case. A rank with
-    an arena that can begins with its own part, as all others do then."""
+    it can, but no rank be replaced; fewer if it can where ranks are missing from then on, and in no other case. A rank
+    with an arena that can begins with its own part, as all others do then."""
     entered: bool = True
     """False: after a fault this rank holds `step` in memory, and is about to enter its training again."""
     together: tuple[tuple[int, ...], ...] = ()
