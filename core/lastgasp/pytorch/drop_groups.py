@@ -54,7 +54,9 @@ def _forget_meshes() -> None:
     """
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
-        debug._clear_sharding_prop_cache()
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)  # a private name of torch 2.13
+        if clear is not None:
+            clear()
 
 
 def forget_accelerate() -> None:
