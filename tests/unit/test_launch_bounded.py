@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from lastgasp.launch import bounded as bounded_module
 from lastgasp.launch import guest
-from lastgasp.launch.bounded import Bounded, BoundedStore, Unanswered
+from lastgasp.launch.bounded import Bounded, BoundedStore, NodesWaiting, Unanswered
 from lastgasp.launch.guest import Guest, Host, Invitation
 
 CODE = {"__main__": "1"}
@@ -41,22 +41,9 @@ def store() -> Iterator[Stalling]:
     found = Stalling()
     yield found
     found.goes.set()
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    """Afterwards, with what they have served."""
-    yield
-    gc.collect()
     for thread in threading.enumerate():
         if thread.name == "lastgasp-store":
             thread.join(30)
-            assert not thread.is_alive()
-
-
-def answered(bounded: Bounded) -> None:
-    """Wait for what it still owes."""
-    bounded._answers.put(bounded._answers.get(timeout=30))
 
 
 def test_an_answer_an_error_and_a_call_that_is_late() -> None:
@@ -70,14 +57,10 @@ def test_an_answer_an_error_and_a_call_that_is_late() -> None:
     with pytest.raises(Unanswered, match="earlier"):
         bounded(lambda: 7)
     goes.set()
-    answered(bounded)
+    assert bounded._under_way is not None
+    bounded._under_way.join(30)
     bounded._limit = 60
     assert bounded(lambda: 8) == 8
-
-
-def test_one_thread_makes_all_calls() -> None:
-    bounded = Bounded(60)
-    assert len({bounded(threading.get_ident) for _ in range(5)} - {threading.get_ident()}) == 1
 
 
 def test_a_store_that_answers_is_as_ever(store: Stalling) -> None:
@@ -85,6 +68,27 @@ def test_a_store_that_answers_is_as_ever(store: Stalling) -> None:
     assert not bounded.check("a")
     bounded.set("a", "b")
     assert (bounded.check("a"), bounded.get("a")) == (True, b"b")
+
+
+def test_who_waits_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waiting, asked = [10.0], [0], list[float]()
+    monkeypatch.setattr(bounded_module._clock, "monotonic", lambda: now[0])
+    nodes = NodesWaiting(lambda: (asked.append(now[0]), waiting[0])[1])
+    assert [nodes() for _ in range(3)] == [0, 0, 0] and asked == [10.0]
+    now[0], waiting[0] = 11.0, 2
+    assert [nodes(), nodes()] == [2, 2] and asked == [10.0, 11.0, 11.0]
+    waiting[0] = 0
+    assert [nodes(), nodes()] == [0, 0] and asked[3:] == [11.0]
+
+
+def test_a_rendezvous_that_does_not_answer_has_nobody_waiting() -> None:
+    goes = threading.Event()
+    nodes = NodesWaiting(lambda: goes.wait(60) and 1)
+    nodes._bounded._limit = 0.05
+    assert nodes() == 0
+    goes.set()
+    assert nodes._bounded._under_way is not None
+    nodes._bounded._under_way.join(30)
 
 
 def test_a_launcher_that_invites_is_not_held_up(store: Stalling, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +113,7 @@ def test_a_guest_is_not_held_up(store: Stalling, monkeypatch: pytest.MonkeyPatch
     assert (one.plan(), one.refused()) == (None, "")
     assert store.asked == 1
     store.goes.set()
-    answered(one._store._bounded)
+    assert one._store._bounded._under_way is not None
+    one._store._bounded._under_way.join(30)
     one.ready()
     assert store.inner.check(["lastgasp/guest/ready/1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from lastgasp.adapter.arenas import Wanted  # noqa: E402
 from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.errors import ConfigError  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402
-from lastgasp_megatron.again import not_again  # noqa: E402
 from lastgasp_megatron.compose import Composer  # noqa: E402
 from lastgasp_megatron.devices import Device  # noqa: E402
 from lastgasp_megatron.image import Image, problem  # noqa: E402
@@ -181,12 +179,6 @@ def test_a_file_without_one_writer_is_refused() -> None:
 def test_what_was_not_run_with_experts_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         refuse(SimpleNamespace(num_experts=4, **given))
-
-
-def test_a_training_with_experts_is_answered_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "mindspeed", raising=False)
-    assert not_again(SimpleNamespace(num_experts=4)) == "it was not tried with --num-experts"
-    assert not_again(SimpleNamespace(num_experts=None)) == ""
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
-from lastgasp.launch.bounded import Bounded, Unanswered
+from lastgasp.launch.bounded import NodesWaiting
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.fewer import asked, least_ranks
 from lastgasp.launch.finishing import REST, let_finish
@@ -199,14 +199,11 @@ class GaspAgent(LocalElasticAgent):
         is known to wait, and the workers are looked at.
         """
         handler = self._worker_group.spec.rdzv_handler
-        ask, bounded = handler.num_nodes_waiting, Bounded()
+        ask, bounded = handler.num_nodes_waiting, NodesWaiting(handler.num_nodes_waiting)
 
         def nodes_waiting() -> int:
             try:
-                return int(bounded(ask) if self._in_use() else ask())
-            except Unanswered as late:
-                log.debug("%s", late)
-                return 0
+                return int(bounded() if self._in_use() else ask())
             except (RendezvousError, DistError):
                 if not self._all_left():
                     raise

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lastgasp import _clock
+
 T = TypeVar("T")
+log = logging.getLogger("lastgasp.launch")
 
 LIMIT = 1.5
 """Seconds for the store to answer a launcher that watches its ranks meanwhile. In a network it takes milliseconds."""
+
+ASK = 0.25
+"""Seconds between two questions about who waits."""
 
 
 class Unanswered(RuntimeError):
@@ -19,15 +24,11 @@ class Unanswered(RuntimeError):
 
 
 class Bounded:
-    """Makes calls one at a time: while one is under way, no other is made. Its thread lives as long as it does."""
+    """Makes calls one at a time, each on a thread of its own: while one has not come back, no other is made."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._owed = 0
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._calls.put, None)
+        self._under_way: threading.Thread | None = None
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Return what `call` returns.
@@ -36,36 +37,55 @@ class Bounded:
             Unanswered: it takes longer than `limit` seconds, or an earlier one still does.
             BaseException: what `call` raises.
         """
-        while self._owed and not self._answers.empty():
-            self._answers.get()
-            self._owed -= 1
-        if self._owed:
+        if self._under_way is not None and self._under_way.is_alive():
             raise Unanswered("the store of the rendezvous still owes an earlier answer")
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_answer, args=(self._calls, self._answers), name="lastgasp-store", daemon=True
-            )
-            self._thread.start()
-        self._calls.put(call)
-        self._owed = 1
-        try:
-            value, error = self._answers.get(timeout=self._limit)
-        except queue.Empty:
-            raise Unanswered(f"the store of the rendezvous has not answered in {self._limit:g} s") from None
-        self._owed = 0
+        answers: list[tuple[Any, BaseException | None]] = []
+
+        def make() -> None:
+            try:
+                answers.append((call(), None))
+            except BaseException as error:  # raised where it was asked for
+                answers.append((None, error))
+
+        self._under_way = threading.Thread(target=make, name="lastgasp-store", daemon=True)
+        self._under_way.start()
+        self._under_way.join(self._limit)
+        if not answers:
+            raise Unanswered(f"the store of the rendezvous has not answered in {self._limit:g} s")
+        value, error = answers[0]
         if error is not None:
             raise error
         found: T = value
         return found
 
 
-def _answer(calls: Any, answers: Any) -> None:
-    while (call := calls.get()) is not None:
+class NodesWaiting:
+    """How many launchers wait to join, for who asks at every check of its ranks, a hundred times a second.
+
+    Args:
+        ask: the rendezvous.
+    """
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self._ask, self._bounded, self._none_until = ask, Bounded(), 0.0
+
+    def __call__(self) -> int:
+        """None for `ASK` seconds after none was found, and where the store does not answer in time.
+
+        Raises:
+            BaseException: what the rendezvous raises.
+        """
+        if _clock.monotonic() < self._none_until:
+            return 0
+        self._none_until = _clock.monotonic() + ASK
         try:
-            answers.put((call(), None))
-        except BaseException as error:  # raised where it was asked for
-            answers.put((None, error))
-        del call
+            waiting = int(self._bounded(self._ask))
+        except Unanswered as late:
+            log.debug("%s", late)
+            return 0
+        if waiting:  # asked again at once: once they are in, a restart would be one too many
+            self._none_until = 0.0
+        return waiting
 
 
 class BoundedStore:
