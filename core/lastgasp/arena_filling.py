@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +111,8 @@ class Filling:
         except (OSError, ValueError, MemoryError) as error:
             if not self._checked:  # the other ranks wait for this one's answer
                 self._checked = True
-                self._too_little(step, 0)
+                with contextlib.suppress(LastgaspError):
+                    self._too_little(step, 0)
             self._off(f"the arena of rank {self._rank} cannot be filled ({error})")
         if not self._choosing:
             return
@@ -125,7 +127,12 @@ class Filling:
         size = sum(memoryview(piece).nbytes for piece in payload)
         if not self._checked:
             self._checked = True
-            if why := self._too_little(step, size + ROOM):
+            try:
+                why = self._too_little(step, size + ROOM)
+            except LastgaspError as error:  # a rank has just died, mostly: the step before may be what is saved
+                self._off(f"the ranks could not compare their memory ({error})", forget=False)
+                return
+            if why:
                 self._off(why)
                 return
         self._reserve(size)
@@ -160,14 +167,15 @@ class Filling:
         return self.every if self._buddy == "auto" else self.every * -(-self._buddy // self.every)
 
     def _too_little(self, step: int, size: int) -> str:
-        """Why the arenas of this host cannot be had; empty if they can. Asked of all ranks before any takes its own."""
+        """Why the arenas of this host cannot be had; empty if they can. Asked of all ranks before any takes its own.
+
+        Raises:
+            LastgaspError: the ranks could not agree.
+        """
         own = _Memory(
             host_identity(), size if size - ROOM > self._arena.capacity else 0, arenas.available(), str(self._buddy)
         )
-        try:
-            parts = self._gather(f"loop/arena/{step}", msgspec.json.encode(own))
-        except LastgaspError as error:
-            return f"the ranks could not compare their memory ({error})"
+        parts = self._gather(f"loop/arena/{step}", msgspec.json.encode(own))
         said = [msgspec.json.decode(part, type=_Memory) for part in parts]
         here = [one for one in said if one.host == own.host]
         self._pair(said, one_host=len(here) == len(said))
@@ -194,9 +202,11 @@ class Filling:
             which = "each copied step" if self._buddy == "auto" else f"the first copied step of each {self._buddy}"
             log.info("arenas: %s goes to a partner host, too, which takes as much memory there", which)
 
-    def _off(self, why: str) -> None:
+    def _off(self, why: str, forget: bool = True) -> None:
+        """From now on none is copied. What is held of a training that was begun with it may be kept."""
         self.every, self.why_off = 0, why
-        self._arena.forget()
+        if forget:
+            self._arena.forget()
         self._note(f"{why}: if a rank there is killed, training resumes from the last checkpoint before")
 
     def _choose(self, step: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 from lastgasp import _clock, arena
 from lastgasp.arena import Arena, steps
 from lastgasp.arena_filling import MEASURED, WARM_UP, ArenaMode, BuddyMode, Filling, every_of, lost_with_a_host
+from lastgasp.errors import ControlError
 from lastgasp.topology import ReplicaGroups
 
 LAST = WARM_UP + MEASURED
@@ -69,6 +70,25 @@ def test_too_little_memory_is_told_with_its_figures(monkeypatch: pytest.MonkeyPa
     filling.fill(1, lambda: [bytes(1_000_000)])
     assert (filling.every, own.capacity) == (0, 0)
     assert len(ranks.notes) == 1 and "this host's 2 ranks need 4 MB, and 0 MB of memory are available" in ranks.notes[0]
+    own.close()
+
+
+def test_what_a_training_began_with_is_kept_where_a_rank_dies_at_the_first_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The survivors have completed the step, the dead one has not: the one before is in all arenas, and saved."""
+    own, ranks = Arena(), Ranks()
+    own.reserve(1000)
+    own.copy(8, [b"begun with"])
+
+    def gather(tag: str, payload: bytes) -> list[bytes]:
+        raise ControlError("rank 1 is gone")
+
+    monkeypatch.setattr(ranks, "gather", gather)
+    filling = ranks.filling(own, 1)
+    filling.fill(9, lambda: [b"state"])
+    assert filling.every == 0 and "could not compare their memory (rank 1 is gone)" in ranks.notes[0]
+    assert steps(own.fd, own.identity) == (8,)
     own.close()
 
 
