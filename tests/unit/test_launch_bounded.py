@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lastgasp.launch import bounded as bounded_module
+from lastgasp import _clock
 from lastgasp.launch import guest
 from lastgasp.launch.bounded import Bounded, BoundedStore, NodesWaiting, Unanswered
 from lastgasp.launch.guest import Guest, Host, Invitation
@@ -72,8 +72,13 @@ def test_a_store_that_answers_is_as_ever(store: Stalling) -> None:
 
 def test_who_waits_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waiting, asked = [10.0], [0], list[float]()
-    monkeypatch.setattr(bounded_module._clock, "monotonic", lambda: now[0])
-    nodes = NodesWaiting(lambda: (asked.append(now[0]), waiting[0])[1])
+    monkeypatch.setattr(_clock, "monotonic", lambda: now[0])
+
+    def ask() -> int:
+        asked.append(now[0])
+        return waiting[0]
+
+    nodes = NodesWaiting(ask)
     assert [nodes() for _ in range(3)] == [0, 0, 0] and asked == [10.0]
     now[0], waiting[0] = 11.0, 2
     assert [nodes(), nodes()] == [2, 2] and asked == [10.0, 11.0, 11.0]
