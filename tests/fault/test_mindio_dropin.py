@@ -228,17 +228,19 @@ def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(
 
 
 DOWN, UP = ("shrink", "in_place"), ("grow", "in_place")
+DUMPED = ("", "nothing_to_save")
+"""The step was dumped before ranks went on without another holder of some shard."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("faults", "dies", "told", "begin"),
     [
-        ([fault("sigkill", 3, 5, "backward")], "1 leave_out", [DOWN, ("", "gave_up")], "5"),
-        ([fault("sigkill", 3, 5, "backward")], "2 stop", [("", "saved")], "5"),
-        ([fault("sigkill", 3, 5, "backward")], "3 take_in", [DOWN, UP, ("", "saved")], "7"),
-        ([fault("sigkill", 3, 5, "backward")], "1 repair", [DOWN, UP, ("", "gave_up")], "7"),
-        ([fault("sigkill", 3, 5, "backward")], "2 rollback", [DOWN, UP, ("", "saved")], "7"),
+        ([fault("sigkill", 3, 5, "backward")], "1 leave_out", [DOWN, DUMPED], "5"),
+        ([fault("sigkill", 3, 5, "backward")], "2 stop", [DOWN, DUMPED], "5"),
+        ([fault("sigkill", 3, 5, "backward")], "3 take_in", [DOWN, UP, DUMPED], "7"),
+        ([fault("sigkill", 3, 5, "backward")], "1 repair", [DOWN, UP, DUMPED], "7"),
+        ([fault("sigkill", 3, 5, "backward")], "2 rollback", [DOWN, UP, DUMPED], "7"),
         ([fault("sigkill", 0, 5, "backward")], "", [("", "saved")], "5"),
         (["kind=sigkill,rank=2,step=7,phase=backward,incarnation=1", fault("sigkill", 3, 5, "backward")], "",
          [DOWN, ("", "saved")], "7"),
