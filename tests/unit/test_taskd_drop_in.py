@@ -17,6 +17,7 @@ import pytest
 
 from lastgasp import __version__, backends
 from lastgasp.doctor import machine
+from lastgasp.gasp import signin
 from lastgasp.steps.marks import Marks
 from lastgasp.steps.recorder import RecorderOptions, StepRecorder
 from support import taskd_reader
@@ -36,6 +37,7 @@ def taskd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     for name, value in {"RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LASTGASP_CONTROLLER", raising=False)
+    monkeypatch.setattr(signin, "_last", [])  # a session of another test, which may not have said goodbye
     yield importlib.import_module("taskd.api")
     worker = sys.modules["lastgasp_taskd.worker"]
     if (current := vars(worker)["current"]) is not None:
