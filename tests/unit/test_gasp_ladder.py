@@ -203,6 +203,28 @@ def test_a_dead_rank_is_not_replaced(job: Job, why: str) -> None:
     assert [action.rank for action in actions if isinstance(action, Send)] == [0] * (len(actions) - 1)
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_launcher_that_has_not_looked_at_its_ranks_yet_is_waited_for(comes: bool) -> None:
+    """A rank may fail in the first tenth of a second of its training."""
+    job = Job(offer=None)
+    job.machine.offering = lambda: True
+    job.die(1)
+    assert job.answer(0) + job.answer(2) + job.machine.tick(1.5, 1, frozenset()) == []
+    if comes:
+        job.machine.offer = OFFER
+    assert job.machine.tick(2.0 if comes else 3.0, 1, frozenset())
+    late = "the job's launcher has not said in time whether it can do it"
+    assert (job.machine.outcome.ending, job.machine.not_in_place) == (("in_place", "") if comes else ("open", late))
+
+
+def test_what_can_be_done_is_no_question_where_nothing_is_entered_again() -> None:
+    job = Job(offer=None, recovery="restart")
+    job.machine.offering = lambda: True
+    job.die(1)
+    job.answer(0)
+    assert job.answer(2) and job.machine.state == "saving"
+
+
 @pytest.mark.parametrize(
     ("kind", "passing", "recovery", "why"),
     [

@@ -70,6 +70,7 @@ class Controller:
         self.records = RecordWriter()
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
+        self._offering = -1
         self.keepers = Keepers(self.incidents.died_at, self._not_replacing)
         self._buffers = OpenBuffers(self._peers, self.keepers)
         self.arenas = Arenas(self.keepers, token, self.incidents.note)
@@ -132,6 +133,10 @@ class Controller:
     def stop_ranks(self) -> None:
         """Ask the ranks of this host to save and exit, by SIGTERM as when a job is stopped."""
         terminate(self._peers.values())
+
+    def offers(self, attempt: int) -> None:
+        """The launcher will say what it can do for ranks of this attempt."""
+        self._offering = attempt
 
     def offer(self, offer: Offer) -> None:
         """Take what the launcher can do for a recovery in place."""
@@ -262,6 +267,7 @@ class Controller:
         machine = self.incidents.begin(hello, self._buffers).machine
         machine.arenas = self.arenas
         if isinstance(machine, Ladder):
+            machine.offering = lambda: self._offering == hello.attempt
             machine.elsewhere = lambda others: self.keepers.no_process(hello.attempt, others)
             machine.missing = lambda others: self.keepers.missing(hello.attempt, others)
             machine.address = lambda rank: peer.address if (peer := self._peers.get(rank)) is not None else ""

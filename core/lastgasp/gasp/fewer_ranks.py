@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+
+from .again import Again
 
 SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
@@ -33,3 +35,9 @@ def by_handlers_cannot(members: tuple[int, ...], takers: tuple[int, ...], elasti
 def named(ranks: tuple[int, ...]) -> str:
     """These ranks, in words."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def vanished(again: Again, address: Callable[[int], str]) -> tuple[str, ...]:
+    """The addresses where no rank is left that goes on."""
+    here = {address(rank) for rank in again.members}
+    return tuple(sorted({address(rank) for rank in again.lost} - here - {""})) if again.members else ()

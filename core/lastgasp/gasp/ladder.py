@@ -25,7 +25,7 @@ from .again import NEW, Again, Offer
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, GiveUp, SavePlan
-from .fewer_ranks import FEWER, GROWN, SHRUNK, UNSAVED, by_handlers_cannot, named
+from .fewer_ranks import FEWER, GROWN, SHRUNK, UNSAVED, by_handlers_cannot, named, vanished
 from .machine import MARGIN, Machine
 from .members import Member
 from .own_parts import BACK, arenas_to_take, has_arenas
@@ -35,7 +35,9 @@ ENTER = 30.0
 IMPORTS = 2.0
 """How many times as long ranks may take for their first start, which imports what a new process is forked with."""
 AGAIN = 60.0
-"""Seconds until ranks are stopped once more to take in those that wait, where one did not answer in time."""
+"""Seconds until ranks are stopped once more to take in those that wait: one did not answer in time."""
+OFFER = 2.0
+"""Seconds that a launcher has to say what it can do; it looks at its ranks ten times a second."""
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Ladder(Machine):
 
     Args:
         incarnation: how often ranks of this attempt have been entered again.
-        offer: what the launcher can do now; None where it can do nothing.
+        offer: what the launcher can do now; None where it can do nothing, or has yet to say; offering: it will.
         enter_by: when all ranks must have begun, monotonic seconds.
         holders: ranks that have entered again with the step in memory, as far as they get.
         elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
@@ -63,6 +65,7 @@ class Ladder(Machine):
 
     incarnation: int = 0
     offer: Offer | None = None
+    offering: Callable[[], bool] = lambda: False
     enter_by: float = math.inf
     holders: frozenset[int] = frozenset()
     elsewhere: Callable[[int], str] = lambda others: ""
@@ -93,10 +96,11 @@ class Ladder(Machine):
     _growing: tuple[int, ...] = ()
     """While ranks are stopped without a fault: `Again.members` of what is to follow."""
     _grow_after: float = 0.0
+    _offer_by: float = math.inf
 
     @property
     def wanted(self) -> bool:
-        """Some rank may be entered again, so that the launcher should make an offer."""
+        """Some rank may be entered again: the launcher should make an offer."""
         return any(cap not in ("", "restart", "save") for cap in self._recovery.values())
 
     @property
@@ -220,6 +224,8 @@ class Ladder(Machine):
     def _decide_if_ready(self, now: float) -> list[Action]:
         if self.state == "preparing" and (self._may_come or (self.wanted and self.buffers.awaited)):
             return []  # ranks that are entered again get the dead ranks' states with the order itself
+        if self.state == "preparing" and not self._awaited and self._awaits_offer(now):
+            return []
         if self._growing and self.state == "preparing":
             return [] if self._awaited else self._grow(now)
         return super()._decide_if_ready(now)
@@ -228,10 +234,17 @@ class Ladder(Machine):
         if self.state == "preparing" and self._may_come and now < self.enter_by:
             self._deadline = self.enter_by
             return []
-        if self.state == "preparing" and self._growing:  # some rank is busy; that is no fault
-            self._grow_after = now + AGAIN
+        if self.state == "preparing" and self._growing:
+            self._grow_after = now + AGAIN  # some rank is busy; that is no fault
             return self._train_on()
         return super()._deadline_passed(now)
+
+    def _awaits_offer(self, now: float) -> bool:
+        """A rank failed so soon that the launcher has not looked at it before."""
+        if self.offer is not None or not self.wanted or not self.offering():
+            return False
+        self._offer_by = min(self._offer_by, now + OFFER)
+        return now < self._offer_by
 
     @property
     def _may_come(self) -> bool:
@@ -259,7 +272,7 @@ class Ladder(Machine):
         again, self._once_saved = self._once_saved, None
         if again is None or (ending != "saved" and NEW not in again.members):
             return super()._end(ending, reason)
-        if tuple(rank for rank in range(self.world_size) if self._is_lost(rank)) != again.lost:
+        if self._lost_ranks() != again.lost:
             self.not_in_place, self.shrunk = "another rank was lost while the step was saved", ""
             self.grown = ""
             return super()._end(ending, reason)
@@ -272,10 +285,10 @@ class Ladder(Machine):
         """What to do in place, or why that is not possible."""
         if isinstance(decision, GiveUp):
             return "no rank holds a common step"
-        step, lost = decision.step, tuple(rank for rank in range(self.world_size) if self._is_lost(rank))
+        step, lost = decision.step, self._lost_ranks()
         if self._in_parts:
             return self._choose_parts(step, lost)
-        holders = [] if self._from_files else [rank for rank in sorted(self._here) if self._holds(rank, step)]
+        holders = [] if self._from_files else [rank for rank in sorted(self._here) if self.members[rank].holds(step)]
         takers = tuple(rank for rank in range(self.world_size) if rank not in holders)
         if why := self._forbidden(lost) or self._impossible(step, lost, holders):
             return why
@@ -345,13 +358,8 @@ class Ladder(Machine):
             return f"recovery={cap}: no rank is replaced"
         return self.offer.no_process or self.elsewhere(self.offer.others)
 
-    def _is_lost(self, rank: int) -> bool:
-        member = self.members.get(rank)
-        return member is None or bool(member.gone) or member.hung or member.prepared is None
-
-    def _holds(self, rank: int, step: int) -> bool:
-        prepared = self.members[rank].prepared
-        return prepared is not None and prepared.usable and prepared.step == step
+    def _lost_ranks(self) -> tuple[int, ...]:
+        return tuple(r for r in range(self.world_size) if r not in self.members or self.members[r].lost)
 
     def _forbidden(self, lost: tuple[int, ...]) -> str:
         """Why such a fault is not answered in place."""
@@ -398,12 +406,12 @@ class Ladder(Machine):
             if not all(set(shard) & set(holders) for shard in self.replicas):
                 return f"not every shard of step {step} is held in memory"
         asked = sorted(self._here) if self._from_files else holders
-        answers = [(rank, found) for rank in asked if (found := self.members[rank].prepared) is not None]
-        if unable := [f"rank {rank}: {found.why}" for rank, found in answers if found.usable and found.why]:
-            return unable[0]
-        if self.offer is None:
-            return "the job's launcher cannot do it (it is none of lastgasp)"
-        return ""
+        for rank in asked:
+            if (found := self.members[rank].prepared) is not None and found.usable and found.why:
+                return f"rank {rank}: {found.why}"
+        if self.offer is None and self.offering():
+            return "the job's launcher has not said in time whether it can do it"
+        return "the job's launcher cannot do it (it is none of lastgasp)" if self.offer is None else ""
 
     def _cannot_shrink(self, members: tuple[int, ...], takers: tuple[int, ...]) -> str:
         """Why they cannot go on alone; empty where they can."""
@@ -420,10 +428,6 @@ class Ladder(Machine):
             return f"rank {rigid[0]} does not train with an ElasticLoader"
         return ""
 
-    def _vanished(self, again: Again) -> tuple[str, ...]:
-        here = {self.address(rank) for rank in again.members}
-        return tuple(sorted({self.address(rank) for rank in again.lost} - here - {""})) if again.members else ()
-
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
         if again.members or again.arenas is not None:  # those that go on have theirs
@@ -432,9 +436,8 @@ class Ladder(Machine):
             aux = {}
             remarks += [Remark(text=BACK.format(step=again.step, lost=steps_lost))] if steps_lost else []
         pids = tuple(member.pid for member in self.members.values() if member.pid)
-        answers = [member.prepared for member in self.members.values() if member.prepared is not None]
-        ends = tuple(end for one in answers for end in one.ends)
-        again = msgspec.structs.replace(again, pids=pids, ends=ends, vanished=self._vanished(again))
+        ends = tuple(end for one in self.members.values() if one.prepared is not None for end in one.prepared.ends)
+        again = msgspec.structs.replace(again, pids=pids, ends=ends, vanished=vanished(again, self.address))
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
         self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders or out.savers

@@ -159,7 +159,7 @@ class Machine:
             return []
         if now >= self._deadline:
             return self._deadline_passed(now)
-        if self.state == "preparing" and self.arenas is not None:  # its awaited answers come without an event
+        if self.state == "preparing":  # not everything that is waited for comes with an event
             return self._decide_if_ready(now)
         return self._save_orders() + self._hung_savers(now, stopped)
 

@@ -55,6 +55,15 @@ class Member:
         return not self.gone and not self.left and not self.hung
 
     @property
+    def lost(self) -> bool:
+        """Whether it cannot be entered again: its process has ended or hangs, or it has not answered."""
+        return bool(self.gone) or self.hung or self.prepared is None
+
+    def holds(self, step: int) -> bool:
+        """Whether it has answered that it holds this step, and can write it."""
+        return self.prepared is not None and self.prepared.usable and self.prepared.step == step
+
+    @property
     def must_be_killed(self) -> bool:
         """Whether it is hung, or not even its control thread answered: it will not exit on its own."""
         return not self.gone and not self.left and (self.hung or self.prepared is None)

@@ -99,6 +99,11 @@ class ControllerThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.report_exit, rank, how, pid)
 
+    def offers(self, attempt: int) -> None:
+        """Report that `offer` will be called for this attempt; like `report_exit`, does not wait."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._controller.offers, attempt)
+
     def offer(self, offer: Offer) -> None:
         """Report what this launcher can do for a recovery in place; like `report_exit`, does not wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -151,6 +156,12 @@ class ControllerThread:
         found = self._attempt(attempt)
         machine = found.machine if found is not None else None
         return machine.incarnation + 1 if isinstance(machine, Ladder) and machine.wanted else None
+
+    def awaits_offer(self, attempt: int) -> bool:
+        """Its ranks may be entered again in place, and nobody has said what can be done for that."""
+        found = self._attempt(attempt)
+        machine = found.machine if found is not None else None
+        return isinstance(machine, Ladder) and machine.wanted and machine.offer is None
 
     def no_process(self, attempt: int, others: int) -> str:
         """Why ranks of the other hosts, `others` in number, cannot get new processes; empty where they can."""

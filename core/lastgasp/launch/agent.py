@@ -259,6 +259,7 @@ class GaspAgent(LocalElasticAgent):
         known: set[int] = set()
         deadline = _clock.monotonic() + self._attempt.hold_limit()
         while _clock.monotonic() < deadline:
+            self._in_place.offer_in_time()
             failed = self._failed(worker_group)
             for rank in failed.keys() - known:
                 self._in_place.report_exit(rank, failed[rank], self._pid(worker_group, rank))

@@ -75,6 +75,8 @@ class InPlace:
         self._killed = 0
         self._numbers: dict[str, str] = {}
         """What new processes get besides, where ranks have other numbers than they were started with."""
+        if attempt.controller is not None and isinstance(context, SubprocessContext):
+            attempt.controller.offers(attempt.number)
 
     def look(self) -> None:
         """Between two looks at the workers: offer what can be done, once some rank can be entered again."""
@@ -88,7 +90,15 @@ class InPlace:
             attempt.keeper.can_fork(m.Forks(attempt=attempt.number, cannot=self._warm.cannot_fork))
             self._kill_lost()
 
-    def _offer(self, controller: ControllerThread) -> None:
+    def offer_in_time(self) -> None:
+        """A rank has ended before the first look at its incarnation: the others wait for what can be done."""
+        controller = self._attempt.controller
+        if controller is None or not isinstance(self._context, SubprocessContext):
+            return
+        if controller.awaits_offer(self._attempt.number):
+            self._offer(controller, grows=False)
+
+    def _offer(self, controller: ControllerThread, grows: bool = True) -> None:
         attempt, others = self._attempt, (self._group.group_world_size or 1) - 1
         several = others > 0
         if self._numbers:  # those that were lost with their ranks are not waited for
@@ -110,7 +120,7 @@ class InPlace:
             others=others,
             no_process=self._warm.cannot_fork or elsewhere,
             least=self._least,
-            grow=self._grow(controller, coming),
+            grow=self._grow(controller, coming) if grows else (),
             complete=self._group.workers[0].world_size,
         )
         if offer != self._offered:
