@@ -68,7 +68,7 @@ class Incident(msgspec.Struct, kw_only=True):
     phases: Phases = msgspec.field(default_factory=Phases)
     step_saved: int | None = None
     steps_lost: int | None = None
-    """Steps that some rank had completed and that no checkpoint contains."""
+    """Steps that survivors of every shard had completed and that no checkpoint contains."""
     nbytes: int = 0
     files: list[str] = []
     savers: list[int] = []

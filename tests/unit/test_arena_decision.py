@@ -70,7 +70,8 @@ def test_the_newest_step_that_can_be_had_is_saved_from_where_it_is(situation: Si
     if isinstance(found, GiveUp):
         assert best <= durable
         return
-    if isinstance(plain, SavePlan) and not plain.lost:  # as without arenas: the dead do not count for the step
+    newest = max([v.step for v in views if v.alive], default=-1)
+    if isinstance(plain, SavePlan) and plain.step == newest:  # as without arenas: the dead do not count for the step
         assert found == plain
         return
     assert found.step == best > durable and found.lost >= 0
@@ -113,6 +114,20 @@ def test_what_is_lost_is_what_all_shards_had_completed() -> None:
     every_5 = decision_of(dead=9, survivors=9, steps={0: (5, 0), 1: (5, 0)})
     assert isinstance(every_5, SavePlan)
     assert (every_5.step, every_5.lost) == (5, 4)
+
+
+def test_an_arena_completes_a_step_of_which_survivors_hold_one_shard_alone() -> None:
+    """They have completed the step before together, so that nothing would be lost, but the newer one can be had."""
+    views = (
+        RankView(rank=0, step=7, holds=False, alive=False, why="gone"),
+        *(RankView(rank=rank, step=step, holds=True, writes=True) for rank, step in ((1, 7), (2, 6), (3, 6))),
+    )
+    replicas = ((0, 2), (1, 3))
+    plain = decide(views, replicas, 4)
+    assert isinstance(plain, SavePlan) and (plain.step, plain.lost) == (6, 0)
+    found = decide_with_arenas(views, replicas, 4, ArenasHeld({0: (7, 6)}, {0: "a", 1: "a"}))
+    assert isinstance(found, SavePlan)
+    assert (found.step, found.lost, found.savers, found.arenas) == (7, 0, (1, 1), (0, -1))
 
 
 def test_an_arena_tells_what_its_rank_had_completed() -> None:

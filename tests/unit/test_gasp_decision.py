@@ -42,9 +42,10 @@ def possible(situation: Situation) -> set[int]:
 
 
 def reached(situation: Situation) -> int:
-    """The newest step of the survivors."""
-    alive = [view.step for view in situation[0] if view.alive]
-    return max(alive or [view.step for view in situation[0]])
+    """The newest step that survivors of each shard have completed."""
+    alive = {view.rank: view.step for view in situation[0] if view.alive}
+    shards = [[alive[rank] for rank in shard if rank in alive] for shard in situation[1]]
+    return min(map(max, filter(None, shards)), default=max(alive.values() or [view.step for view in situation[0]]))
 
 
 @given(situations())
@@ -125,6 +126,20 @@ def test_shards_at_different_steps_are_no_step() -> None:
     assert isinstance(decision, GiveUp)
     assert "not at one common step: shard 0 at [5], shard 1 at [6]" in decision.reason
     assert {one.why for one in decision.unused} == {"it holds its part, but no step was saved"}
+
+
+def test_a_step_that_survivors_have_of_one_shard_alone_was_not_completed() -> None:
+    """Megatron with two instances of its optimizer: ranks 0 and 1 made their updates, and 0 died of it."""
+    views, replicas = (view(0, 7, holds=False, alive=False), view(1, 7), view(2, 6), view(3, 6)), ((0, 2), (1, 3))
+    plan = saving(decide(views, replicas, 4))
+    assert (plan.step, plan.savers, plan.lost) == (6, (2, 3), 0)
+    on_disk = decide(views, replicas, 6)
+    assert isinstance(on_disk, NothingToSave) and on_disk.step == 6
+
+
+def test_a_shard_of_which_nobody_survived_says_nothing_of_what_was_completed() -> None:
+    decision = decide((view(0, 7, holds=False, alive=False), view(1, 6), view(2, 5)), ((0,), (1, 2)), 4)
+    assert isinstance(decision, GiveUp) and decision.lost == 2
 
 
 def test_a_rank_that_never_joined_is_named() -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 from lastgasp.topology import ReplicaGroups
 
 from .arena_ref import ArenaRef
-from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide, unused
+from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan, decide, newest_of_survivors, unused
 from .members import Member
 
 Steps = Mapping[int, tuple[int, ...]]
@@ -141,7 +141,8 @@ def decide_with_arenas(
     on without the others.
     """
     plain = decide(views, replicas, durable)
-    if not (arenas.steps or arenas.buddies) or (isinstance(plain, SavePlan) and not plain.lost):
+    newest = isinstance(plain, SavePlan) and plain.step >= newest_of_survivors(views)
+    if newest or not (arenas.steps or arenas.buddies):
         return plain
     situation = _Situation({view.rank: view for view in views}, arenas.steps, arenas.hosts, arenas.buddies)
     completed = _completed(situation, replicas)

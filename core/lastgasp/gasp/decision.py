@@ -91,7 +91,7 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
     """
     holding = {view.rank: view for view in views if view.holds}
     holders = [[rank for rank in group if rank in holding] for group in replicas]
-    reached = _reached(views)
+    reached = _reached(views, replicas)
     step = _newest_common(holders, holding)
     if reached <= durable:
         return NothingToSave(step=durable, unused=unused(views, frozenset()))
@@ -105,10 +105,22 @@ def decide(views: tuple[RankView, ...], replicas: ReplicaGroups, durable: int) -
     return SavePlan(step=step, savers=savers, unused=unused(views, frozenset(savers)), lost=max(0, reached - step))
 
 
-def _reached(views: tuple[RankView, ...]) -> int:
-    """The newest step of the survivors; of everybody when nobody survived."""
+def newest_of_survivors(views: tuple[RankView, ...]) -> int:
+    """The newest step of any survivor; of everybody when nobody survived."""
     alive = [view.step for view in views if view.alive]
     return max(alive or [view.step for view in views], default=-1)
+
+
+def _reached(views: tuple[RankView, ...], replicas: ReplicaGroups) -> int:
+    """The newest step that survivors of every shard have completed.
+
+    What they have completed of some shards only nobody could train on. Shards without a survivor do not count.
+    """
+    alive = {view.rank: view.step for view in views if view.alive}
+    if len(set(alive.values())) < 2:  # the usual case, and there may be 100 000 shards
+        return newest_of_survivors(views)
+    shards = ([alive[rank] for rank in shard if rank in alive] for shard in replicas)
+    return min((max(steps) for steps in shards if steps), default=newest_of_survivors(views))
 
 
 def _newest_common(holders: list[list[int]], holding: dict[int, RankView]) -> int | None:
