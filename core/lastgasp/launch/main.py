@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch.distributed.launcher.api as api
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.run import get_args_parser
+from torch.distributed.run import determine_local_world_size, get_args_parser
 from torch.distributed.run import run as torch_run
 
 from lastgasp import exitcodes
 from lastgasp.gasp.secret import Secret
 from lastgasp.launch import agent
+from lastgasp.launch.numbers import require_numbers
 from lastgasp.launch.torchrun_hook import swap_agent
 
 
@@ -21,7 +22,7 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
         taskd: TaskD's agent runs the workers instead of lastgasp's.
 
     Raises:
-        ConfigError: the job spans several nodes that share no secret.
+        ConfigError: the job spans several nodes that share no secret, or numbers of nodes or processes are wrong.
         ChildFailedError: ranks failed and no restart was left.
         SystemExit: the job made no progress (86), or the launcher was asked to stop (83, 84 or 85).
     """
@@ -32,6 +33,7 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
     swap_agent(api)
     try:
         options = get_args_parser().parse_args(arguments)
+        require_numbers(str(options.nnodes), str(options.nproc_per_node), determine_local_world_size)
         require_secret(str(options.nnodes))
         torch_run(options)  # type: ignore[no-untyped-call]
     except SignalException as stop:
