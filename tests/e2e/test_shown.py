@@ -118,8 +118,8 @@ def bin_of_lean(tmp_path: Path) -> Path:
     return folder
 
 
-def shell(line: str, folder: Path, programs: Path) -> None:
-    """Run one of them as a user would, in `folder`.
+def shell(line: str, folder: Path, programs: Path) -> str:
+    """Run one of them as a user would, in `folder`. Returns the end of what it has written.
 
     Raises:
         AssertionError: it failed, or left processes.
@@ -128,6 +128,7 @@ def shell(line: str, folder: Path, programs: Path) -> None:
     environ = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     done = run_job(["bash", "-c", f"cd {folder} && {line}"], folder / "log", timeout=LIMIT, environ=environ)
     assert done.ok, f"{line}\n{done.output[-4000:]}"
+    return done.output[-4000:]
 
 
 @pytest.mark.slow
@@ -162,10 +163,10 @@ def test_the_loop_that_is_entered_again(tmp_path: Path, bin_of_lean: Path) -> No
     given = given.replace("DistributedSampler(data)", "DistributedSampler(data, 2, int(os.environ['RANK']))")
     (tmp_path / "train.py").write_text(PRELUDE + given + loop.replace("s.epochs(90)", "s.epochs(12)"))
     fault = 'LASTGASP_FAULT="kind=exception,rank=1,step=20,phase=backward"'
-    shell(f"{fault} lastgasp run --nproc-per-node 2 train.py", tmp_path, bin_of_lean)
+    output = shell(f"{fault} lastgasp run --nproc-per-node 2 train.py", tmp_path, bin_of_lean)
     [record] = (tmp_path / "ckpts" / "incidents").glob("*.json")
     incident = json.loads(record.read_text())
-    assert (incident["ending"], incident["rung"], incident["steps_lost"]) == ("in_place", "retry", 0), incident
+    assert (incident["ending"], incident["rung"], incident["steps_lost"]) == ("in_place", "retry", 0), output
 
 
 def in_this_process() -> list[str]:

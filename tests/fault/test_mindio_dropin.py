@@ -134,7 +134,8 @@ def test_in_place(
         assert started.code() == 0, started.output[-6000:]
     where = started.output[-6000:]
     assert len(read_log(tmp_path / "fired")) == 1, where
-    [found] = incidents(job)
+    found, *more = incidents(job)
+    assert not more, f"{more}\n{where}"
     rung = "retry" if replaced is None else "replace"
     assert (found.ending, found.rung, found.steps_lost) == ("in_place", rung, 0), where
     assert differences(reference[4], job.final) == [], where
