@@ -115,10 +115,10 @@ def test_a_rank_that_had_to_make_room_tries_again(
 ) -> None:
     real, tries = link._connect, []
 
-    def connect(address: str, seconds: float, retry: bool) -> socket.socket:
+    def connect(address: str, seconds: float, retry: bool, name: str) -> socket.socket:
         tries.append(address)
         if len(tries) > 1:
-            return real(address, seconds, retry)
+            return real(address, seconds, retry, name)
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.sendall(m.frame(m.Refused(reason=m.BUSY)))

@@ -43,10 +43,12 @@ class Source:
 class _SenderLink(Channel):
     """The sender's end of the connection."""
 
+    peer = "receiver"
+
     def __init__(self, address: str, token: str, pair: int) -> None:
         super().__init__(address, REACH, retry=False)
         hello = m.Sender(protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"", pair=pair)
-        self._greet(token, "sender", NOBODY, hello, peer="receiver")
+        self._greet(token, "sender", NOBODY, hello)
 
     def ask(self, message: m.Message, seconds: float = SEND_TIMEOUT) -> m.Took:
         """Send it, and wait for the answer."""

@@ -1,4 +1,4 @@
-"""The other end of the control connection: a blocking socket with frames and the proof of the token."""
+"""The other end of a control connection: a blocking socket with frames and the proof of the token."""
 
 from __future__ import annotations
 
@@ -30,17 +30,23 @@ M = TypeVar("M", bound=m.Message)
 CONNECT_TIMEOUT = 30.0
 """Seconds to reach the controller, retries included."""
 SEND_TIMEOUT = 10.0
-"""Seconds a single send may block; a controller that blocks it longer counts as lost."""
+"""Seconds a single send may block; a peer that blocks it longer counts as lost."""
+SILENT = 2.0
+"""Seconds after which a peer that has said nothing may be one that waits for TLS; one that has died ends at once."""
+_NAMES: dict[m.Role, str] = {"controller": "the controller", "receiver": "the launcher of the partner host"}
 
 
 class Channel:
-    """Frames over a socket to the controller, with a proof of the token on both sides.
+    """Frames over a socket to a peer, with a proof of the token on both sides.
 
     `send` may be called from any thread; `receive` from one. Uses TLS if the environment names the files (`tls`).
 
     Args:
-        seconds: limit for reaching the controller, and again for its greeting.
+        seconds: limit for reaching the peer, and again for its greeting.
         retry: try again while nobody listens yet.
+
+    Attributes:
+        peer: who is at the other end.
 
     Raises (constructor):
         DeadlineExceeded: nobody listens at `address`, or the listener does not answer.
@@ -48,20 +54,23 @@ class Channel:
         ConfigError: the TLS files.
     """
 
+    peer: m.Role = "controller"
+
     def __init__(self, address: str, seconds: float, retry: bool) -> None:
         self._lock = threading.Lock()
         self._buffer = bytearray()
-        self._address = address
+        self._address, self._name = address, f"{_NAMES[self.peer]} at {address}"
         files = TlsFiles.from_environment()
         context = files.client() if files is not None else None
-        self._socket = _connect(address, seconds, retry)
+        self._socket = _connect(address, seconds, retry, self._name)
         if context is not None:
-            self._socket = _secured(context, self._socket, address, seconds)
-        self._deadline = _clock.monotonic() + seconds
+            self._socket = _secured(context, self._socket, self._name, seconds)
+        self._deadline = (now := _clock.monotonic()) + seconds
+        self._silent_until = now + SILENT
         _live.add(self)
 
     def _greet(
-        self, token: str, role: m.Role, rank: int, hello: m.Greeting | m.Sender, peer: m.Role = "controller"
+        self, token: str, role: m.Role, rank: int, hello: m.Greeting | m.Sender
     ) -> tuple[m.Challenge, m.Welcome]:
         """Authenticate mutually by the token; close the socket on failure."""
         try:
@@ -70,19 +79,23 @@ class Channel:
             mac = m.proof(token, role, challenge.nonce, rank)
             self.send(msgspec.structs.replace(hello, version=__version__, nonce=nonce, mac=mac))
             welcome = self._expect(m.Welcome)
-            if not m.proven(token, peer, nonce, rank, welcome.mac):
-                raise AuthenticationError(f"the {peer} does not know this job's token: another job's address?")
+            if not m.proven(token, self.peer, nonce, rank, welcome.mac):
+                raise AuthenticationError(f"{self._name} does not know this job's token: another job's address?")
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError | EOFError) and not isinstance(error, LastgaspError):
-                plain = "" if isinstance(self._socket, ssl.SSLSocket) else _HINT
-                why = f"the controller at {self._address} broke the greeting off: {error}{plain}"
-                raise ControlError(why) from error
+                raise ControlError(f"{self._name} broke the greeting off: {error}{self._hint()}") from error
             raise
         self._socket.settimeout(SEND_TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(self._socket)
         return challenge, welcome
+
+    def _hint(self) -> str:
+        """What may be wrong. A peer that uses TLS says nothing here, and closes the connection when it gives up."""
+        if _clock.monotonic() < self._silent_until:
+            return "; has its launcher just ended?"
+        return "" if isinstance(self._socket, ssl.SSLSocket) else _HINT
 
     def _expect(self, kind: type[M], limit: int = m.MAX_GREETING) -> M:
         """The next message, which must be of this kind, within the deadline."""
@@ -94,7 +107,7 @@ class Channel:
             self._read_more()
         message = m.from_controller(body)
         if isinstance(message, m.Refused):
-            raise _refusal(message.reason)
+            raise _refusal(message.reason, _NAMES[self.peer])
         if not isinstance(message, kind):
             raise ControlError(f"{type(message).__name__} instead of {kind.__name__}")
         return message
@@ -109,7 +122,7 @@ class Channel:
         return str(self._socket.getsockname()[0])
 
     def send(self, message: m.Message) -> None:
-        """Send one message; raises OSError when the controller is gone."""
+        """Send one message; raises OSError when the peer is gone."""
         with self._lock:
             if isinstance(self._socket, ssl.SSLSocket):
                 self._socket.settimeout(SEND_TIMEOUT)
@@ -119,7 +132,7 @@ class Channel:
         """Return all received messages; call when readable, or while `unread`.
 
         Raises:
-            OSError, EOFError: the controller is gone.
+            OSError, EOFError: the peer is gone.
             ProtocolError: it sent something that is not a message.
         """
         if isinstance(self._socket, ssl.SSLSocket):
@@ -146,7 +159,7 @@ class Channel:
     def _read_more(self) -> None:
         data = self._socket.recv(1 << 20)
         if not data:
-            raise EOFError("the controller closed the connection")
+            raise EOFError(f"{_NAMES[self.peer]} closed the connection")
         self._buffer += data
 
     def _read_secured(self, secured: ssl.SSLSocket) -> None:
@@ -221,7 +234,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _connect(address: str, seconds: float, retry: bool) -> socket.socket:
+def _connect(address: str, seconds: float, retry: bool, name: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     deadline = _clock.monotonic() + seconds
     while True:
@@ -229,32 +242,30 @@ def _connect(address: str, seconds: float, retry: bool) -> socket.socket:
             return socket.create_connection((host, int(port)), timeout=min(5.0, seconds))
         except OSError as error:
             if not retry or _clock.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"the controller at {address} ({error})",
-                    seconds,
-                    "Is LASTGASP_CONTROLLER that of this job, and is there a firewall in between?",
-                ) from error
+                ours = "is LASTGASP_CONTROLLER that of this job, and " if name.startswith(_NAMES["controller"]) else ""
+                remedy = f"Has its launcher ended, {ours}is there a firewall in between?"
+                raise DeadlineExceeded(f"{name} ({error})", seconds, remedy) from error
             threading.Event().wait(0.1)  # the launcher may still be starting it
 
 
 _HINT = "; where the job uses TLS, set LASTGASP_TLS_CERT, LASTGASP_TLS_KEY and LASTGASP_TLS_CA here as well"
 
 
-def _secured(context: ssl.SSLContext, plain: socket.socket, address: str, seconds: float) -> socket.socket:
+def _secured(context: ssl.SSLContext, plain: socket.socket, name: str, seconds: float) -> socket.socket:
     plain.settimeout(seconds)
     try:
         return context.wrap_socket(plain)
     except OSError as error:
         plain.close()
         raise ControlError(
-            f"no TLS with the controller at {address}: {error}. Do all nodes have certificates of the same CA, and "
+            f"no TLS with {name}: {error}. Do all nodes have certificates of the same CA, and "
             "LASTGASP_TLS_CERT, LASTGASP_TLS_KEY and LASTGASP_TLS_CA set?"
         ) from error
 
 
-def _refusal(reason: str) -> ControlError:
+def _refusal(reason: str, by: str) -> ControlError:
     if reason.startswith("wrong token"):
-        return AuthenticationError(f"refused by the controller: {reason}")
+        return AuthenticationError(f"refused by {by}: {reason}")
     if reason.startswith("lastgasp version"):  # a directory may have "version" in its name
-        return VersionMismatch(f"refused by the controller: {reason}")
-    return (_Busy if reason == m.BUSY else ControlError)(f"refused by the controller: {reason}")
+        return VersionMismatch(f"refused by {by}: {reason}")
+    return (_Busy if reason == m.BUSY else ControlError)(f"refused by {by}: {reason}")
