@@ -11,7 +11,7 @@ import pytest
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.mindspore import place
-from support.mindspore.job import Job, LlamaJob
+from support.mindspore.job import LENGTH, Job, LlamaJob, dataset
 
 pytestmark = [
     pytest.mark.fault,
@@ -297,3 +297,20 @@ def test_mindformers_verdict_on_a_result_ends_the_job(tmp_path: Path) -> None:
     assert "stopped with exit code 1: MindFormers found NaN or inf and ends the training" in done.output
     assert len(job.steps(0)) == 1, "it was started again"
     assert not incidents(tmp_path), "a verdict is not a fault"
+
+
+@pytest.mark.full
+def test_a_long_evaluation_of_mindformers_is_no_hang(tmp_path: Path) -> None:
+    """`do_eval`: all of it takes longer than the job may go without progress; a batch, or a compilation, does not."""
+    job = llama(tmp_path)
+    texts = str(dataset(8 * 8, length=LENGTH - 1))
+    data = {"data_loader": {"type": "MindDataset", "dataset_dir": texts, "shuffle": False},
+            "input_columns": ["input_ids"], "batch_size": 4, "drop_remainder": True}  # fmt: skip
+    changes = {"do_eval": True, "eval_step_interval": 6, "metric": {"type": "PerplexityMetric"}, "eval_dataset": data,
+               "eval_dataset_task": {"type": "CausalLanguageModelDataset", "dataset_config": data}}  # fmt: skip
+    done = replace(job, epochs=1, changes={**job.changes, **changes}).run(
+        {"LASTGASP_HANG_TIMEOUT": "40", "SLOW_EVALUATION": "6.0"}, timeout=300
+    )
+    assert done.returncode == 0, done.output[-4000:]
+    assert incidents(tmp_path) == [], done.output[-4000:]
+    assert done.output.count("Eval result") == 2, "one evaluation on each of two ranks"

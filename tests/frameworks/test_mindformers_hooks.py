@@ -15,8 +15,8 @@ from support.mindspore import place
 ROOT = Path(__file__).parents[2]
 CHILD = place.HERE / "hooks_child.py"
 TRIGGERS = ["Trainer.finetune", "Trainer.train"]
-PLAIN = ["Model.fit", "Model.train"]
-ALL = ["BaseTrainer.training_process", *PLAIN, *TRIGGERS]
+PLAIN = ["Model.eval", "Model.fit", "Model.train"]
+ALL = ["BaseTrainer.training_process", "GenerationMixin.generate", *PLAIN, *TRIGGERS]
 REGISTRY = "registry.callback.LastGasp"
 RUN_ARGUMENTS = ["callbacks", "epoch", "train_dataset"]
 

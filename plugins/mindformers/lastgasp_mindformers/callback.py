@@ -50,6 +50,16 @@ class LastGasp(Callback):  # type: ignore[misc]
         if self.run is not None:
             self.run.callbacks_end(run_context.original_args())
 
+    def on_eval_step_begin(self, run_context: Any) -> None:
+        """A batch of an evaluation by `Model.fit` is progress."""
+        if self.run is not None:
+            self.run.evaluates()
+
+    def on_eval_end(self, run_context: Any) -> None:
+        """Back to training."""
+        if self.run is not None:
+            self.run.evaluated()
+
     def on_train_end(self, run_context: Any) -> None:
         """The last step is done; others may save it once more."""
         if self.run is not None:
@@ -75,3 +85,15 @@ class Boundary(Callback):  # type: ignore[misc]
     def on_train_end(self, run_context: Any) -> None:
         """Others may save the last step now."""
         self._run.others_begin()
+
+
+class Evaluation(Callback):  # type: ignore[misc]
+    """In an evaluation that another callback makes: each batch is progress."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def on_eval_step_begin(self, run_context: Any) -> None:
+        """The next one."""
+        self._run.evaluates()

@@ -28,6 +28,7 @@ class Training:
     def __init__(self, turn_on: Callable[[], None], absent: Callable[[], AbstractContextManager[None]]) -> None:
         self._turn_on, self._absent = turn_on, absent
         self._run: Run | None = None
+        self._training: Run | None = None
 
     # -- MindFormers ------------------------------------------------------------------------------
 
@@ -88,23 +89,45 @@ class Training:
         arguments, model = arguments_of(call, args, kwargs), call.__self__
         arguments["callbacks"] = as_list(arguments.get("callbacks"))
         if self._run is not None:
-            return _unless_done(call, self._run.attach(model, arguments))
+            return self._train(call, self._run, model, arguments)
         options = _options_of_call(arguments["callbacks"])
         if options is None:
             return call(*args, **kwargs)
         run = new_run(options)
         try:
-            result = _unless_done(call, run.attach(model, arguments))
+            result = self._train(call, run, model, arguments)
         except BaseException as error:
             run.end_early(error)
             raise
         run.close(goodbye=True)
         return result
 
+    def _train(self, call: Any, run: Run, model: Any, arguments: Keywords) -> Any:
+        """`Model.train`, unless all of its epochs are trained."""
+        attached = run.attach(model, arguments)
+        if attached is None:
+            return None
+        self._training = run
+        try:
+            return call(**attached)
+        finally:
+            self._training = None
 
-def _unless_done(call: Any, arguments: Keywords | None) -> Any:
-    """`Model.train`, unless all of its epochs are trained."""
-    return None if arguments is None else call(**arguments)
+    def around_eval(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """`Model.eval`, which callbacks call in a training (MindFormers' `do_eval`): each batch is progress."""
+        if self._training is None:
+            return call(*args, **kwargs)
+        from lastgasp_mindformers.callback import Evaluation
+
+        arguments = arguments_of(call, args, kwargs)
+        arguments["callbacks"] = [*as_list(arguments.get("callbacks")), Evaluation(self._training)]
+        return call(**arguments)
+
+    def around_generate(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """`generate` of a model, which MindFormers calls where a metric is of texts: each batch is progress."""
+        if self._training is not None:
+            self._training.evaluates()
+        return call(*args, **kwargs)
 
 
 def new_run(options: Options) -> Run:

@@ -26,6 +26,7 @@ log = logging.getLogger("lastgasp")
 
 _TRAINER = "mindformers.trainer.trainer"
 _BASE = "mindformers.trainer.base_trainer"
+_GENERATION = "mindformers.generation.text_generator"
 _PYNATIVE = "mindformers.pynative.trainer.trainer"
 _MODEL = "mindspore.train.model"
 _ARGUMENTS = ("train_dataset", "callbacks", "dataset_sink_mode", "sink_size", "initial_epoch")
@@ -103,9 +104,15 @@ class Installation:
             [
                 Hook(_MODEL, "Model.train", training.around_model, ("epoch", *_ARGUMENTS)),
                 Hook(_MODEL, "Model.fit", training.around_model, ("epoch", "train_dataset", "callbacks")),
+                Hook(_MODEL, "Model.eval", training.around_eval, ("callbacks",)),
             ]
         )
-        self._process = _hooks([Hook(_BASE, "BaseTrainer.training_process", training.around_process, ("config",))])
+        self._process = _hooks(
+            [
+                Hook(_BASE, "BaseTrainer.training_process", training.around_process, ("config",)),
+                Hook(_GENERATION, "GenerationMixin.generate", training.around_generate, required=False),
+            ]
+        )
         self._active = self._on = False
 
     def begin(self) -> None:

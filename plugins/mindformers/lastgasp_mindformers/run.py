@@ -260,6 +260,16 @@ class Run:
         self._marks.step_end()
         self.session.progress("data")
 
+    def evaluates(self) -> None:
+        """An evaluation has come to its next batch: all of them may take longer than a job may go without progress."""
+        if self.state is not None:
+            self.session.progress("validation")
+
+    def evaluated(self) -> None:
+        """It is over, and the next step is due."""
+        if self.state is not None:
+            self.session.progress("data")
+
     def trained(self) -> None:
         """The last step is done."""
         if self._dataset is not None:

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mindspore.train.model as model_module
+from mindformers.generation.text_generator import GenerationMixin
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer, trainer
 from mindspore import nn
@@ -22,7 +23,7 @@ from lastgasp.adapter import HookNotPlaced
 from lastgasp_mindformers import LastGasp, hooks, install, uninstall
 
 Snapshot = Mapping[str, int]
-CLASSES = (model_module.Model, trainer.Trainer, base_trainer.BaseTrainer)
+CLASSES = (model_module.Model, trainer.Trainer, base_trainer.BaseTrainer, GenerationMixin)
 PACKAGES = ("mindspore", "mindformers")
 
 

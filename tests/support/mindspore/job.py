@@ -162,14 +162,14 @@ def change(config: Any, key: str, value: Any) -> None:
         config[last] = value
 
 
-def dataset(samples: int, version: str = place.MAIN) -> Path:
-    """A MindRecord file of real text; made once and kept beside the environment."""
-    kept = place.folder(version) / "texts" / f"{samples}-{LENGTH}"
+def dataset(samples: int, version: str = place.MAIN, length: int = LENGTH) -> Path:
+    """A MindRecord file of real text, one token longer than `length`; made once and kept beside the environment."""
+    kept = place.folder(version) / "texts" / f"{samples}-{length}"
     if not kept.exists():
         made = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
         made.mkdir(parents=True)
         command = [str(place.python(version)), str(EXAMPLE / "text_to_mindrecord.py"), str(made)]
-        subprocess.run([*command, str(samples), str(LENGTH)], check=True, timeout=120, stdin=subprocess.DEVNULL)
+        subprocess.run([*command, str(samples), str(length)], check=True, timeout=120, stdin=subprocess.DEVNULL)
         try:
             made.rename(kept)
         except OSError:  # another process was first

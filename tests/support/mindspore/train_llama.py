@@ -1,12 +1,14 @@
 """A tiny LLaMA through the real MindFormers Trainer: what a user's script does, on a CPU.
 
-`python train_llama.py YAML`. No line of lastgasp stands here; `LOSSES_DIR` has each rank write its exact losses.
+`python train_llama.py YAML`. No line of lastgasp stands here; `LOSSES_DIR` has each rank write its exact losses. Each
+batch of an evaluation takes `SLOW_EVALUATION` seconds longer.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 
 def main(yaml: str) -> None:
@@ -18,9 +20,24 @@ def main(yaml: str) -> None:
     from support.mindspore.losses import Losses
 
     cpu.apply()
+    if seconds := float(os.environ.get("SLOW_EVALUATION", "0")):
+        slow_evaluation(seconds)
     config = MindFormerConfig(yaml)
     build_context(config)
     getattr(Trainer(args=config, task="text_generation", callbacks=[Losses()]), config.run_mode)()
+
+
+def slow_evaluation(seconds: float) -> None:
+    """What MindSpore does behind each batch of one takes longer."""
+    from mindspore.train import Model
+
+    update = Model._update_metrics
+
+    def updated(self: Model, outputs: object) -> None:
+        time.sleep(seconds)
+        update(self, outputs)
+
+    Model._update_metrics = updated
 
 
 if __name__ == "__main__":
