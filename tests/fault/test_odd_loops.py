@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,34 @@ def test_a_job_without_any_output(tmp_path: Path) -> None:
     done = finish(command, tmp_path)
     assert done.returncode == 0, done.output
     assert [one.step for one in candidates([tmp_path / "d"], LAYOUT)] == [8, 4]
+
+
+@pytest.mark.full
+def test_plain_values_that_a_restarted_lightning_fit_has_lost_are_noted(tmp_path: Path) -> None:
+    """They change its loss; what `state_dict` or `on_save_checkpoint` saves is not among them."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/go").touch()
+    fault = {"LASTGASP_FAULT": "kind=sigkill,rank=1,step=8,phase=backward", "LASTGASP_RECOVERY": "restart"}
+    done = finish(run(SUPPORT / "train_values_lightning.py", tmp_path / "d"), tmp_path, **fault)
+    assert done.returncode == 0, done.output[-4000:]
+    [incident] = incidents(tmp_path / "d")
+    assert (incident.ending, incident.steps_lost) == ("saved", 0), incident
+    [note] = [note for note in incident.notes if "training has changed what objects keep beside their state" in note]
+    assert "Net.training_step_outputs, Net.count, Net.recent, Net.classes and " in note
+    assert note in done.output
+
+
+@pytest.mark.full
+def test_plain_values_that_a_restarted_trainer_has_lost_are_noted(tmp_path: Path) -> None:
+    """Of a subclass of Trainer, a callback and the model; neither Trainer's own nor an `ExportableState`'s."""
+    pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+    script = [SUPPORT / "train_transformers.py", "--dir", tmp_path / "d", "--shape", "counting"]
+    fault = {"LASTGASP_FAULT": "kind=sigkill,rank=1,step=5,phase=backward", "LASTGASP_RECOVERY": "restart"}
+    command = [sys.executable, *run(*script)[1:]]
+    done = finish(command, tmp_path, **fault)
+    assert done.returncode == 0, done.output[-4000:]
+    [incident] = incidents(tmp_path / "d")
+    assert (incident.ending, incident.steps_lost) == ("saved", 0), incident
+    [note] = [note for note in incident.notes if "training has changed what objects keep beside their state" in note]
+    assert "state: passing, Counting.steps, Counter.losses. No checkpoint" in note
+    assert note in done.output

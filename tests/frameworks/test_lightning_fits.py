@@ -326,3 +326,21 @@ def test_gradients_of_a_batch_without_an_update_are_made_again_where_the_module_
             assert fit(job.make(StrikeLater()), model) == (strike == -1)
         ends.append(weights(model))
     assert unequal(*ends) == []
+
+
+def test_values_that_lightnings_own_checkpoint_lacks_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the fault where a gasp is written, and to who resumes from a checkpoint of ModelCheckpoint's."""
+    lost = "what objects keep beside their state: Small.trained. No checkpoint holds it"
+    job = Job(tmp_path)
+    for strike in (5, None):
+        seed(3)
+        saves = ModelCheckpoint(tmp_path / "ckpts", save_top_k=-1, every_n_train_steps=2)
+        assert fit(job.make(saves, strike=strike, enable_checkpointing=True), Small()) is (strike is None)
+        assert caplog.text.count(lost) == 1
+        caplog.clear()
+        job.restart()
+        for path in (tmp_path / "ckpts").glob("gasp-*"):
+            path.unlink()
+    assert any(lost in note for note in incidents(tmp_path / "ckpts")[-1].notes)

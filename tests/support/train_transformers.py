@@ -56,6 +56,34 @@ class OwnRandomNumbers(TrainerCallback):  # type: ignore[misc,unused-ignore]
             seed(99 + args.process_index)
 
 
+class Counting(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Keeps a number in plain Python."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """One more."""
+        self.steps += 1
+
+
+class Counter(Trainer):  # type: ignore[misc,unused-ignore]
+    """What it keeps changes the loss; so does a buffer of its model that no checkpoint has."""
+
+    def __init__(self, model: Any, *args: Any, **more: Any) -> None:
+        model.register_buffer("passing", torch.zeros(()), persistent=False)
+        super().__init__(model, *args, **more)
+        self.losses: list[float] = []
+
+    def compute_loss(self, model: Any, *args: Any, **more: Any) -> Any:
+        """Weighed by how many there were."""
+        loss: Any = super().compute_loss(model, *args, **more)
+        if model.training:
+            self.losses.append(loss.item())
+            self.model.passing += 1  # type: ignore[union-attr,operator]
+        return loss * (1 + 0.01 * len(self.losses) + 0.01 * self.model.passing)  # type: ignore[union-attr,operator]
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "loss"},
     "accumulating": {"gradient_accumulation_steps": 2, "num_train_epochs": 4.0, "save_strategy": "epoch"},
@@ -67,6 +95,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stream": {"max_steps": 9},
     "bf16": {"bf16": True, "max_steps": 8},
     "workers": {"dataloader_num_workers": 2},
+    "counting": {},
     "noisy": {"neftune_noise_alpha": 5.0},
 }  # fmt: skip
 """What each shape asks of the Trainer besides."""
@@ -110,13 +139,16 @@ def main() -> None:
     callbacks: list[Any] = [OwnRandomNumbers()]
     if "metric_for_best_model" in SHAPES[args.shape]:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
+    if args.shape == "counting":
+        callbacks.append(Counting())
     if not args.without:
         from lastgasp_transformers import LastGasp
 
         callbacks.append(LastGasp())
     rows = 12 * wanted.world_size
     data: Any = Stream(rows) if args.shape == "stream" else Tokens(rows, augment=args.shape != "workers")
-    trainer = Trainer(model(), wanted, train_dataset=data, eval_dataset=Tokens(8), callbacks=callbacks)
+    kind = Counter if args.shape == "counting" else Trainer
+    trainer = kind(model(), wanted, train_dataset=data, eval_dataset=Tokens(8), callbacks=callbacks)
     done = trainer.train(resume_from_checkpoint=args.resume)
     if args.final and wanted.process_index == 0:
         torch.save(result(trainer, done.training_loss), args.final)

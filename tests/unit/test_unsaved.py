@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lastgasp.pytorch.unsaved import Unsaved
+from lastgasp.pytorch.uservalues import Root
 
 
 class Keeps(nn.Module):
@@ -62,3 +63,24 @@ def test_what_is_saved_or_nobodys_is_not() -> None:
     for change in CHANGES.values():
         change(module["keeps"])
     assert "and 2 more" in unsaved.note()
+
+
+class Counts:
+    """No module."""
+
+    def __init__(self) -> None:
+        self.calls, self.known = 0, 0
+
+
+def test_of_other_objects_only_what_is_asked_for_counts() -> None:
+    """Those of a framework's own classes never do; non-persistent buffers of the module always."""
+    module, counts, foreign = Keeps(), Counts(), nn.Linear(1, 1)
+    roots = [Root("Counts", counts, frozenset({"known"})), Root("foreign", foreign)]
+    unsaved = Unsaved(module, roots, "somebody's state_dict")
+    counts.known, module.rate = 1, 2.0
+    foreign.rate = 3.0  # type: ignore[assignment]
+    assert unsaved.note() == ""
+    counts.calls, module.passing = 1, torch.ones(2)
+    note = unsaved.note()
+    assert "what objects keep beside their state: passing, Counts.calls. No checkpoint" in note
+    assert note.endswith("what somebody's state_dict returns")

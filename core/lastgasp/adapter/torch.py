@@ -47,6 +47,7 @@ from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
+from lastgasp.pytorch.unsaved import Unsaved, users_parts
 
 __all__ = [
     "CHANGED",
@@ -83,6 +84,7 @@ __all__ = [
     "StepRanges",
     "TorchState",
     "Unreduced",
+    "Unsaved",
     "as_tensor",
     "at_first_bytes",
     "buffers_of",
@@ -119,6 +121,7 @@ __all__ = [
     "rng",
     "save_verified",
     "stage",
+    "users_parts",
     "values_of",
     "with_added",
     "with_assignment",

@@ -1,4 +1,4 @@
-"""What modules keep beside what checkpoints hold: numbers, tensors that are no buffers, buffers that do not persist.
+"""What objects keep beside what checkpoints hold: numbers, tensors that are no buffers, buffers that do not persist.
 
 A new process has those of the script. Where training has changed them a resumed run differs, and that is said.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lastgasp.pytorch.extrastate import has_extra_state
-from lastgasp.pytorch.uservalues import is_users
+from lastgasp.pytorch.uservalues import Root, is_users
 
 _NAMED = 4
 """Values that are named."""
@@ -26,38 +26,54 @@ _CONTAINERS = (list, dict, set, collections.deque)
 
 
 class Unsaved:
-    """Those of one module and all below it, and how they were when this was made.
+    """Those of one module and all below it, and of other objects, and how they were when this was made.
 
-    Of containers the length counts. Plain values count in modules of the user's own classes alone, and where
-    `get_extra_state` saves none.
+    Of containers the length counts. Plain values count in objects of the user's own classes alone, and in modules
+    where `get_extra_state` saves none.
+
+    Args:
+        module: its buffers count.
+        roots: whose plain values count; those of the modules in `module` if it is None.
+        saved: what checkpoints hold besides weights, for people.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = dict(_values(module))
+    def __init__(self, module: nn.Module, roots: Iterable[Root] | None = None, saved: str = "get_extra_state") -> None:
+        self._module, self._roots, self._saved = module, None if roots is None else list(roots), saved
+        self._before = dict(self._values())
 
     def note(self) -> str:
         """What to note on a checkpoint; empty where nothing has changed. Any thread may ask; never raises."""
         try:
-            changed = [name for name, value in _values(self._module) if self._before.get(name) not in (None, value)]
+            changed = [name for name, value in self._values() if self._before.get(name) not in (None, value)]
         except Exception:  # the user's objects, which training may be changing at this moment
             return ""
         if not changed:
             return ""
+        what = "modules" if self._roots is None else "objects"
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-        return (f"training has changed what modules keep beside their state: {', '.join(changed[:_NAMED])}{more}. No "
+        return (f"training has changed what {what} keep beside their state: {', '.join(changed[:_NAMED])}{more}. No "
                 "checkpoint holds it, so a process that begins anew has the script's. Persistent buffers are saved, "
-                "and so is what get_extra_state returns")  # fmt: skip
+                f"and so is what {self._saved} returns")  # fmt: skip
+
+    def _values(self) -> Iterator[tuple[str, bytes]]:
+        for place, one in self._module.named_modules():
+            yield from _known(place, {name: one._buffers.get(name) for name in one._non_persistent_buffers_set})
+        for root in users_parts(self._module) if self._roots is None else self._roots:
+            if is_users(type(root.value)):
+                held = getattr(root.value, "__dict__", {})
+                yield from _known(root.name, {name: value for name, value in held.items() if name not in root.skip})
 
 
-def _values(module: nn.Module) -> Iterator[tuple[str, bytes]]:
-    for place, one in module.named_modules():
-        held = {name: one._buffers.get(name) for name in one._non_persistent_buffers_set}
-        if is_users(type(one)) and not has_extra_state(one):
-            held |= {name: value for name, value in vars(one).items() if name not in _of_torch()}
-        for name, value in held.items():
-            if (found := _digest(value)) is not None:
-                yield f"{place}.{name}" if place else name, found
+def users_parts(module: nn.Module) -> list[Root]:
+    """Modules of the user's classes in it that save none of their plain values."""
+    found = [(name, one) for name, one in module.named_modules() if is_users(type(one))]
+    return [Root(name, one, _of_torch()) for name, one in found if not has_extra_state(one)]
+
+
+def _known(place: str, held: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    for name, value in held.items():
+        if (found := _digest(value)) is not None:
+            yield f"{place}.{name}" if place else name, found
 
 
 @functools.cache

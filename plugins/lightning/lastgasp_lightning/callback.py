@@ -135,7 +135,7 @@ class LastGasp(Enters, Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Make Lightning's own checkpoints resumable bit for bit, too."""
         if self._run is not None and not self._run.tuning.active:
-            self._run.state.annotate(checkpoint)
+            self._run.annotate(checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hook the optimizers and the module."""

@@ -132,6 +132,8 @@ class Resume:
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 group.update(saved)  # a scheduler that is made when the epoch starts changes the learning rate
         self._restore_metrics(trainer, record)
+        if note := record.get("not_saved"):
+            self._note(note)
         Flags(trainer.lightning_module).restore(record.get("flags"), tell=False)
         self._state.position.settle()
         if record["batch"] and (reason := self._state.position.inexact):

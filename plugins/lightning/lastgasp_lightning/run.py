@@ -31,9 +31,10 @@ from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
 from lastgasp_lightning.ranks import connect, is_sharded_by, place_of, versions
 from lastgasp_lightning.resume import Resume, logged
 from lastgasp_lightning.selection import LightningSelector
-from lastgasp_lightning.state import LightningState
+from lastgasp_lightning.state import KEY, LightningState
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import Tuning
+from lastgasp_lightning.uservalues import unsaved_of
 
 if TYPE_CHECKING:
     from lastgasp_lightning.sharded import LightningShards
@@ -82,6 +83,7 @@ class LightningRun(Training):
         self.state.logged = self.logs.mark
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
+        self.not_saved: Callable[[], str] = str
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
@@ -152,11 +154,11 @@ class LightningRun(Training):
         if self.shards is not None:
             self.shards.begin()
         source = self.shards or GaspSource(
-            lambda files, step, aux: save_verified(self.dump(step, aux), files),
+            lambda files, step, aux: save_verified(self._dump_for_a_file(step, aux), files),
             lambda step: gasp_path(self.config.directory, step, self.fit.number()), LAYOUT,
             recorder=self.state.recorder, writer=self.writer, config=self.config, alike=lambda: life.alike,
         )  # fmt: skip
-        source.present = self.selector.present
+        source.present, self.not_saved = self.selector.present, unsaved_of(self.trainer).note
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:
@@ -225,6 +227,21 @@ class LightningRun(Training):
     def dump(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         """The checkpoint of `step`; enters no collective."""
         return self.state.dump(step, aux)
+
+    def _dump_for_a_file(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
+        self.note_unsaved()
+        return self.dump(step, aux)
+
+    def note_unsaved(self) -> None:
+        """A gasp is written, with which a new process is to begin: note what it does not have."""
+        if note := self.not_saved():
+            self.session.note(note)
+
+    def annotate(self, checkpoint: dict[str, Any]) -> None:
+        """As `LightningState.annotate`; who resumes is told what the checkpoint does not have."""
+        self.state.annotate(checkpoint)
+        if KEY in checkpoint:
+            checkpoint[KEY]["not_saved"] = self.not_saved()
 
     def digests(self) -> Digests:
         """As `Training` says."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lastgasp.adapter import ConfigError, ManifestWriter
 from lastgasp.adapter.arenas import ArenaMode, Taken
+from lastgasp.adapter.checkpoint import Staged
 from lastgasp.adapter.sharded import Payload, ShardedSource, Shards, fill, is_sharded, unsupported
 from lastgasp.adapter.torch import AuxRecorder, buffers_of
 from lastgasp_lightning.again import gasp_path
@@ -169,6 +170,12 @@ class LightningShards(ShardedSource):
             self._run.session.note("on_save_checkpoint has changed checkpoint['state_dict']: a gasp of a sharded model "
                                    "has what the model has")  # fmt: skip
         return checkpoint
+
+    def write_own(self, staged: Staged, step: int, *, plain: bool, **more: Any) -> bytes:
+        """As in the base."""
+        if plain:
+            self._run.note_unsaved()
+        return super().write_own(staged, step, plain=plain, **more)
 
     def beside(
         self, kept: Snapshot | Restored, small: dict[str, Any], aux: Mapping[int, bytes]

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric
 
 from lastgasp.adapter.again import Root, UserValues, is_users
+from lastgasp.adapter.torch import Unsaved, extrastate
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import is_lightnings
 
@@ -35,6 +37,20 @@ def roots_of(trainer: Any) -> list[Root]:
         number = f" {place}" if sum(type(other) is type(one) for other in callbacks) > 1 else ""
         found.append(Root(type(one).__name__ + number, one))
     return [root for root in found if not type(root.value).__module__.startswith("lastgasp")]
+
+
+def unsaved_of(trainer: Any) -> Unsaved:
+    """What of them no checkpoint has: that of objects without methods of their own that save it."""
+    roots = [root for root in roots_of(trainer) if not _saves(root.value)]
+    return Unsaved(trainer.lightning_module, roots, "get_extra_state of modules, or state_dict of callbacks,")
+
+
+def _saves(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        own = isinstance(value, LightningModule) and is_overridden("on_save_checkpoint", value)
+        return own or extrastate.has_extra_state(value)
+    base = LightningDataModule if isinstance(value, LightningDataModule) else Callback
+    return any(is_overridden(name, value, base) for name in ("state_dict", "on_save_checkpoint"))
 
 
 def _parts(module: Any) -> Iterator[tuple[str, nn.Module]]:

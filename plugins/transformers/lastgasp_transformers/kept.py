@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from accelerate.state import GradientState
 from torch import nn
+from transformers.trainer_callback import ExportableState
 
 from lastgasp.adapter.again import ONCE, KeptModules, Root, UserValues, is_users, renew_scaler
-from lastgasp.adapter.torch import rng
+from lastgasp.adapter.torch import Unsaved, rng, users_parts
 
 _NEW = vars(nn.Module())
 _HOOKS = tuple(name for name in _NEW if "hooks" in name and isinstance(_NEW[name], dict))
@@ -95,6 +98,22 @@ def _values_of(trainer: Any) -> UserValues:
     if values.big:  # is known by its content from the second look on
         values.take()
     return values
+
+
+def unsaved_of(trainer: Any) -> Unsaved:
+    """What no checkpoint has of callbacks that are no `ExportableState`, of a subclass of Trainer, and of modules."""
+    callbacks = [one for one in trainer.callback_handler.callbacks if not isinstance(one, ExportableState)]
+    roots = [Root(type(one).__name__, one) for one in callbacks]
+    roots.append(Root(type(trainer).__name__, trainer, _names_in(type(trainer))))
+    roots += users_parts(trainer.model)
+    return Unsaved(trainer.model, roots, "get_extra_state of modules, or state of an ExportableState,")
+
+
+def _names_in(cls: type) -> frozenset[str]:
+    """Attributes that code of Trainer's own names: none of them is a subclass's."""
+    theirs = [one for base in cls.__mro__ if not is_users(base) for one in vars(base).values()]
+    functions = [inspect.unwrap(one) for one in theirs if isinstance(one, FunctionType)]
+    return frozenset(name for one in functions for name in one.__code__.co_names)
 
 
 def _of_trainer(trainer: Any) -> frozenset[str]:

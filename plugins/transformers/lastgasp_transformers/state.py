@@ -20,6 +20,7 @@ from lastgasp.adapter import NotSaveable
 from lastgasp.adapter import torch as shared
 from lastgasp.adapter.checkpoint import Staged
 from lastgasp_transformers.files import VERSION, Record, write_checkpoint
+from lastgasp_transformers.kept import unsaved_of
 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
@@ -62,6 +63,7 @@ class Training(adapter.Training):
         self.state.require_supported(place.world_size)
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
         self._buckets = shared.BucketLayouts(self.state)
+        self._unsaved = unsaved_of(trainer)
         self._moving = shared.MovingParameters(self.state.container, session.note)
         self.gasps: adapter.StateSource
         self._boundary: Record = {}
@@ -153,6 +155,7 @@ class Training(adapter.Training):
             "buckets": self._buckets.layouts,
             "flags": self.state.flags.record(boundary["torch"].flags),
             "as_set": self.state.as_set.values,
+            "not_saved": self._unsaved.note(),
         }
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
@@ -167,11 +170,11 @@ class Training(adapter.Training):
             aux = {**aux, rank: own}
         tensors = shared.buffers_of(step, aux, self.recorder, [rank]) | self._moving.held(step)
         dump = self.state.dump(boundary["torch"], tensors, None)
-        if missing := self._moving.missing(step):
+        for missing in filter(None, (self._moving.missing(step), self._unsaved.note())):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
-        write_checkpoint(staged, self.trainer, dump, self.record(aux), boundary["state"] | {
-            "stateful_callbacks": callbacks})  # fmt: skip
+        write_checkpoint(staged, self.trainer, dump, self.record(aux) | {"not_saved": ""},
+                         boundary["state"] | {"stateful_callbacks": callbacks})  # fmt: skip
         if self._require(step) is not boundary:
             raise NotSaveable(f"step {step} ended while it was being written")
 
@@ -201,6 +204,8 @@ class Training(adapter.Training):
             group.update(values)
         self._buckets.restore(record["buckets"])
         self.state.flags.restore(record.get("flags"), tell=False)
+        if missing := record.get("not_saved"):  # of Trainer's own save; of a gasp it was said with the fault
+            self._session.note(missing)
         if own is None:
             return None
         aux = shared.decode_aux(own)
