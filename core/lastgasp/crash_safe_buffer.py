@@ -7,9 +7,13 @@ of a few slots between two sequence numbers, so that a torn record is detected a
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import resource
 import struct
+
+from lastgasp.errors import ConfigError
 
 _PAGE = 4096
 _HEADER = 64
@@ -29,6 +33,9 @@ class CrashSafeBuffer:
         capacity: greatest payload of one record, bytes.
         slots: how many records are kept. Four hold the settled records of two steps and two unsettled ones.
 
+    Raises:
+        ConfigError: files, and so this memory, may not be as large (`ulimit -f`).
+
     All memory is touched here, because the first touch costs ten times the copy (docs/facts/limits.md §5).
     """
 
@@ -42,14 +49,18 @@ class CrashSafeBuffer:
         self._seq = 0
         self._order: list[list[int]] = [[], list(range(slots))]  # of unsettled and settled records, oldest first
         self._closed = False
-        self._map(capacity)
+        try:
+            self._map(capacity)
+        except BaseException:
+            self.close()
+            raise
 
     def _map(self, capacity: int) -> None:
         size = -(-(_HEADER + capacity) // _PAGE) * _PAGE
         self.capacity = size - _HEADER
         total = _PAGE + size * self.slots
         os.ftruncate(self.fd, 0)  # readers see no magic until the new layout is complete
-        os.ftruncate(self.fd, total)
+        self._resize(total)
         memory = memoryview(mmap.mmap(self.fd, total, mmap.MAP_SHARED))
         memory[:] = bytes(total)
         starts = [_PAGE + size * i for i in range(self.slots)]
@@ -58,6 +69,16 @@ class CrashSafeBuffer:
         for header in self._headers:
             header[0] = _MAGIC
         _FILE.pack_into(memory, 0, _MAGIC, self.slots, size)
+
+    def _resize(self, total: int) -> None:
+        try:
+            os.ftruncate(self.fd, total)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            remedy = "Files of checkpoints could not be larger either: see `ulimit -f`, and set it to unlimited."
+            raise ConfigError("RLIMIT_FSIZE", limit, f"at least {total} bytes", remedy) from error
 
     def grow(self, capacity: int) -> None:
         """Make room for payloads of `capacity` bytes, under the same descriptor. All records are lost.

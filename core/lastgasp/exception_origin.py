@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 
 from lastgasp.events import FaultKind
-from lastgasp.output import nobody_reads
+from lastgasp.output import is_lost
 
 _LINE, _LISTED = 300, 600
 """Greatest length of a cause in characters: of one line, and with a list below it."""
@@ -40,6 +39,6 @@ def may_pass(error: BaseException) -> bool:
 
     A mistake in the program (TypeError, IndexError, ...) would only come again.
     """
-    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO) and nobody_reads():
+    if isinstance(error, OSError) and error.errno is not None and is_lost(error.errno):
         return False  # it has printed where nobody reads
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)

@@ -101,3 +101,43 @@ def test_plain_values_that_a_restarted_trainer_has_lost_are_noted(tmp_path: Path
     [note] = [note for note in incident.notes if "training has changed what objects keep beside their state" in note]
     assert "state: passing, Counting.steps, Counter.losses. No checkpoint" in note
     assert note in done.output
+
+
+FULL = "stopped with exit code {}: its output goes to /dev/full, which takes nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("prints", exitcodes.SAVED), pytest.param("reports", 1, marks=pytest.mark.full)]
+)
+def test_a_job_whose_output_takes_nothing_is_not_restarted(what: str, code: int, tmp_path: Path) -> None:
+    """Each restart would print, and end, again; a training that had ended is no fault."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            run(SCRIPT, what, tmp_path / "d"), stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            env=environment(), text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+    assert done.returncode == code, done.stderr[-4000:]
+    assert FULL.format(code) in done.stderr and "restarting" not in done.stderr
+    assert [i.step_saved for i in incidents(tmp_path / "d")] == ([1] if what == "prints" else [])
+
+
+@pytest.mark.full
+def test_another_fault_of_a_job_whose_output_takes_nothing_is_answered(tmp_path: Path) -> None:
+    """It prints nothing; rank 1 is killed once."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            run(SCRIPT, "dies", tmp_path / "d"), stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            env=environment(), text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [i.ending for i in incidents(tmp_path / "d")] in (["saved"], ["in_place"])
+
+
+@pytest.mark.full
+def test_files_that_may_not_be_as_large_as_the_buffer_are_refused(tmp_path: Path) -> None:
+    """Nothing could be saved; the job is not tried again, and told why."""
+    command = ["/bin/sh", "-c", 'ulimit -f 64; exec "$@"', "sh", *run(SCRIPT, "dies", tmp_path / "d")]
+    done = finish(command, tmp_path)
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
+    assert "RLIMIT_FSIZE=32768 is not allowed: expected at least " in done.output
+    assert "restarting" not in done.output

@@ -42,7 +42,7 @@ from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_torch import differs, forking, ranks_of
-from lastgasp.output import UNREAD, nobody_reads, write_error
+from lastgasp.output import UNREAD, why_lost, write_error
 from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
@@ -308,8 +308,8 @@ class GaspAgent(LocalElasticAgent):
 
     def _judge(self, used: bool, codes: frozenset[int]) -> None:
         assert self._attempt is not None
-        self._restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
         self._restarts.left, self._restarts.repeats = self._attempt.leaves(), self._attempt.repeats()
+        self._restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
         refused = exitcodes.REFUSED in codes
         self._restarts.ended(self._attempt.number, used, self._attempt.progressed(refused), refused, codes)
         if self._restarts.should_give_up:
@@ -319,12 +319,12 @@ class GaspAgent(LocalElasticAgent):
         self._say_event(again if self._remaining_restarts > 0 else "stopping")
 
     def _unread(self, codes: frozenset[int]) -> framework_verdict.Verdict | None:
-        """The end of a job that has written into a pipe whose reader has left; each new attempt would do the same."""
+        """The end of a job that has written where nothing arrives any more; each new attempt would do the same."""
         codes |= {code for code in self._codes(self._worker_group).values() if code}  # torch has those of the first
-        if self._attempt is None or not (codes & UNREAD and nobody_reads() and self._is_ours()):
+        why = why_lost(self._restarts.repeats.cause) if codes & UNREAD and self._is_ours() else ""
+        if self._attempt is None or not why:
             return None
         ending = exitcodes.of_ending(self._attempt.last_word().ending)
-        why = "nobody reads its output any more (a closed pipe or terminal)"
         return framework_verdict.Verdict(code=ending or 1, why=why)
 
     def _say_event(self, then: str) -> None:
