@@ -57,13 +57,19 @@ def member(controller: ControllerThread, rank: int) -> tuple[bool, str]:
     return (found.left, found.gone) if found is not None else (False, "")
 
 
+def saw_death(controller: ControllerThread, at_ns: int) -> None:
+    """The watch sees that rank 1's process, 7, has died."""
+    controller._controller._peers[1].pid = 7
+    controller._controller._saw_death(1, 7, "process 7 died", at_ns)
+
+
 def test_a_goodbye_that_is_still_in_the_socket_counts_before_the_death_behind_it() -> None:
     """The watch of processes sees the end first: its word is in the queue before the loop reads the socket."""
     with two_links() as (controller, links):
         until(lambda: member(controller, 1) == (False, ""), "rank 1 to be known")
         with held(controller):
             links[1].send(m.Goodbye())
-            controller._controller._saw_death(1, "process 7 died", time.time_ns())
+            saw_death(controller, time.time_ns())
         until(lambda: member(controller, 1)[0], "the goodbye to be heard")
         links[1].close()
         links[0].send(m.Goodbye())
@@ -79,7 +85,7 @@ def test_what_a_rank_raised_counts_before_its_death() -> None:
             for _ in range(1000):
                 links[1].send(m.Status(step=3, durable=3, tick=1, phase="data"))
             links[1].send(m.Report(fault=fault))
-            controller._controller._saw_death(1, "process 7 died", time.time_ns())
+            saw_death(controller, time.time_ns())
         until(lambda: len(faults(controller)) == 2, "both to be known")
         first = faults(controller)[0]
         assert (first.kind, first.cause) == ("exception", "ValueError: boom")
@@ -100,7 +106,7 @@ def test_the_launchers_word_waits_for_the_goodbye_as_well() -> None:
 def test_a_death_without_a_goodbye_is_a_fault_while_the_connection_is_open() -> None:
     """Freeing the memory of a killed process takes a while, and only then its connection ends."""
     with two_links() as (controller, _):
-        controller._controller._saw_death(1, "process 7 died", 123)
+        saw_death(controller, 123)
         until(lambda: bool(faults(controller)), "the fault to be seen")
         assert [(fault.rank, fault.cause, fault.seen_ns) for fault in faults(controller)] == [
             (1, "process 7 died", 123)

@@ -371,6 +371,39 @@ def test_a_rank_that_gets_no_new_process_is_known_to_the_next_incarnation_at_onc
         ]
 
 
+def test_the_end_of_a_process_that_was_replaced_is_not_that_of_the_one_in_its_place(tmp_path: Path) -> None:
+    """Its launcher may report it in the moment in which the first survivor enters again."""
+    with ExitStack() as stack:
+        controller = ControllerThread(new_token())
+        stack.callback(controller.stop)
+        end = controller.endpoint
+        links = [
+            stack.enter_context(closing(Link(end.address, end.token, hello(rank, 3, directory=str(tmp_path)))))
+            for rank in range(3)
+        ]
+        for link in links:
+            link.send(m.Begin(step=3, durable=3, buffer_fd=-1, recovery="auto"))
+        until(lambda: controller.may_enter_again(0) == 1, "the ranks to have begun")
+        controller.offer(Offer(attempt=0, incarnation=1, port=1))
+        links.pop().close()
+        for link in links:
+            order = heard(link, m.Prepare)
+            link.send(m.Prepared(recovery=order.recovery, step=4, durable=3, usable=True))
+        assert heard(links[0], m.Release).again is not None
+
+        def reports_and_enters() -> None:
+            controller._controller.report_exit(2, "killed by SIGKILL", 12345)
+            controller._controller._begin_attempt(hello(0, 3, directory=str(tmp_path), incarnation=1))
+
+        controller._call(reports_and_enters)
+        until(lambda: not controller._controller._tasks, "the report to have been taken")
+        current, before = controller._controller.incidents.current, controller._controller.incidents.previous
+        assert current is not None and current.hello.incarnation == 1 and list(current.machine.faults) == []
+        assert before is not None and [fault.cause for fault in before.machine.faults] == [
+            "its connection closed, killed by SIGKILL"
+        ]
+
+
 def heard(link: Link, kind: type[T]) -> T:
     """The next message of this kind."""
     link._socket.settimeout(PATIENCE)

@@ -259,7 +259,7 @@ def test_the_watch_of_processes_lives_on(monkeypatch: pytest.MonkeyPatch) -> Non
     if child == 0:
         signal.pause()
         os._exit(0)
-    watch = ProcessMonitor(lambda rank, evidence, at: dead.append(rank))
+    watch = ProcessMonitor(lambda rank, pid, evidence, at: dead.append(rank))
     try:
         watch.watch(0, os.getpid())
         first = watch._watched[0].stat
@@ -276,7 +276,7 @@ def test_a_process_that_is_gone_meanwhile_is_no_error_when_it_is_killed(monkeypa
     def gone(pid: int, number: int) -> None:
         raise ProcessLookupError(3, "No such process")
 
-    watch = ProcessMonitor(lambda rank, evidence, at: None)
+    watch = ProcessMonitor(lambda rank, pid, evidence, at: None)
     watch.watch(0, os.getpid())
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", gone)
@@ -292,7 +292,7 @@ def test_a_process_that_cannot_be_watched_is_reported(
     def full(*args: object, **kwargs: object) -> int:
         raise OSError(24, "Too many open files")
 
-    watch = ProcessMonitor(lambda rank, evidence, at: None)
+    watch = ProcessMonitor(lambda rank, pid, evidence, at: None)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         watch.watch(0, os.getpid())

@@ -78,7 +78,7 @@ def test_a_new_process_that_would_start_for_too_long_is_known_until_the_restart(
 
 
 def test_the_age_of_a_process() -> None:
-    watch = ProcessMonitor(lambda rank, evidence, at: None)
+    watch = ProcessMonitor(lambda rank, pid, evidence, at: None)
     with closing(watch):
         watch.watch(0, os.getpid())
         watch.watch(1, 1)

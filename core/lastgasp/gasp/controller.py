@@ -153,7 +153,7 @@ class Controller:
                 self._not_replaced |= dict.fromkeys(self._number_after(again, rank, pid), how)
             elif again is not None and (not pid or rank not in again.lost):
                 self._not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
-            self._spawn(self._ended(rank, how))
+            self._spawn(self._ended(self.attempt, rank, how))
 
     def _number_after(self, again: Again, rank: int, pid: int) -> list[int]:
         """What number a process has in the next incarnation, which some do not enter.
@@ -171,13 +171,16 @@ class Controller:
         if current is not None and (current.hello.attempt, current.again and current.again.incarnation) == order:
             self._not_replaced[exited.rank] = exited.how
         elif current is not None and (current.hello.attempt, current.hello.incarnation) == order:
-            self._spawn(self._ended(exited.rank, exited.how))
+            self._spawn(self._ended(current, exited.rank, exited.how))
 
-    async def _ended(self, rank: int, how: str) -> None:
-        at, peer, attempt = _clock.wall_ns(), self._peers.get(rank), self.attempt
-        await read_out(peer)
-        if attempt is not None and attempt is self.attempt:
+    async def _ended(self, attempt: Attempt, rank: int, how: str) -> None:
+        """It was a rank of `attempt`, which may be over by now: there the next one has taken its number."""
+        at, peer = _clock.wall_ns(), self._peers.get(rank)
+        if attempt is self.attempt:
+            await read_out(peer)
+        if attempt is self.attempt:
             self._gone(attempt, rank, how, how, at)
+        if attempt.again is None or not attempt.again.members:  # which would be numbers of the next one
             self.incidents.add_cause(attempt, rank, how)
             self.incidents.flush()
 
@@ -264,7 +267,8 @@ class Controller:
             self._drop(rank)
         same = self.attempt is not None and self.attempt.hello.attempt == hello.attempt
         self.arenas.begin(self.attempt.newest_durable if self.attempt is not None else 0, same)
-        machine = self.incidents.begin(hello, self._buffers).machine
+        attempt = self.incidents.begin(hello, self._buffers)
+        machine = attempt.machine
         machine.arenas = self.arenas
         if isinstance(machine, Ladder):
             machine.offering = lambda: self._offering == hello.attempt
@@ -272,7 +276,7 @@ class Controller:
             machine.missing = lambda others: self.keepers.missing(hello.attempt, others)
             machine.address = lambda rank: peer.address if (peer := self._peers.get(rank)) is not None else ""
         for rank, how in self._not_replaced.items() if hello.incarnation else ():
-            self._spawn(self._ended(rank, how))
+            self._spawn(self._ended(attempt, rank, how))
         self._not_replaced = {}
         self._service.roster.begin()
         self.keepers.begin()
@@ -365,13 +369,13 @@ class Controller:
     def _gone(self, attempt: Attempt, rank: int, text: str, how: str, at_ns: int) -> None:
         self._do(attempt.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
 
-    def _saw_death(self, rank: int, evidence: str, at_ns: int) -> None:
+    def _saw_death(self, rank: int, pid: int, evidence: str, at_ns: int) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(lambda: self._spawn(self._died(rank, evidence, at_ns)))
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._died(rank, pid, evidence, at_ns)))
 
-    async def _died(self, rank: int, evidence: str, at_ns: int) -> None:
+    async def _died(self, rank: int, pid: int, evidence: str, at_ns: int) -> None:
         peer = self._peers.get(rank)
-        if peer is not None:
+        if peer is not None and peer.pid == pid:  # not of a process that has taken its place meanwhile
             peer.death = (evidence, at_ns)
             await read_out(peer)
             with self._guard("the death of a rank"):

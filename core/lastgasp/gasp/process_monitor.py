@@ -29,8 +29,8 @@ SHARE = 0.05
 _PF_EXITING = 0x4
 _FLAGS, _STARTED, _EXIT_CODE = 6, 19, 49  # fields after the command's closing parenthesis, proc_pid_stat(5)
 
-OnDeath = Callable[[int, str, int], None]
-"""Called with the rank, the evidence, and the wall-clock time in ns, on the watcher's thread."""
+OnDeath = Callable[[int, int, str, int], None]
+"""Called with the rank, its process, the evidence, and the wall-clock time in ns, on the watcher's thread."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ProcessMonitor:
         try:
             stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._on_death(rank, f"process {pid} is gone", _clock.wall_ns())
+            self._on_death(rank, pid, f"process {pid} is gone", _clock.wall_ns())
             return
         except OSError as error:
             log.warning("process %d of rank %d cannot be watched: %s", pid, rank, error)
@@ -128,7 +128,7 @@ class ProcessMonitor:
             begin = _clock.monotonic()
             with self._guard("the watch of processes"):
                 for rank, pid in self._newly_dead():
-                    self._on_death(rank, f"process {pid} died", _clock.wall_ns())
+                    self._on_death(rank, pid, f"process {pid} died", _clock.wall_ns())
             took = _clock.monotonic() - begin
             self._wake.wait(max(PERIOD, min(took / SHARE, LONGEST)) if self._watched else None)
             self._wake.clear()
