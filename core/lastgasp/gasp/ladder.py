@@ -58,8 +58,7 @@ class Ladder(Machine):
     Attributes:
         again: what was agreed for a recovery in place; None where there was none.
         not_in_place: why there was none.
-        shrunk: why ranks are missing from now on, and how many; empty where none are.
-        grown: how many ranks are there again; empty where none are.
+        shrunk: why ranks are missing from now on, and how many; grown: how many are there again. Empty where none are.
         not_grown: why ranks that wait are not taken in by this incarnation; empty while they may be.
     """
 
