@@ -84,3 +84,12 @@ def test_of_other_objects_only_what_is_asked_for_counts() -> None:
     note = unsaved.note()
     assert "what objects keep beside their state: passing, Counts.calls. No checkpoint" in note
     assert note.endswith("what somebody's state_dict returns")
+
+
+def test_what_cannot_be_looked_at_is_left_alone() -> None:
+    """It may be anything that somebody has made of a tensor; training begins all the same."""
+    module = Keeps()
+    module.mean = torch.ones(2, dtype=torch.complex64).conj()
+    unsaved = Unsaved(module)
+    module.mean, module.rate = module.mean * 2, 0.5
+    assert "beside their state: rate. No checkpoint" in unsaved.note()

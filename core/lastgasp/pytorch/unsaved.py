@@ -72,7 +72,11 @@ def users_parts(module: nn.Module) -> list[Root]:
 
 def _known(place: str, held: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     for name, value in held.items():
-        if (found := _digest(value)) is not None:
+        try:
+            found = _digest(value)
+        except Exception:  # of a tensor of the user's own kind
+            continue
+        if found is not None:
             yield f"{place}.{name}" if place else name, found
 
 
