@@ -264,6 +264,19 @@ def test_a_saver_that_dies_is_replaced_by_its_replica(tmp_path: Path, references
     _check_losses(job, references["dp4-two-instances"].losses())
 
 
+@pytest.mark.full
+def test_a_step_that_one_instance_of_the_optimizer_has_made_is_not_lost(
+    tmp_path: Path, references: dict[str, GptJob]
+) -> None:
+    """Half of it died with rank 0, and the other instance has not begun it: nobody could go on with the half."""
+    faults = [f"kind=sleep:20,rank={rank},phase=before_update" for rank in (2, 3)]
+    job, output = torn("dp4-two-instances", tmp_path, ["kind=sigkill,rank=0,phase=after_update", *faults])
+    incident = _incident(job.checkpoints, output)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", TORN, 0), incident
+    assert incident.savers == [2, 3]
+    _check_losses(job, references["dp4-two-instances"].losses())
+
+
 def _check_given_up(job: GptJob, output: str, reason: str, lost: tuple[int, ...]) -> None:
     """Nothing was written but what Megatron itself saves, and what is there is good."""
     incident = _incident(job.checkpoints, output)
