@@ -55,10 +55,10 @@ class HostsJob:
         self._variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "LASTGASP_TOKEN": uuid.uuid4().hex} | variables
         self.launchers: dict[str, Started] = {}
 
-    def start(self, *names: str) -> None:
-        """Start the launchers of these hosts, of all where none is named."""
+    def start(self, *names: str, **variables: str) -> None:
+        """Start the launchers of these hosts, of all where none is named, with `variables` besides."""
         for name in names or self.hosts:
-            self.launchers[name] = self.hosts[name].start(self._command, **self._variables)
+            self.launchers[name] = self.hosts[name].start(self._command, **self._variables | variables)
 
     def codes(self, seconds: float, *names: str) -> dict[str, int]:
         """The exit codes of these launchers, of all where none is named."""

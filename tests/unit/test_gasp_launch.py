@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -212,6 +213,8 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     log: list[str] = []
     agent = GaspAgent.__new__(GaspAgent)
     agent._attempts, agent._attempt = LaunchAttempts(), LaunchAttempt(number=0)
+    agent._in_place = SimpleNamespace(report_exits=lambda failed: log.append("told"))  # type: ignore[assignment]
+    monkeypatch.setattr(agent, "_failed", lambda group: {0: "exited with code 87"})
     monkeypatch.setattr(LaunchAttempt, "in_use", lambda self: used)
     monkeypatch.setattr(agent, "_pcontext", Context(log), raising=False)
     monkeypatch.setattr(agent, "_allow_restarts", lambda group: log.append("restarts"))
@@ -219,7 +222,7 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     agent._hold_before_closing(Group())  # type: ignore[arg-type]
     assert agent._pcontext is not None
     agent._pcontext.close()
-    held = ["restarts", "hold"] if used else []
+    held = ["restarts", "hold"] if used else ["told"]
     assert log == [*held, "close None 30"]
     log.clear()
     agent._pcontext.close(signal.SIGTERM, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -9,13 +10,18 @@ from typing import Any
 
 import pytest
 
+from lastgasp import exitcodes
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.keeper import BufferKeeper
+from lastgasp.gasp.link import Link
 from lastgasp.gasp.serve import ControllerThread, new_token
+from lastgasp.gasp.signin import Desk, Entry
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.in_place import InPlace
-from support.waiting import until
+from lastgasp.launch.restarts import Restarts
+from support.fake_controller import HELLO
+from support.waiting import PATIENCE, until
 
 AGAIN = Again(incarnation=1, step=8, source=0, takers=(2,), lost=(2,), port=77, host="10.0.0.1")
 AGREED = m.Agreed(attempt=0, ending="in_place", again=AGAIN)
@@ -105,8 +111,49 @@ def test_the_end_of_a_new_process_that_had_not_joined_is_told(monkeypatch: pytes
     keeper = SimpleNamespace(agreed=AGREED, connected=True, exited=told.append)
     one = second(keeper, [Handler(False), Handler(True)])
     monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: None)
+    monkeypatch.setattr(Desk, "entries", {2: Entry(rank=2, pid=7, hold=1.0, directory="")})
     one.report_exit(2, "killed by SIGKILL", 7)
     assert told == [], "its connection tells"
     assert one.replaced({2: "killed by SIGKILL"})
     one.report_exit(2, "exited with code 1", 8)
     assert told == [m.Exited(attempt=0, incarnation=1, rank=2, how="exited with code 1")]
+
+
+def test_the_end_of_a_process_that_has_never_joined_is_told() -> None:
+    """Ranks of other hosts would wait for it until their deadline; here another rank has joined, or none has."""
+    told = list[m.Exited]()
+    one = second(SimpleNamespace(agreed=None, connected=True, exited=told.append), [Handler(False), Handler(True)])
+    one.report_exit(2, "exited with code 87", 7)
+    one.report_exits({3: "exited with code 87"})
+    assert told == [m.Exited(attempt=0, incarnation=0, rank=rank, how="exited with code 87") for rank in (2, 3)]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_who_waits_for_such_a_rank_is_told_at_once(early: bool, thread: ControllerThread) -> None:
+    """Whether it was the first, and nobody had joined yet, or others were waiting already."""
+    end, exited = thread.endpoint, m.Exited(attempt=0, incarnation=0, rank=0, how="exited with code 87")
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        if early:
+            keeper.exited(exited)
+            until(lambda: thread._controller.keepers._put_off == [exited], "the controller was told")
+        with closing(Link(end.address, end.token, HELLO)) as link:
+            link.send(m.GatherPart(tag="begin", payload=b""))
+            if not early:
+                until(lambda: bool(thread._controller.attempt.gathers), "it waits")  # type: ignore[union-attr]
+                keeper.exited(exited)
+            found = list[m.FromController]()
+            while not any(isinstance(one, m.Gathered) for one in found):
+                assert select.select([link.fileno()], [], [], PATIENCE)[0]
+                found += link.receive()
+    [answer] = [one for one in found if isinstance(one, m.Gathered)]
+    assert answer.missing == "rank 0 is gone: exited with code 87"
+    assert thread.refused_elsewhere(0) and not thread.refused_elsewhere(1)
+
+
+def test_a_refusal_on_another_host_is_the_end() -> None:
+    """Its launcher ends with it, and another start would end in the same way."""
+    restarts = Restarts(always=True, elsewhere=True)
+    restarts.ended(0, used=True, progressed=False, refused=True, how=frozenset({1}))
+    assert restarts.should_give_up and restarts.exit_code == exitcodes.REFUSED
+    assert restarts.verdict.startswith("stopped: a rank of another host refused to start")
+    assert "What its launcher has written there says why" in restarts.verdict

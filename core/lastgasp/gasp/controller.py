@@ -18,7 +18,7 @@ from lastgasp.topology import host_identity
 
 from . import messages as m
 from .actions import Action, Kill, Remark, Send, WentOn
-from .admission import WholeJobRefused, admit, is_newer
+from .admission import WholeJobRefused, admit, is_newer, order_of
 from .again import Again, Offer
 from .announced import Announced
 from .arenas import Arenas
@@ -71,7 +71,7 @@ class Controller:
         self.incidents = Incidents(self.records)
         self._expected: int | None = None
         self._offering = -1
-        self.keepers = Keepers(self.incidents.died_at, self._not_replacing)
+        self.keepers = Keepers(self.incidents.died_at, self._not_joining)
         self._buffers = OpenBuffers(self._peers, self.keepers)
         self.arenas = Arenas(self.keepers, token, self.incidents.note)
         self._watch: ProcessMonitor | None = None
@@ -165,13 +165,15 @@ class Controller:
             return [rank]
         return [] if before in again.lost else [again.members.index(before)]
 
-    def _not_replacing(self, exited: m.Exited) -> None:
-        """Another launcher says that the process which was to take a rank's place has ended, or could not be made."""
+    def _not_joining(self, exited: m.Exited) -> None:
+        """Another launcher says that a rank's process has ended before it joined, or could not be made."""
         current, order = self.attempt, (exited.attempt, exited.incarnation)
         if current is not None and (current.hello.attempt, current.again and current.again.incarnation) == order:
             self._not_replaced[exited.rank] = exited.how
         elif current is not None and (current.hello.attempt, current.hello.incarnation) == order:
             self._spawn(self._ended(current, exited.rank, exited.how))
+        elif current is None or order > order_of(current.hello):
+            self.keepers.put_off(exited)  # nobody has joined that attempt yet
 
     async def _ended(self, attempt: Attempt, rank: int, how: str) -> None:
         """It was a rank of `attempt`, which may be over by now: there the next one has taken its number."""
@@ -277,6 +279,8 @@ class Controller:
             machine.address = lambda rank: peer.address if (peer := self._peers.get(rank)) is not None else ""
         for rank, how in self._not_replaced.items() if hello.incarnation else ():
             self._spawn(self._ended(attempt, rank, how))
+        for exited in self.keepers.were_put_off(*order_of(hello)):
+            self._spawn(self._ended(attempt, exited.rank, exited.how))
         self._not_replaced = {}
         self._service.roster.begin()
         self.keepers.begin()

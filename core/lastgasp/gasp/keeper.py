@@ -111,7 +111,7 @@ class BufferKeeper:
             self._tell(forks)
 
     def exited(self, exited: m.Exited) -> None:
-        """Tell it that a process which was to take a rank's place has ended; does not wait."""
+        """Tell it that a process which was to be a rank has ended before it joined; does not wait."""
         self._tell(exited)
 
     def _has(self, copied: m.Copied) -> None:
@@ -151,10 +151,10 @@ class BufferKeeper:
                 ready = {number for number, _ in poll.poll()}
                 if self._poke_r in ready:
                     os.read(self._poke_r, 4096)
-                if self._closed.is_set():
-                    return
                 while self._to_tell:
                     link.send(self._to_tell.popleft())
+                if self._closed.is_set():
+                    return
                 if link.fileno() not in ready:
                     continue
             for message in link.receive():

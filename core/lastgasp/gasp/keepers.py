@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 from lastgasp import __version__, _clock
 from lastgasp.errors import AuthenticationError, ControlError, ProtocolError, VersionMismatch
+from lastgasp.exitcodes import REFUSED
 
 from . import messages as m
 from .operator import NOBODY
 from .peers import read_frame
+from .process_monitor import describe_exit
 
 ANSWER = 2.0
 """Seconds for a keeper to report what it keeps of a dead rank; the save waits for it."""
@@ -22,11 +24,12 @@ class Keepers:
 
     Args:
         died_at: called with the step that a dead rank had completed.
-        exited: called with how the process ended that was to take a dead rank's place.
+        exited: called with how a process ended that was to be a rank, before it joined.
 
     Attributes:
         connected, most: how many launchers are connected, and the most there have been; read by other threads.
         on_buddy: called with what is said about copies on partner hosts: host, its address, message.
+        refused: attempts in which a rank of another host has refused to start, and its launcher has said so.
         own_address: by which the launchers of other hosts reach this one; empty before the first has connected.
     """
 
@@ -42,6 +45,8 @@ class Keepers:
         self._arenas: dict[int, m.Kept] = {}
         self._forks: dict[asyncio.StreamWriter, m.Forks | None] = {}
         self._agreed: m.Agreed | None = None
+        self.refused: set[int] = set()
+        self._put_off: list[m.Exited] = []
         self.on_buddy: Callable[[str, str, m.Listens | m.Copied | m.Remarked], None] = lambda *said: None
         self.own_address = ""
 
@@ -81,6 +86,8 @@ class Keepers:
         if isinstance(message, m.Forks):
             self._forks[writer] = message
         elif isinstance(message, m.Exited):
+            if message.how == describe_exit(REFUSED):
+                self.refused.add(message.attempt)
             self._exited(message)
         elif isinstance(message, m.Kept):
             self._asked.pop(message.rank, None)
@@ -90,6 +97,15 @@ class Keepers:
                 self._died_at(message.rank, message.steps[0])
         else:
             raise ProtocolError(f"{type(message).__name__} after the greeting")
+
+    def put_off(self, exited: m.Exited) -> None:
+        """Keep it until the attempt and incarnation that it is of have begun."""
+        self._put_off = [one for one in self._put_off if _order_of(one) == _order_of(exited)] + [exited]
+
+    def were_put_off(self, attempt: int, incarnation: int) -> list[m.Exited]:
+        """Those of an attempt and incarnation that have begun; all others are forgotten."""
+        found, self._put_off = self._put_off, []
+        return [one for one in found if _order_of(one) == (attempt, incarnation)]
 
     def no_process(self, attempt: int, others: int) -> str:
         """Why ranks of other hosts cannot get new processes; empty where all can. May be read by other threads.
@@ -163,3 +179,7 @@ class Keepers:
     def arena(self, rank: int) -> m.Kept | None:
         """What its host's launcher has said about the arena of a rank; None before it was asked."""
         return self._arenas.get(rank)
+
+
+def _order_of(exited: m.Exited) -> tuple[int, int]:
+    return exited.attempt, exited.incarnation

@@ -76,7 +76,7 @@ class Agreed(Message, frozen=True, kw_only=True):
 
 
 class Exited(Message, frozen=True, kw_only=True):
-    """Keeper: the process that was to take the place of `rank` in this incarnation has ended, or could not be made."""
+    """Keeper: the process that was to be `rank` in this incarnation has ended before it joined, or was not made."""
 
     attempt: int
     incarnation: int

@@ -137,6 +137,10 @@ class ControllerThread:
         found = self._attempt(attempt)
         return found is not None and found.progressed
 
+    def refused_elsewhere(self, attempt: int) -> bool:
+        """A rank of another host has refused to start in this attempt."""
+        return attempt in self._controller.keepers.refused
+
     def repeats(self, attempt: int) -> Repeats:
         """How often in a row one exception has ended the training, up to this attempt."""
         found = self._attempt(attempt)

@@ -162,6 +162,8 @@ class GaspAgent(LocalElasticAgent):
                 self._allow_restarts(worker_group)
                 if self._hold(worker_group):
                     raise GoesOn
+            elif death_sig is None and self._in_place is not None:
+                self._in_place.report_exits(self._failed(worker_group))
             close(death_sig, timeout)
 
         vars(context)["close"] = hold_and_close
@@ -310,7 +312,8 @@ class GaspAgent(LocalElasticAgent):
         assert self._attempt is not None
         self._restarts.left, self._restarts.repeats = self._attempt.leaves(), self._attempt.repeats()
         self._restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
-        refused = exitcodes.REFUSED in codes
+        self._restarts.elsewhere = exitcodes.REFUSED not in codes and self._attempt.refused_elsewhere()
+        refused = self._restarts.elsewhere or exitcodes.REFUSED in codes
         self._restarts.ended(self._attempt.number, used, self._attempt.progressed(refused), refused, codes)
         if self._restarts.should_give_up:
             self._remaining_restarts = 0

@@ -90,6 +90,10 @@ class LaunchAttempt:
             return self.controller.progressed(self.number)
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
+    def refused_elsewhere(self) -> bool:
+        """A rank of another host has refused to start: its launcher ends, and the job cannot go on."""
+        return self.controller is not None and self.controller.refused_elsewhere(self.number)
+
     def repeats(self) -> Repeats:
         """How often in a row one exception has ended the training; the launcher with the controller judges that."""
         return Repeats() if self.controller is None else self.controller.repeats(self.number)

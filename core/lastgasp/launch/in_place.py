@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -253,8 +253,14 @@ class InPlace:
         """A worker of this host has ended. Another host's is known by its connection, but for one that has none yet."""
         if self._attempt.controller is not None:
             self._attempt.report_exit(rank, how, pid)
-        elif self._done:
+        elif self._done or rank not in self._attempt.desk.entries:
             self._report(rank, how)
+
+    def report_exits(self, failed: Mapping[int, str]) -> None:
+        """Workers have ended before any rank of this host has joined: other hosts' ranks would wait for them."""
+        if self._attempt.keeper is not None:
+            for rank, how in failed.items():
+                self._report(rank, how)
 
     def _report(self, rank: int, how: str) -> None:
         attempt = self._attempt

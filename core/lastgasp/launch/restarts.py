@@ -26,6 +26,7 @@ class Restarts:
             use lastgasp keeps torchrun's own rule.
         verdict_of_framework: a framework's decision to end the job for good.
         left: how the recovery ended after which the job asked for no restart (`recovery="save"`); else empty.
+        elsewhere: it is a rank of another host that has refused to start, if one has.
         repeats: how often in a row one exception has ended the training.
     """
 
@@ -34,6 +35,7 @@ class Restarts:
     refused: bool = False
     verdict_of_framework: Verdict | None = None
     left: str = ""
+    elsewhere: bool = False
     repeats: Repeats = field(default_factory=Repeats)
     starts: int = 0
     _ever_used: bool = False
@@ -82,9 +84,11 @@ class Restarts:
         if self.left:
             return "stopped after the recovery, as recovery=save asks; start the job again and it resumes"
         if self.refused:
+            whose = "a rank of another host" if self.elsewhere else "a rank"
+            where = "What its launcher has written there" if self.elsewhere else "The traceback above"
             return (
-                "stopped: a rank refused to start, and would refuse again. The traceback above says why and what to "
-                "do; the checkpoints are kept, and the job resumes from them when it is started again."
+                f"stopped: {whose} refused to start, and would refuse again. {where} says why and what to do; the "
+                "checkpoints are kept, and the job resumes from them when it is started again."
             )
         if self.starts >= START_LIMIT:
             codes = ", ".join(map(str, sorted(self._how)))
