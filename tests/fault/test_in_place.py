@@ -78,6 +78,7 @@ def test_a_step_that_failed_is_done_again(phase: str, step: int, tmp_path: Path,
     with disturbed(tmp_path, job(run, 2, directory, "--keep", *more), faults) as started:
         pass
     check_in_place(directory, started, 2, replaced=None, step=step)
+    assert started.output.count("Traceback (most recent call last)") == 1, started.output[-6000:]
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 

@@ -130,6 +130,27 @@ def test_a_state_that_cannot_be_kept_in_memory_is_saved(run: AdapterRun, caplog:
     assert (incident.ending, incident.step_saved, incident.faults[0].cause) == ("saved", 4, "MemoryError: no room")
 
 
+@pytest.mark.parametrize("error", [OSError("disk"), Peer("gone")])
+def test_the_traceback_of_what_is_answered_in_place_is_logged(
+    run: AdapterRun, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends no process, so that nobody else prints it; that of a rank that saw its peers fail says nothing."""
+    begun(run)
+    run.before_again = lambda again: None
+    again = Again(incarnation=1, step=4, source=0, takers=(), lost=(), port=1)
+    order = Release(recovery=1, ending="in_place", step=4, path="", reason="", again=again)
+    run.session.status.release(order)
+
+    def step_of_the_user() -> None:
+        raise error
+
+    try:
+        step_of_the_user()
+    except Exception as raised:
+        run.failed(raised)
+    assert ("step_of_the_user" in caplog.text) == isinstance(error, OSError)
+
+
 def test_a_session_that_another_backend_knows_goes_on_with_the_next_entry(run: AdapterRun) -> None:
     begun(run)
     undone: list[str] = []

@@ -261,7 +261,7 @@ class AdapterRun:
             self.session.failed_to_start(error, kind)
         else:
             outcome = self._recover(error, kind)
-            if self._enters_again(outcome):
+            if self._enters_again(outcome, error if kind == "exception" else None):
                 return
             if kind == "peer" and self.place.world_size > 1:
                 self._exit(outcome, cause_of(error))
@@ -278,10 +278,12 @@ class AdapterRun:
             log.error("%s", advice)
         return outcome
 
-    def _enters_again(self, outcome: Release) -> bool:
+    def _enters_again(self, outcome: Release, raised: BaseException | None = None) -> bool:
         """Whether the training is entered again in this process; the run is closed then, and its state kept."""
         if outcome.again is None or self.before_again is None:
             return False
+        if raised is not None:  # it ends no process, so that nobody else prints it
+            log.warning("rank %d raised, and its training is entered again:", self.place.rank, exc_info=raised)
         self.session.leaves_training()
         try:
             self.before_again(outcome.again)
