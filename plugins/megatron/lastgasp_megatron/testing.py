@@ -87,7 +87,8 @@ class _Faults:
         writes = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
         def named(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if not writes and threading.current_thread() is threading.main_thread():
+            saves = bool(args[0])  # arenas ask for the name alone
+            if saves and not writes and threading.current_thread() is threading.main_thread():
                 self._kit.fire_at("periodic_save", int(args[1]))
             return original(*args, **kwargs)
 
