@@ -116,7 +116,7 @@ def ready(strategy: str = "dump", framework: str = "pytorch", labels: str = '   
     """A job with everything that a strategy needs."""
     annotations = f'  annotations:\n    recover-strategy: "{strategy}"'
     head = _HEAD.format(framework=framework, labels=labels, annotations=annotations)
-    env = _ENV + (_SECRET if "recover" in strategy else "")
+    env = _ENV + (_SECRET if "recover" in strategy or "elastic" in strategy else "")
     fields = {"env": env, "ports": _PORTS, "mounts": _MOUNTS, "volumes": _VOLUMES}
     return head + "".join(_REPLICA.format(type=one, **fields) for one in (LEADERS[framework], "Worker"))
 

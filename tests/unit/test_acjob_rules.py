@@ -331,6 +331,7 @@ CASES = [
         ),
     ),
     case("recover-secret", RECOVER, (SECRET, ""), (CONTAINER, MARKED)),
+    case("recover-secret", ELASTIC, (SECRET, ""), (CONTAINER, MARKED)),
     case("secret-value", RECOVER, (SECRET, SHORT)),
     case(
         "secret-mode",

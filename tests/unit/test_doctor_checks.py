@@ -221,6 +221,7 @@ CASES: list[tuple[str, Step, Step]] = [
     ("recover-secret", LED, env(LASTGASP_TOKEN="")),
     ("recover-secret", LED, env(LASTGASP_TOKEN="hunter2")),
     ("recover-secret", LED, env(LASTGASP_RECOVERY="save")),
+    ("recover-secret", LED, env(LASTGASP_TOKEN="", HIGH_AVAILABILITY="dump,elastic-training")),
     ("controller-env", RECOVERING, env(POD_IP="")),
     ("controller-env", RECOVERING, env(TTP_PORT="80")),
     ("controller-env", RECOVERING, env(WORLD_SIZE="")),

@@ -150,12 +150,16 @@ def ttp_port(machine: Machine) -> int | None:
     return number if 1024 <= number <= 65535 else None
 
 
-@check("recover-secret", "warning", "mindio_tft.md §7", "recover, and a new process could not join lastgasp")
+@check(
+    "recover-secret", "warning", "mindio_tft.md §7", "recover or elastic-training, and a new process could not join"
+)
 def recover_secret(machine: Machine) -> Iterator[Match]:
     """The strategy is then refused at start; the step is saved, and the job restarts."""
-    if not (machine.led_by_mindio and "recover" in wanted_strategies(machine.env)) or "MS_ENABLE_TFT" in machine.env:
+    asked = sorted({"recover", "elastic-training"} & wanted_strategies(machine.env), reverse=True)
+    if not (machine.led_by_mindio and asked) or "MS_ENABLE_TFT" in machine.env:
         return
-    refused = "recover is refused: the step is saved and the job restarts"
+    is_refused = "is refused" if len(asked) == 1 else "are refused"
+    refused = f"{' and '.join(asked)} {is_refused}: the step is saved and the job restarts"
     given = machine.env.get("LASTGASP_RECOVERY") or "auto"
     if given != "auto":
         yield Match(f"LASTGASP_RECOVERY={given}: {refused}", "Write auto, or unset it.")

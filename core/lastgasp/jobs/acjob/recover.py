@@ -1,4 +1,4 @@
-"""Rules on what lastgasp itself needs for MindIO's `recover`, and on what it does not do (docs/in-place.md)."""
+"""Rules on what lastgasp needs for MindIO's `recover` and `elastic-training`, and on what it does not do."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def _recovers(job: Job) -> bool:
     return job.framework == "pytorch" and job.has("recover", "recover-in-place")
 
 
+def _shrinks(job: Job) -> bool:
+    """Whether the others go on without a lost rank, and lastgasp would take part."""
+    return job.framework == "pytorch" and job.has("elastic-training")
+
+
 def _pods(job: Job) -> int:
     return sum(one.count or 0 for one in job.replicas)
 
@@ -30,20 +35,23 @@ def _ascend(job: Job) -> Iterator[tuple[Replica, Node]]:
     return ((one, one.container) for one in job.replicas if one.container is not None and one.count != 0)
 
 
-@rule("recover-secret", "warning", "lastgasp", "recover without a secret that the pods share")
+@rule("recover-secret", "warning", "lastgasp", "recover or elastic-training without a secret that the pods share")
 def recover_secret(job: Job) -> Iterator[Match]:
     """Without it a new process cannot join lastgasp's controller. A start script, or an image, may set it as well."""
-    if not _recovers(job) or _pods(job) < 2 or any(TOKEN in word.text for one in job.replicas for word in one.script):
+    if not (_recovers(job) or _shrinks(job)) or _pods(job) < 2:
+        return
+    if any(TOKEN in word.text for one in job.replicas for word in one.script):
         return
     for replica, node in _ascend(job):
         named = any(replica.variable(name) is not None for name in (TOKEN, FILE, CERT, INSECURE))
         if not named and node.get("envFrom") is None:
+            lost = "replaced while the others stay" if _recovers(job) else "left out while the others train on"
             what = f"{replica.type}: neither {TOKEN} nor {FILE} is in env: with lastgasp a rank that is lost is then"
             fix = (
                 "kubectl create secret generic lastgasp --from-literal=token=$(openssl rand -hex 32), and add name: "
                 f"{TOKEN}, valueFrom.secretKeyRef: {{name: lastgasp, key: token}} to env of every replica type."
             )
-            yield Match(node, f"{what} not replaced while the others stay; the step is saved and the job restarts", fix)
+            yield Match(node, f"{what} not {lost}; the step is saved and the job restarts", fix)
 
 
 @rule("secret-value", "error", "lastgasp", "LASTGASP_TOKEN is no secret, or not the same in all pods")
@@ -104,7 +112,8 @@ def recover_one_pod(job: Job) -> Iterator[Match]:
 @rule("recovery-setting", "warning", "lastgasp", "LASTGASP_RECOVERY rules out the strategy of the job")
 def recovery_setting(job: Job) -> Iterator[Match]:
     """lastgasp refuses the strategy at start."""
-    allowed = {"retry": ("", "auto", "retry"), "recover": ("", "auto"), "recover-in-place": ("", "auto")}
+    by_default = dict.fromkeys(("recover", "recover-in-place", "elastic-training"), ("", "auto"))
+    allowed = {"retry": ("", "auto", "retry"), **by_default}
     for replica, _ in _ascend(job):
         env = replica.variable(_RECOVERY)
         if env is None or env.value is None or job.framework != "pytorch":
