@@ -209,6 +209,28 @@ class InPlace(Protocol):
         """Wait until the device has finished all queued work."""
 
 
+@runtime_checkable
+class GoesOnWithFewer(Protocol):
+    """What an InPlace can also have: its training can continue with fewer ranks (MindIO: elastic-training).
+
+    Called after `stop` and `clean` in place of all others, on the ranks that are left.
+    """
+
+    no_fewer: str
+    """Why it cannot, in this training; empty if it can."""
+
+    def fewer(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
+        """Keep `step`, which all of `members` hold and begin with; the training function is then entered again.
+
+        Args:
+            incarnation: the number of the recovery, greater than that of any before.
+            members: ranks, by the numbers so far, in the order of the new ones.
+
+        Raises:
+            NotSaveable: it cannot; nothing has changed, and a dump can follow.
+        """
+
+
 def in_place_of(source: StateSource) -> InPlace | None:
     """What continues this source's training in the same process: the adapter's own source, or what it has set."""
     own = own_source(source)
@@ -226,6 +248,8 @@ class Repaired:
         source, takers: this rank gives its state of that step to those ranks, or is one of them and takes it from that
             rank; -1 and empty for all others.
         lost: ranks that were lost and have new processes.
+        members: the ranks that go on, in the order of their new numbers, where others are missing from now on; empty
+            where all keep theirs.
     """
 
     number: int
@@ -233,6 +257,7 @@ class Repaired:
     source: int = -1
     takers: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -256,6 +281,12 @@ class Repairs(Protocol):
         """The actual holders of each shard, where some ranks are not the replicas that they should be.
 
         Called on the training thread, before `training_started`.
+        """
+
+    def renumber(self, rank: int, world_size: int, replicas: tuple[tuple[int, ...], ...]) -> None:
+        """The job goes on with fewer ranks (`Repaired.members`), among which this one has that number.
+
+        Called on the training thread, before `training_started` of the next entry.
         """
 
 

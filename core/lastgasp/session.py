@@ -208,6 +208,28 @@ class Session:
             self._backend.regroup(groups)
         return False
 
+    def agree(self, fewer: m.Fewer, seconds: float) -> str:
+        """For a job that another backend leads: why the controller will not let these ranks go on alone; or empty."""
+        return self._processor.agree(fewer, seconds)
+
+    def joins_again(self, place: Place) -> None:
+        """Another backend leads, and the job goes on in another size: join the controller as the rank of `place`.
+
+        All that go on have agreed on it (`agree`). The processes, their registration and their marks stay.
+
+        Raises:
+            ControlError and subclasses, DeadlineExceeded: the controller refused this rank or is not reachable.
+        """
+        assert self.contact is not None
+        link = Link(self.contact.address, self.contact.token, hello_of(self.config, place))
+        self.place, self._registered = place, False
+        self._processor.joins_again(link)
+        if isinstance(self._backend, Repairs):
+            self._backend.renumber(place.rank, place.world_size, place.replicas)
+        self.status.entered = False
+        self._processor.begin()  # the controller may have to have it saved before the training is entered
+        self._sign()
+
     def training_started(self, step: int, durable: int) -> None:
         """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
         self._leaving.renew()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from support import again_faults
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.samples import check_samples, used
 from support.train_elastic import GATES, SAMPLES
 
 WORKER = SUPPORT / "train_elastic.py"
@@ -44,35 +43,6 @@ def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
     """Let the ranks pass a gate once the launcher can answer a fault in this incarnation."""
     until(lambda: OFFER.format(incarnation + 1) in job.output, f"incarnation {incarnation} can be answered")
     (directory / f"go-{step}").touch()
-
-
-def used(directory: Path) -> dict[int, tuple[int, Counter[int], set[str]]]:
-    """By step: its epoch, how often each sample was used in it, and what the ranks say of all samples so far.
-
-    A step may have been done more than once by ranks that did not complete it; the last time counts.
-    """
-    rows: dict[int, dict[int, dict[str, Any]]] = {}
-    for path in directory.glob("rank-*"):
-        for number, line in enumerate(path.read_text().splitlines()):
-            if line.startswith("used "):
-                row = json.loads(line[5:])
-                rows.setdefault(row["step"], {})[hash((path.name, number))] = row
-    found = {}
-    for step, told in rows.items():
-        ids = Counter(sample for row in told.values() for part in row["ids"] for sample in part)
-        found[step] = next(iter(told.values()))["epoch"], ids, {row["digest"] for row in told.values()}
-    return found
-
-
-def check_samples(directory: Path, undisturbed: Path) -> None:
-    """Each sample of an epoch was used once, and each step has used those of the job without a fault."""
-    steps, others = used(directory), used(undisturbed)
-    assert steps == others
-    assert sorted(steps) == list(range(1, 13))
-    for epoch in (0, 1):
-        whole = sum((ids for at, ids, _ in steps.values() if at == epoch), Counter[int]())
-        assert whole == Counter(range(SAMPLES))
-    assert all(len(digests) == 1 for _, _, digests in steps.values())
 
 
 GROWN = "ranks that were missing are taken in"

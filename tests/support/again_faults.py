@@ -22,6 +22,8 @@ IN_RANK = {
     "clean": "lastgasp.pytorch.loop.led:Orders.clean",
     "rebuild": "lastgasp.pytorch.loop.joining:Meeting.rebuild",
     "rollback": "lastgasp.pytorch.loop.led:Orders.rollback",
+    "fewer": "lastgasp.pytorch.loop.led:Led.fewer",
+    "joining again": "lastgasp.session:Session.joins_again",
     "kept": "lastgasp.pytorch.loop.led:Led.keep",
     "step left": "lastgasp.adapter.run:AdapterRun.failed",
     "released": "lastgasp.pytorch.loop.again_here:AgainHere.keep",

@@ -26,7 +26,11 @@ from support.ports import free_port
 HOST = "127.0.0.1"
 LEAVE = 60.0
 """Seconds that ranks get to end by themselves once the controller is done with the job."""
-CHOICES = ("retry", "recover", "dump", "exit")
+CHOICES = ("retry", "recover", "upgrade", "downgrade", "dump", "exit")
+PARAMETERS = {"downgrade": '{"scale-in-strategy": "DP"}', "upgrade": '{"scale-out-strategy": "DP"}'}
+SCALE_OUT = "TESTS_SCALE_OUT"
+"""Set: ranks that are missing get new processes."""
+ISOLATED = 201
 RESTARTS = 3
 
 
@@ -34,11 +38,11 @@ class ClusterD:
     """What it answers, on a thread of its own, as notifications come from other threads than the callbacks.
 
     Args:
-        api: `mindio_ttp.controller_ttp`. start_anew: gives these ranks new processes.
+        api: `mindio_ttp.controller_ttp`. start_anew: gives these ranks new processes. without: they are missing.
     """
 
-    def __init__(self, api: Any, start_anew: Any) -> None:
-        self._api, self._start_anew = api, start_anew
+    def __init__(self, api: Any, start_anew: Any, without: Any) -> None:
+        self._api, self._start_anew, self._without = api, start_anew, without
         self._said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._stopping = False
         self.over = threading.Event()
@@ -78,15 +82,18 @@ class ClusterD:
         chosen = next(name for name in CHOICES if name in offered)
         print(f"mindx: chosen {chosen}", flush=True)
         self._stopping = False
-        self._api.tft_notify_controller_change_strategy(chosen, "")
+        self._api.tft_notify_controller_change_strategy(chosen, PARAMETERS.get(chosen, ""))
         if chosen == "recover":
             self._start_anew(sorted(ranks))
         elif chosen == "exit":
             self.over.set()
 
     def report_result(self, code: int, text: str, ranks: Mapping[int, int], strategy: str) -> None:
-        """405: another strategy; 406: a dump; otherwise the job is repaired, or over."""
+        """405: another strategy; 406: a dump; 201: these are missing; otherwise the job is repaired, or over."""
         self._stopping = False
+        if code == ISOLATED:
+            self._without(sorted(ranks))
+            return
         if code == 405:
             self._api.tft_notify_controller_on_global_rank(dict(ranks), 60)
         elif code == 406:
@@ -105,7 +112,7 @@ class Agent:
     def __init__(self, ranks: int, command: list[str]) -> None:
         self._ranks, self._command, self._lock = ranks, command, threading.Lock()
         self._of: dict[int, subprocess.Popen[bytes]] = {}
-        self._attempt = 0
+        self._attempt, self._missing = 0, set[int]()
 
     def run(self) -> int:
         """The job, with its restarts."""
@@ -113,8 +120,10 @@ class Agent:
         os.environ["TTP_PORT"] = str(free_port())
         for self._attempt in range(RESTARTS):
             self._store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False, multi_tenant=True)
-            api.tft_init_controller(-1, self._ranks, False, True, False)
-            clusterd = ClusterD(api, self.start_anew)
+            elastic = "elastic-training" in os.environ.get("HIGH_AVAILABILITY", "").split(",")
+            api.tft_init_controller(-1, self._ranks, False, True, elastic)
+            self._missing.clear()
+            clusterd = ClusterD(api, self.start_anew, self.without)
             api.tft_start_controller(HOST, int(os.environ["TTP_PORT"]), False, "")
             for rank in range(self._ranks):
                 self._start(rank, "pod")
@@ -147,6 +156,12 @@ class Agent:
             print(f"agent: rank {rank} is started anew", flush=True)
             self._start(rank, "worker")
 
+    def without(self, ranks: list[int]) -> None:
+        """These ranks are missing from now on; their pods are replaced, where that is asked for."""
+        self._missing |= set(ranks)
+        if os.environ.get(SCALE_OUT):
+            self.start_anew(ranks)
+
     def _wait(self, clusterd: ClusterD) -> list[int]:
         """Until all have ended; in the end whoever has not is killed, as by TaskD."""
         deadline = float("inf")
@@ -154,9 +169,10 @@ class Agent:
             with self._lock:
                 codes = [process.poll() for process in self._of.values()]
             if all(code is not None for code in codes):
-                waiting = any(codes) and not clusterd.over.is_set()
+                ended = [0 if rank in self._missing else int(code or 0) for rank, code in enumerate(codes)]
+                waiting = any(ended) and not clusterd.over.is_set()
                 if not waiting or time.monotonic() > deadline:
-                    return [int(code or 0) for code in codes]
+                    return ended
             if deadline == float("inf") and (clusterd.over.is_set() or all(code is not None for code in codes)):
                 deadline = time.monotonic() + LEAVE
             if time.monotonic() > deadline:

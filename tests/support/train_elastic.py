@@ -70,6 +70,7 @@ def newcomer(directory: Path, joins: str) -> None:
 
 def training(args: argparse.Namespace) -> None:
     """From the process group to the last step."""
+    again_faults.at("function called")
     dist.init_process_group("gloo")
     torch.manual_seed(3 + 1000 * dist.get_rank())
     net = network()

@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v7.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v8.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -77,6 +77,8 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Consulted(step=4, aux={0: b"a"}, parts={1: b"part"}),
     m.Ended(ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
     m.Noted(text="random augmentation in workers is not repeated"),
+    m.Fewer(incarnation=1, step=4, members=(0, 2)),
+    m.FewerNoted(incarnation=1, why="ranks [2] are not there"),
     m.Operator(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC),
     m.AskRanks(),
     m.Ranks(

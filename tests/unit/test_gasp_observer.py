@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import pytest
@@ -53,6 +54,61 @@ def test_what_savers_pass_on_reaches_the_publisher_and_all_are_released() -> Non
     assert (out.ending, out.savers, out.nbytes, out.lost, out.first_byte_ns) == ("saved", (0,), 10, 0, 5)
     assert [(unused.rank, unused.why) for unused in out.unused] == [(1, "gone: killed"), (2, "not chosen by MindIO")]
     assert not [action for action in actions if isinstance(action, Kill)]
+
+
+FEWER = m.Fewer(incarnation=1, step=4, members=(0, 2))
+
+
+def why_not(observer: Observer, rank: int, message: m.Fewer = FEWER) -> str:
+    """What the controller answers who says that these go on alone."""
+    [answer] = sent(observer.said(rank, message, 2.0), m.FewerNoted).values()
+    return answer.why
+
+
+def test_those_that_are_left_may_go_on_alone_where_all_say_the_same() -> None:
+    observer = job(leader=IN_MINDX)
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert [why_not(observer, rank) for rank in (0, 2)] == ["", ""]
+    again = observer.again
+    assert again is not None and (again.members, again.lost, again.rung, again.from_files) == (
+        (0, 2), (1,), "shrink", False,
+    )  # fmt: skip
+    assert "not as (0, 2) from step 5" in why_not(observer, 2, m.Fewer(incarnation=1, step=5, members=(0, 2)))
+    observer.goes_on()
+    assert (observer.outcome.ending, observer.outcome.step, observer.outcome.lost) == ("in_place", 4, 0)
+
+
+def test_ranks_that_have_joined_again_can_save_before_they_train() -> None:
+    """Where MindIO makes no checkpoint either."""
+    observer = job(leader=IN_MINDX)
+    observer.said(0, m.Begin(step=4, durable=0, buffer_fd=-1, entered=False), 0.0)
+    fault = Fault(kind="peer", rank=0, cause="the others do not come", step=4, seen_ns=7)
+    observer.said(0, m.Report(fault=fault), 1.0)
+    actions = observer.said(0, m.Ended(ending="gave_up", step=-1, path="", reason="no checkpoint"), 2.0)
+    assert set(sent(actions, m.Prepare)) == {0, 1, 2} and observer.leading
+
+
+def test_a_dump_calls_it_off() -> None:
+    observer = job(leader=IN_MINDX)
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert why_not(observer, 0) == ""
+    observer.said(0, m.Ended(ending="saved", step=4, path="/c/4", reason=""), 4.0)
+    assert observer.again is None and why_not(observer, 2) == f"{IN_MINDX} does not lead any more"
+
+
+@pytest.mark.parametrize(
+    ("rank", "members", "why"),
+    [(0, (0, 1), r"ranks \[1\] are not there"), (2, (0,), "not known why"), (0, (2, 0), "not known why")],
+)
+def test_who_cannot_go_on_alone_is_told_so(rank: int, members: tuple[int, ...], why: str) -> None:
+    observer = job()
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert re.search(why, why_not(observer, rank, m.Fewer(incarnation=1, step=4, members=members)))
+    assert observer.again is None
+
+
+def test_without_a_fault_nobody_goes_on_alone() -> None:
+    assert "not known why" in why_not(job(), 0)
 
 
 def test_a_repair_in_place_asks_without_an_incident() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from lastgasp.errors import ControlError, NotSaveable
+from lastgasp.gasp.going_on import Fewer
 from lastgasp.pytorch.loop import joining, led
 from lastgasp.pytorch.loop.led import Led, Peer, meet
 from lastgasp.pytorch.loop.memory import FromMemory
@@ -111,6 +112,44 @@ def test_a_second_fault_before_a_new_step_is_not_repaired() -> None:
     assert one.clean(False) == 1
     here.why = "no room"
     assert made(here).clean(False) == 1
+
+
+def agreeing(here: Here, why: str = "") -> list[Any]:
+    """What the ranks say to the controller, which answers so."""
+    said: list[Any] = []
+
+    def agree(fewer: Any, seconds: float) -> str:
+        said.append(fewer)
+        return why
+
+    here.life.session.agree = agree
+    return said
+
+
+def test_who_goes_on_without_others_keeps_the_step_and_agrees_with_the_controller() -> None:
+    here = Here()
+    said, one = agreeing(here), made(here)
+    one.fewer(2, 8, (0, 1, 3))
+    assert said == [Fewer(incarnation=2, step=8, members=(0, 1, 3))]
+    assert one._memory is not None and one._memory.step == 8 and len(here.bound) == 1
+    assert one.clean(False) == 1  # no second repair before a new step
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        ("loader", "ElasticLoader"), ("room", "no room"), ("differ", "different states"), ("step", "not on 9"),
+        ("controller", "others go on from step 9"),
+    ],
+)  # fmt: skip
+def test_who_cannot_go_on_without_others_refuses(trouble: str, why: str) -> None:
+    here = Here()
+    agreeing(here, why if trouble == "controller" else "")
+    one = made(here)
+    one.no_fewer = led.NOT_FEWER if trouble == "loader" else ""
+    here.why, here.life.alike = "no room" if trouble == "room" else "", trouble != "differ"
+    with pytest.raises(NotSaveable, match=why):
+        one.fewer(2, 9 if trouble == "step" else 8, (0, 1, 3))
 
 
 def test_all_ranks_know_why_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

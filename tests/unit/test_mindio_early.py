@@ -44,6 +44,11 @@ def test_only_a_job_that_asks_for_it_joins_early(more: dict[str, str], asked: bo
     assert early.is_asked_for(POD | more) == asked
 
 
+@pytest.mark.parametrize(("fewer", "asked"), [(True, True), (False, False)])
+def test_elastic_training_counts_where_the_training_may_go_on_with_fewer_ranks(fewer: bool, asked: bool) -> None:
+    assert early.is_asked_for(POD | {"HIGH_AVAILABILITY": "dump,elastic-training"}, fewer) == asked
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -18,9 +18,10 @@ from lastgasp.backends.ascend.mindio import api, exits, limits, shutdown, valida
 from lastgasp.backends.ascend.mindio.controller import Endpoint, Once, _answer, ask_for_dump, serve, tell_used
 from lastgasp.backends.ascend.mindio.handlers import answering
 from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
+from lastgasp.backends.ascend.mindio.scaling import scaled_in
 from lastgasp.backends.ascend.mindio.strategies import CANNOT, decide_strategies
 from lastgasp.backends.ascend.mindio.window import Window
-from lastgasp.errors import ConfigError, DeadlineExceeded
+from lastgasp.errors import ConfigError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp.messages import Release, Status
 from lastgasp.gasp.progress import Progress
 from lastgasp.gasp.rank_status import RankStatus, Released
@@ -153,6 +154,37 @@ def test_what_the_adapter_can_do_is_granted() -> None:
     assert decide_strategies("", "", taskd=False, nodes=1, mindspore=False).retry
     found = decide_strategies("retry,recover,dump", "", taskd=True, nodes=2, mindspore=False)
     assert (found.retry, found.recover, found.elastic) == (True, True, False)
+    found = decide_strategies("elastic-training", "", taskd=True, nodes=2, mindspore=False, no_fewer="")
+    assert (found.retry, found.recover, found.elastic, found.any_in_place) == (False, False, True, True)
+
+
+DP = '{"scale-in-strategy": "DP"}'
+
+
+def test_who_goes_on_alone_is_checked() -> None:
+    assert scaled_in([0, 2, 3], [0, 2, 3], DP, place(2, 4, data_parallel(4))) == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("world", "dp", "parameter", "why"),
+    [
+        ([0, 2], [0, 2], '{"scale-in-strategy": "TP"}', "'TP' is not known"),
+        ([0, 2], [0, 2], "{}", "None is not known"),
+        ([0, 2], [0, 2], "DP", "cannot be read"),
+        ([0, 2], [0, 2], "", "cannot be read"),
+        ([2, 3], [2, 3], DP, "ranks 0 to 3"),
+        ([0, 2, 4], [0, 2, 4], DP, "ranks 0 to 3"),
+        ([0, 1, 2, 3], [0, 1, 2, 3], DP, "ranks 0 to 3"),
+        ([], [], DP, "ranks 0 to 3"),
+        ([0, 1], [0, 1], DP, "not among those"),
+        ([0, 1, 2], [0, 2], DP, "every rank must hold all"),
+    ],
+)
+def test_an_order_that_cannot_be_carried_out_is_refused(
+    world: list[int], dp: list[int], parameter: str, why: str
+) -> None:
+    with pytest.raises(NotSaveable, match=why):
+        scaled_in(world, dp, parameter, place(2, 4, data_parallel(4)))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +194,9 @@ def test_what_the_adapter_can_do_is_granted() -> None:
         ("recover", {"taskd": False}, "only where TaskD asks for it"),
         ("arf", {"nodes": 1}, "two nodes"),
         ("elastic-training", {}, "fewer ranks"),
+        ("elastic-training", {"no_fewer": "", "taskd": False}, "only where TaskD asks for it"),
+        ("elastic-training", {"no_fewer": "", "nodes": 1}, "two nodes"),
+        ("elastic-training", {"no_fewer": "", "no_recover": "no agent"}, "no agent"),
         ("elastic-training", {"mindspore": True}, "none of it with MindSpore"),
         ("magic", {}, "no such strategy"),
     ],

@@ -54,7 +54,7 @@ from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.launch.script import run_script
 from lastgasp.options import NAMES as OPTION_NAMES
 from lastgasp.options import Options, switched
-from lastgasp.ports import Contributor, Gather, InPlace, Layout, SaveResult, SavesTogether, StateSource
+from lastgasp.ports import Contributor, Gather, GoesOnWithFewer, InPlace, Layout, SaveResult, SavesTogether, StateSource
 from lastgasp.rankzero import RankZero
 from lastgasp.replicas import Digests, require_alike
 from lastgasp.session import Contact, Session, launched, leave
@@ -84,6 +84,7 @@ __all__ = [
     "FromRank0",
     "GaspConfig",
     "Gather",
+    "GoesOnWithFewer",
     "HangTimeout",
     "Hook",
     "HookNotPlaced",

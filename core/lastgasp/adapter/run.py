@@ -158,6 +158,11 @@ class AdapterRun:
 
     # -- start ------------------------------------------------------------------------------------
 
+    def joins_again(self, place: Place) -> None:
+        """As `Session.joins_again`."""
+        self.session.joins_again(place)
+        self.source.rank = place.rank
+
     def bind(self, training: Training) -> None:
         """The model and its optimizers exist: from here on a fault can be answered."""
         self._training = training

@@ -20,6 +20,7 @@ from .actions import RecordPhase
 from .again import Again, Offer
 from .auxiliary import NoBuffers, RankBuffers
 from .decision import NO_SAVE, NOT_NEEDED, SavePlan
+from .fewer_ranks import by_leader
 from .groups import unpack
 from .ladder import ENTER, IMPORTS, Ladder
 from .machine import Machine
@@ -129,7 +130,7 @@ class Attempt:
     @property
     def again(self) -> Again | None:
         """What was agreed for a recovery in place that has ended this incarnation."""
-        return self.machine.again if isinstance(self.machine, Ladder) else None
+        return self.machine.again if isinstance(self.machine, Ladder | Observer) else None
 
     @property
     def hung(self) -> list[int]:
@@ -275,6 +276,19 @@ class Attempt:
         if isinstance(self.machine, Observer):
             self.machine.renew()
 
+    def led_again(self, hello: m.Hello) -> Incident | None:
+        """A rank joins as a newer attempt or incarnation; what another leader has agreed on is carried out then.
+
+        Returns:
+            The record of that, if so.
+        """
+        machine = self.machine
+        if not isinstance(machine, Observer) or machine.again is None or hello.attempt != self.hello.attempt:
+            return None
+        machine.goes_on()
+        self.note(RecordPhase(phase="released"))
+        return self.incident
+
     def refresh(self) -> None:
         """Update the incident from the state machine; causes of death become known a little later."""
         if self.incident is not None:
@@ -337,6 +351,10 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.from_files = machine.again is not None and machine.again.from_files
         told = (note for note in (machine.shrunk, machine.grown) if note and note not in incident.notes)
         incident.notes.extend(told)
+    elif isinstance(machine, Observer) and machine.again is not None and out.ending == "in_place":
+        incident.rung, told_by = machine.again.rung, machine.leader
+        note = by_leader(told_by, machine.again.lost, len(machine.again.members), machine.world_size)
+        incident.notes += [note] if note not in incident.notes else []
     if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None
     notes = [*holder_notes(out), *([machine.unlike] if machine.unlike else [])]

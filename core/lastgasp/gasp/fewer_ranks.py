@@ -12,6 +12,11 @@ FEWER = "the job trains with fewer ranks, where no fault is answered in place"
 UNSAVED = "; the step could not be saved before ({why})"
 
 
+def by_leader(leader: str, lost: tuple[int, ...], left: int, world_size: int) -> str:
+    """What is noted where another leader has decided it."""
+    return f"{leader} goes on without {named(lost)}: training goes on with {left} of {world_size} ranks"
+
+
 def by_handlers_cannot(members: tuple[int, ...], takers: tuple[int, ...], elastic: Collection[int], host: str) -> str:
     """Why `members` cannot go on alone by MindIO's handlers, which hand over no shard then; empty if they can.
 

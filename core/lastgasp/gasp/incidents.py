@@ -55,6 +55,8 @@ class Incidents:
 
     def begin(self, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Start another attempt; called when its first rank joins."""
+        if self.current is not None and (led := self.current.led_again(hello)) is not None:
+            log.warning("%s", narration.event(led))
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None:
             self.current.follows(self.previous.repeats)

@@ -33,6 +33,8 @@ from .buddy_messages import Sender as Sender
 from .buddy_messages import Sends as Sends
 from .buddy_messages import Took as Took
 from .cards import WorkerCard
+from .going_on import Fewer as Fewer
+from .going_on import FewerNoted as FewerNoted
 from .keeping import Agreed as Agreed
 from .keeping import AskKept as AskKept
 from .keeping import AskLeft as AskLeft
@@ -53,7 +55,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -347,11 +349,11 @@ class Noted(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched | Led | Consult | Ended | Entered | Noted | Regroup | AskLeft | DropLeft
+    | Switched | Led | Consult | Ended | Entered | Noted | Regroup | AskLeft | DropLeft | Fewer
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took
+    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took | FewerNoted
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 FromKeeper = Keeper | Kept | Forks | Exited | Listens | Copied | Remarked

@@ -15,6 +15,7 @@ from lastgasp.events import Fault, Unused
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send, WentOn
+from .again import Again
 from .auxiliary import auxiliary_states
 from .known_faults import KnownFaults
 from .machine import Handler, Machine
@@ -35,6 +36,8 @@ class Observer(Machine):
     leader: str = ""
     leading: bool = False
     """Whether this machine has taken the lead."""
+    again: Again | None = None
+    """What the leader has agreed with the ranks that go on without others: they may join as this incarnation."""
     _kept: dict[int, m.Saved] = field(default_factory=dict)
     _asked: bool = False
     _begun_again: set[int] = field(default_factory=set)
@@ -82,6 +85,13 @@ class Observer(Machine):
         replaced = tuple(sorted({fault.rank for fault in self.faults if fault.kind != "peer"}))
         return [WentOn(replaced=replaced)]
 
+    def goes_on(self) -> None:
+        """The ranks of `again` have begun to join: what they hold of the step is in memory."""
+        assert self.again is not None
+        reached = max((fault.step for fault in self.faults), default=self.again.step)
+        self.outcome.ending, self.outcome.step = "in_place", self.again.step
+        self.outcome.lost = max(0, reached - self.again.step)
+
     def renew(self) -> None:
         """What has become of the fault is on record: the next one is another."""
         self.faults, self.outcome = KnownFaults(), Outcome()
@@ -108,9 +118,10 @@ class Observer(Machine):
 
     def _handling(self) -> dict[type, Handler]:
         all_of_them = super()._handling() | {m.Consult: self._on_consult, m.Ended: self._on_ended}
+        all_of_them |= {m.Fewer: self._on_fewer}
         if self.leading:
             return all_of_them
-        keep = (m.Regroup, m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended)
+        keep = (m.Regroup, m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended, m.Fewer)
         mine = {kind: handler for kind, handler in all_of_them.items() if kind in keep}
         return mine | {m.SaveFailed: self._on_leaders_save_failed}
 
@@ -126,7 +137,7 @@ class Observer(Machine):
 
     def _take_over(self, now: float) -> list[Action]:
         """Take the lead with the known faults, as if they had just happened."""
-        self.leading, self.state = True, "running"
+        self.leading, self.state, self.again = True, "running", None
         self._handlers = self._handling()
         faults, self.faults = self.faults, KnownFaults()
         actions = [action for fault in faults for action in super(Observer, self)._fault(fault, now)]
@@ -162,6 +173,26 @@ class Observer(Machine):
         self._asked = self._asked or saves
         return [*phases, answer, *remarks]
 
+    def _on_fewer(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+        """All that go on say so before any of them joins again; who is not among them does not."""
+        assert isinstance(message, m.Fewer)
+        order = message.order(self.world_size)
+        why = self._cannot_be_fewer(order, member.rank)
+        if not why:
+            self.again = order
+        return [Send(rank=member.rank, message=m.FewerNoted(incarnation=message.incarnation, why=why))]
+
+    def _cannot_be_fewer(self, order: Again, rank: int) -> str:
+        if self.leading or self.state == "over":
+            return f"{self.leader} does not lead any more"
+        if self.again is not None and self.again.incarnation == order.incarnation and self.again != order:
+            other = f"{self.again.members} from step {self.again.step}"
+            return f"others go on as ranks {other}, not as {order.members} from step {order.step}"
+        if not self.faults or order.members != tuple(sorted(set(order.members))) or rank not in order.members:
+            return f"it is not known why ranks {order.members} should go on alone"
+        missing = set(order.members) - self._here
+        return f"ranks {sorted(missing)} are not there" if missing else ""
+
     def _on_leaders_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         """The leader gives up after a failed save; another holder may succeed."""
         assert isinstance(message, m.SaveFailed)
@@ -174,6 +205,7 @@ class Observer(Machine):
             return []
         if message.ending != "saved":
             return [] if self.leading else self._take_over(now)
+        self.again = None
         out, kept = self.outcome, {r: s for r, s in self._kept.items() if s.plan == message.step}
         reached = max((other.step for other in self.members.values()), default=0)
         out.step, out.path, out.savers = message.step, message.path, tuple(kept)

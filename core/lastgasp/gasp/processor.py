@@ -156,6 +156,18 @@ class Processor:
         answer = self._mail.take(("consulted", step), seconds)
         return answer if isinstance(answer, m.Consulted) else None
 
+    def agree(self, fewer: m.Fewer, seconds: float) -> str:
+        """Tell the controller who goes on. Returns why it does not let them join again as that; empty if it does."""
+        answer = self._mail.take(("fewer", fewer.incarnation), seconds) if self._try_send(fewer) else None
+        return answer.why if isinstance(answer, m.FewerNoted) else "the controller does not answer"
+
+    def joins_again(self, link: Link) -> None:
+        """From now on the controller is reached by `link`, which knows this rank by its new number."""
+        before, self._link, self._mail = self._link, link, Mailbox()
+        if before is not None:
+            before.close()
+        self._poke_w.send(b"l")
+
     def left(self, seconds: float) -> m.Left | None:
         """Ask what this rank's predecessor has left in its arena; None if the controller does not answer in time."""
         answer = self._mail.take(("left", 0), seconds) if self._try_send(m.AskLeft()) else None
@@ -222,7 +234,7 @@ class Processor:
             if self.term.fileno() in readable and self.term.came():
                 self._terminate()
         with self._guard("an order of the controller"):
-            if link is not None and link.fileno() in readable:
+            if link is not None and (link.fileno() in readable or link.unread):
                 self._receive(link)
             if not self._status.held and _clock.monotonic() > self._answer_by:
                 self._lose_controller(f"it has not answered in {ANSWER:g} s")
@@ -245,7 +257,8 @@ class Processor:
         try:
             messages = link.receive()
         except (OSError, EOFError, LastgaspError) as error:
-            self._lose_controller(str(error), vanished(error))
+            if link is self._link:
+                self._lose_controller(str(error), vanished(error))
             return
         for message in messages:
             with self._guard(f"the order {type(message).__name__}"):
@@ -387,7 +400,7 @@ class Processor:
         try:
             link.send(message)
         except OSError as error:
-            if not self._closed:
+            if not self._closed and link is self._link:
                 self._lose_controller(str(error), vanished(error))
             return False
         return True

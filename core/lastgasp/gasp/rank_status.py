@@ -245,7 +245,7 @@ def gone_on(repaired: Repaired) -> Release:
     source = max(repaired.source, 0)  # below 0 all would begin with files
     again = Again(
         incarnation=repaired.number, step=repaired.step, source=source, takers=repaired.takers, lost=repaired.lost,
-        port=0,
+        port=0, members=repaired.members,
     )  # fmt: skip
     return Release(recovery=0, ending="in_place", step=repaired.step, path="", reason="", again=again)
 

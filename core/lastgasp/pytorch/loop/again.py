@@ -131,16 +131,17 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise UsageError("train() calls a function that trains: a generator or a coroutine does nothing when called")
     if in_progress():
         raise UsageError("train() is called inside of a function that train() has called")
-    return enter(partial(function, *args, **kwargs), _cannot(), joins=True)
+    return enter(partial(function, *args, **kwargs), _cannot(), joins=True, fewer=True)
 
 
-def enter(function: Callable[[], T], why: str, first: bool = True, joins: bool = False) -> T:
+def enter(function: Callable[[], T], why: str, first: bool = True, joins: bool = False, fewer: bool = False) -> T:
     """Call `function`, and again after each fault that is answered in place; no other training may be in progress.
 
     Args:
         why: why it cannot be entered again; empty if it can.
         first: a new process would come to it without having met the others before, as far as the caller knows.
         joins: where MindIO leads, a new process joins it here, before `function` makes a process group.
+        fewer: it may go on with fewer ranks, as far as the caller knows.
 
     Raises:
         BaseException: what the function has raised, where it is not entered again.
@@ -151,7 +152,7 @@ def enter(function: Callable[[], T], why: str, first: bool = True, joins: bool =
         log.warning("this training cannot be entered again: %s. After a fault the job restarts", why)
     held = _as_replacement()
     if joins and held is None and not (why or _begun):
-        held = joining.join()
+        held = joining.join(fewer)
     entry = _current = Entry(why, held, first=first and not _begun)
     _begun = True
     try:

@@ -26,13 +26,14 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.again import LATER, Renewed, received
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
-from lastgasp.pytorch.loop.led import NO_STEP, Led, meet, why_no_new_process
+from lastgasp.pytorch.loop.led import NO_STEP, NOT_FEWER, Led, meet, why_no_new_process
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory, RecorderOfMemory, bytes_of
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.ranks import connect
 from lastgasp.pytorch.loop.record import KEY
+from lastgasp.pytorch.loop.renumber import place_after, renumbered
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
-from lastgasp.topology import Place, data_parallel
+from lastgasp.topology import Place
 
 COPIES = 2
 """Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
@@ -80,7 +81,7 @@ class AgainHere:
         if self._held is not None and self._held.again.lost:
             dist.barrier()  # a new process has joined the controller before it is asked with the others
         peers, life.source.not_in_place, life.source.no_recover = meet(
-            life.session, self._cannot_be_led(), self._cannot_recover()
+            life.session, self._cannot_be_led(), self._cannot_recover(), "" if self.elastic() else NOT_FEWER
         )
         if life.source.not_in_place:
             return
@@ -316,25 +317,6 @@ class LoopAgain(AgainHere):
     def state(self) -> Any:
         """The objects of the session that has ended."""
         return self.run.state
-
-
-def place_after(place: Place, again: Again) -> Place:
-    """The place of a rank that goes on."""
-    if not again.members:
-        return replace(place, incarnation=again.incarnation)
-    size = len(again.members)
-    rank, groups = again.members.index(place.rank), data_parallel(size)
-    return replace(place, rank=rank, world_size=size, replicas=groups, incarnation=again.incarnation)
-
-
-def renumbered(checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:
-    """The states of the ranks in a checkpoint by the numbers that they have from now on."""
-    if again.members:
-        record = checkpoint[KEY]
-        before = record["small"]
-        record["small"] = {now: before[rank] for rank, now in again.numbers.items() if rank in before}
-        record["world_size"] = len(again.members)
-    return checkpoint
 
 
 def _write(memory: Memory, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:

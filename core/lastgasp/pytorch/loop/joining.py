@@ -100,8 +100,11 @@ def why_not() -> str:
     return "" if _meeting else _refused[0] if _refused else TOO_LATE
 
 
-def join() -> Held | None:
+def join(fewer: bool = False) -> Held | None:
     """Join MindIO now where it may have single processes started anew.
+
+    Args:
+        fewer: the training may go on with fewer ranks, as far as is known before it begins.
 
     Returns:
         For a process that has taken the place of a dead one: what it begins with, once the others have agreed.
@@ -113,12 +116,12 @@ def join() -> Held | None:
         return None
     from lastgasp.backends.ascend.mindio import early
 
-    if not early.is_asked_for(os.environ):
+    if not early.is_asked_for(os.environ, fewer):
         return None
     why, place = early.why_not_early(os.environ), None
     try:
         place = None if why else Meeting()
-        joined = None if why else early.start_early()
+        joined = None if why else early.start_early(fewer)
     except early.AloneError:
         raise
     except (LastgaspError, ValueError, KeyError, RuntimeError, OSError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,11 +21,14 @@ from lastgasp.adapter.run import AdapterRun
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp.again import Again
+from lastgasp.gasp.going_on import Fewer
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory
+from lastgasp.pytorch.loop.record import KEY
+from lastgasp.pytorch.loop.renumber import place_after, renumbered
 from lastgasp.session import Session
 from lastgasp.topology import Place, host_identity
 
@@ -40,11 +44,15 @@ CONSULT = 15.0
 """Seconds for the controller to say what it keeps of other ranks' random states."""
 
 
+NOT_FEWER = "its data do not come from an ElasticLoader, which has missing ranks' micro-batches done by the others"
+
+
 class Peer(msgspec.Struct, frozen=True):
     """One rank of a training that is led: where its process is, and why it cannot be entered again, or empty.
 
     Attributes:
         no_recover: why no new process could take a lost rank's place; empty where one could.
+        no_fewer: why it could not go on without a lost rank; empty where it could.
     """
 
     host: str
@@ -52,15 +60,18 @@ class Peer(msgspec.Struct, frozen=True):
     ends: tuple[str, ...]
     why: str
     no_recover: str
+    no_fewer: str = NOT_FEWER
 
 
-def meet(session: Session, why: str, no_recover: str) -> tuple[tuple[Peer, ...], str, str]:
+def meet(
+    session: Session, why: str, no_recover: str, no_fewer: str = NOT_FEWER
+) -> tuple[tuple[Peer, ...], str, str]:
     """All ranks, and why some cannot go on in place; the same on each, which call it together once groups are made.
 
     Args:
-        why, no_recover: of this rank, as in `Peer`; the same of any rank are returned.
+        why, no_recover, no_fewer: of this rank, as in `Peer`; `why` and `no_recover` of any rank are returned.
     """
-    own = Peer(host_identity(), os.getpid(), outside(), why, no_recover)
+    own = Peer(host_identity(), os.getpid(), outside(), why, no_recover, no_fewer)
     try:
         parts = session.gather("led", msgspec.json.encode(own))
     except (ControlError, DeadlineExceeded) as error:
@@ -194,7 +205,7 @@ class Orders:
 
 
 class Led(Orders):
-    """Of a training that begins with what its ranks keep in memory.
+    """Of a training that begins with what its ranks keep in memory; implements `ports.GoesOnWithFewer`, too.
 
     Args:
         here: of the training's run. peers: of all ranks.
@@ -204,6 +215,7 @@ class Led(Orders):
         super().__init__(here.run.life, peers)
         self._here, self._run = here, here.run
         self._memory: Memory | None = None
+        self.no_fewer = next((peer.no_fewer for peer in peers if peer.no_fewer), "")
 
     def cannot_now(self) -> str:
         """As in the base."""
@@ -231,10 +243,42 @@ class Led(Orders):
         durable, values = run.life.session.status.durable, here.values() if self.gives else b""
         return Memory(step, cloned(run.dump(step, aux)), durable, here.present(), values)
 
+    def fewer(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
+        """As in `ports.GoesOnWithFewer`: nothing but memory changes before the training thread goes on (`keep`)."""
+        life = self.life
+        if why := self.no_fewer or self._cannot():
+            raise NotSaveable(why)
+        if not life.alike:
+            raise NotSaveable("the ranks were found to hold different states: none can do a missing one's part")
+        self.roll_back(step)
+        said = Fewer(incarnation=incarnation, step=step, members=members)
+        if why := life.session.agree(said, CONSULT):
+            raise NotSaveable(f"the controller does not let these ranks go on alone: {why}")
+        self._over = True
+
+    def _join_as_fewer(self, again: Again) -> None:
+        """On the training thread: join the controller by the new number, with the same step.
+
+        Raises:
+            ControlError, DeadlineExceeded: it refused this rank or is not there.
+        """
+        run, memory = self._run, self._memory
+        assert memory is not None
+        place = place_after(run.place, again)
+        run.life.joins_again(place)
+        checkpoint = {**memory.checkpoint, KEY: dict(memory.checkpoint[KEY])}  # a dump may be writing it
+        self._memory = replace(memory, checkpoint=renumbered(checkpoint, again))
+        run.life.bind(HeldTraining(FromMemory(memory.step, self._here.source_of(self._memory, place))))
+        steps = [int(part) for part in run.life.session.gather("led-step", str(memory.step).encode())]
+        if set(steps) != {memory.step}:
+            raise NotSaveable(f"the ranks that go on hold different steps: {steps}")
+
     def keep(self, again: Again) -> None:
         """Let go of this call of the function, and agree where the next one's ranks meet."""
         run, here = self._run, self._here
-        found = self.agreed(again)
+        if again.members:
+            self._join_as_fewer(again)
+        found = self.agreed(again).for_rank(run.place.rank)
         run.life.alike_before = run.life.alike
         held = Held(found, self._memory, run.fit, life=run.life, wrapped=here.let_go(), state=here.state())
         held.users_handler = run.users_handler

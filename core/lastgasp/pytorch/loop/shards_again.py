@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from lastgasp.gasp.again import Again
-from lastgasp.pytorch.loop.again_here import LoopAgain, TakenAlong, joined, place_after, rejoin, save_alone
+from lastgasp.pytorch.loop.again_here import LoopAgain, TakenAlong, joined, rejoin, save_alone
 from lastgasp.pytorch.loop.held_parts import HeldParts
 from lastgasp.pytorch.loop.memory import Held
 from lastgasp.pytorch.loop.ranks import connect
+from lastgasp.pytorch.loop.renumber import place_after
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 
 

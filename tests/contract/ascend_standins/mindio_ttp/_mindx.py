@@ -32,7 +32,7 @@ class MindX:
         self._callbacks, self._lock = callbacks, threading.Lock()
         self._signal = threading.Event()
         self.registered = set(ACTIONS) <= set(callbacks)
-        self.event, self.strategy = "", ""
+        self.event, self.strategy, self.params = "", "", ""
         self.listed: list[str] = []
         self.waits_longer = 0.0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import _mindx as mindx
 from . import _rules as rules
+from . import _zit as zit
 from ._mindx import ACTIONS, MindX
 from ._rules import seconds, strict, trace
 
@@ -33,6 +34,7 @@ HCCL = 12
 OFFLINE, ISOLATED, INIT_FINISH, PREREPAIR_FINISH = 5, 6, 7, 8
 NOT_TRAINING = (OFFLINE, ISOLATED, INIT_FINISH, PREREPAIR_FINISH)
 """Of a rank that is started anew: neither good nor bad to who looks for faults."""
+CHOSEN = ("recover", "retry", "dump", "downgrade")
 RT_SEND, RT_UCE, RT_RECV, RT_LOAD = 0, 1, 3, 5
 
 
@@ -49,6 +51,7 @@ class Member:
     replicas: list[dict[str, Any]] | None = None
     left: bool = False
     linked: bool = True
+    dp: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -58,6 +61,9 @@ class Controller:
     rank: int
     world: int
     arf: bool
+    zit: bool = False
+    isolated: list[int] = field(default_factory=list)
+    upgrade_listed: bool = False
     members: dict[int, Member] = field(default_factory=dict)
     lock: threading.Condition = field(default_factory=threading.Condition)
     replies: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
@@ -114,7 +120,7 @@ class Controller:
         if self.state in ("INIT", "NORMAL", "DUMP", "EXIT", "FINAL"):
             trace("registered_again", of=rank)
             return "ok"
-        if rank not in self.errors and member.status == 0:
+        if rank not in (*self.errors, *self.isolated) and member.status == 0:
             return "error"
         member.status, member.step, member.updating = ISOLATED, 0, False
         trace("registered_anew", of=rank)
@@ -131,8 +137,10 @@ class Controller:
                 member.step, member.status, member.updating = message["step"], message["status"], message["updating"]
         elif kind == "replica":
             member.replicas = message["info"]
-            self.arf = self.arf and bool(message["arf"])
+            self.arf, self.zit = self.arf and bool(message["arf"]), self.zit and bool(message["zit"])
             member.wire.send(kind="replica_ok")
+        elif kind == "dp":
+            member.dp = message["ranks"]
         elif kind == "leave":
             member.left = True
         elif kind == "reply":
@@ -160,7 +168,10 @@ class Controller:
         self.state = "NORMAL"
         while not self.stopped and self.state != "FINAL":
             with self.lock:
-                self.lock.wait_for(lambda: bool(self.stopped or self.bad_status() or self.summoned()), seconds(2.0))
+                self.lock.wait_for(
+                    lambda: bool(self.stopped or self.bad_status() or self.summoned() or self.mindx.event == "upgrade"),
+                    seconds(2.0),
+                )
                 bad = self.bad()
             if self.stopped:
                 return
@@ -172,6 +183,8 @@ class Controller:
             elif bad:
                 time.sleep(seconds(2.0))  # the fixed debounce
                 self.abnormal()
+            else:
+                zit.look(self)
 
     def summoned(self) -> bool:
         return self.dump_wanted or self.mindx.event in ("stop_train", "elegant dump")
@@ -256,13 +269,18 @@ class Controller:
         found, engine = ["exit"], self.mindx
         if not why_not:
             npu = all(kind != mindx.PROCESS for kind in self.errors.values())
-            found += ["dump", *(["retry"] if npu else []), *(["recover"] if self.arf else [])]
+            found += ["dump"]
+            if not self.isolated:  # a later fault while ranks are missing allows a dump or an exit alone
+                found += [*(["retry"] if npu else []), *(["recover"] if self.arf else [])]
+                found += ["downgrade"] if zit.can_shrink(self) else []
         if not engine.report("report_strategies", dict(self.errors), found):
             return self.exit()
-        if not engine.wait(max(wait, engine.waits_longer)) or engine.event not in ("recover", "retry", "dump"):
+        if not engine.wait(max(wait, engine.waits_longer)) or engine.event not in CHOSEN:
             if engine.event == "invalid":
                 engine.result(mindx.EXIT_ONLY, "no such strategy", self.errors)
             return self.exit()
+        if engine.event == "downgrade":
+            return zit.shrink(self)
         return self.dump(sorted(self.errors)) if engine.event == "dump" else self.repair(engine.event)
 
     def dump_or_exit(self, wait: float, dump: bool = True) -> None:
@@ -274,11 +292,12 @@ class Controller:
 
     def collect(self, lost: list[int]) -> None:
         """The latest status of all linked ranks."""
-        self.order([rank for rank in self.members if rank not in lost], seconds(5.0), "collect")
+        gone = (*lost, *self.isolated)
+        self.order([rank for rank in self.members if rank not in gone], seconds(5.0), "collect")
 
     def prelock(self, bad: list[int]) -> str:
         """Why it failed, or nothing. The target counts dead ranks, too (§16.6); who is past it has it computed anew."""
-        healthy = [rank for rank in self.members if rank not in bad]
+        healthy = [rank for rank in self.members if rank not in (*bad, *self.isolated)]
         late: list[int] = []
         for _ in range(3):
             self.target = max((member.step for member in self.members.values()), default=0)
@@ -308,7 +327,8 @@ class Controller:
 
     def usable(self, rank: int, bad: list[int]) -> bool:
         member = self.members.get(rank)
-        return member is not None and rank not in bad and not member.updating and member.step == self.target
+        gone = (*bad, *self.isolated)
+        return member is not None and rank not in gone and not member.updating and member.step == self.target
 
     def choose(self, bad: list[int]) -> list[tuple[int, list[int]]] | None:
         """(type, ranks by shard) for each group; None where a shard has nobody."""
@@ -449,7 +469,7 @@ class Controller:
             time.sleep(0.001)
         return "the ranks did not come back"
 
-    def exchange(self, damaged: dict[int, int]) -> str:
+    def exchange(self, damaged: dict[int, int], order: str = "repair", **more: Any) -> str:
         """`repair`, on those that give or take state: the next position at a shard's distance that is good gives."""
         units: dict[int, list[tuple[int, int, int, int]]] = {}
         for kind, found in enumerate(self.groups() if damaged else []):
@@ -464,7 +484,7 @@ class Controller:
                     units.setdefault(rank, []).append((damaged[rank], kind, giver, rank))
                     units.setdefault(giver, []).append((RT_SEND, kind, giver, rank))
         involved = sorted(units)
-        return "" if self.all_did(involved, "repair", per_rank=units, among=involved) else "repair"
+        return "" if self.all_did(involved, order, per_rank=units, among=involved, **more) else "repair"
 
 
 _controller: Controller | None = None
@@ -486,7 +506,7 @@ def tft_init_controller(
     if rules.MINDSPORE and (enable_local_copy or enable_zit):
         rules.refuse("MindSpore mode with local copy or zit")
     if _controller is None:
-        _controller = Controller(rank, world_size, enable_arf)
+        _controller = Controller(rank, world_size, enable_arf, enable_zit)
         trace("init_controller", of=rank)
 
 
@@ -603,9 +623,14 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
     strict("strategy", strategy, str)
     if _controller is None or strategy not in mindx.STRATEGIES:
         return 1
-    if strategy not in ("retry", "recover", "dump", "exit"):
+    if strategy in ("continue", "migration"):
         return _not_modelled(f"the strategy {strategy!r}")
+    strict("params", params, str)
+    if strategy in ("downgrade", "upgrade") and not 1 <= len(params) <= 1023:
+        rules.violation(f"change_strategy({strategy!r}, {params!r}): 1 to 1023 characters of parameters are mandatory")
+        return 1
     engine = _controller.mindx
+    engine.params = params
     if engine.listed and strategy not in engine.listed:
         return engine.notified("invalid")
     engine.strategy = strategy

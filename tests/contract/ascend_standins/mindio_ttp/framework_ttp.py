@@ -112,9 +112,10 @@ class _Processor:
         self.go, self.answered = threading.Semaphore(0), threading.Event()
         """One semaphore for both waits (§7.2): who waits for the wrong one gets the other's word."""
         self.parked, self.refused = threading.Event(), False
-        self.arf = False
+        self.arf = self.zit = False
         self.next_action = Action.RETRY.value
         self.corrupt = False
+        self.least_replicas = 0
 
     # -- threads ----------------------------------------------------------------------------------
 
@@ -241,6 +242,29 @@ class _Processor:
             self.go.release()
         return result
 
+    def do_downgrade(self, message: dict[str, Any]) -> str:
+        """On those that are left. The registered ctx is not handed over; a handler that is missing has succeeded."""
+        dp, world, param = message["per_rank"]
+        if not self.parked.wait(rules.PATIENCE):
+            rules.violation("the downgrade came, and the training thread is not in tft_wait_repair_action")
+            return "failed"
+        return self.zit_call("zit_downgrade_rebuild", dp, world, self.args, param)
+
+    def do_upgrade(self, message: dict[str, Any]) -> str:
+        """On all, the new processes included."""
+        return self.zit_call("zit_upgrade_rebuild", message["among"], self.args, message["param"])
+
+    def do_upgrade_rollback(self, message: dict[str, Any]) -> str:
+        self.repair_step = message["step"]
+        return self.zit_call("zit_upgrade_rollback", message["step"], self.args, message["param"])
+
+    def do_upgrade_repair(self, message: dict[str, Any]) -> str:
+        """As `do_repair`."""
+        return self.do_repair(message)
+
+    def zit_call(self, name: str, *given: Any) -> str:
+        return self.call(name, *given, ctx=False) if name in self.handlers else "ok"
+
     def do_repair(self, message: dict[str, Any]) -> str:
         """On sources and targets, once the framework is parked; each gets only the pairs that it is in."""
         units = message["per_rank"]
@@ -255,7 +279,10 @@ class _Processor:
         pairs = {"type": [u[1] for u in units], "src": [u[2] for u in units], "dst": [u[3] for u in units]}
         info = {**pairs, "repair_type": kind, "rank_list": message["among"]}
         rebuild = kind in (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
-        return self.call("repair", message["step"], rebuild, pairs["dst"], info, self.args)
+        given = (message["step"], rebuild, pairs["dst"], info, self.args)
+        if message["kind"] == "upgrade_repair":
+            return self.zit_call("zit_upgrade_repair", *given, message["param"])
+        return self.call("repair", *given)
 
     def do_rollback(self, message: dict[str, Any]) -> str:
         if self.state != "PAUSE":
@@ -346,7 +373,7 @@ def tft_init_processor(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _logs_only)
     rules.rank, _p.rank, _p.world, _p.uce, _p.state = rank, rank, world_size, enable_uce, "INITED"
-    _p.arf = enable_arf
+    _p.arf, _p.zit = enable_arf, enable_zit
     trace("init_processor", limit=ACTION_TIMEOUT, uce=enable_uce, arf=enable_arf, zit=enable_zit)
 
 
@@ -409,10 +436,10 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
             rules.violation(f"replica info of rank {rank} in {ranks} from rank {_p.rank}")
         if not 1 <= count <= len(ranks) or (rules.MINDSPORE and count != len(ranks)):
             rules.refuse(f"replica_cnt {count} of {len(ranks)}")
-    _p.wire.send(kind="replica", info=replica_info, arf=_p.arf)
+    _p.wire.send(kind="replica", info=replica_info, arf=_p.arf, zit=_p.zit)
     if not _p.answered.wait(rules.PATIENCE):
         raise Exception
-    _p.replica_sent = True
+    _p.replica_sent, _p.least_replicas = True, min(len(entry["rank_list"]) for entry in replica_info)
     trace("replica", info=replica_info)
 
 
@@ -420,6 +447,9 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
     """Must hold this rank."""
     if type(rank) is not int or not all(type(r) is int for r in dp_rank_list) or rank not in dp_rank_list:
         rules.refuse(f"set_dp_group_info({rank}, {dp_rank_list})")
+    if not _p.zit or _p.wire is None or len(dp_rank_list) >= _p.least_replicas:
+        return  # only sent where it is shorter than every replica group (§2.2)
+    _p.wire.send(kind="dp", ranks=dp_rank_list)
     trace("dp_group", ranks=dp_rank_list)
 
 

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
-import msgspec
-
 from lastgasp import _clock
 from lastgasp.config import GaspConfig
 from lastgasp.deferred_source import TOO_LATE
-from lastgasp.errors import ConfigError, DeadlineExceeded, LastgaspError
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.observer import IN_MINDX
@@ -26,18 +23,19 @@ from lastgasp.topology import Place, ReplicaGroups
 
 from . import api as package
 from . import exits, limits
-from .controller import Endpoint, ask_for_dump, start_controller, tell_used
+from .controller import Endpoint, ask_for_dump, tell_used
 from .early import early_of_this_process, other_device
+from .finding import Finder
 from .handlers import Handlers
 from .lastword import LastWord, park
 from .limits import taskd_has_controller
 from .parking import Parking
-from .processor_start import JOIN, start_processor
+from .processor_start import start_processor
 from .record import keep_record
 from .replicas import replica_info
 from .shutdown import destroy, hangs
-from .strategies import CANNOT, Strategies, asked_for, decide_strategies, nodes_of
-from .validation import address_of, check_size, check_thread, checked_host, taskd_address, wait_for_listener
+from .strategies import CANNOT, NOT_FEWER, Strategies, asked_for, decide_strategies, nodes_of
+from .validation import check_size, check_thread
 from .window import Window
 
 log = logging.getLogger("lastgasp")
@@ -114,13 +112,15 @@ class MindioBackend:
         logs = self._config.directory / "mindio" / "logs"
         for line in limits.prepare(os.environ, needed, logs, taskd_has_controller(os.environ)):
             log.warning("%s", line)
-        taskds = self._taskds_controller()
+        finder = Finder(self._place.rank, self._place.world_size, self._control.gather, self._control.host)
+        taskds = finder.taskds()
         self.strategies = self._decide(taskds is not None)
-        self._endpoint = taskds or self._own_controller(self.strategies)
+        self._endpoint = taskds or finder.own(self.strategies)
         self._api = api = package.load()
         self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
-        patience = limits.patience(os.environ) if self.strategies.recover else exits.DETECTION
+        asks = self.strategies.recover or self.strategies.elastic  # MindX, which takes its time
+        patience = limits.patience(os.environ) if asks else exits.DETECTION
         self._parking = Parking(
             api, self._place.rank, self._status, self.strategies.retry, self._limit, patience=patience
         )
@@ -148,70 +148,23 @@ class MindioBackend:
         """
         self._place = replace(self._place, replicas=replicas)
 
+    def renumber(self, rank: int, world_size: int, replicas: ReplicaGroups) -> None:
+        """As in `ports.Repairs`. To MindIO all ranks keep their numbers (docs/facts/mindio_tft.md §7.4)."""
+        self._place = replace(self._place, rank=rank, world_size=world_size, replicas=replicas)
+        self._handlers.renumber(self._place)
+        self._processor.tell(m.Led(by=self._leader))
+
     def _decide(self, taskd: bool) -> Strategies:
         why_not = "" if in_place_of(self._source) is not None else getattr(self._source, "not_in_place", "") or CANNOT
         early = early_of_this_process()
         if early is not None and (other := other_device(early)):
             why_not = why_not or other
         no_recover = getattr(self._source, "no_recover", TOO_LATE)
-        found = decide_strategies(asked_for(), why_not, taskd, nodes_of(), package.for_mindspore(), no_recover)
+        fewer = getattr(in_place_of(self._source), "no_fewer", NOT_FEWER)
+        found = decide_strategies(asked_for(), why_not, taskd, nodes_of(), package.for_mindspore(), no_recover, fewer)
         for name, why in found.refused.items():
             log.warning("strategy %s is refused: %s", name, why)
         return found
-
-    def _taskds_controller(self) -> Endpoint | None:
-        """Find TaskD's controller, if one listens: rank 0 checks, since it runs on its pod, and all ranks follow.
-
-        Raises:
-            ConfigError: an address for which MindIO would end the process.
-        """
-        if not taskd_has_controller(os.environ):
-            return None
-        early = early_of_this_process()
-        if early is not None and early.anew:  # the others have agreed long ago
-            return early.endpoint
-        found: Endpoint | None = self._word_of_rank_0("mindio-taskd", self._look_for_taskds, Endpoint | None)
-        if early is not None and found is None:
-            raise ConfigError("MindIO", None, "one controller", "This rank has joined TaskD's, and rank 0 cannot.")
-        return early.endpoint if early is not None else found
-
-    def _look_for_taskds(self) -> Endpoint | None:
-        if (early := early_of_this_process()) is not None:
-            return early.endpoint
-        address = address_of(*taskd_address(package.for_mindspore()))
-        try:
-            wait_for_listener(address, JOIN)
-        except DeadlineExceeded as error:
-            log.warning("%s The job continues with a controller of its own; TaskD repairs nothing in it", error)
-            return None
-        return Endpoint(address.host, address.port)
-
-    def _own_controller(self, strategies: Strategies) -> Endpoint:
-        """Have rank 0 start a controller; the same on all ranks.
-
-        Raises:
-            ConfigError: it could not be started, here or on rank 0.
-        """
-
-        def start() -> Endpoint:
-            host = checked_host(self._control.host, "LASTGASP_BIND")
-            return start_controller(host, self._place.world_size, strategies.recover, strategies.elastic)
-
-        found: Endpoint = self._word_of_rank_0("mindio", start, Endpoint)
-        return found
-
-    def _word_of_rank_0(self, tag: str, find: Callable[[], Any], kind: Any) -> Any:
-        """Return rank 0's result of `find` on all ranks; its errors there are raised on all."""
-        said = b""
-        if self._place.rank == 0:
-            try:
-                said = msgspec.json.encode(find())
-            except (LastgaspError, OSError) as problem:
-                said = msgspec.json.encode(m.one_line(problem))
-        answer = msgspec.json.decode(self._control.gather(tag, said)[0], type=kind | str)
-        if isinstance(answer, str):
-            raise ConfigError("LASTGASP_BACKEND", "ascend", "'embedded' here", f"Rank 0 says: {answer}")
-        return answer
 
     def _start_processor(self, api: Any, strategies: Strategies) -> None:
         place, zit = self._place, strategies.elastic
@@ -260,8 +213,7 @@ class MindioBackend:
 
     @property
     def _stays(self) -> bool:
-        granted = self.strategies
-        return granted is not None and (granted.retry or granted.recover)
+        return self.strategies is not None and self.strategies.any_in_place
 
     def fault(self, kind: str, cause: str) -> None:
         """Report to MindIO and wait for its ending; if it makes no checkpoint, our controller takes the lead."""

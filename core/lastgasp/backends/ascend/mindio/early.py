@@ -138,9 +138,14 @@ def early_of_this_process() -> Early | None:
     return _early[0] if _early else None
 
 
-def is_asked_for(env: Mapping[str, str]) -> bool:
-    """Whether the job is one in which TaskD may have single processes started anew."""
-    return "recover" in wanted_strategies(env) and limits.taskd_has_controller(env)
+def is_asked_for(env: Mapping[str, str], fewer: bool = False) -> bool:
+    """Whether the job is one in which TaskD may have single processes started anew, while the others train or wait.
+
+    Args:
+        fewer: the training may go on with fewer ranks, as far as is known before it begins.
+    """
+    asked = {"recover", "elastic-training"} if fewer else {"recover"}
+    return bool(asked & wanted_strategies(env)) and limits.taskd_has_controller(env)
 
 
 def why_not_early(env: Mapping[str, str]) -> str:
@@ -157,8 +162,11 @@ def why_not_early(env: Mapping[str, str]) -> str:
     return "" if recovery in ("auto", "") else f"LASTGASP_RECOVERY={recovery}"
 
 
-def start_early() -> Early:
+def start_early(fewer: bool = False) -> Early:
     """Join MindIO; `why_not_early` has found nothing.
+
+    Args:
+        fewer: as for `is_asked_for`. MindIO learns it now or never.
 
     Raises:
         ConfigError, DeadlineExceeded: TaskD's controller cannot be used.
@@ -175,9 +183,11 @@ def start_early() -> Early:
     for line in limits.prepare(env, needed, default.directory / "mindio" / "logs", taskd=True):
         log.warning("%s", line)
     device = _take_device(int(env.get("LOCAL_RANK") or 0))
-    found = Early(package.load(), Endpoint(address.host, address.port), rank, "retry" in wanted_strategies(env), device)
+    wanted = wanted_strategies(env)
+    granted = ("retry" in wanted, "recover" in wanted, fewer and "elastic-training" in wanted)
+    found = Early(package.load(), Endpoint(address.host, address.port), rank, granted[0], device)
     atexit.register(found.left)  # behind MindIO's own hook, so that it is called before that
-    found.anew = start_processor(found.api, found.endpoint, (rank, size), (found.retry, True, False))
+    found.anew = start_processor(found.api, found.endpoint, (rank, size), granted)
     if not found.anew and env.get(STARTED_ANEW) == "worker":
         found.anew = True
         raise AloneError(f"TaskD has started rank {rank} anew, and MindIO has not noticed that it was dead")

@@ -19,14 +19,16 @@ from lastgasp import _clock
 from lastgasp.config import GaspConfig
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.fewer_ranks import FEWER
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.ports import InPlace, SaveResult, StateSource, in_place_of
+from lastgasp.ports import GoesOnWithFewer, InPlace, SaveResult, StateSource, in_place_of
 from lastgasp.topology import Place
 
 from . import api as package
 from . import limits
 from .parking import Parking
+from .scaling import scaled_in
 from .strategies import Strategies
 
 log = logging.getLogger("lastgasp")
@@ -37,6 +39,10 @@ ASK = 0.1
 """Seconds between two looks for what other ranks have written."""
 MARGIN = 5.0
 """Seconds by which this rank gives up before MindIO does, which cannot order anything until it has answered."""
+NOT_BACK = (
+    "ranks that were missing are not taken in while training goes on, but by a restart: the step is saved, and the job "
+    "begins with it, with all ranks"
+)
 R = TypeVar("R")
 
 
@@ -59,7 +65,7 @@ def answering(handler: Callable[..., R]) -> Callable[..., R]:
 
 @dataclass
 class Handlers:
-    """The thirteen handlers of one rank.
+    """The handlers of one rank.
 
     Args:
         over: called once the checkpoint is published.
@@ -78,6 +84,7 @@ class Handlers:
     parking: Parking
     _saved: dict[int, SaveResult] = field(default_factory=dict)
     _published: set[int] = field(default_factory=set)
+    _fewer: bool = False
 
     def register(self, api: Any) -> None:
         """Each handler, once; the last one registered counts, so nobody else may register after this."""
@@ -175,9 +182,15 @@ class Handlers:
 
     # -- in place ---------------------------------------------------------------------------------
 
+    def renumber(self, place: Place) -> None:
+        """Ranks are missing from now on, and this one is at `place` among those that are left."""
+        self.place, self._fewer = place, True
+
     def _in_place(self) -> InPlace:
+        if self._fewer:  # and MindIO counts the ranks otherwise
+            raise NotSaveable(FEWER)
         found = in_place_of(self.source)
-        if found is None or not (self.strategies.retry or self.strategies.recover):
+        if found is None or not self.strategies.any_in_place:
             raise NotSaveable(self.strategies.refused.get("retry", "this adapter cannot continue in the same process"))
         return found
 
@@ -199,7 +212,7 @@ class Handlers:
             restart_device()
             # A 1 would have MindX start this healthy process anew, and with it what it holds would be gone. The next
             # order to it fails instead, and a dump may follow (docs/facts/mindio_tft.md §7.1).
-            return 0 if found == 1 and self.strategies.recover else found
+            return 0 if found == 1 and (self.strategies.recover or self.strategies.elastic) else found
         return 1 if is_uce_error else 0
 
     def repair(
@@ -253,6 +266,21 @@ class Handlers:
         self._in_place().rebuild(lost)
         self.parking.rebuilt(tuple(lost))
 
+    def zit_downgrade_rebuild(self, dp_ranks: Any, world_ranks: Any, args: Any, zit_param: str) -> None:
+        """These ranks go on without the others: no repair and no rollback follow (docs/facts/mindio_tft.md §7.4).
+
+        MindIO names no step: it has had every rank reach the same one, and the ranks compare theirs.
+        """
+        in_place = self._in_place()
+        if not self.strategies.elastic or not isinstance(in_place, GoesOnWithFewer):
+            raise NotSaveable(self.strategies.refused.get("elastic-training", "elastic-training was not asked for"))
+        members = scaled_in(world_ranks, dp_ranks, zit_param, self.place)
+        step = self.status.step
+        self._outside(step)
+        in_place.fewer(self.parking.number + 1, step, members)
+        self.status.begun = step
+        self.parking.fewer(step, members)
+
     def stream_sync(self) -> None:
         """After a pause took effect."""
         if (in_place := in_place_of(self.source)) is not None:
@@ -285,8 +313,8 @@ def _refused(name: str, strategies: Strategies) -> Callable[..., None]:
     """MindIO takes a handler that is missing for one that succeeded, so a strategy that cannot be is refused aloud."""
 
     def refuse(*given: Any) -> None:
-        why = strategies.refused.get("elastic-training", "it was not asked for")
-        raise NotSaveable(f"{name}: this job cannot continue with fewer ranks: {why}")
+        why = strategies.refused.get("elastic-training") or (NOT_BACK if strategies.elastic else "it was not asked for")
+        raise NotSaveable(f"{name}: {why}")
 
     refuse.__name__ = name
     return refuse

@@ -94,6 +94,12 @@ class Parking:
         self._repaired = Repaired(self.number, step, self._source, self._takers, self._lost)
         self._stop.clear()
 
+    def fewer(self, step: int, members: tuple[int, ...]) -> None:
+        """`zit_downgrade_rebuild` has been carried out: these ranks go on without the others."""
+        self.number += 1
+        self._repaired = Repaired(self.number, step, members=members)
+        self._stop.clear()
+
     # -- the training thread ----------------------------------------------------------------------
 
     @property

@@ -26,7 +26,13 @@ class Strategies:
     elastic: bool
     refused: Mapping[str, str]
 
+    @property
+    def any_in_place(self) -> bool:
+        """After some fault processes stay, and go on."""
+        return self.retry or self.recover or self.elastic
 
+
+NOT_FEWER = "this adapter cannot continue with fewer ranks"
 CANNOT = "this adapter cannot roll a step back and continue in the same process"
 
 
@@ -47,7 +53,13 @@ def wanted_strategies(env: Mapping[str, str]) -> set[str]:
 
 
 def decide_strategies(
-    asked: str, why_not: str, taskd: bool, nodes: int, mindspore: bool, no_recover: str = ""
+    asked: str,
+    why_not: str,
+    taskd: bool,
+    nodes: int,
+    mindspore: bool,
+    no_recover: str = "",
+    no_fewer: str = NOT_FEWER,
 ) -> Strategies:
     """`dump` is always there.
 
@@ -57,12 +69,13 @@ def decide_strategies(
         taskd: the controller lives in TaskD: without it MindIO never recovers or shrinks (mindio_tft.md §7.1).
         nodes: of the job; ARF needs two, since it ignores faults of the controller's own node (mindio_tft.md §16.13).
         no_recover: why a new process could not join the others; empty where it could.
+        no_fewer: why the training could not continue with fewer ranks; empty where it could.
     """
     wanted = wanted_strategies({VARIABLES[0]: asked}) or (set() if why_not else {"retry"})
     refused: dict[str, str] = {}
     for name in ("retry", "recover", "elastic-training"):
         why = _why_not(name, why_not, taskd, nodes, mindspore)
-        why = why or (no_recover if name == "recover" else "")
+        why = why or {"recover": no_recover, "elastic-training": no_fewer or no_recover}.get(name, "")
         if name in wanted and why:
             refused[name] = why
     for name in sorted(wanted - {"dump", "retry", "recover", "elastic-training"}):
@@ -74,12 +87,12 @@ def decide_strategies(
 def _why_not(name: str, why_not: str, taskd: bool, nodes: int, mindspore: bool) -> str:
     if why_not:
         return f"{why_not}: the job restarts from the dump"
+    if name == "elastic-training" and mindspore:
+        return "MindIO has none of it with MindSpore"
     if name == "recover" and not taskd:
         return "MindIO starts single processes anew only where TaskD asks for it (MINDX_TASK_ID)"
-    if name == "recover" and nodes < 2:
+    if name == "elastic-training" and not taskd:
+        return "MindIO goes on with fewer ranks only where TaskD asks for it (MINDX_TASK_ID)"
+    if name in ("recover", "elastic-training") and nodes < 2:
         return "it needs two nodes at least"
-    if name == "elastic-training":
-        if mindspore:
-            return "MindIO has none of it with MindSpore"
-        return "this adapter cannot continue with fewer ranks"
     return ""
