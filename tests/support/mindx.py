@@ -28,6 +28,8 @@ LEAVE = 60.0
 """Seconds that ranks get to end by themselves once the controller is done with the job."""
 CHOICES = ("retry", "recover", "upgrade", "downgrade", "dump", "exit")
 PARAMETERS = {"downgrade": '{"scale-in-strategy": "DP"}', "upgrade": '{"scale-out-strategy": "DP"}'}
+PAUSE = "TESTS_PAUSE"
+"""A folder: once `pause` is there the job is paused, for as many seconds as that says; `continue` ends it."""
 SCALE_OUT = "TESTS_SCALE_OUT"
 """Set: ranks that are missing get new processes."""
 ISOLATED = 201
@@ -44,7 +46,7 @@ class ClusterD:
     def __init__(self, api: Any, start_anew: Any, without: Any) -> None:
         self._api, self._start_anew, self._without = api, start_anew, without
         self._said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._stopping = False
+        self._stopping = self._pausing = False
         self.over = threading.Event()
         for name in ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result"):
             api.tft_register_mindx_callback(name, self._teller(name))
@@ -69,8 +71,25 @@ class ClusterD:
             self._stopping = True
             self._api.tft_notify_controller_stop_train(dict(ranks), "stop")
 
+    def pause(self, folder: Path) -> None:
+        """On a thread of its own: wait for the file, and order it."""
+        while not (folder / "pause").exists():
+            time.sleep(0.01)
+        self._pausing = True
+        answer = self._api.tft_notify_controller_stop_train({}, "pause", int((folder / "pause").read_text()))
+        print(f"mindx: a pause is ordered: {answer}", flush=True)
+
+    def _continue(self, folder: Path) -> None:
+        while not (folder / "continue").exists():
+            time.sleep(0.01)
+        self._api.tft_notify_controller_change_strategy("continue", "")
+
     def report_stop_complete(self, code: int, text: str, ranks: Mapping[int, int]) -> None:
-        """All faults are known."""
+        """All faults are known; or all ranks pause."""
+        if self._pausing:
+            self._pausing = False
+            threading.Thread(target=self._continue, args=(Path(os.environ[PAUSE]),), daemon=True).start()
+            return
         self._ranks = dict(ranks)
         if code == 0:
             self._api.tft_notify_controller_on_global_rank(self._ranks, 60)
@@ -125,6 +144,8 @@ class Agent:
             self._missing.clear()
             clusterd = ClusterD(api, self.start_anew, self.without)
             api.tft_start_controller(HOST, int(os.environ["TTP_PORT"]), False, "")
+            if os.environ.get(PAUSE) and self._attempt == 0:
+                threading.Thread(target=clusterd.pause, args=(Path(os.environ[PAUSE]),), daemon=True).start()
             for rank in range(self._ranks):
                 self._start(rank, "pod")
             codes = self._wait(clusterd)

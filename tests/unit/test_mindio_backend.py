@@ -227,6 +227,23 @@ def test_where_only_recover_is_granted_survivors_come_back_too(tmp_path: Path) -
     assert rank.calls == ["RS_NORMAL", "next", "repair"]
 
 
+def test_what_mindio_was_told_too_early_is_stopped_and_refused(tmp_path: Path) -> None:
+    """A rank that did not stop, or said that it is not clean, would be MindIO's reason to save nothing."""
+    told = Strategies(False, False, False, {"elastic-training": "no ElasticLoader"}, told=True)
+    rank = Rank(tmp_path)
+    rank.backend.strategies = told
+    assert rank.backend._stays and told.more and not told.any_in_place
+    processor: Any = rank
+    handlers = Handlers(
+        rank.backend._config, rank.backend._place, rank.backend._source, rank.status, processor, told,
+        over=lambda ended: None, leave=lambda: None, parking=rank.parking,
+    )  # fmt: skip
+    assert handlers.clean(False, None, None) == 0
+    for order in (lambda: handlers.rollback(7, None, None), lambda: handlers.zit_downgrade_rebuild([0], [0], None, "")):
+        with pytest.raises(NotSaveable):
+            order()
+
+
 def test_what_is_not_granted_is_no_retry(tmp_path: Path) -> None:
     def train() -> None:
         raise RuntimeError("UCE ERROR")

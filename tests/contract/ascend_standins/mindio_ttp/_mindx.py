@@ -34,7 +34,7 @@ class MindX:
         self.registered = set(ACTIONS) <= set(callbacks)
         self.event, self.strategy, self.params = "", "", ""
         self.listed: list[str] = []
-        self.waits_longer = 0.0
+        self.waits_longer = self.pause_for = 0.0
 
     def report(self, action: str, *given: Any) -> bool:
         """Whether the callback took it. All but `report_fault_ranks` forget what was notified before."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _mindx as mindx
+from . import _pause as pausing
 from . import _rules as rules
 from . import _zit as zit
 from ._mindx import ACTIONS, MindX
@@ -34,6 +35,8 @@ HCCL = 12
 OFFLINE, ISOLATED, INIT_FINISH, PREREPAIR_FINISH = 5, 6, 7, 8
 NOT_TRAINING = (OFFLINE, ISOLATED, INIT_FINISH, PREREPAIR_FINISH)
 """Of a rank that is started anew: neither good nor bad to who looks for faults."""
+EARLIER = ("pause", "upgrade")
+"""What a healthy job is told, besides a stop."""
 CHOSEN = ("recover", "retry", "dump", "downgrade")
 RT_SEND, RT_UCE, RT_RECV, RT_LOAD = 0, 1, 3, 5
 
@@ -169,7 +172,7 @@ class Controller:
         while not self.stopped and self.state != "FINAL":
             with self.lock:
                 self.lock.wait_for(
-                    lambda: bool(self.stopped or self.bad_status() or self.summoned() or self.mindx.event == "upgrade"),
+                    lambda: bool(self.stopped or self.bad_status() or self.summoned() or self.mindx.event in EARLIER),
                     seconds(2.0),
                 )
                 bad = self.bad()
@@ -180,6 +183,8 @@ class Controller:
                 self.dump([])
             elif self.summoned():
                 self.abnormal()
+            elif self.mindx.event == "pause":
+                pausing.pause(self)
             elif bad:
                 time.sleep(seconds(2.0))  # the fixed debounce
                 self.abnormal()
@@ -227,7 +232,7 @@ class Controller:
         self.collect(self.lost())
         self.select_errors()
         if not self.errors and not self.mindx.event:
-            self.state = "NORMAL"
+            self.state = "DOWNGRADE" if self.isolated else "NORMAL"
             return None
         bad = sorted(self.errors)
         why = self.prelock(bad) or ("" if self.groups() else "no replica info from every rank")
@@ -598,12 +603,17 @@ def _faults(ranks: dict[int, int]) -> bool:
 
 
 def tft_notify_controller_stop_train(fault_ranks: dict[int, int], stop_type: str = "stop", timeout: Any = None) -> int:
-    """Pause is not modelled."""
-    if stop_type != "stop":
-        return _not_modelled(f"stop_train({stop_type!r})")
+    """`timeout`, real seconds, is for a pause alone, and mandatory there."""
+    if stop_type not in ("stop", "pause"):
+        rules.violation(f"stop_train({stop_type!r})")
+        return 1
+    if stop_type == "pause":
+        strict("timeout", timeout, int)
     if not _faults(fault_ranks) or _controller is None:
         return 1
-    _controller.mindx.notified("stop_train")
+    if stop_type == "pause":
+        _controller.mindx.pause_for = float(timeout)
+    _controller.mindx.notified("stop_train" if stop_type == "stop" else "pause")
     with _controller.lock:
         _controller.lock.notify_all()
     return 0
@@ -623,7 +633,7 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
     strict("strategy", strategy, str)
     if _controller is None or strategy not in mindx.STRATEGIES:
         return 1
-    if strategy in ("continue", "migration"):
+    if strategy == "migration":
         return _not_modelled(f"the strategy {strategy!r}")
     strict("params", params, str)
     if strategy in ("downgrade", "upgrade") and not 1 <= len(params) <= 1023:
@@ -631,7 +641,7 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
         return 1
     engine = _controller.mindx
     engine.params = params
-    if engine.listed and strategy not in engine.listed:
+    if engine.listed and strategy not in engine.listed and strategy != "continue":
         return engine.notified("invalid")
     engine.strategy = strategy
     return engine.notified(strategy)

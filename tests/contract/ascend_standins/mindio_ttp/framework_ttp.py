@@ -115,7 +115,8 @@ class _Processor:
         self.arf = self.zit = False
         self.next_action = Action.RETRY.value
         self.corrupt = False
-        self.least_replicas = 0
+        self.least_replicas = self.pause_at = 0
+        self.in_pause = threading.Event()
 
     # -- threads ----------------------------------------------------------------------------------
 
@@ -241,6 +242,19 @@ class _Processor:
         if result == "ok" and self.status == INIT_FINISH:
             self.go.release()
         return result
+
+    def do_pause(self, message: dict[str, Any]) -> str:
+        """Once the training thread is in `tft_pause_train` at that step; `stream_sync` runs on a thread of its own."""
+        self.pause_at = message["at"]
+        if not self.in_pause.wait(seconds(ACTION_TIMEOUT)):
+            return "the training thread has not come to the pause"
+        _thread.start_new_thread(lambda: self.call("stream_sync", ctx=False), ())
+        return "ok"
+
+    def do_continue(self, message: dict[str, Any]) -> str:
+        """Released."""
+        self.pause_at = 0
+        return "ok"
 
     def do_downgrade(self, message: dict[str, Any]) -> str:
         """On those that are left. The registered ctx is not handed over; a handler that is missing has succeeded."""
@@ -568,6 +582,14 @@ def tft_pause_train(cur_step: int) -> None:
     """At the end of every step."""
     strict("cur_step", cur_step, int)
     _not_in_handler("tft_pause_train")
+    if cur_step < 0:
+        return  # logged, ignored
+    if _p.pause_at and _p.pause_at <= cur_step:
+        trace("pauses", step=cur_step)
+    while _p.pause_at and _p.pause_at <= cur_step:
+        _p.in_pause.set()
+        time.sleep(0.001)
+    _p.in_pause.clear()
 
 
 def tft_report_load_ckpt_step(step: int) -> None:

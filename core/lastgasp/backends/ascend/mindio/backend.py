@@ -119,8 +119,8 @@ class MindioBackend:
         self._api = api = package.load()
         self._last_word = LastWord(api, self._leave)
         self._start_processor(api, self.strategies)
-        asks = self.strategies.recover or self.strategies.elastic  # MindX, which takes its time
-        patience = limits.patience(os.environ) if asks else exits.DETECTION
+        # MindX is asked then, which takes its time.
+        patience = limits.patience(os.environ) if self.strategies.more else exits.DETECTION
         self._parking = Parking(
             api, self._place.rank, self._status, self.strategies.retry, self._limit, patience=patience
         )
@@ -164,7 +164,7 @@ class MindioBackend:
         found = decide_strategies(asked_for(), why_not, taskd, nodes_of(), package.for_mindspore(), no_recover, fewer)
         for name, why in found.refused.items():
             log.warning("strategy %s is refused: %s", name, why)
-        return found
+        return replace(found, told=early is not None)
 
     def _start_processor(self, api: Any, strategies: Strategies) -> None:
         place, zit = self._place, strategies.elastic
@@ -213,7 +213,7 @@ class MindioBackend:
 
     @property
     def _stays(self) -> bool:
-        return self.strategies is not None and self.strategies.any_in_place
+        return self.strategies is not None and (self.strategies.any_in_place or self.strategies.told)
 
     def fault(self, kind: str, cause: str) -> None:
         """Report to MindIO and wait for its ending; if it makes no checkpoint, our controller takes the lead."""

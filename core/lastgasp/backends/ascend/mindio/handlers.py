@@ -212,7 +212,7 @@ class Handlers:
             restart_device()
             # A 1 would have MindX start this healthy process anew, and with it what it holds would be gone. The next
             # order to it fails instead, and a dump may follow (docs/facts/mindio_tft.md §7.1).
-            return 0 if found == 1 and (self.strategies.recover or self.strategies.elastic) else found
+            return 0 if found == 1 and self.strategies.more else found
         return 1 if is_uce_error else 0
 
     def repair(

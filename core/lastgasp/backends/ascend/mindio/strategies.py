@@ -19,17 +19,25 @@ class Strategies:
         retry: on-chip memory and network faults are repaired in place (UCE, HCCE).
         recover: one process is started anew and rejoins (ARF).
         elastic: the job continues with fewer ranks (ZIT).
+        told: MindIO was told that single processes may be started anew, or be missing, before it was known whether
+            they may: it then orders ranks to stop that can do neither, and gives up where one does not.
     """
 
     retry: bool
     recover: bool
     elastic: bool
     refused: Mapping[str, str]
+    told: bool = False
 
     @property
     def any_in_place(self) -> bool:
         """After some fault processes stay, and go on."""
         return self.retry or self.recover or self.elastic
+
+    @property
+    def more(self) -> bool:
+        """MindIO may order more than a retry: what fails in the middle of that is dumped, where all have stopped."""
+        return self.recover or self.elastic or self.told
 
 
 NOT_FEWER = "this adapter cannot continue with fewer ranks"
